@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Runs a script of this repository on several SLURM nodes (here 2 nodes x 8 GPUs) and requeues it
+# when the time limit is near.
+#
+# Usage (from the root of the repository):
+#   sbatch scripts/run_ddp_slurm.sh [SCRIPT=train_ddp.py] [options of the script ...]
+#   sbatch --nodes=4 --time=12:00:00 scripts/run_ddp_slurm.sh train_ddp.py --batch_size=128
+#
+# Options of sbatch on the command line win over the #SBATCH lines. Set account, partition and
+# memory there. PYTHON names the interpreter (default: python of the submitting environment).
+#
+# srun starts one process per GPU, without torchrun: SLURM's signals then reach the training
+# processes themselves. 300 s before the time limit they get SIGUSR1, write a checkpoint, log
+# "checkpoint written, requeue me" and exit with 0; this file then requeues the job, and the same
+# command resumes from the checkpoint. A failed job is not requeued.
+#
+#SBATCH --job-name=ddp
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+set -euo pipefail
+
+die() {
+    printf 'run_ddp_slurm.sh: %s\n' "$1" >&2
+    exit 2
+}
+
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^#SBATCH/{/^#SBATCH/!s/^# \{0,1\}//p;}' "$0"
+    exit 0
+fi
+[[ -n ${SLURM_JOB_ID:-} ]] || die "not in a SLURM job; submit it: sbatch scripts/run_ddp_slurm.sh"
+script=train_ddp.py
+if [[ ${1:-} == *.py ]]; then
+    script=$1
+    shift
+fi
+# SLURM runs a copy of this file from its spool folder: it cannot look for the script beside itself.
+[[ -f $script ]] || die "no $script in $PWD; submit from the root of the repository"
+
+# The first node of the job meets the others. Set here, whatever the submitting shell had: a
+# requeued job may get other nodes. Ports 10000-29999 lie below those the kernel hands out.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts%%$'\n'*}
+export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # only for torchrun, should you start one here instead
+
+# If a process still hangs 60 s before the time limit, srun is ended and the job fails by itself.
+# Older SLURM does not set SLURM_JOB_END_TIME; a job without a time limit has none.
+limit=0 # none
+end=${SLURM_JOB_END_TIME:-}
+if [[ -z $end ]]; then
+    end=$(squeue -h -j "$SLURM_JOB_ID" -o %e || true)
+    end=$(date +%s -d "${end:-NONE}" 2>/dev/null || true)
+fi
+if [[ -n $end ]]; then
+    limit=$((end - $(date +%s) - 60))
+    ((limit > 0)) || die "the time limit leaves less than 60 s"
+fi
+
+# A requeued job goes on; --fresh was meant for its first start.
+if ((${SLURM_RESTART_COUNT:-0} > 0)); then
+    set -- "$@" --fresh=False
+fi
+
+# --mpi=none: no PMI variables that could contradict SLURM's own. All GPUs of a node stay visible to
+# each of its processes (no --gpus-per-task), so that they can reach one another directly.
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+echo "$SLURM_NTASKS processes on ${hosts//$'\n'/ }; MASTER_PORT=$MASTER_PORT on $MASTER_ADDR"
+status=0
+timeout -k 30 "$limit" srun --mpi=none --kill-on-bad-exit=1 \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    "${PYTHON:-python}" "$script" "$@" 2>&1 | tee "$log" || status=$?
+
+if ((status == 0)) && grep -q 'checkpoint written, requeue me' "$log"; then
+    echo "Requeueing job $SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,279 @@
+"""The shell wrappers, run for real with stand-ins for torchrun, nvidia-smi and SLURM on PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES ZE_AFFINITY_MASK NNODES NODE_RANK MASTER_ADDR MASTER_PORT "
+    "OMP_NUM_THREADS OMP_THREAD_LIMIT TORCH_DISABLE_SHARE_RDZV_TCP_STORE PYTHON"
+).split()
+# Prints its arguments and what it sees of the environment, then exits with $STATUS.
+RECORD = f"""#!{sys.executable}
+import json, os, sys
+names = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+seen = {{name: os.environ.get(name) for name in names}}
+record = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": seen, "parent": os.getppid()}}
+print(json.dumps(record))
+print(os.environ.get("LAST_LINE", ""), file=sys.stderr)
+sys.exit(int(os.environ.get("STATUS", 0)))
+"""
+SIGNALS = ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout=120"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a wrapper in an empty folder: run(wrapper, *arguments, **environment)."""
+    stubs, folder = tmp_path / "stubs", tmp_path / "elsewhere"
+    stubs.mkdir()
+    folder.mkdir()
+
+    def stub(name: str, text: str) -> None:
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+
+    def call(wrapper: str, *arguments: str, cwd: Path = folder, **environment: str):
+        env = {k: v for k, v in os.environ.items() if k not in VARIABLES and k[:5] != "SLURM"}
+        env |= {"PATH": f"{stubs}:/usr/bin:/bin"} | environment
+        command = ["bash", str(ROOT / wrapper), *arguments]
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=30)
+
+    call.stub, call.folder = stub, folder
+    stub("torchrun", RECORD)
+    stub("nvidia-smi", "#!/bin/sh\nexit 9\n")
+    stub("python", "#!/bin/sh\necho 0\n")  # what torch sees where nothing else tells
+    return call
+
+
+def started(result) -> dict:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refused(result) -> str:
+    """The one line of a wrong call, which starts nothing."""
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_single_node(run):
+    record = started(run("run_ddp.sh", "8", "True", CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"))
+    script = str(ROOT / "train_ddp.py")
+    launch = ["--standalone", "--nproc_per_node=8", *SIGNALS]
+    assert record["argv"] == [*launch, script, "--use_projection=True"]
+    assert record["cwd"] == str(run.folder.resolve())  # the user's relative paths stay valid
+    assert record["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert record["env"]["OMP_NUM_THREADS"] is None
+    assert record["parent"] == os.getpid()  # exec: signals to the wrapper reach torchrun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ngpus", "passed_on"),
+    [
+        ([], "8", ["--use_projection=True"]),
+        (["2"], "2", ["--use_projection=True"]),
+        (["4", "False", "--a b", "d=*"], "4", ["--use_projection=False", "--a b", "d=*"]),
+        (["4", "--lr=1"], "4", ["--use_projection=True", "--lr=1"]),
+        (["--lr", "1"], "8", ["--use_projection=True", "--lr", "1"]),
+        (["lr=1"], "8", ["--use_projection=True", "lr=1"]),
+        (["4", "0", "--use_projection=1"], "4", ["--use_projection=0", "--use_projection=1"]),
+    ],
+)  # fmt: skip
+def test_arguments(run, arguments, ngpus, passed_on):
+    argv = started(run("run_ddp.sh", *arguments, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"))["argv"]
+    assert argv[1] == f"--nproc_per_node={ngpus}"
+    assert argv[5:] == passed_on
+
+
+@pytest.mark.parametrize("status", [0, 1, 137])
+def test_exit_status_is_torchruns(run, status):
+    result = run("run_ddp.sh", "1", CUDA_VISIBLE_DEVICES="0", STATUS=str(status))
+    assert result.returncode == status
+    assert "nproc_per_node=1" in result.stdout
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "", "99999999999999999999"])
+def test_bad_count(run, count):
+    assert f"not '{count}'" in refused(run("run_ddp.sh", count, CUDA_VISIBLE_DEVICES="0"))
+
+
+def test_bad_projection(run):
+    line = refused(run("run_ddp.sh", "1", "Maybe", CUDA_VISIBLE_DEVICES="0"))
+    assert "USE_PROJECTION must be True or False, not 'Maybe'" in line
+
+
+@pytest.mark.parametrize(
+    ("source", "environment"),
+    [
+        ("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "4,GPU-5ba0"}),
+        ("nvidia-smi", {}),
+        ("ZE_AFFINITY_MASK", {"ZE_AFFINITY_MASK": "0.0,0.1"}),
+        ("torch", {}),
+    ],
+)
+def test_visible_gpus_limit_the_count(run, source, environment):
+    if source == "nvidia-smi":
+        listing = "GPU 0: NVIDIA H100 (UUID: GPU-1)\n  MIG 1g: x\nGPU 1: NVIDIA H100 (UUID: GPU-2)"
+        run.stub("nvidia-smi", f"#!/bin/sh\necho '{listing}'\n")
+    if source == "torch":
+        run.stub("python", "#!/bin/sh\necho 2\n")
+    assert "--nproc_per_node=2" in started(run("run_ddp.sh", "2", **environment))["argv"]
+    line = refused(run("run_ddp.sh", "3", **environment))
+    assert "NGPUS is 3 but 2 GPU(s) are visible" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        ([], {}),
+        ([], {"CUDA_VISIBLE_DEVICES": ""}),
+        ([], {"CUDA_VISIBLE_DEVICES": "-1"}),
+        (["--device", "cpu"], {"CUDA_VISIBLE_DEVICES": "0"}),
+        (["--device=cpu"], {"CUDA_VISIBLE_DEVICES": "0"}),
+    ],
+)
+def test_without_a_gpu_the_cores_limit_the_count(run, arguments, environment):
+    environment = environment | {"OMP_NUM_THREADS": "1"}  # says nothing about the cores
+    record = started(run("run_ddp.sh", str(CORES), "True", *arguments, **environment))
+    assert f"--nproc_per_node={CORES}" in record["argv"]
+    assert record["env"]["OMP_NUM_THREADS"] == "1"
+    line = refused(run("run_ddp.sh", str(CORES + 1), "True", *arguments, **environment))
+    assert f"NGPUS is {CORES + 1} but there is no GPU and {CORES} CPU core(s)" in line
+
+
+def test_asks_the_real_torch(run):
+    run.stub("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    import torch
+
+    gpus = torch.cuda.device_count() or torch.xpu.device_count()
+    line = refused(run("run_ddp.sh", "9999"))
+    assert (f"but {gpus} GPU(s)" if gpus else "but there is no GPU") in line
+
+
+def test_environment_without_torch(run):
+    run.stub("python", "#!/bin/sh\nexit 1\n")
+    assert "no working torch" in refused(run("run_ddp.sh", "1"))
+    line = refused(run("run_ddp.sh", "1", PATH="/usr/bin:/bin", CUDA_VISIBLE_DEVICES="0"))
+    assert "no torchrun on PATH" in line
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("wrapper", ["run_ddp.sh", "scripts/run_ddp_slurm.sh"])
+def test_help(run, wrapper, flag):
+    result = run(wrapper, flag)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\nUsage" in result.stdout
+    assert not any(line.startswith(("#", "set ")) for line in result.stdout.splitlines())
+
+
+def test_several_nodes(run):
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "CUDA_VISIBLE_DEVICES": "0"}
+    where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0"]
+    argv = started(run("run_ddp.sh", "1", **nodes))["argv"]
+    assert argv[:4] == [*where, "--master_port=29500"]
+    assert "--standalone" not in argv
+    argv = started(run("run_ddp.sh", "1", **nodes, MASTER_PORT="29501"))["argv"]
+    assert argv[:4] == [*where, "--master_port=29501"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"NNODES": "two"}, "NNODES must be a whole number"),
+        ({"NODE_RANK": "2"}, "NODE_RANK must be from 0 to NNODES - 1 = 1, not '2'"),
+        ({"NODE_RANK": ""}, "set NODE_RANK too: 0 to 1"),
+        ({"MASTER_ADDR": ""}, "set MASTER_ADDR too"),
+        ({"NNODES": ""}, "NODE_RANK must be from 0 to NNODES - 1 = 0, not '1'"),
+    ],
+)
+def test_incomplete_nodes(run, change, expected):
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "CUDA_VISIBLE_DEVICES": "0"}
+    assert expected in refused(run("run_ddp.sh", "1", **nodes | change))
+
+
+@pytest.fixture
+def slurm(run):
+    """A job of two nodes, seen from its batch script."""
+    run.stub("srun", RECORD)
+    run.stub(
+        "scontrol", '#!/bin/sh\n[ "$1" = show ] && printf "n7\\nn8\\n" || echo "scontrol $*"\n'
+    )
+    (run.folder / "train_ddp.py").touch()
+    (run.folder / "other.py").touch()
+
+    def call(*arguments: str, **environment: str):
+        job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_NTASKS": "16"}
+        job |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
+        return run("scripts/run_ddp_slurm.sh", *arguments, **job | environment)
+
+    call.run = run
+    return call
+
+
+def srun_record(result) -> dict:
+    return json.loads(next(line for line in result.stdout.splitlines() if line[0] == "{"))
+
+
+def test_slurm_starts_one_process_per_task(slurm):
+    result = slurm("other.py", "--lr=1", "a b", MASTER_ADDR="stale", MASTER_PORT="1")
+    record = srun_record(result)
+    launch = ["--mpi=none", "--kill-on-bad-exit=1", "--cpus-per-task=8"]
+    assert record["argv"] == [*launch, "python", "other.py", "--lr=1", "a b"]
+    assert (record["env"]["MASTER_ADDR"], record["env"]["MASTER_PORT"]) == ("n7", "13456")
+    assert result.returncode == 0
+    assert "scontrol" not in result.stdout
+
+
+def test_slurm_requeues_only_when_the_script_asks(slurm):
+    asks = "[RANK 0] 2025-01-15 14:23:45 INFO: checkpoint written, requeue me"
+    result = slurm("--fresh", LAST_LINE=asks)
+    assert srun_record(result)["argv"][-2:] == ["train_ddp.py", "--fresh"]
+    assert result.stdout.splitlines()[-1] == "scontrol requeue 123456"
+    assert result.returncode == 0
+    failed = slurm(LAST_LINE=asks, STATUS="9")
+    assert (failed.returncode, "scontrol" in failed.stdout) == (9, False)
+    again = slurm("--fresh", SLURM_RESTART_COUNT="1")  # goes on instead of starting anew
+    assert srun_record(again)["argv"][-2:] == ["--fresh", "--fresh=False"]
+
+
+def test_slurm_ends_a_hung_job_before_the_limit(slurm):
+    slurm.run.stub("srun", "#!/bin/sh\nexec sleep 20\n")
+    started_at = time.monotonic()
+    result = slurm(SLURM_JOB_END_TIME=str(int(time.time()) + 62))
+    assert result.returncode == 124
+    assert time.monotonic() - started_at < 10
+
+
+@pytest.mark.parametrize("end", ["NONE", ""])
+def test_slurm_without_a_time_limit(slurm, end):
+    slurm.run.stub("squeue", f"#!/bin/sh\necho '{end}'\n")
+    assert srun_record(slurm(SLURM_JOB_END_TIME=""))["argv"][-1] == "train_ddp.py"
+
+
+def test_slurm_wrong_calls(slurm):
+    assert "not in a SLURM job" in refused(slurm(SLURM_JOB_ID=""))
+    assert "submit from the root of the repository" in refused(slurm("missing.py"))
+
+
+def test_shellcheck():
+    beside = Path(sys.executable).with_name("shellcheck")
+    shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (pip install -r requirements-dev.txt)")
+    wrappers = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"])
+    assert ROOT / "run_ddp.sh" in wrappers
+    result = subprocess.run([shellcheck, *wrappers], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert [path.name for path in wrappers if not os.access(path, os.X_OK)] == []
