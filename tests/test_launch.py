@@ -1,0 +1,394 @@
+"""train_ddp.py started for real by every launcher, stopped by signals, and broken on purpose.
+
+The data is tiny and its cache is built once: a start costs little more than its imports. Where a launcher is
+only its environment variables, the ranks are forked from a process that has the imports behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, forkserver, free_port
+
+import train_ddp as block
+
+SCRIPT = str(ROOT / "train_ddp.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+FILES = ["best.pt", "curves.png", "latest.pt", "metrics.jsonl", "phase1_best.pt", "phase2_best.pt", "summary.json"]
+ENDLESS = ["--max_steps=0", "--phase1_epochs=100000", "--eval_every=1000000", "--save_every=1000000", "--skip_phase2"]
+SIGNALS = ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout=120"]  # as run_ddp.sh
+
+
+def environment(**changes) -> dict[str, str]:
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
+    return base | {name: str(value) for name, value in changes.items()}
+
+
+class Job:
+    """A started job and its output so far."""
+
+    def __init__(self, command: list[str], output: Path, env: dict[str, str]):
+        self.output = output
+        with open(output, "wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=output.parent, start_new_session=True)
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait(self, seconds: float = 100.0) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
+
+    def wait_for(self, pattern: str, seconds: float = 100.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.text):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"no {pattern!r} (exit status {self.process.poll()}):\n{self.text[-3000:]}")
+            time.sleep(0.05)
+
+    def processes(self) -> list[int]:
+        """Living processes of the job (its session)."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+        return found
+
+    def rank(self, number: int) -> int:
+        """The process id of a rank."""
+        for pid in self.processes():
+            if f"RANK={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+        pytest.fail(f"no rank {number}")
+
+    def is_gone(self, seconds: float = 5.0) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.processes()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(command, **environment): a Job; whatever is left of it is killed at the end of the test."""
+    jobs = []
+
+    def call(command: list[str], **env) -> Job:
+        jobs.append(Job(command, tmp_path / f"job{len(jobs)}.txt", environment(**env)))
+        return jobs[-1]
+
+    yield call
+    for job in jobs:
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+        job.process.wait()
+
+
+def run_as(env: dict[str, str], argv: list[str], output: str) -> None:
+    """What `python train_ddp.py argv` does in a process started by a launcher that sets `env`."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1), os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update(env)
+    sys.argv = [SCRIPT, *argv]
+    status = 1
+    try:
+        status = block.launch(block.main, block.parse_args())
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def serve(pipe) -> None:
+    """Forks ranks for each request [(env, argv, output), ...]; answers their process ids, then their statuses."""
+    import matplotlib.pyplot  # noqa: F401
+    import sentence_transformers  # noqa: F401
+
+    pipe.send("ready")
+    while (request := pipe.recv()) is not None:
+        pids = []
+        for env, argv, output in request:
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                run_as(env, argv, output)
+        pipe.send(pids)
+        pipe.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """ranks(envs, argv): starts one rank per environment; returns (pids, outputs, wait for the statuses)."""
+    ours, theirs = forkserver().Pipe()
+    server = forkserver().Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    ready = []
+
+    def call(envs: list[dict], argv: list[str]):
+        if not ready:
+            assert ours.poll(60)
+            ready.append(ours.recv())
+        folder = tmp_path_factory.mktemp("ranks")
+        outputs = [folder / f"{number}.txt" for number in range(len(envs))]
+        base = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        ours.send([(base | {k: str(v) for k, v in env.items()}, argv, str(output)) for env, output in zip(envs, outputs, strict=True)])
+        pids = ours.recv()
+
+        def wait(seconds: float = 60.0) -> list[int]:
+            if not ours.poll(seconds):
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"still running after {seconds} s:\n" + "\n".join(output.read_text()[-2000:] for output in outputs))
+            return ours.recv()
+
+        return pids, outputs, wait
+
+    yield call
+    ours.send(None)
+    server.join(5)
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory, ranks):
+    """task(output_dir, *more): the arguments of a tiny run. `ranks` imports while the first run goes on."""
+    folder = tmp_path_factory.mktemp("task")
+    with open(folder / "pairs.jsonl", "w") as file:
+        for i in range(120):
+            row = {"query": f"what is the color of thing number {i} in room {i % 7}"}
+            row["positive"] = f"thing number {i} stands in room {i % 7} and its color is tone {i * 37 % 101}, said the keeper of house {i % 11}"
+            file.write(json.dumps(row) + "\n")
+    data = [f"--phase1_data={folder}/pairs.jsonl", f"--phase2_data={folder}/pairs.jsonl", f"--cache_dir={folder}/cache"]
+    models = ["--teacher_model=builtin:lsa:32", "--student_model=builtin:bert:1x32", "--student_max_length=16", "--projection_hidden=32"]
+    steps = ["--global_batch_size=8", "--batch_size=4", "--eval_fraction=0.2", "--log_every=1", "--max_steps=2", "--wandb_mode=disabled", "--ddp_timeout_minutes=1"]
+    return lambda output, *more: [*data, *models, *steps, f"--output_dir={output}", *more]
+
+
+@pytest.fixture(scope="module")
+def alone(task, tmp_path_factory):
+    """(output folder, output) of plain python: one process; builds the cache of all the others."""
+    folder = tmp_path_factory.mktemp("alone")
+    job = Job([sys.executable, SCRIPT, *task(folder / "out")], folder / "job.txt", environment())
+    assert job.wait() == 0, job.text
+    return folder / "out", job.text
+
+
+def rows_of(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_run(output: Path, text: str, alone, world_size: int, launcher: str) -> None:
+    """A complete run with `world_size` ranks and one writer, equal to that of one process."""
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["world_size"], summary["backend"]) == ("finished", 4, world_size, "gloo")
+    kept = [p.name for p in output.iterdir() if not p.name.startswith("step_")]
+    assert sorted(kept) == FILES
+    for number in range(world_size):
+        assert text.count(f"[RANK {number}] ") > 0
+        assert text.count(f"Process {number}/{world_size} started") == 1
+        assert text.count(f"Initialized DDP: rank={number}, world_size={world_size}, local_rank={number}") == (world_size > 1)
+    assert f"world size {world_size}, backend gloo, started by {launcher}" in text
+    micro = 8 // 4 // world_size
+    assert f"global batch 8 = {world_size} ranks x 4 x {micro} accumulation" in text
+    for once in ("step=1/2 ", "step=4/4 ", "command: ", "finished: ", "phase 2: "):
+        assert text.count(once) == 1, once
+    mine, theirs = rows_of(output), rows_of(alone[0])
+    assert [row["step"] for row in mine] == [row["step"] for row in theirs] == [0, 1, 2, 2, 3, 4, 4]
+    for row, other in zip(mine, theirs, strict=True):
+        assert row.get("loss") == pytest.approx(other.get("loss"), rel=1e-5)
+        assert row.get("ndcg@10") == pytest.approx(other.get("ndcg@10"), abs=1e-6)
+
+
+# ---- Launchers ---------------------------------------------------------------------------------------
+
+
+def test_plain_python(alone):
+    check_run(*alone, alone, 1, "python")
+    assert "Initialized DDP" not in alone[1]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([*TORCHRUN, "--standalone", "--nproc_per_node=2"], id="torchrun"),
+        pytest.param([sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"], id="launch"),
+        pytest.param([sys.executable, "-m", "torch.distributed.launch", "--use-env", "--nproc_per_node=2"], id="launch-use-env"),
+    ],
+)
+def test_torch_launchers(start, task, alone, tmp_path, launcher):
+    port = [] if "--standalone" in launcher else [f"--master-port={free_port()}"]
+    job = start([*launcher, *port, SCRIPT, *task(tmp_path / "out")])
+    assert job.wait() == 0, job.text
+    check_run(tmp_path / "out", job.text, alone, 2, "torchrun")
+    assert job.is_gone()
+
+
+def test_nproc(start, task, alone, tmp_path):
+    job = start([sys.executable, SCRIPT, *task(tmp_path / "out", "--nproc", "2")])
+    assert job.wait() == 0, job.text
+    check_run(tmp_path / "out", job.text, alone, 2, "torchrun")
+    assert job.is_gone()
+
+
+VARIABLES = {
+    "Open MPI": lambda rank: {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": 2},
+    "Hydra": lambda rank: {"PMI_RANK": rank, "PMI_SIZE": 2, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": 2},
+    "PALS": lambda rank: {"PALS_RANKID": rank, "PALS_LOCAL_RANKID": rank, "WORLD_SIZE": 2},
+    "SLURM": lambda rank: {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 77},
+}
+
+
+@pytest.mark.parametrize("launcher", VARIABLES)
+def test_launchers_by_their_variables(ranks, task, alone, tmp_path, launcher):
+    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    _, outputs, wait = ranks([VARIABLES[launcher](rank) | master for rank in (0, 1)], task(tmp_path / "out"))
+    statuses, text = wait(), "".join(output.read_text() for output in outputs)
+    assert statuses == [0, 0], text
+    check_run(tmp_path / "out", text, alone, 2, launcher)
+
+
+def test_mpiexec(start, task, alone, tmp_path):
+    mpiexec = shutil.which("mpiexec")
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout if mpiexec else ""
+    if "Open MPI" not in version and "OpenRTE" not in version:
+        pytest.skip("Open MPI's mpiexec is not installed (Debian: apt-get install openmpi-bin)")
+    launch = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+    job = start([*launch, sys.executable, SCRIPT, *task(tmp_path / "out")], MASTER_PORT=free_port())
+    assert job.wait() == 0, job.text
+    check_run(tmp_path / "out", job.text, alone, 2, "Open MPI")
+
+
+# ---- What starts nothing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["--help", "--batch_sise=4"])
+def test_starts_nothing(start, task, tmp_path, argument):
+    job = start([sys.executable, SCRIPT, *task(tmp_path / "out", "--nproc=2", argument)])
+    status, text = job.wait(), job.text
+    assert "[RANK" not in text and not (tmp_path / "out").exists()
+    if argument == "--help":
+        assert status == 0 and text.startswith("usage: ") and "python train_ddp.py" in text and "--batch_size" in text
+    else:
+        assert status == 2 and text.count("\n") == 1 and "'batch_sise'" in text and "'batch_size'" in text
+
+
+# ---- A rank that fails -------------------------------------------------------------------------------
+
+DRIVER = """
+import sys, time
+import torch.distributed as dist
+import train_ddp as block
+
+def main(args):
+    ddp = block.setup_ddp(args)
+    for step in range(10_000):
+        if ddp.rank == 1 and step == 3:
+            raise ZeroDivisionError("boom in step 3")
+        block.barrier(ddp)
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(block.launch(main, block.parse_args()))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
+def test_a_rank_that_raises_ends_the_job(start, tmp_path, launcher):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable] if launcher == "nproc" else [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
+    argv = ["--device=cpu", f"--output_dir={tmp_path}/out", *(["--nproc=2"] if launcher == "nproc" else [])]
+    job = start([*command, str(tmp_path / "driver.py"), *argv], PYTHONPATH=ROOT)
+    job.wait_for("boom in step 3")
+    begin = time.monotonic()
+    assert job.wait(20) == 1, job.text
+    assert time.monotonic() - begin < 10  # and not the 30 minutes of the group's timeout
+    assert re.search(r"\[RANK 1\] .* ERROR: failed on rank 1\nTraceback \(most recent call last\)", job.text)
+    assert "SIGABRT" not in job.text and "terminate called" not in job.text
+    assert job.is_gone()
+    if launcher == "torchrun":  # its own report knows the error too (@record)
+        assert re.search(r"rank +: 1 ", job.text) and job.text.count("ZeroDivisionError: boom in step 3") >= 2
+
+
+def test_kill_of_a_rank_ends_the_job(start, task, alone, tmp_path):
+    job = start([*TORCHRUN, "--standalone", "--nproc_per_node=2", *SIGNALS, SCRIPT, *task(tmp_path / "out", *ENDLESS)])
+    job.wait_for(r"step=3/")
+    begin = time.monotonic()
+    os.kill(job.rank(1), signal.SIGKILL)
+    assert job.wait(20) != 0
+    assert time.monotonic() - begin < 20
+    assert job.is_gone()
+
+
+# ---- Signals -----------------------------------------------------------------------------------------
+
+
+def stopped(output: Path, text: str, reason: str) -> None:
+    """All ranks stopped at the same step, after it was saved; the summary says why."""
+    state = block.load_checkpoint(output / "latest.pt")
+    steps = [int(step) for step in re.findall(r"step=(\d+)/", text)]
+    assert state["step"] == steps[-1] >= 3
+    assert (state["world_size"], len(state["rng"])) == (2, 2)
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["status"], summary["reason"], summary["world_size"], summary["steps"]) == ("stopped", reason, 2, state["step"])
+
+
+def test_sigterm_to_torchrun_writes_a_checkpoint(start, task, alone, tmp_path):
+    job = start([*TORCHRUN, "--standalone", "--nproc_per_node=2", *SIGNALS, SCRIPT, *task(tmp_path / "out", *ENDLESS)])
+    job.wait_for(r"step=3/")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 1  # the agent's; the ranks' own is 143
+    stopped(tmp_path / "out", job.text, "SIGTERM")
+    assert "checkpoint written, stopped by SIGTERM: run the same command to go on" in job.text
+    assert job.is_gone()
+
+
+def test_sigterm_to_nproc_exits_143(start, task, alone, tmp_path):
+    job = start([sys.executable, SCRIPT, *task(tmp_path / "out", *ENDLESS, "--nproc=2")])
+    job.wait_for(r"step=3/")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 143, job.text
+    stopped(tmp_path / "out", job.text, "SIGTERM")
+    assert job.is_gone()
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 0), ("SIGINT", 130)])
+def test_signal_to_one_rank(ranks, task, alone, tmp_path, name, status):
+    """As srun and scancel --signal send them; and the run goes on from there."""
+    envs = [VARIABLES["SLURM"](rank) | {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()} for rank in (0, 1)]
+    envs[1]["MASTER_PORT"] = envs[0]["MASTER_PORT"]
+    pids, outputs, wait = ranks(envs, task(tmp_path / "out", *ENDLESS))
+    deadline = time.monotonic() + 60
+    while "step=3/" not in (outputs[0].read_text() if outputs[0].exists() else "") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pids[1], getattr(signal, name))
+    assert wait() == [status, status], outputs[1].read_text()
+    text = outputs[0].read_text()
+    stopped(tmp_path / "out", text, name)
+    assert ("INFO: checkpoint written, requeue me" in text) == (name == "SIGUSR1")
+    if name == "SIGINT":
+        return
+    last = torch.load(tmp_path / "out" / "latest.pt", weights_only=True)["step"]
+    _, outputs, wait = ranks([{}], task(tmp_path / "out", *ENDLESS, f"--max_steps={last + 2}"))  # on one process now
+    assert wait() == [0], outputs[0].read_text()
+    assert f": step {last}, epoch" in outputs[0].read_text()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == last + 2
+    steps = [row["step"] for row in rows_of(tmp_path / "out") if "loss" in row]
+    assert steps == list(range(1, last + 3))

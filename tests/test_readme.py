@@ -1,0 +1,275 @@
+"""README.md, docs/ and configs/ against what is there: scripts, configs, paths, and every command.
+
+A command is parsed by the parser of the script that it runs, after launchers and wrappers are taken off. In
+commands a placeholder must be one of PLACEHOLDERS. What comes with a later script is marked
+`(comes with NAME.py)`, and the mark is an error once NAME.py is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "DDP_TRAINING_GUIDE.md"
+SCRIPTS = sorted(p.name for p in ROOT.glob("*.py"))
+CONFIGS = sorted(f"configs/{p.name}" for p in ROOT.glob("configs/*") if p.is_file())
+MOST_LINES = 200
+PLACEHOLDERS = {"HOST0", "HOST", "MASTER_IP", "ADDRESS"}
+# What looks like a file of the repository in running text.
+OURS = (
+    r"(?:configs|scripts|docs|tests|benchmarks|data)/[\w./-]+|"
+    r"[\w-]+\.(?:py|sh|toml|md)|requirements[\w-]*\.txt|\.ci/run"
+)
+NAMES_SECTION = "## 15. Names in the original documents"
+# Files and folders of users that commands name; they are not part of the repository.
+USER_PATHS = set("./my_teacher ./my_student ./my_models ddp_config.json texts.txt pairs.jsonl check.json".split())
+DEFAULTS = {  # the options that users of train_ddp.py know by name, and their defaults
+    "teacher_model": "infly/inf-retriever-v1-pro", "student_model": "sentence-transformers/all-mpnet-base-v2",
+    "use_projection": True, "batch_size": 64, "phase1_epochs": 1, "phase2_epochs": 3, "phase1_lr": 2e-5,
+    "phase2_lr": 5e-6, "output_dir": "./checkpoints", "max_samples_phase1": 100_000, "max_samples_phase2": 500_000,
+    "skip_phase1": False, "skip_phase2": False, "save_to_artifacts": False, "artifacts_dir": "./artifacts",
+}  # fmt: skip
+TWO_NODES = (
+    "torchrun --nproc_per_node=8 --nnodes=2 --node_rank={} --master_addr=MASTER_IP --master_port=29500 train_ddp.py"
+)
+DOCUMENTED = [  # commands that users of the original train_ddp.py have, word for word, and what they must give
+    ("python train_ddp.py", {}),
+    ("./run_ddp.sh 8 True", {"use_projection": True}),
+    ("torchrun --nproc_per_node=8 train_ddp.py", {}),
+    ("./run_ddp.sh 8 False", {"use_projection": False}),
+    ("torchrun --nproc_per_node=8 train_ddp.py --use_projection=False", {"use_projection": False}),
+    ("torchrun --nproc_per_node=4 train_ddp.py --batch_size=128", {"batch_size": 128}),
+    ("torchrun --nproc_per_node=8 train_ddp.py --skip_phase1", {"skip_phase1": True}),
+    (
+        "torchrun --nproc_per_node=8 train_ddp.py --use_projection=False --phase1_lr=3e-5 --phase2_lr=1e-5",
+        {"use_projection": False, "phase1_lr": 3e-5, "phase2_lr": 1e-5},
+    ),
+    (
+        "torchrun --nproc_per_node=8 train_ddp.py --save_to_artifacts --artifacts_dir=./my_models",
+        {"save_to_artifacts": True, "artifacts_dir": "./my_models"},
+    ),
+    ("torchrun --nproc_per_node=8 train_ddp.py --batch_size=32", {"batch_size": 32}),
+    ("torchrun --nproc_per_node=8 --master_port=29501 train_ddp.py", {}),
+    (TWO_NODES.format(0), {}),
+    (TWO_NODES.format(1), {}),
+]
+
+
+def fenced(path: Path, language: str) -> list[str]:
+    """The code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def split_commands(block: str) -> Iterator[list[str]]:
+    """The commands of a block of bash as words; comments and redirections removed."""
+    for line in block.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set(";&|"):
+                if words:
+                    yield words
+                words = []
+            elif word in ("bash", "sh", "-c") or not re.fullmatch(r"\d?>{1,2}.*", word):
+                words.append(word)
+
+
+def run_of(words: list[str]) -> tuple[list[str], str, list[str]] | None:
+    """(launcher's words, script, its arguments) of a command that runs a script, else None."""
+    if "-c" in words[:-1] and words[0] != "python" and not any(Path(w).name in SCRIPTS for w in words):
+        for inner in split_commands(words[words.index("-c") + 1]):
+            if found := run_of(inner):
+                return words[: words.index("-c")] + found[0], *found[1:]
+        return None
+    for place, word in enumerate(words):
+        before, rest = words[:place], words[place + 1 :]
+        if Path(word).name == "run_ddp_slurm.sh":
+            script = rest.pop(0) if rest and rest[0].endswith(".py") else "train_ddp.py"
+            return before, script, rest
+        if Path(word).name == "run_ddp.sh":
+            values = []
+            while rest and len(values) < 2 and "=" not in rest[0] and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+            assert not values or values[0].isdigit(), f"run_ddp.sh {values}: a number of processes comes first"
+            return before, "train_ddp.py", [f"--use_projection={v}" for v in values[1:]] + rest
+        if word.endswith(".py"):  # tests/ and benchmarks/ have parsers of their own
+            return None if "/" in word.removeprefix("./") else (before, Path(word).name, rest)
+    return None
+
+
+def commands_of(path: Path) -> list[str]:
+    """The commands of a document, a wrapper or a script that run one of our scripts, as one line each."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        lines = [shlex.join(w) for block in fenced(path, "bash") for w in split_commands(block)]
+        for row in re.findall(r"^\|.*$", text, re.M):
+            lines += re.findall(r"`((?:python|torchrun|\./\w+\.sh) [^`]+)`", row)
+    elif path.suffix == ".sh":
+        # examples; usage lines have brackets
+        lines = re.findall(r"^# +((?:[A-Z_]+=\S+ )*(?:\./run_\S+\.sh|sbatch) [^\[\n]*)$", text, re.M)
+    elif path.suffix == ".yaml":
+        lines = re.findall(r"^# *(?:Run: )?((?:\./run_|torchrun |python ).*)$", text, re.M)
+    else:
+        docstring = importlib.import_module(path.stem).__doc__
+        run = re.search(r"^Run\n((?: +.*\n)+)", docstring, re.M)
+        lines = [re.split(r"\s{2,}", line.strip())[0] for line in run[1].splitlines()] if run else []
+    return [line for line in dict.fromkeys(lines) if run_of(next(split_commands(line), [""]))]
+
+
+WRAPPERS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh")])
+DOCUMENTS = [README, GUIDE, *(ROOT / c for c in CONFIGS), *WRAPPERS, *(ROOT / s for s in SCRIPTS)]
+COMMANDS = [pytest.param(line, id=f"{p.name}: {line}") for p in DOCUMENTS for line in commands_of(p)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder of a user: the configs of the repository and what the guide's notebook cell writes."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    for block in fenced(GUIDE, "python"):
+        if "ddp_config.json" in block:
+            exec(block, {})
+    assert (tmp_path / "ddp_config.json").exists()
+    return tmp_path
+
+
+def parse(line: str, capsys):
+    """The arguments that a command line gives to the script it runs."""
+    (words,) = split_commands(line)
+    _, script, arguments = run_of(words)
+    assert script in SCRIPTS, f"no script {script}: {line}"
+    try:
+        return importlib.import_module(Path(script).stem).parse_args([a.rstrip("\\") for a in arguments])
+    except SystemExit:
+        pytest.fail(f"{line}\n{capsys.readouterr().err}")
+
+
+def test_commands_are_found():
+    """The extraction sees the documents: what it does not see, it cannot check."""
+    assert len(commands_of(README)) >= 10 and len(commands_of(GUIDE)) >= 40
+    for path in DOCUMENTS:
+        if path.suffix in (".yaml", ".sh") or path.name == "train_ddp.py":
+            assert commands_of(path), f"{path.name} shows no command"
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_parses(line, folder, capsys):
+    parse(line, capsys)
+    (words,) = split_commands(line)
+    for word in words:
+        value = word.rpartition("=")[2]
+        name = value.partition(":")[0]
+        assert not re.search(r"[<>]|@@|\.\.\.|…", word), f"placeholder {word!r} in: {line}"
+        if re.fullmatch(r"[A-Z][A-Z0-9_]+", name) and not word.startswith("NCCL_DEBUG="):
+            assert name in PLACEHOLDERS | {"MASTER_ADDR", "MASTER_PORT"}, f"unknown placeholder {name} in: {line}"
+        if re.match(r"(\.?\.?/|\w+/)?\w[\w./-]*\.(ya?ml|json|jsonl|txt|sh|py)$", value):
+            assert value in USER_PATHS or (ROOT / value).exists(), f"no {value} in the repository: {line}"
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_launcher_flags(line):
+    """torchrun's own parser takes what stands before the script."""
+    from torch.distributed.run import get_args_parser
+
+    (words,) = split_commands(line)
+    before, _, _ = run_of(words)
+    if "torchrun" in before and "sbatch" not in before:
+        get_args_parser().parse_args([*before[before.index("torchrun") + 1 :], "script.py"])
+
+
+@pytest.mark.parametrize(("line", "expected"), DOCUMENTED)
+def test_documented_command(line, expected, folder, capsys):
+    args = vars(parse(line, capsys))
+    assert {name: args[name] for name in DEFAULTS} == DEFAULTS | expected
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_config(config, folder, capsys):
+    """Loads through the script of its launch line, which names it; an expected result; every key explained."""
+    lines = (ROOT / config).read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# Run: ") and f"--config {config}" in lines[0]
+    assert lines[1].startswith("# Expected: ")
+    args = parse(lines[0].removeprefix("# Run: "), capsys)
+    assert args.config == config
+    for line in lines:
+        assert not re.match(r"\s*[\w.]+:", line) or re.search(r"\s# \S", line), f"no comment: {line}"
+
+
+def test_default_config_is_the_defaults(folder):
+    """configs/train_ddp.yaml changes nothing, has every documented option, and leaves room for a global batch."""
+    train_ddp = importlib.import_module("train_ddp")
+    keys = yaml.safe_load((ROOT / "configs/train_ddp.yaml").read_text(encoding="utf-8"))
+    plain, read = (vars(train_ddp.parse_args(a)) for a in ([], ["--config", "configs/train_ddp.yaml"]))
+    assert {name: read[name] for name in keys} == {name: plain[name] for name in keys}
+    assert list(keys)[: len(DEFAULTS)] == list(DEFAULTS)
+    train_ddp.parse_args(["--config", "configs/train_ddp.yaml", "--global_batch_size=512"])
+
+
+def test_table_lists_what_exists():
+    """One row or more per script and exactly one per config, nothing else."""
+    rows = re.findall(r"^\| (`[\w.]+\.py`) \|(.*)$", README.read_text(encoding="utf-8"), re.M)
+    assert sorted({script.strip("`") for script, _ in rows}) == SCRIPTS
+    cells = [row.split("|") for _, row in rows]
+    assert sorted(c for row in cells for c in re.findall(r"`([^`]+)`", row[1])) == CONFIGS
+    for (script, _), row in zip(rows, cells, strict=True):
+        assert len(row) == 5 and all(cell.strip() for cell in row[:4]), f"empty cell in the row of {script}"
+        for config in re.findall(r"`([^`]+)`", row[1]):
+            assert config in row[2], f"the command of {config} does not name it"
+
+
+def test_readme_has_a_section_per_script():
+    sections = re.findall(r"^## (.*)$", README.read_text(encoding="utf-8"), re.M)
+    assert set(SCRIPTS) <= set(sections)
+
+
+def test_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_first_commands():
+    """Two commands that need nothing but Python: one trains, one tests."""
+    first, second = fenced(README, "bash")[:2]
+    start = "python3 -m venv .venv && . .venv/bin/activate && pip install -r {} && {}\n"
+    assert first == start.format("requirements.txt", "./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml")
+    assert second == start.format("requirements-dev.txt", "python -m pytest")
+
+
+@pytest.mark.parametrize("path", [README, GUIDE], ids=lambda p: p.name)
+def test_paths_and_links(path):
+    """Files that the text names exist, and links point at files and headings that exist."""
+    text = path.read_text(encoding="utf-8")
+    body, _, names = text.partition(NAMES_SECTION)
+    assert names or path == README
+    body += "".join(row.split("|", 2)[2] for row in names.splitlines(keepends=True) if row.startswith("|"))  # our names
+    for line in body.splitlines():
+        if "(comes with" in line:
+            continue
+        for name in re.findall(rf"`(?:python |\./)?({OURS})(?: [^`]*)?`", line):
+            assert (ROOT / name).exists(), f"{path.name}: no {name}: {line}"
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        goal = (path.parent / file) if file else path
+        assert goal.exists(), f"{path.name}: dead link {target}"
+        headings = re.findall(r"^#+ (.*)$", goal.read_text(encoding="utf-8"), re.M)
+        slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+        assert not anchor or anchor in slugs, f"{path.name}: no heading for {target}"
+
+
+@pytest.mark.parametrize("path", [README, GUIDE], ids=lambda p: p.name)
+def test_nothing_is_announced_that_is_there(path):
+    for script in re.findall(r"comes with `?([\w.]+\.py)", path.read_text(encoding="utf-8")):
+        assert script not in SCRIPTS, f"{path.name} still says that {script} is to come"
+
+
+@pytest.mark.parametrize("path", [README, GUIDE, *(ROOT / c for c in CONFIGS)], ids=lambda p: p.name)
+def test_every_figure_is_filled_in(path):
+    assert re.findall(r"@@.*?@@", path.read_text(encoding="utf-8")) == []
