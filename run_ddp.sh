@@ -91,7 +91,7 @@ if [[ $# -gt 0 && $1 != --* && $1 != *=* ]]; then
 fi
 [[ $ngpus =~ ^[1-9][0-9]{0,3}$ ]] || die "NGPUS must be a whole number from 1, not '$ngpus'"
 case $use_projection in
-    True | true | 1 | False | false | 0) ;;
+    True | true | yes | 1 | False | false | no | 0) ;;
     *) die "USE_PROJECTION must be True or False, not '$use_projection'" ;;
 esac
 
@@ -127,8 +127,12 @@ fi
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null && pwd -P)
 # Without this, processes that torchrun restarts can hang: they find the addresses of the dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# torchrun would give every process one CPU thread.
+threads=$(($(count_cores) / ngpus))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 # SIGUSR1 reaches the processes instead of killing torchrun; after any of these signals they have
-# 120 s to write a checkpoint.
+# 120 s to write a checkpoint (a variable, since the torchrun of torch 2.10 has no option for it).
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 exec torchrun "${where[@]}" --nproc_per_node="$ngpus" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=120 \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     "$here/train_ddp.py" "--use_projection=$use_projection" "$@"

@@ -26,6 +26,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import functools
 import gc
 import hashlib
 import importlib.metadata
@@ -64,8 +65,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-# ---- Constants -------------------------------------------------------------------------------------
+# ---- Constants -----------------------------------------------------------------------------------
 
+INSTALL = "pip install -r requirements.txt"
 MARK = "check-row "  # starts a line by which a rank tells the program that started it something
 RAISED = "raising an error on purpose"
 DISK_MB = 32  # size of the checkpoint that is written and read
@@ -90,8 +92,7 @@ SEED_TABLE = {
     8: (512, 4e-4, 40000, 5.5),
 }
 
-# ---- Arguments -------------------------------------------------------------------------------------
-
+# ---- Arguments -----------------------------------------------------------------------------------
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,13 +107,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, help="set by torch.distributed.launch")
     parser.add_argument("--role", default="", choices=("", "ranks", "raise"), help=argparse.SUPPRESS)  # start_job
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
-    # what the block reads beyond these
-    parser.set_defaults(ddp_timeout_minutes=1.0, max_grad_norm=1.0, max_minutes=0.0, max_bad_steps=10)
+    # what the block reads beyond these; `rank`: where a launcher started us; `ranks`: on this machine
+    parser.set_defaults(rank=-1, ranks=0, ddp_timeout_minutes=1.0, max_grad_norm=1.0, max_minutes=0.0, max_bad_steps=10)
     args = parser.parse_args(split_tokens(parser, sys.argv[1:] if argv is None else argv))
     if args.nproc < 0:
         parser.error(f"--nproc {args.nproc} must be at least 1")
     return args
-
 
 # ===== shared DDP block: begin (identical in every script; tests/test_shared_block.py) =====
 LAUNCHERS = {  # launcher: its variables for rank, world size, local rank, local world size
@@ -903,7 +903,7 @@ class RunLog:
         if self.ddp.rank == 0:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            if self.thread.is_alive():
+            if self.thread.is_alive():  # not when wandb is off
                 self.queue.put(row)
 
     def close(self, status: str, **fields) -> None:
@@ -950,9 +950,7 @@ def plot_curves(folder: Path) -> None:
 
 # ===== shared DDP block: end =====
 
-
-# ---- Checks ----------------------------------------------------------------------------------------
-
+# ---- Checks --------------------------------------------------------------------------------------
 
 @dataclass
 class Outcome:
@@ -962,10 +960,13 @@ class Outcome:
     fact: str
     advice: str = ""
 
+def failure(error: Exception, who: str = "", otherwise: str = "see the traceback") -> Outcome:
+    """FAIL with the words of an error; the block's errors say what to do after a colon."""
+    fact, _, advice = (str(error) or type(error).__name__).splitlines()[0].partition(": ")
+    return Outcome("FAIL", who + fact, advice or otherwise)
 
-def judge(good: bool, fact: str, advice: str, otherwise: str = "FAIL") -> Outcome:
+def verdict(good: bool, fact: str, advice: str, otherwise: str = "FAIL") -> Outcome:
     return Outcome("OK", fact) if good else Outcome(otherwise, fact, advice)
-
 
 class Report:
     """The lines of the program. In a rank that the program started they go to the starter, which prints them."""
@@ -1011,54 +1012,39 @@ class Report:
                 return 1
         return int(self.failed())
 
+# The environment: functions of the arguments, in one process. `args.ranks`: the ranks on this machine.
 
-# The environment: functions of the arguments, in one process. `args.nproc`: the ranks on this machine.
-
-
-def check_torch(args: argparse.Namespace) -> Outcome:
+def check_versions(args: argparse.Namespace) -> Outcome:
     fact = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    numbers = tuple(int(p) for p in torch.__version__.split(".")[:2])
-    advice = "the scripts need python 3.10 and torch 2.10 or newer: pip install -r requirements.txt"
-    return judge(numbers >= (2, 10) and sys.version_info >= (3, 10), fact, advice)
+    if sys.version_info < (3, 10) or tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
+        return Outcome("FAIL", fact, "the scripts need python 3.10 and torch 2.10: pip install -r requirements.txt")
+    missing = [name for name in ("tqdm", "wandb", "yaml", "matplotlib") if importlib.util.find_spec(name) is None]
+    return verdict(not missing, f"{fact}, without {', '.join(missing)}" if missing else fact, INSTALL, "WARN")
 
-
-def check_packages(args: argparse.Namespace) -> Outcome:
-    wanted = {"tqdm": "tqdm", "wandb": "wandb", "yaml": "pyyaml", "matplotlib": "matplotlib"}
-    missing = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
-    fact = f"{', '.join(missing)} not installed" if missing else f"{', '.join(wanted.values())} installed"
-    return judge(not missing, fact, "pip install -r requirements.txt", "WARN")
-
-
-def memory_of_machine() -> tuple[float, float]:
-    """(available, total) GB; a container's limit counts."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    available = total
-    with contextlib.suppress(OSError):
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) / 1e6
+def free_memory() -> float:
+    """GB; a container's limit counts."""
     with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) / 1e9
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text()) / 1e9
-        total, available = min(total, limit), min(available, limit - used)
-    return available, total
-
+        used, limit = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("current", "max"))
+        return (limit - used) / 1e9
+    with contextlib.suppress(OSError):
+        return int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) / 1e6
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 def check_devices(args: argparse.Namespace) -> Outcome:
     device = choose_device(args.device, 0)
     if device.type == "cpu":
-        available, total = memory_of_machine()
-        fact = f"cpu, {available:.1f} of {total:.1f} GB of memory free for {args.nproc} ranks"
+        free = free_memory()
+        fact = f"cpu, {free:.1f} GB of memory free for {args.ranks} ranks"
         if args.device == "auto" and (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
             return Outcome("WARN", f"{fact}; an NVIDIA driver, but torch sees no GPU", "install torch's CUDA build")
-        return judge(available / args.nproc > 2, fact, "start fewer ranks or free memory: 2 GB each is little", "WARN")
+        return verdict(free > 2 * args.ranks, fact, "start fewer ranks or free memory: 2 GB each is little", "WARN")
     count, module = torch.accelerator.device_count(), torch.get_device_module(device)
-    if args.nproc > count:
-        return Outcome("FAIL", f"{count} {device.type} devices for {args.nproc} ranks", f"--nproc {count} at most")
+    if args.ranks > count:
+        return Outcome("FAIL", f"{count} {device.type} devices for {args.ranks} ranks", f"--nproc {count} at most")
     free = [module.mem_get_info(index) for index in range(count)]
     least = min(f / t for f, t in free)
     fact = f"{count} x {module.get_device_name(0)}, {min(f for f, _ in free) / 1e9:.1f} GB free on each"
-    return judge(least > 0.8, fact, "another process uses one of them: see nvidia-smi or xpu-smi", "WARN")
-
+    return verdict(least > 0.8, fact, "another process uses one of them: see nvidia-smi or xpu-smi", "WARN")
 
 def check_backend(args: argparse.Namespace) -> Outcome:
     device = choose_device(args.device, 0)
@@ -1070,52 +1056,36 @@ def check_backend(args: argparse.Namespace) -> Outcome:
     LOGGER.handlers.clear()
     fact = f"{backend} for {device.type} (in this torch: {', '.join(built)})"
     slow = device.type != "cpu" and backend == "gloo"
-    return judge(not slow, fact, f"gloo is slow here: {said.getvalue().strip() or 'use --backend auto'}", "WARN")
-
+    return verdict(not slow, fact, f"gloo is slow here: {said.getvalue().strip() or 'use --backend auto'}", "WARN")
 
 def check_threads(args: argparse.Namespace) -> Outcome:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = os.environ.get("OMP_NUM_THREADS")
-    threads = int(setting) if (setting or "").isdigit() else max(1, cores // args.nproc)
+    threads = int(setting) if (setting or "").isdigit() else max(1, cores // args.ranks)
     shown = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS not set"
-    fact = f"{cores} of {os.cpu_count()} cores usable, {args.nproc} ranks x {threads} threads ({shown})"
-    advice = f"threads fight for cores: unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // args.nproc)}"
-    return judge(threads == 1 or threads * args.nproc <= cores, fact, advice, "WARN")
-
-
-def can_listen(port: int) -> str:
-    """'' if a server may listen on `port` of this machine, else why not."""
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-            probe.listen()
-        return ""
-    except (OSError, OverflowError) as error:
-        return str(error)
-
+    fact = f"{cores} of {os.cpu_count()} cores usable, {args.ranks} ranks x {threads} threads ({shown})"
+    advice = f"threads fight for cores: unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // args.ranks)}"
+    return verdict(threads == 1 or threads * args.ranks <= cores, fact, advice, "WARN")
 
 def check_port(args: argparse.Namespace) -> Outcome:
     address, setting = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT")
     try:
-        own = {"127.0.0.1", "::1", *(info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None))}
-        here = bool(own & {info[4][0] for info in socket.getaddrinfo(address, None)})
+        own, master = ({i[4][0] for i in socket.getaddrinfo(a, None)} for a in (socket.gethostname(), address))
     except OSError as error:
-        return Outcome("FAIL", f"{address} has no address ({error})", "correct MASTER_ADDR, or /etc/hosts")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        free = probe.getsockname()[1]
-    if setting and not setting.isdigit():
-        return Outcome("FAIL", f"MASTER_PORT={setting} is not a number", f"export MASTER_PORT={free}")
-    port = int(setting or 29500)
-    name = f"port {port} ({'MASTER_PORT' if setting else 'the default'})"
-    if not here:
-        return Outcome("OK", f"{name} is on {address}, which is not this machine: not tried")
-    problem = can_listen(port)
-    advice = f"export MASTER_PORT={free}, or use torchrun --standalone"
-    return judge(not problem, f"{name} {f'cannot be used: {problem}' if problem else 'is free'}", advice,
-                 "FAIL" if setting else "WARN")  # fmt: skip
-
+        return Outcome("FAIL", f"MASTER_ADDR={address} is unknown ({error})", "export the first node's address")
+    name = f"port {setting or 29500} ({'MASTER_PORT' if setting else 'the default'})"
+    if not (own | {"127.0.0.1", "::1"}) & master:
+        return Outcome("OK", f"{name} is on {address}, not this machine: not tried")
+    with socket.socket() as probe, socket.socket() as other:
+        other.bind(("", 0))
+        advice = f"export MASTER_PORT={other.getsockname()[1]}, or use torchrun --standalone"
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(setting or 29500)))
+            probe.listen()
+        except (OSError, OverflowError, ValueError) as error:
+            return Outcome("FAIL" if setting else "WARN", f"{name} cannot be used: {error}", advice)
+    return Outcome("OK", f"{name} is free")
 
 def check_host(args: argparse.Namespace) -> Outcome:
     """gloo and NCCL ask what address the machine's own name has."""
@@ -1130,7 +1100,6 @@ def check_host(args: argparse.Namespace) -> Outcome:
     alone = " (one machine only; several need GLOO_SOCKET_IFNAME)" if address.startswith("127.") else ""
     return Outcome("OK", f"{name} is {address}{alone}")
 
-
 def check_disk(args: argparse.Namespace) -> Outcome:
     """A checkpoint is written and read where runs will write."""
     folder, said = Path(args.folder), io.StringIO()
@@ -1140,43 +1109,36 @@ def check_disk(args: argparse.Namespace) -> Outcome:
         start_logging(0)
         written = save_checkpoint(folder, {"model": weights}, 0, keep=1)
     LOGGER.handlers.clear()
-    rate = DISK_MB / (time.monotonic() - begin)
-    free = shutil.disk_usage(folder).free / 1e9
+    rate, free = DISK_MB / (time.monotonic() - begin), shutil.disk_usage(folder).free / 1e9
     if not written:
-        problem = said.getvalue().partition("WARNING: ")[2].strip().partition(": the file before")[0]
+        why = re.search(r"\(.*\)", said.getvalue())  # of the warning
         advice = "free space there, or give another --output_dir"
-        return Outcome("FAIL", f"a checkpoint of {DISK_MB} MB cannot be written: {problem}", advice)
-    same = torch.equal(load_checkpoint(folder / "latest.pt")["model"]["weight"], weights["module.weight"])
-    if not same:
+        return Outcome("FAIL", f"no {DISK_MB} MB checkpoint can be written in {folder.parent} {why and why[0]}", advice)
+    if not torch.equal(load_checkpoint(folder / "latest.pt")["model"]["weight"], weights["module.weight"]):
         return Outcome("FAIL", f"a checkpoint in {folder.parent} reads back different", "use another disk")
     for file in folder.iterdir():
         file.unlink()
-    need = 3 * CHECKPOINT_GB
+    fact = f"{free:.1f} GB free in {folder.parent}, checkpoint written at {rate:.0f} MB/s"
     advice = f"the largest run keeps 3 checkpoints of {CHECKPOINT_GB} GB: give another --output_dir"
-    return judge(free > need, f"{free:.1f} GB free in {folder.parent}, checkpoint written at {rate:.0f} MB/s", advice,
-                 "WARN")  # fmt: skip
-
+    return verdict(free > 3 * CHECKPOINT_GB, fact, advice, "WARN")
 
 def check_shared_memory(args: argparse.Namespace) -> Outcome:
     if not Path("/dev/shm").is_dir():
         return Outcome("OK", f"no /dev/shm on {platform.system()}: not used")
     free = shutil.disk_usage("/dev/shm").free / 1e9
     advice = "data loader workers and NCCL die of this: docker run --shm-size=8g, or --ipc=host"
-    return judge(free > 0.2 * args.nproc, f"{free:.2f} GB free in /dev/shm", advice, "WARN")
-
+    return verdict(free > 0.2 * args.ranks, f"{free:.2f} GB free in /dev/shm", advice, "WARN")
 
 def check_wandb(args: argparse.Namespace) -> Outcome:
     if importlib.util.find_spec("wandb") is None:
-        return Outcome("WARN", "not installed: metrics go to metrics.jsonl alone", "pip install -r requirements.txt")
+        return Outcome("WARN", "not installed: metrics go to metrics.jsonl alone", INSTALL)
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     key = os.environ.get("WANDB_API_KEY") or (file.exists() and "wandb" in file.read_text())
     mode = os.environ.get("WANDB_MODE") or ("online" if key else "disabled until `wandb login` or --wandb_mode offline")
     return Outcome("OK", f"{importlib.metadata.version('wandb')}, {'an' if key else 'no'} API key, runs will be {mode}")
 
-
 ENVIRONMENT = {
-    "versions": check_torch,
-    "packages": check_packages,
+    "versions": check_versions,
     "devices": check_devices,
     "backend": check_backend,
     "threads": check_threads,
@@ -1187,7 +1149,6 @@ ENVIRONMENT = {
     "wandb": check_wandb,
 }
 
-
 def check_environment(report: Report, args: argparse.Namespace, skip: tuple[str, ...] = ()) -> bool:
     """All of ENVIRONMENT; False if processes cannot start."""
     for name, check in ENVIRONMENT.items():
@@ -1196,38 +1157,28 @@ def check_environment(report: Report, args: argparse.Namespace, skip: tuple[str,
         try:
             report.add(name, check(args))
         except (ValueError, OSError, RuntimeError) as error:
-            fact, _, advice = str(error).partition(": ")
-            report.add(name, Outcome("FAIL", fact, advice))
+            report.add(name, failure(error, otherwise="correct the variable or option that names it"))
     return not report.failed("versions", "devices", "backend", "host name")
-
 
 # In the ranks: functions of (ddp, args) that all ranks call together. Each returns what this rank found, and
 # makes its collectives whatever it finds; the worst outcome of all ranks is reported.
 
-
-def same(ddp: DDPContext, what: str, value: bytes) -> bool:
-    try:
-        require_same(ddp, what, value)
-    except RuntimeError:
-        return False
-    return True
-
-
 def gather(ddp: DDPContext, item) -> list:
     """`item` of every rank."""
-    items = [item]
+    items = [item] * ddp.world_size
     if ddp.world_size > 1:
-        items = [None] * ddp.world_size
         dist.all_gather_object(items, item)
     return items
 
+def alike(ddp: DDPContext, tensor: torch.Tensor) -> bool:
+    """Whether all ranks have the same bits."""
+    return len(set(gather(ddp, tensor.detach().cpu().numpy().tobytes()))) == 1
 
 def probe(ddp: DDPContext, seed: int = 42, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """A small model, the same on all ranks."""
     seed_everything(seed)
     layers = [torch.nn.Linear(16, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 4)]
     return torch.nn.Sequential(*layers).to(ddp.device, dtype)
-
 
 def loss_sum(model: torch.nn.Module, ids: np.ndarray, ddp: DDPContext) -> torch.Tensor:
     """Sum of the probe's losses over samples `ids`, which are functions of their number alone."""
@@ -1236,28 +1187,16 @@ def loss_sum(model: torch.nn.Module, ids: np.ndarray, ddp: DDPContext) -> torch.
     target = torch.stack([x.sum(1), x.square().sum(1), x[:, 0] * x[:, 1], x[:, 2].sin()], 1)
     return (model(x) - target).square().sum()
 
-
-def gradient(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in unwrap(model).parameters()])
-
-
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in unwrap(model).parameters()])
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
-
+def flat(model: torch.nn.Module, part: str = "data") -> torch.Tensor:
+    """A copy of all weights, or with "grad" of all gradients, as one vector."""
+    return torch.cat([getattr(p, part).flatten() for p in unwrap(model).parameters()])
 
 def check_group(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    versions = f"{platform.python_version()} {torch.__version__} {np.__version__}"
-    equal = same(ddp, "versions", versions.encode())
-    hosts = sorted(set(gather(ddp, socket.gethostname())))
+    versions = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    hosts, found = (sorted(set(gather(ddp, item))) for item in (socket.gethostname(), versions))
     fact = f"{ddp.world_size} ranks on {len(hosts)} host(s), {ddp.backend} on {ddp.device.type}"
-    fact += f", {torch.get_num_threads()} thread(s) each, same versions"
-    differ = f"{socket.gethostname()} has python, torch, numpy {versions}, another rank has others"
-    return judge(equal, fact if equal else differ, "install the same versions on all hosts")
-
+    fact += f", {torch.get_num_threads()} thread(s) each, {'; '.join(found)}"
+    return verdict(len(found) == 1, fact, "install the same versions on all hosts")
 
 def check_all_reduce(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     """Sums, maxima and broadcasts with known results."""
@@ -1280,39 +1219,23 @@ def check_all_reduce(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
         wrong.append("on_rank0 gave another value than rank 0's")
     advice = "the network or the driver corrupts data: try --backend gloo, and NCCL_P2P_DISABLE=1"
     fact = f"sums and broadcasts over {n} ranks exact in fp32, fp64, bf16, int64"
-    return judge(not wrong, "; ".join(wrong) or fact, advice)
+    return verdict(not wrong, "; ".join(wrong) or fact, advice)
 
-
-def check_gradients(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """Shares of unequal size; the loss is divided by the global count."""
-    ids = np.arange(8 * ddp.world_size + 1)
-    model = probe(ddp)
+def check_gradients(ddp: DDPContext, args: argparse.Namespace, micro_steps: int = 1) -> Outcome:
+    """Shares of unequal size against the whole batch in one process; the loss is divided by the global count."""
+    ids, model = np.arange(9 * ddp.world_size + 1), probe(ddp)
     wrapped = wrap_ddp(copy.deepcopy(model), ddp)
     (loss_sum(model, ids, ddp) / len(ids)).backward()
-    mine = ids[ddp.rank :: ddp.world_size]
-    (loss_sum(wrapped, mine, ddp) * ddp.world_size / len(ids)).backward()
-    error = ((gradient(wrapped) - gradient(model)).norm() / gradient(model).norm()).item()
-    equal = same(ddp, "gradients", as_bytes(gradient(wrapped)))
-    fact = f"relative difference {error:.1e} in fp64, {'the same' if equal else 'NOT the same'} on all ranks"
-    return judge(error < 1e-12 and equal, fact, "DDP averages wrongly here: try another backend or torch build")
-
-
-def check_accumulation(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """Three micro-batches against the big batch, one all-reduce."""
-    ids, model = np.arange(6 * ddp.world_size), probe(ddp)
-    wrapped = wrap_ddp(copy.deepcopy(model), ddp)
-    (loss_sum(model, ids, ddp) / len(ids)).backward()
-    parts = np.array_split(ids[ddp.rank :: ddp.world_size], 3)
-    for micro, part in enumerate(parts):
-        with sync_gradients(wrapped, last=micro == 2):
+    local = []
+    for micro, part in enumerate(np.array_split(ids[ddp.rank :: ddp.world_size], micro_steps)):
+        with sync_gradients(wrapped, last=micro == micro_steps - 1):
             (loss_sum(wrapped, part, ddp) * ddp.world_size / len(ids)).backward()
-        if micro == 1:
-            local = gather(ddp, gradient(wrapped).norm().item())
-    error = ((gradient(wrapped) - gradient(model)).norm() / gradient(model).norm()).item()
-    once = ddp.world_size == 1 or len(set(local)) == ddp.world_size
-    fact = f"relative difference {error:.1e} in fp64, gradients reduced {'once' if once else 'in EVERY micro-batch'}"
-    return judge(error < 1e-12 and once, fact, "no_sync does not work with this torch build")
-
+        local.append(alike(ddp, flat(wrapped, "grad")))
+    error = ((flat(wrapped, "grad") - flat(model, "grad")).norm() / flat(model, "grad").norm()).item()
+    once = ddp.world_size == 1 or local == [False] * (micro_steps - 1) + [True]
+    fact = f"relative difference to one process {error:.1e} in fp64, {micro_steps} micro-batch(es), "
+    fact += "reduced once" if once else f"NOT reduced in the last alone: ranks equal after each {local}"
+    return verdict(error < 1e-12 and once, fact, "DDP averages wrongly here: try another backend or torch build")
 
 def check_sampler(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     """Each index once, on this and other numbers of ranks; a restart inside the epoch goes on where it was."""
@@ -1327,28 +1250,24 @@ def check_sampler(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
             seen = [i for batches in ranks for batch in batches for i in batch]
             if len(seen) != 10 * total or len(set(seen)) != len(seen) or not set(seen) <= set(range(n)):
                 wrong.append(f"epoch {epoch} of {n} samples gave {len(seen)}, {len(set(seen))} of them different")
-            if len({len(batches) for batches in ranks}) > 1:
-                wrong.append("the ranks have different numbers of micro-batches")
-        if epochs[0] == epochs[1]:
-            wrong.append("two epochs have the same order")
+            wrong += ["the ranks have different numbers of micro-batches"] * (len(set(map(len, ranks))) > 1)
+        wrong += ["two epochs have the same order"] * (epochs[0] == epochs[1])
         sampler.set_epoch(1, start=4)
         if [batch.tolist() for batch in sampler] != epochs[1][4 * micro :]:
             wrong.append("a restart inside the epoch repeats or skips samples")
-        if not same(ddp, "the order of samples", sampler.fingerprint()):
-            wrong.append("the ranks have different plans")
-        batch = next(sampler.batches())
+        require_same(ddp, "the order of samples", sampler.fingerprint())
+        first = sorted(next(sampler.batches()).tolist())
         for world in (1, 2, 3, 5, 8):
             other = GlobalBatchSampler(n, total, micro, 42, dataclasses.replace(ddp, world_size=world, rank=0))
             other.set_epoch(1)
-            dealt = np.concatenate([part for rank in range(world) for part in other.deal(next(other.batches()), rank)])
-            if sorted(dealt.tolist()) != sorted(batch.tolist()):
+            dealt = [other.deal(next(other.batches()), rank) for rank in range(world)]
+            if sorted(np.concatenate(sum(dealt, [])).tolist()) != first:
                 wrong.append(f"{world} ranks make another global batch")
     begin = time.monotonic()
     next(iter(GlobalBatchSampler(60_000_000, total, micro, 42, ddp)))
     seconds = time.monotonic() - begin
     fact = f"each of {10 * total} samples once, restart exact, 60 M samples ready in {1000 * seconds:.1f} ms"
-    return judge(not wrong and seconds < 2, "; ".join(wrong) or fact, "data would be repeated or skipped: report this")
-
+    return verdict(not wrong and seconds < 2, "; ".join(wrong) or fact, "data would repeat or get lost: report this")
 
 def check_evaluation(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     """range(rank, n, world_size) without padding, sums and counts reduced."""
@@ -1359,18 +1278,16 @@ def check_evaluation(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
         sums = reduce_sums(ddp, {"loss": loss_sum(unwrap(model), mine, ddp), "count": float(len(mine))})
     error = abs(sums["loss"] / sums["count"] - alone) / alone
     fact = f"{sums['count']:.0f} of {n} samples, relative difference to one process {error:.1e}"
-    return judge(sums["count"] == n and error < 1e-12, fact, "metrics would depend on the number of ranks: report this")
-
+    return verdict(sums["count"] == n and error < 1e-12, fact, "metrics depend on the number of ranks: report this")
 
 def check_noise(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     """Random numbers belong to the sample, not to the rank that has it."""
     table = keyed_uniform(42, 3, torch.arange(40 * ddp.world_size, device=ddp.device), 5)
     mine = torch.arange(ddp.rank, len(table), ddp.world_size, device=ddp.device)
     good = torch.equal(keyed_uniform(42, 3, mine, 5), table[mine]) and 0.4 < table.mean().item() < 0.6
-    good &= len(table.unique()) > 0.99 * table.numel() and same(ddp, "noise", as_bytes(table))
+    good &= len(table.unique()) > 0.99 * table.numel() and alike(ddp, table)
     advice = "integer arithmetic on this device is not as on others: use --device cpu to compare"
-    return judge(good, f"the numbers of {len(table)} samples {'do not' * good or 'DO'} depend on the ranks", advice)
-
+    return verdict(good, f"the numbers of {len(table)} samples {'do not' * good or 'DO'} depend on the ranks", advice)
 
 def check_checkpoint(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     """Rank 0 saves names with `module.`, all load into a bare model; a damaged file is noticed."""
@@ -1385,7 +1302,7 @@ def check_checkpoint(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     if written and visible[ddp.rank]:
         loaded, bare = load_checkpoint(folder / "latest.pt"), probe(ddp, seed=1)
         bare.load_state_dict(loaded["model"])
-        wrong += [] if torch.equal(weights(bare), weights(model)) else ["loaded weights differ"]
+        wrong += [] if torch.equal(flat(bare), flat(model)) else ["loaded weights differ"]
         restore_rng(loaded["rng"], ddp, 42)
         wrong += [] if torch.equal(torch.rand(3), after) else ["the random state is not restored"]
     barrier(ddp)
@@ -1398,8 +1315,7 @@ def check_checkpoint(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     if not all(visible) and args.output_dir:
         wrong.append(f"only {sum(visible)} of {ddp.world_size} ranks see {args.output_dir}")
     fact = f"saved by rank 0 with module. names, loaded by {sum(visible)} ranks bit for bit, damaged file noticed"
-    return judge(not wrong, "; ".join(wrong) or fact, "give an --output_dir that all nodes share and that has space")
-
+    return verdict(not wrong, "; ".join(wrong) or fact, "give an --output_dir that all nodes share and that has space")
 
 def check_precision(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     """A few optimizer steps in each precision against fp64."""
@@ -1414,7 +1330,7 @@ def check_precision(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
             parts.append(f"{name} refused on {ddp.device.type}")
             continue
         model = wrap_ddp(probe(ddp, dtype=torch.float32), ddp)
-        before = weights(model).clone()
+        before = flat(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         guard = StepGuard(args, ddp, optimizer, dtype, time.monotonic())
         for step in range(4):
@@ -1425,12 +1341,11 @@ def check_precision(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
             guard.scaler.scale(loss / len(mine)).backward()
             guard.step(loss, step, [mine])
         guard.finish()
-        equal = same(ddp, f"the weights after steps in {name}", as_bytes(weights(model)))
-        good &= error < limit and equal and bool((weights(model) != before).any())
+        equal = alike(ddp, flat(model))
+        good &= error < limit and equal and not torch.equal(flat(model), before)
         parts.append(f"{name} {error:.0e}{'' if equal else ' (weights DIFFER between ranks)'}")
     auto = str(resolve_precision("auto", ddp.device)).removeprefix("torch.")
-    return judge(good, f"loss against fp64: {', '.join(parts)}; auto is {auto}", "train with --precision fp32")
-
+    return verdict(good, f"loss against fp64: {', '.join(parts)}; auto is {auto}", "train with --precision fp32")
 
 def check_bad_step(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
     """A loss that is not a number on the last rank in step 1 of 3: all ranks skip that step."""
@@ -1442,23 +1357,22 @@ def check_bad_step(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
         loss = loss_sum(model, ids, ddp)
         loss = loss * math.nan if step == 1 and ddp.rank == ddp.world_size - 1 else loss
         loss.backward()
-        before = weights(model).clone()
+        before = flat(model)
         guard.step(loss, step, [ids])
-        moved.append(not torch.equal(weights(model), before))
+        moved.append(not torch.equal(flat(model), before))
     guard.finish()
     LOGGER.disabled = False
-    equal = same(ddp, "the weights after a skipped step", as_bytes(weights(model)))
+    equal = alike(ddp, flat(model))
     fact = f"NaN on rank {ddp.world_size - 1} in step 1 of 0, 1, 2: steps {[i for i in range(3) if moved[i]]} updated, "
     fact += f"{guard.bad_steps} skip counted, weights {'equal' if equal else 'DIFFERENT'} on all ranks"
     good = moved == [True, False, True] and guard.bad_steps == 1 and equal
-    return judge(good, fact, "fused AdamW ignores found_inf: use the pinned torch")
-
+    return verdict(good, fact, "fused AdamW ignores found_inf: use the pinned torch")
 
 QUICK = {"process group": check_group, "all-reduce": check_all_reduce}
 FULL = {
     **QUICK,
     "gradients": check_gradients,
-    "accumulation": check_accumulation,
+    "accumulation": functools.partial(check_gradients, micro_steps=3),
     "sampler": check_sampler,
     "evaluation": check_evaluation,
     "noise": check_noise,
@@ -1467,9 +1381,7 @@ FULL = {
     "non-finite step": check_bad_step,
 }
 
-
 # What the hardware does, and what that means for the scripts.
-
 
 def timed(ddp: DDPContext, function: Callable, budget: float = 0.4) -> float:
     """Median seconds of `function()`, which all ranks call together; the mean of the ranks."""
@@ -1487,7 +1399,6 @@ def timed(ddp: DDPContext, function: Callable, budget: float = 0.4) -> float:
     once()
     first = mean(once())  # which also lines the ranks up
     return mean(float(np.median([once() for _ in range(int(min(30, max(3, budget / first))))])))
-
 
 def measure(ddp: DDPContext) -> dict:
     """All-reduce by message size, and matrix products on all ranks at once. (all ranks)"""
@@ -1509,13 +1420,11 @@ def measure(ddp: DDPContext) -> dict:
     measured |= {"all_reduce": messages, "matmul_tflop_per_s": rates}
     return {**measured, "speedup": predict(measured)}
 
-
 def all_reduce_seconds(measured: dict, size: float, ranks: int) -> float:
     """Time for `size` bytes on `ranks` ranks at the bus bandwidth that was measured for messages of that size."""
     sizes, seconds = zip(*((m["bytes"], m["seconds"]) for m in measured["all_reduce"]), strict=True)
     known = float(np.exp(np.interp(math.log(size), np.log(sizes), np.log(seconds)))) * max(1.0, size / sizes[-1])
     return known * (1 - 1 / ranks) / (1 - 1 / measured["ranks"])
-
 
 def predict(measured: dict) -> dict[str, list[float]]:
     """Speed-up of each script on each of RANKS; the formula is in show_table."""
@@ -1536,7 +1445,6 @@ def predict(measured: dict) -> dict[str, list[float]]:
             step = micro_steps * micro
             table[script].append(ranks * step / (step + max(0.0, done - backward)))
     return table
-
 
 def show_table(measured: dict) -> str:
     n, rates = measured["ranks"], measured["matmul_tflop_per_s"]
@@ -1561,23 +1469,20 @@ def show_table(measured: dict) -> str:
         lines.append(f"  {ranks:>5} {row} |{batch:>7} {lr:>7} {warmup:>8} {expected:>8}")
     lines += [
         "  (guide, 8 GPUs and more, conservative: 12 per GPU, rate 3e-04, warm-up 30000)",
-        f"  speed-up(N) = N t / (t + exposed); t = micro-steps x FLOP / ({EFFICIENCY} x {measured['precision']} matrix product"
-        " rate); exposed = end of the chain of bucket all-reduces - end of backward",
+        f"  speed-up(N) = N t / (t + exposed); t = micro-steps x FLOP / ({EFFICIENCY} x {measured['precision']} matrix"
+        " product rate); exposed = end of the chain of bucket all-reduces - end of backward",
         "  A bucket of 25 MiB takes 2 (N-1)/N x bytes / bus bandwidth, interpolated in the table above.",
-        f"  Only {n} ranks were measured: predictions beyond use the bandwidth of {n}, and a device for each rank as here.",
+        f"  Only {n} ranks were measured: predictions beyond use the bandwidth of {n}, and one such device per rank.",
     ]
     return "\n".join(lines)
 
-
-# ---- Main ------------------------------------------------------------------------------------------
-
+# ---- Main ----------------------------------------------------------------------------------------
 
 def make_folder(output_dir: str | None) -> str:
     """A new folder in --output_dir, or in the system's place for temporary files."""
     if output_dir:
         os.makedirs(output_dir, exist_ok=True)
     return tempfile.mkdtemp(prefix="ddp-check-", dir=output_dir)
-
 
 def watch(report: Report, args: argparse.Namespace) -> None:
     """End this rank if the checks take longer than --timeout: nothing here hangs."""
@@ -1586,12 +1491,14 @@ def watch(report: Report, args: argparse.Namespace) -> None:
         fact = f"no answer after {args.timeout:.0f} s"
         advice = "the ranks cannot reach each other: firewall, GLOO_SOCKET_IFNAME/NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
         report.add(report.current, Outcome("FAIL", fact, advice))
+        if args.rank == 0:
+            shutil.rmtree(args.folder, ignore_errors=True)
+            report.finish(args)
         os._exit(1)
 
     timer = threading.Timer(args.timeout, expire)
     timer.daemon = True
     timer.start()
-
 
 def run_checks(report: Report, args: argparse.Namespace) -> None:
     """The checks that need a group, and the measurements. (all ranks)"""
@@ -1601,7 +1508,7 @@ def run_checks(report: Report, args: argparse.Namespace) -> None:
     try:
         ddp = setup_ddp(args)
         rank = f"rank {ddp.rank}: "
-        args.folder = args.folder or on_rank0(ddp, make_folder, args.output_dir)
+        args.folder = on_rank0(ddp, getattr, args, "folder")
         for name, check in (QUICK if args.quick else FULL).items():
             report.send({"begin": name})
             outcomes = gather(ddp, dataclasses.astuple(check(ddp, args)))
@@ -1610,33 +1517,26 @@ def run_checks(report: Report, args: argparse.Namespace) -> None:
         report.send({"begin": "speed"})
         measured = None if args.quick else measure(ddp)
     except Exception as error:
-        fact = (str(error) or type(error).__name__).splitlines()[0]
-        report.add(report.current, Outcome("FAIL", f"{rank}{fact}", "see the traceback"))
+        report.add(report.current, failure(error, rank))
         raise
     if ddp.rank == 0 and measured:
         report.send({"measured": measured})
 
-
 def run_ranks(args: argparse.Namespace) -> int:
-    """A rank that this program started: what it finds goes to the starter."""
-    run_checks(Report(through_pipe=True), args)
-    return 0
-
-
-def run_launched(args: argparse.Namespace) -> int:
-    """A rank that a launcher started: rank 0 also checks the environment, prints and judges."""
-    report = Report()
-    if args.rank == 0:
-        args.folder = make_folder(args.output_dir)
-        if not check_environment(report, args, skip=("port",)):
-            return report.finish(args)
-    try:
+    """One rank. Where a launcher started it, rank 0 also checks the environment, prints and judges."""
+    report, first = Report(through_pipe=args.role == "ranks"), args.rank == 0
+    if args.role:
         run_checks(report, args)
+        return 0
+    args.folder = make_folder(args.output_dir) if first else ""
+    try:
+        if not first or check_environment(report, args, skip=("port",)):
+            run_checks(report, args)
     finally:
-        if args.rank == 0:
+        if first:
             shutil.rmtree(args.folder, ignore_errors=True)
-    return report.finish(args) if args.rank == 0 else 0
-
+            status = report.finish(args)
+    return status if first else 0
 
 def raise_in_last_rank(args: argparse.Namespace) -> int:
     """The last rank fails, the others wait for it in an all-reduce."""
@@ -1648,34 +1548,27 @@ def raise_in_last_rank(args: argparse.Namespace) -> int:
     barrier(ddp)
     return 0
 
+def start_job(args: argparse.Namespace, role: str, seconds: float, on_line: Callable[[str], None]) -> int:
+    """This program with `role` in args.ranks processes, line by line; the exit status, -9 if it had to be killed."""
+    options = {"role": role, "nproc": args.ranks, "device": args.device, "backend": args.backend, "folder": args.folder}
+    options |= {"timeout": args.timeout} | ({"output_dir": args.output_dir} if args.output_dir else {})
+    command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in options.items())]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = subprocess.Popen(command + ["--quick"] * args.quick, start_new_session=True, errors="replace", **pipes)
 
-def start_job(args: argparse.Namespace, role: str, seconds: float, on_line: Callable[[str], None]) -> int | None:
-    """This program with `role` in args.nproc processes, line by line; its exit status, None if it had to be killed."""
-    command = [sys.executable, os.path.abspath(__file__), f"--role={role}", f"--nproc={args.nproc}"]
-    command += [f"--device={args.device}", f"--backend={args.backend}", f"--folder={args.folder}"]
-    command += [f"--timeout={args.timeout}"] + ["--quick"] * args.quick
-    command += [f"--output_dir={args.output_dir}"] * bool(args.output_dir)
-    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    job = subprocess.Popen(command, start_new_session=True, text=True, errors="replace", **pipes)
-    lines, deadline = queue.Queue(), time.monotonic() + seconds
-
-    def read() -> None:
-        for line in job.stdout:
-            lines.put(line.rstrip("\n"))
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        while (line := lines.get(timeout=max(0.01, deadline - time.monotonic()))) is not None:
-            on_line(line)
-        return job.wait(timeout=max(0.01, deadline - time.monotonic()))
-    except (queue.Empty, subprocess.TimeoutExpired):
-        return None
-    finally:
+    def kill() -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # what is left of it
-        job.wait()
+            os.killpg(job.pid, signal.SIGKILL)  # the job, and whatever it started
 
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        for line in job.stdout:
+            on_line(line.rstrip("\n"))
+        return job.wait()
+    finally:
+        timer.cancel()
+        kill()
 
 def check_in_processes(report: Report, args: argparse.Namespace) -> None:
     """All checks that need a group, in processes of this program's own."""
@@ -1689,15 +1582,11 @@ def check_in_processes(report: Report, args: argparse.Namespace) -> None:
 
     before = report.failed()
     status = start_job(args, "ranks", args.timeout + 20, on_line)
-    report.current, where = "end of the processes", report.current
-    ended = "were killed" if status is None else f"ended with status {status}"
-    fact = f"{args.nproc} processes {ended} after {time.monotonic() - begin:.1f} s"
-    if status:
-        fact += f" in '{where}'"
-    report.add(report.current, judge(status == 0, fact, "see their last lines below"))
+    fact = f"{args.ranks} processes ended with status {status} after {time.monotonic() - begin:.1f} s"
+    fact += f" in '{report.current}'" if status else ""
+    report.add("end of the processes", verdict(status == 0, fact, "see their last lines below"))
     if status != 0 or (report.failed() and not before):
         report.say("\n".join(["Last lines of the processes:", *(f"    {line}" for line in log)]))
-
 
 def check_failing_rank(args: argparse.Namespace) -> Outcome:
     """A rank that raises ends the job, with a traceback that names the rank."""
@@ -1709,16 +1598,14 @@ def check_failing_rank(args: argparse.Namespace) -> Outcome:
             raised.append(time.monotonic())
 
     status = start_job(args, "raise", min(args.timeout, 90), on_line)
-    rank, text = args.nproc - 1, "\n".join(seen)
-    if not raised or status is None:
-        fact = f"the job {'was killed' if status is None else f'ended with status {status} too early'}"
-        return Outcome("FAIL", f"{fact}: {' | '.join(seen[-3:])}", "a job with a failed rank would hang: report this")
+    rank, text = args.ranks - 1, "\n".join(seen)
+    if not raised:
+        return Outcome("FAIL", f"the job ended too early, status {status}: {' | '.join(seen[-3:])}", "report this")
     seconds = time.monotonic() - raised[0]
     named = f"failed on rank {rank}" in text and "on purpose" in text
     fact = f"rank {rank} raised, the job ended after {seconds:.1f} s with status {status}"
     fact += ", its traceback names the rank" if named else ", NO traceback names the rank"
-    return judge(status != 0 and named and seconds < 20, fact, "jobs with a failed rank would go on: report this")
-
+    return verdict(status != 0 and named and seconds < 20, fact, "jobs with a failed rank would go on: report this")
 
 def main() -> int:
     args = parse_args()
@@ -1729,13 +1616,12 @@ def main() -> int:
     try:
         args.rank, world, _, local_world, launcher = find_ranks(dict(os.environ), devices or os.cpu_count() or 1)
     except ValueError as error:
-        report.add("launcher", Outcome("FAIL", str(error), "or unset the variable"))
+        report.add("launcher", failure(error))
         return report.finish(args)
     if world > 1 or launcher == "torchrun":
-        args.nproc = local_world
-        os.environ.setdefault("RANK", str(args.rank))  # for launch(): --nproc is no wish here
-        return launch(run_launched, args)
-    args.nproc = args.nproc or devices or 2
+        args.ranks, args.nproc = local_world, 0
+        return launch(run_ranks, args)
+    args.rank, args.ranks = -1, args.nproc or devices or 2
     args.folder = make_folder(args.output_dir)
     try:
         if check_environment(report, args):
@@ -1745,7 +1631,6 @@ def main() -> int:
     finally:
         shutil.rmtree(args.folder, ignore_errors=True)
     return report.finish(args)
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # helpers, also with --import-mode=importlib
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "PALS_", "SLURM_", "PBS_", "TORCHELASTIC_")
-LAUNCHER_NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCCL_TIMEOUT WANDB_MODE WANDB_API_KEY".split()
+LAUNCHER_NAMES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCCL_TIMEOUT WANDB_MODE WANDB_API_KEY".split()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +25,7 @@ def clean_environment(monkeypatch):
             monkeypatch.delenv(name)
     logger = logging.getLogger("ddp")
     handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    logger.rank = 0
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
     logger.handlers, logger.propagate = handlers, propagate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
 import itertools
 import json
 import logging
@@ -56,7 +57,9 @@ def listening():
 # ---- Ranks, master, device, backend ------------------------------------------------------------------
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-OPEN_MPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()}
+OPEN_MPI = {
+    f"OMPI_COMM_WORLD_{k}": v for k, v in {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
+}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
@@ -74,19 +77,26 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
     ],
 )
 def test_find_ranks(env, launcher):
-    assert block.find_ranks(env, devices=2) == (3, 8, 1, 2, launcher)
+    assert block.find_ranks(env, 2) == (3, 8, 1, 2, launcher)
 
 
 def test_find_ranks_alone():
-    assert block.find_ranks({"HOME": "/root", "WORLD_SIZE": "8", "RANK": ""}, devices=4) == (0, 1, 0, 1, "python")
+    assert block.find_ranks({"HOME": "/root", "WORLD_SIZE": "8", "RANK": ""}, 4) == (0, 1, 0, 1, "python")
 
 
 def test_torchrun_wins_inside_other_launchers():
     """torchrun inside sbatch, or started by mpiexec: its own variables are the right ones."""
-    others = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
-    assert block.find_ranks(others | TORCHRUN, devices=2) == (3, 8, 1, 2, "torchrun")
+    others = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "PMI_RANK": "0",
+        "PMI_SIZE": "1",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "1",
+    }
+    assert block.find_ranks(others | TORCHRUN, 2) == (3, 8, 1, 2, "torchrun")
     slurm_step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
-    assert block.find_ranks(slurm_step | OPEN_MPI, devices=2)[4] == "Open MPI"
+    assert block.find_ranks(slurm_step | OPEN_MPI, 2)[4] == "Open MPI"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +110,9 @@ def test_torchrun_wins_inside_other_launchers():
     ],
 )
 def test_missing_local_rank_is_the_rank_on_one_node(env, rank, world_size):
-    assert block.find_ranks(env, devices=2)[:4] == (rank, world_size, rank, 2)
-    with pytest.raises(ValueError, match="is not set and 2 ranks do not fit the 1 places of this node"):
-        block.find_ranks(env, devices=1)
+    assert block.find_ranks(env, 2)[:4] == (rank, world_size, rank, 2)
+    with pytest.raises(ValueError, match="is not set and 2 ranks do not fit"):
+        block.find_ranks(env, 1)
 
 
 @pytest.mark.parametrize(
@@ -118,40 +128,54 @@ def test_missing_local_rank_is_the_rank_on_one_node(env, rank, world_size):
 def test_rank_without_world_size_is_an_error(env, names, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ValueError, match="no world size") as error:
-        block.find_ranks(env, devices=4)
+        block.find_ranks(env, 4)
     assert all(name in str(error.value) for name in names)
 
 
-def test_pals_world_size_from_mpi4py(monkeypatch):
-    communicator = types.SimpleNamespace(Get_size=lambda: 8)
-    module = types.ModuleType("mpi4py")
-    module.MPI = types.SimpleNamespace(COMM_WORLD=communicator)
-    monkeypatch.setitem(sys.modules, "mpi4py", module)
-    assert block.find_ranks(PALS, devices=2) == (3, 8, 1, 2, "PALS")
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """install(name, source): a module of that name for this test."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def call(name: str, source: str) -> None:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+
+    before = set(sys.modules)
+    yield call
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) in {str(path) for path in tmp_path.glob("*.py")}:
+            del sys.modules[name]
+
+
+def test_pals_world_size_from_mpi4py(install):
+    install("mpi4py", "class MPI:\n    class COMM_WORLD:\n        Get_size = staticmethod(lambda: 8)\n")
+    assert block.find_ranks(PALS, 2) == (3, 8, 1, 2, "PALS")
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 @pytest.mark.parametrize("value", ["two", "-1", "1.0", "1;rm"])
 def test_garbage_in_a_rank_variable(name, value):
     with pytest.raises(ValueError, match=f"{name}='{value}' is not a number"):
-        block.find_ranks(TORCHRUN | {name: value}, devices=8)
+        block.find_ranks(TORCHRUN | {name: value}, 8)
 
 
 @pytest.mark.parametrize("world_size", ["3", "0"])
 def test_rank_outside_the_world(world_size):
     with pytest.raises(ValueError, match=f"RANK=3 is not below WORLD_SIZE={world_size}"):
-        block.find_ranks(TORCHRUN | {"WORLD_SIZE": world_size}, devices=8)
+        block.find_ranks(TORCHRUN | {"WORLD_SIZE": world_size}, 8)
 
 
 def test_aurora_has_pmi_and_pals_variables():
     """PALS sets PMI_RANK and PMI_SIZE too; its local rank counts, on more nodes than one."""
     env = {"PMI_RANK": "13", "PMI_SIZE": "24", "PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1"}
-    assert block.find_ranks(env, devices=12)[:3] == (13, 24, 1)
+    assert block.find_ranks(env, 12)[:3] == (13, 24, 1)
 
 
 def test_srun_with_pmi2_has_slurm_local_rank():
     env = {"PMI_RANK": "9", "PMI_SIZE": "16", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
-    assert block.find_ranks(env, devices=8)[:3] == (9, 16, 1)
+    assert block.find_ranks(env, 8)[:3] == (9, 16, 1)
 
 
 @pytest.mark.parametrize(
@@ -187,18 +211,18 @@ def test_master_address_is_never_touched(tmp_path):
 def test_master_is_this_node_or_an_error():
     assert block.find_master({}, 8, 8) == ("localhost", "29500")
     assert block.find_master({"MASTER_PORT": "4711"}, 8, 8)[1] == "4711"
-    with pytest.raises(ValueError, match="16 ranks on several nodes and MASTER_ADDR is not set"):
+    with pytest.raises(ValueError, match="16 ranks on several nodes"):
         block.find_master({}, 16, 8)
 
 
 @pytest.mark.parametrize(
     ("backend", "device", "message"),
     [
-        ("nccl", "cpu", "serves NVIDIA GPUs, the device is cpu"),
-        ("nccl", "xpu", "serves NVIDIA GPUs, the device is xpu"),
-        ("xccl", "cpu", "serves Intel XPUs, the device is cpu"),
-        ("ccl", "cuda", "serves Intel XPUs, the device is cuda"),
-        ("xpu", "cpu", "serves Intel XPUs, the device is cpu"),
+        ("nccl", "cpu", "--backend nccl serves .*, the device is cpu"),
+        ("nccl", "xpu", "--backend nccl serves .*, the device is xpu"),
+        ("xccl", "cpu", "--backend xccl serves .*, the device is cpu"),
+        ("ccl", "cuda", "--backend ccl serves .*, the device is cuda"),
+        ("xpu", "cpu", "--backend xpu serves .*, the device is cpu"),
     ],
 )
 def test_backend_that_cannot_serve_the_device(backend, device, message):
@@ -206,7 +230,7 @@ def test_backend_that_cannot_serve_the_device(backend, device, message):
         block.choose_backend(backend, torch.device(device, 0) if device != "cpu" else CPU)
 
 
-def test_backend_chain(monkeypatch, log):
+def test_backend_chain(monkeypatch, log, install):
     xpu, cuda = torch.device("xpu", 0), torch.device("cuda", 0)
     assert block.choose_backend("auto", CPU) == block.choose_backend("gloo", CPU) == "gloo"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -215,16 +239,18 @@ def test_backend_chain(monkeypatch, log):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(ValueError, match="built without NCCL"):
         block.choose_backend("auto", cuda)
+    monkeypatch.setitem(sys.modules, "oneccl_bindings_for_pytorch", None)
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
+    assert block.choose_backend("auto", xpu) == "gloo"
+    assert log().count("falling back to gloo") == 1
+    install("oneccl_bindings_for_pytorch", "")
     for name in ("auto", "xccl", "ccl", "xpu"):
         monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
         assert block.choose_backend(name, xpu) == "xccl"
         monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
-        monkeypatch.setitem(sys.modules, "oneccl_bindings_for_pytorch", types.ModuleType("ccl"))
         assert block.choose_backend(name, xpu) == "ccl"
-        assert "falling back" not in log()
-    monkeypatch.setitem(sys.modules, "oneccl_bindings_for_pytorch", None)
-    assert block.choose_backend("auto", xpu) == "gloo"
-    assert "falling back to gloo" in log()
+        assert "oneccl_bindings_for_pytorch" in sys.modules  # imported: it registers the backend
+    assert log().count("falling back") == 1
 
 
 def test_devices(monkeypatch):
@@ -239,7 +265,7 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert block.choose_device("auto", 3) == torch.device("cuda", 3)
     assert block.choose_device("cpu", 3) == CPU
-    with pytest.raises(ValueError, match="local rank 4 has no device: 4 are visible"):
+    with pytest.raises(ValueError, match="local rank 4 has no device.* 4 are visible"):
         block.choose_device("cuda", 4)
     with pytest.raises(ValueError, match="--device xpu: this machine shows cuda"):
         block.choose_device("xpu", 0)
@@ -248,7 +274,7 @@ def test_devices(monkeypatch):
 
 
 def test_precision(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda = torch.device("cuda", 0)
     assert block.resolve_precision("auto", CPU) == torch.float32
     assert block.resolve_precision("auto", cuda) == torch.bfloat16
@@ -256,7 +282,7 @@ def test_precision(monkeypatch):
     assert block.resolve_precision("bf16", CPU) == torch.bfloat16
     with pytest.raises(ValueError, match="fp16 .* CPU"):
         block.resolve_precision("fp16", CPU)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert block.resolve_precision("auto", cuda) == torch.float32
 
 
@@ -264,7 +290,13 @@ def look_around(ctx, keep):
     with torch.no_grad():
         total = torch.tensor([float(ctx.rank)])
         dist.all_reduce(total)
-    return ctx, total.item(), os.environ["MASTER_ADDR"], torch.get_num_threads(), signal.getsignal(signal.SIGUSR1) == StepGuard.on_signal
+    return (
+        ctx,
+        total.item(),
+        os.environ["MASTER_ADDR"],
+        torch.get_num_threads(),
+        signal.getsignal(signal.SIGUSR1) == StepGuard.on_signal,
+    )
 
 
 def test_setup_in_three_ranks():
@@ -273,17 +305,17 @@ def test_setup_in_three_ranks():
         assert (total, master, threads, handled) == (3.0, "localhost", 1, True)
 
 
-def test_old_torch_is_named(monkeypatch, capsys):
+def test_old_torch_is_named(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    assert block.launch(lambda args: 0, argparse.Namespace(nproc=0)) == 2
-    assert capsys.readouterr().err == "torch 2.9.1+cu128 is too old: these scripts need torch 2.10 or newer\n"
+    with pytest.raises(SystemExit, match="torch 2.9.1.cu128 is too old: these scripts need torch 2.10 or newer"):
+        block.launch(lambda args: 0, argparse.Namespace(nproc=0))
 
 
 # ---- Arguments ---------------------------------------------------------------------------------------
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    return block.parse_arguments(block.build_parser(), list(argv))
+    return block.parse_args(list(argv))
 
 
 @pytest.fixture
@@ -317,8 +349,14 @@ def test_spellings(argv):
 
 
 def test_values_with_equals_signs_and_hyphens():
-    args = parse("--teacher_query_prompt", "task=search query: ", "--output-dir=a-b/c_d", "--false_negative_margin", "-2")
-    assert (args.teacher_query_prompt, args.output_dir, args.false_negative_margin) == ("task=search query: ", "a-b/c_d", -2.0)
+    args = parse(
+        "--teacher_query_prompt", "task=search query: ", "--output-dir=a-b/c_d", "--false_negative_margin", "-2"
+    )
+    assert (args.teacher_query_prompt, args.output_dir, args.false_negative_margin) == (
+        "task=search query: ",
+        "a-b/c_d",
+        -2.0,
+    )
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])
@@ -363,7 +401,7 @@ def test_boolean_errors(refused):
         (["--log_every=-1"], ("--log_every -1",)),
         (["--keep_checkpoints=0"], ("--keep_checkpoints 0",)),
         (["--max_bad_steps=0"], ("--max_bad_steps 0",)),
-        (["--global_batch_size=8", "--accumulation=2"], ("--global_batch_size", "one of the two")),
+        (["--global_batch_size=8", "--accumulation=2"], ("--global_batch_size", "accumulation")),
         (["--global_batch_size=-8"], ("--global_batch_size",)),
     ],
 )
@@ -388,15 +426,30 @@ def test_config_sets_defaults_and_the_command_line_wins(tmp_path, suffix):
     path = tmp_path / f"run.{suffix}"
     path.write_text(json.dumps(CONFIG))  # JSON is YAML too
     args = parse("--config", str(path))
-    assert (args.phase1_lr, args.matryoshka_dims, args.batch_size, args.nproc, args.fresh, args.use_projection) == (1e-4, [64, 128], 16, 2, True, False)
+    assert (args.phase1_lr, args.matryoshka_dims, args.batch_size, args.nproc, args.fresh, args.use_projection) == (
+        1e-4,
+        [64, 128],
+        16,
+        2,
+        True,
+        False,
+    )
     assert args.wandb_name is None
-    assert args.given == sorted(["config", "phase1_lr", "matryoshka_dims", "batch_size", "phase2_lr", "nproc", "fresh", "use_projection"])
-    for argv in (["batch_size=4", f"--config={path}"], ["--config", str(path), "--batch-size", "4"], [f"config={path}", "--batch_size=4"]):
+    assert args.given == sorted(
+        ["config", "phase1_lr", "matryoshka_dims", "batch_size", "phase2_lr", "nproc", "fresh", "use_projection"]
+    )
+    for argv in (
+        ["batch_size=4", f"--config={path}"],
+        ["--config", str(path), "--batch-size", "4"],
+        [f"config={path}", "--batch_size=4"],
+    ):
         args = parse(*argv, "--fresh=False")
         assert (args.batch_size, args.fresh, args.phase2_lr) == (4, False, 2e-5)
 
 
-@pytest.mark.parametrize("text", ["phase1_lr: 1e-4", 'phase1_lr: !!float "1e-4"', "phase1_lr: 0.0001", "optimization:\n  phase1_lr: 1e-4"])
+@pytest.mark.parametrize(
+    "text", ["phase1_lr: 1e-4", 'phase1_lr: !!float "1e-4"', "phase1_lr: 0.0001", "optimization:\n  phase1_lr: 1e-4"]
+)
 def test_yaml_numbers(tmp_path, text):
     (tmp_path / "run.yaml").write_text(text)
     args = parse("--config", str(tmp_path / "run.yaml"))
@@ -468,7 +521,13 @@ def batch_args(batch_size=4, accumulation=1, global_batch_size=None):
         (batch_args(16, 4), 4, None, (256, 4), "global batch 256 = 4 ranks x 16 x 4 accumulation"),
         (batch_args(1), 4, None, (4, 1), "Batch size per GPU: 1, Total batch size: 4"),
         (batch_args(16, global_batch_size=256), 4, None, (256, 4), "global batch 256 = 4 ranks x 16 x 4 accumulation"),
-        (batch_args(16, global_batch_size=256), 1, None, (256, 16), "global batch 256 = 1 ranks x 16 x 16 accumulation"),
+        (
+            batch_args(16, global_batch_size=256),
+            1,
+            None,
+            (256, 16),
+            "global batch 256 = 1 ranks x 16 x 16 accumulation",
+        ),
         (batch_args(16, 4), 1, 256, (256, 16), "global batch 256 = 1 ranks x 16 x 16 accumulation"),
         (batch_args(4), 3, 8, (8, 1), "global batch 8 = 3 ranks"),  # resumed on 3 ranks: 3 + 3 + 2
     ],
@@ -485,7 +544,14 @@ def test_global_batch_that_does_not_divide():
 
 @pytest.mark.parametrize(
     ("rule", "world_size", "factor"),
-    [("none", 8, 1), ("linear", 8, 8), ("sqrt", 8, 8**0.5), ("conservative", 4, 4), ("conservative", 8, 6), ("linear", 1, 1)],
+    [
+        ("none", 8, 1),
+        ("linear", 8, 8),
+        ("sqrt", 8, 8**0.5),
+        ("conservative", 4, 4),
+        ("conservative", 8, 6),
+        ("linear", 1, 1),
+    ],
 )
 def test_scaled_lr(log, rule, world_size, factor):
     assert block.scaled_lr(1e-3, rule, world_size) == pytest.approx(1e-3 * factor, rel=1e-15)
@@ -530,7 +596,9 @@ def test_keyed_uniform_is_uniform():
 def test_keyed_uniform_depends_on_the_sample_alone():
     ids = torch.tensor([5, 123_456_789_012, 0, 7, 59_999_999])
     whole = block.keyed_uniform(1, 2, ids, 8, stream=3)
-    parts = torch.cat([block.keyed_uniform(1, 2, ids[:2], 8, stream=3), block.keyed_uniform(1, 2, ids[2:], 8, stream=3)])
+    parts = torch.cat(
+        [block.keyed_uniform(1, 2, ids[:2], 8, stream=3), block.keyed_uniform(1, 2, ids[2:], 8, stream=3)]
+    )
     assert torch.equal(whole, parts)
     assert torch.equal(whole.flip(0), block.keyed_uniform(1, 2, ids.flip(0), 8, stream=3))
     assert torch.equal(whole[:, :3], block.keyed_uniform(1, 2, ids, 3, stream=3))
@@ -567,7 +635,10 @@ def context(rank: int, world_size: int) -> DDPContext:
 
 
 def samplers(n, total, world_size, micro_steps, seed=1, **options) -> list[GlobalBatchSampler]:
-    return [GlobalBatchSampler(n, total, micro_steps, seed, context(rank, world_size), **options) for rank in range(world_size)]
+    return [
+        GlobalBatchSampler(n, total, micro_steps, seed, context(rank, world_size), **options)
+        for rank in range(world_size)
+    ]
 
 
 def global_batches(ranks: list[GlobalBatchSampler]) -> list[list[int]]:
@@ -585,8 +656,9 @@ def global_batches(ranks: list[GlobalBatchSampler]) -> list[list[int]]:
 
 
 SHAPES = [
-    (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 2, 1), (3, 2, 2, 1), (5, 4, 2, 2), (7, 3, 3, 1), (8, 8, 8, 1), (8, 8, 2, 4), (16, 16, 5, 3), (17, 4, 1, 4),
-    (64, 10, 3, 2), (100, 7, 2, 3), (257, 16, 4, 4), (1000, 33, 3, 5), (1023, 64, 8, 2), (1024, 64, 5, 1), (4097, 256, 3, 7),
+    (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 2, 1), (3, 2, 2, 1), (5, 4, 2, 2), (7, 3, 3, 1),
+    (8, 8, 8, 1), (8, 8, 2, 4), (16, 16, 5, 3), (17, 4, 1, 4), (64, 10, 3, 2), (100, 7, 2, 3),
+    (257, 16, 4, 4), (1000, 33, 3, 5), (1023, 64, 8, 2), (1024, 64, 5, 1), (4097, 256, 3, 7),
 ]  # fmt: skip
 
 
@@ -717,7 +789,16 @@ def test_sixty_million_items_start_at_once():
 
 def test_fingerprint_tells_plans_apart():
     base = dict(n=1000, total=10, world_size=1, micro_steps=1, seed=1)
-    prints = [samplers(**(base | change))[0].fingerprint() for change in ({}, {"n": 1001}, {"total": 20}, {"seed": 2}, {"window": 2, "cut": lambda ids, e: ids[::-1].reshape(-1, 10)})]
+    prints = [
+        samplers(**(base | change))[0].fingerprint()
+        for change in (
+            {},
+            {"n": 1001},
+            {"total": 20},
+            {"seed": 2},
+            {"window": 2, "cut": lambda ids, e: ids[::-1].reshape(-1, 10)},
+        )
+    ]
     other = samplers(**base)[0]
     other.set_epoch(1)
     assert len({*prints, other.fingerprint()}) == 6
@@ -731,7 +812,12 @@ def test_fingerprint_tells_plans_apart():
 def sum_up(ctx):
     calls, real = [], dist.all_reduce
     dist.all_reduce = lambda tensor, *a, **k: (calls.append(tensor.dtype), real(tensor, *a, **k))[1]
-    sums = {"big": 2.0**52 if ctx.rank == 0 else 1, "tensor": torch.tensor(0.1), "count": ctx.rank, "half": torch.tensor([0.5], dtype=torch.bfloat16)}
+    sums = {
+        "big": 2.0**52 if ctx.rank == 0 else 1,
+        "tensor": torch.tensor(0.1),
+        "count": ctx.rank,
+        "half": torch.tensor([0.5], dtype=torch.bfloat16),
+    }
     result = block.reduce_sums(ctx, sums)
     block.barrier(ctx)
     dist.all_reduce = real
@@ -861,7 +947,11 @@ def unwrap_all(ctx):
     wrapped = block.wrap_ddp(model, ctx)
     assert type(wrapped).__name__ == "DistributedDataParallel"
     assert not wrapped.broadcast_buffers and wrapped.gradient_as_bucket_view
-    both = [block.unwrap(wrapped), block.unwrap(torch.compile(wrapped, backend="eager")), block.unwrap(block.wrap_ddp(torch.compile(model, backend="eager"), ctx))]
+    both = [
+        block.unwrap(wrapped),
+        block.unwrap(torch.compile(wrapped, backend="eager")),
+        block.unwrap(block.wrap_ddp(torch.compile(model, backend="eager"), ctx)),
+    ]
     compiled = torch.compile(wrapped, backend="eager")
     with block.sync_gradients(compiled, False):
         skipped = not wrapped.require_backward_grad_sync
@@ -878,7 +968,9 @@ def test_unwrap_in_two_ranks():
 def guard_of(ctx, model, started=None, dtype=torch.float32, **changes):
     options = dict(max_grad_norm=1.0, max_minutes=0.0, max_bad_steps=3) | changes
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    return StepGuard(argparse.Namespace(**options), ctx, optimizer, dtype, time.monotonic() if started is None else started)
+    return StepGuard(
+        argparse.Namespace(**options), ctx, optimizer, dtype, time.monotonic() if started is None else started
+    )
 
 
 def snapshot(guard) -> list[torch.Tensor]:
@@ -912,7 +1004,14 @@ def meet_nan(ctx, how: str):
         guard.finish()
     same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     moved = all(not torch.equal(a, b) for a, b in zip(after, last, strict=True))
-    return same, moved, guard.bad_steps, guard.bad_in_row, [line for line in lines if "non-finite" in line], torch.cat([p.detach().flatten() for p in guard.parameters])
+    return (
+        same,
+        moved,
+        guard.bad_steps,
+        guard.bad_in_row,
+        [line for line in lines if "non-finite" in line],
+        torch.cat([p.detach().flatten() for p in guard.parameters]),
+    )
 
 
 @pytest.mark.parametrize("how", ["data", "loss"])
@@ -968,7 +1067,9 @@ def test_clipping():
     seen = []
     for limit in (0.5, 0.0):
         guard = guard_of(one_process(), model, max_grad_norm=limit)
-        guard.optimizer.step = lambda: seen.append(torch.linalg.norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item())
+        guard.optimizer.step = lambda: seen.append(
+            torch.linalg.norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item()
+        )
         model(data).square().mean().backward()
         returned, reason = guard.step(loss, 1, [])
         assert returned.item() == pytest.approx(norm.item(), rel=1e-5) and reason == ""
@@ -1034,16 +1135,16 @@ def test_one_small_reduction_per_step():
         assert len(calls) == 4 and max(calls) <= 8
 
 
-def be_stuck(ctx, patience):
-    StepGuard.beat = time.monotonic()
-    threading.Thread(target=StepGuard.watch, args=(signal.SIGTERM, patience), daemon=True).start()
-    time.sleep(30)
+def be_stuck(ctx):
+    os.kill(os.getpid(), signal.SIGTERM)
+    StepGuard.beat -= 19.5  # of 20 s
+    time.sleep(15)
 
 
 def test_a_stuck_rank_ends_itself_after_a_signal():
     begin = time.monotonic()
     with pytest.raises(RankError, match="died with exit code 143"):
-        run_ranks(1, be_stuck, 0.2)
+        run_ranks(1, be_stuck)
     assert time.monotonic() - begin < 10
 
 
@@ -1083,7 +1184,12 @@ def test_random_state_of_every_rank(tmp_path):
 
 
 def state_of(step: int, size: int = 1000) -> dict:
-    return {"model": {"weight": torch.full((size,), float(step))}, "step": step, "epoch": step // 10, "args": {"seed": 42}}
+    return {
+        "model": {"weight": torch.full((size,), float(step))},
+        "step": step,
+        "epoch": step // 10,
+        "args": {"seed": 42},
+    }
 
 
 def save_steps(folder: Path, *steps: int, keep: int = 2, best: int | None = None) -> None:
@@ -1093,7 +1199,12 @@ def save_steps(folder: Path, *steps: int, keep: int = 2, best: int | None = None
 
 def test_keep_checkpoints(tmp_path):
     save_steps(tmp_path, 9, 10, 100, 1000, keep=2, best=10)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best.pt", "latest.pt", "step_00000100.pt", "step_00001000.pt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "best.pt",
+        "latest.pt",
+        "step_00000100.pt",
+        "step_00001000.pt",
+    ]
     assert block.load_checkpoint(tmp_path / "latest.pt")["step"] == 1000
     assert block.load_checkpoint(tmp_path / "best.pt")["step"] == 10
     save_steps(tmp_path, 1001, keep=1)
@@ -1115,7 +1226,9 @@ def small_disk(request, tmp_path):
         yield tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         return
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
     yield tmp_path
@@ -1199,11 +1312,12 @@ def test_damaged_latest_is_named_and_the_one_before_is_used(tmp_path, log, damag
         block.load_checkpoint(tmp_path / "latest.pt")
     found = block.find_checkpoint(tmp_path)
     assert block.load_checkpoint(found)["step"] == 2
-    assert "WARNING" in log() and "latest.pt is damaged" in log() and "using the one before it" in log()
+    assert "WARNING" in log() and "latest.pt is damaged" in log() and "the one before it" in log()
     damage3 = truncate if damage is flip_a_bit else damage
     damage3(Path(found))
-    with pytest.raises(ValueError, match="no whole checkpoint is left in .*latest.pt.*step_00000002.pt.*--fresh"):
+    with pytest.raises(ValueError, match="no whole checkpoint is left in .*--fresh"):
         block.find_checkpoint(tmp_path)
+    assert "step_00000002.pt is damaged" in log()
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -1300,7 +1414,7 @@ def test_open_run_on_two_ranks(tmp_path):
 
 def open_log(folder: Path, *argv: str, resumed: dict | None = None) -> RunLog:
     folder.mkdir(exist_ok=True)
-    return RunLog(parse(f"--output_dir={folder}", *(argv or ["--wandb_mode=disabled"])), one_process(), block.build_parser(), resumed)
+    return RunLog(parse(f"--output_dir={folder}", *(argv or ["--wandb_mode=disabled"])), one_process(), resumed)
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -1329,9 +1443,7 @@ def test_keep_until_drops_what_is_made_again(tmp_path):
 
 
 def interval_record(ctx, folder):
-    args = run_args(Path(folder))
-    args.given = []
-    log = RunLog(args, ctx, block.build_parser(), None)
+    log = RunLog(run_args(Path(folder)), ctx, None)
     model = block.wrap_ddp(network(), ctx)
     with listening() as lines:
         for _ in range(2):  # 1 + 2 samples on rank 0, 3 + 6 on rank 1
@@ -1339,23 +1451,31 @@ def interval_record(ctx, folder):
             log.add(count, loss=(torch.tensor(1.0 + ctx.rank) * count, count), rare=(torch.tensor(1.0), ctx.rank))
         time.sleep(0.05)
         log.waiting(iter([1]))
-        record = log.interval(120, 1000, 1, model, 3e-4, torch.tensor(0.912), phase=2)
+        log.interval(120, 1000, 1, model, 3e-4, torch.tensor(0.912), phase=2)
     log.close("finished", steps=120)
-    return record, lines
+    return log.final_loss, lines
 
 
 def test_interval_is_a_mean_over_all_ranks(tmp_path):
-    (record, lines), (second, silent) = run_ranks(2, interval_record, str(tmp_path))
-    assert record["loss"] == second["loss"] == (2 * 1 * 1.0 + 2 * 3 * 2.0) / 8
+    (first, lines), (second, silent) = run_ranks(2, interval_record, str(tmp_path))
+    (record,) = rows_of(tmp_path)  # rank 0 alone writes
+    assert record["loss"] == first == second == (2 * 1 * 1.0 + 2 * 3 * 2.0) / 8
     assert record["rare"] == 4.0 / 2
     assert record["grad_norm"] == pytest.approx(0.912, rel=1e-6)
     assert record["samples/s"] == pytest.approx(8 / 0.05, rel=0.6)
     assert (record["step"], record["epoch"], record["lr"], record["phase"]) == (120, 1, 3e-4, 2)
-    assert rows_of(tmp_path) == [record]  # rank 0 alone writes, everything
     (line,) = lines
     assert line.startswith("step=120/1000 epoch=1 loss=1.750000 rare=2.000000 grad_norm=0.912 lr=3.000e-04 samples/s=")
     assert all(name in line for name in ("data_wait=", "comm=", "mem_gb="))
     assert silent == []
+
+
+def test_interval_without_counted_items(tmp_path):
+    """A loss over a variable number of items may have none in an interval."""
+    log = open_log(tmp_path)
+    log.add(4, loss=(torch.tensor(2.0), 1), pairs=(torch.tensor(0.0), 0))
+    log.interval(1, 10, 0, network(), 1e-3, torch.tensor(1.0))
+    assert rows_of(tmp_path)[0]["loss"] == 2.0
 
 
 def test_close_writes_summary_and_curves(tmp_path):
@@ -1364,7 +1484,13 @@ def test_close_writes_summary_and_curves(tmp_path):
         log.write({"step": step, "epoch": 0, "loss": 1.0 / (step + 1), "ndcg@10": 0.1 * step})
     log.close("finished", steps=4, best_metric={"name": "ndcg@10", "value": 0.4, "step": 4})
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["world_size"], summary["backend"], summary["device"]) == ("finished", 4, 1, "gloo", "cpu")
+    assert (summary["status"], summary["steps"], summary["world_size"], summary["backend"], summary["device"]) == (
+        "finished",
+        4,
+        1,
+        "gloo",
+        "cpu",
+    )
     assert summary["args"]["seed"] == 7 and 100 < summary["wall_s"] < 110
     assert summary["best_metric"]["value"] == 0.4
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
@@ -1405,7 +1531,9 @@ def test_wandb_gets_the_same_records(tmp_path, monkeypatch):
         log.write({"step": step, "loss": 1 / 3})
     log.close("finished")
     assert wandb.rows == rows_of(tmp_path) and wandb.ended
-    assert {k: wandb.options[k] for k in ("project", "name", "mode", "resume", "id")} == dict(project="p", name="n", mode="offline", resume="allow", id=log.wandb_id)
+    assert {k: wandb.options[k] for k in ("project", "name", "mode", "resume", "id")} == dict(
+        project="p", name="n", mode="offline", resume="allow", id=log.wandb_id
+    )
     again = open_log(tmp_path, "--wandb_mode=offline", resumed={"step": 3, "wandb_id": log.wandb_id})
     again.close("finished")
     assert wandb.options["id"] == log.wandb_id  # a resumed run goes on in the same wandb run
@@ -1423,7 +1551,7 @@ def test_wandb_that_fails(tmp_path, monkeypatch, log, where):
         run.write({"step": step, "loss": 1.0})
     run.close("finished", steps=3)
     assert len(rows_of(tmp_path)) == 3 and (tmp_path / "summary.json").exists()
-    assert log().count("wandb failed and is off for the rest of the run (ConnectionError: no network)") == 1
+    assert log().count("wandb failed and is off") == 1 and "no network" in log()
 
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])

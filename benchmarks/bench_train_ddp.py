@@ -1,0 +1,172 @@
+"""train_ddp.py beside sentence-transformers' own Trainer: same student, texts, batch, steps, processes, threads.
+
+    pip install "accelerate>=1.10" && python benchmarks/bench_train_ddp.py [--nproc 2] [--rounds 3] [--steps 60]
+
+The student is a random BERT in the shape of 3 layers of all-MiniLM (384 wide), the teacher one of 6 layers: what
+they cost is real, what they know does not matter here. Texts: the documentation that comes with Python. Phase 1 is
+EmbedDistillLoss (cosine) there, phase 2 MultipleNegativesRankingLoss with negatives from all ranks; the same losses
+here. Both sides run in fp32 under torchrun with one thread per process. The rounds alternate. Two tables:
+  steps alone: samples per second of the training loop, both sides with the teacher vectors at hand;
+  three epochs: wall time of phase 1 over three epochs with each side getting the teacher's vectors its documented
+  way: `Dataset.map(teacher.encode)` in every process there, the block cache shared by the ranks here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STUDENT, TEACHER, LENGTH = "builtin:bert:3x384", "builtin:bert:6x384", 128
+
+
+def options(work: Path) -> list[str]:
+    """The common arguments of train_ddp.py."""
+    return [
+        "--phase1_data=pydocs", "--phase2_data=pydocs", f"--teacher_model={TEACHER}", f"--student_model={STUDENT}",
+        f"--student_max_length={LENGTH}", f"--teacher_max_length={LENGTH}", "--use_projection=False",
+        "--max_chars=2000", "--eval_samples=50", "--phase1_l2_weight=0", "--phase1_cosine_weight=1", "--phase2_l2_weight=0",
+        "--infonce_weight=1", "--false_negative_margin=2", "--phase1_lr=2e-5", "--phase2_lr=2e-5",
+        "--wandb_mode=disabled", f"--cache_dir={work / 'cache'}", "--log_every=5", "--eval_every=1000000",
+        "--save_every=1000000", "--device=cpu",
+    ]  # fmt: skip
+
+
+def torchrun(nproc: int, command: list[str], log: Path) -> float:
+    """Run under torchrun with one thread per process; seconds of wall time. Raises if it fails."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    begin = time.monotonic()
+    with open(log, "w") as file:
+        call = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *command]
+        status = subprocess.run(call, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT).returncode
+    if status:
+        sys.exit(f"exit status {status}: see {log}\n" + "\n".join(log.read_text().splitlines()[-15:]))
+    return time.monotonic() - begin
+
+
+def ours(args: argparse.Namespace, work: Path, name: str, phase: int, extra: list[str]) -> tuple[float, float]:
+    """(samples per second of the loop, wall seconds) of one phase of train_ddp.py."""
+    folder, other = work / "out" / name, 3 - phase
+    shutil.rmtree(folder, ignore_errors=True)
+    command = ["train_ddp.py", *options(work), f"--skip_phase{other}", f"--output_dir={folder}", *extra]
+    wall = torchrun(args.nproc, [*command, f"--batch_size={args.batch}"], work / f"{name}.log")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    speeds = [row["samples/s"] for row in rows if "samples/s" in row][1:]  # the first interval warms up
+    return len(speeds) / sum(1 / s for s in speeds), wall
+
+
+def theirs(args: argparse.Namespace, work: Path, name: str, phase: int, extra: list[str]) -> tuple[float, float]:
+    """The same of SentenceTransformerTrainer, in a process of its own."""
+    result = work / f"{name}.json"
+    command = [str(Path(__file__).resolve()), "--role=trainer", f"--work={work}", f"--result={result}"]
+    wall = torchrun(args.nproc, [*command, f"--phase={phase}", f"--batch={args.batch}", *extra], work / f"{name}.log")
+    return json.loads(result.read_text())["samples_per_s"], wall
+
+
+def trainer(args: argparse.Namespace) -> None:
+    """One training of SentenceTransformerTrainer, as its documentation writes it. (every rank runs this)"""
+    import numpy as np
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer import losses
+    from transformers import TrainerCallback
+
+    sys.path.insert(0, str(ROOT))
+    import train_ddp
+
+    corpus = next(args.work.glob("cache/corpus-*"))
+    texts = train_ddp.Texts(corpus)
+    models = json.loads((args.work / "models.json").read_text())
+    student = SentenceTransformer(models["student"], device="cpu")
+    if args.phase == 1:
+        rows = np.load(corpus / "phase1.npy")
+        data = Dataset.from_dict({"sentence": [texts[i] for i in rows]})
+        if args.encode:
+            teacher = SentenceTransformer(models["teacher"], device="cpu")
+            data = data.map(lambda b: {"label": teacher.encode(b["sentence"]).tolist()}, batched=True)
+        else:
+            vectors = np.load(next(args.work.glob("cache/teacher-*")) / "vectors.npy")[rows].astype(np.float32)
+            data = data.add_column("label", list(vectors))
+        loss = losses.EmbedDistillLoss(student, distance_metric="cosine")
+    else:
+        columns = {"anchor": "queries", "positive": "positives"}
+        data = Dataset.from_dict({c: [texts[i] for i in np.load(corpus / f"{a}.npy")] for c, a in columns.items()})
+        loss = losses.MultipleNegativesRankingLoss(student, scale=50.0, gather_across_devices=True)
+    length = {"max_steps": args.steps} if args.steps else {"num_train_epochs": 3}
+    settings = SentenceTransformerTrainingArguments(
+        output_dir=str(args.work / "trainer"), per_device_train_batch_size=args.batch, learning_rate=2e-5,
+        warmup_steps=0.1, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+        dataloader_drop_last=True, **length,
+    )  # fmt: skip
+
+    class Clock(TrainerCallback):
+        """Steps and seconds after the first five steps, as on the other side."""
+
+        def on_step_end(self, settings, state, control, **_):
+            if state.global_step == 5:
+                self.begin, self.first = time.monotonic(), state.global_step
+            self.end, self.last = time.monotonic(), state.global_step
+
+    clock = Clock()
+    SentenceTransformerTrainer(model=student, args=settings, train_dataset=data, loss=loss, callbacks=[clock]).train()
+    if int(os.environ.get("RANK", 0)) == 0:
+        samples = (clock.last - clock.first) * args.batch * int(os.environ.get("WORLD_SIZE", 1))
+        args.result.write_text(json.dumps({"samples_per_s": samples / (clock.end - clock.begin)}))
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def compare(args: argparse.Namespace, work: Path) -> None:
+    """Both sides in alternation; prints the tables."""
+    steps = [f"--max_steps={args.steps}"]
+    ours(args, work, "warm", 1, ["--max_steps=1"])  # builds models, tokens and vectors that both sides use
+    builtin = sorted(work.glob("cache/builtin-bert-*"), key=lambda p: (p / "model.safetensors").stat().st_size)
+    (work / "models.json").write_text(json.dumps({"student": str(builtin[0]), "teacher": str(builtin[1])}))
+    print(f"{args.nproc} processes x 1 thread, batch {args.batch} each, {args.steps} steps, {args.rounds} rounds\n")
+    print("| samples/s, steps alone | train_ddp.py | SentenceTransformerTrainer | ratio |\n|---|---|---|---|")
+    for phase, loss in ((1, "EmbedDistillLoss"), (2, "MultipleNegativesRankingLoss")):
+        mine, other = [], []
+        for i in range(args.rounds):
+            mine.append(ours(args, work, f"ours{phase}-{i}", phase, steps)[0])
+            other.append(theirs(args, work, f"theirs{phase}-{i}", phase, [f"--steps={args.steps}"])[0])
+        ratio = [a / b for a, b in zip(mine, other, strict=True)]
+        print(f"| phase {phase}: {loss} | {spread(mine)} | {spread(other)} | {spread(ratio)} |", flush=True)
+    if args.epochs:
+        for folder in work.glob("cache/teacher-*"):
+            shutil.rmtree(folder)
+        mine = ours(args, work, "ours-epochs", 1, ["--phase1_epochs=3"])[1]
+        other = theirs(args, work, "theirs-epochs", 1, ["--steps=0", "--encode"])[1]
+        print(f"\n| wall seconds, three epochs with the teacher | {mine:.0f} | {other:.0f} | {other / mine:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=int, default=2, help="processes of both sides")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating runs of both sides")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run")
+    parser.add_argument("--batch", type=int, default=64, help="samples per process and step")
+    parser.add_argument("--epochs", action="store_true", help="also three epochs with the teacher (minutes)")
+    parser.add_argument("--role", default="compare", choices=("compare", "trainer"), help=argparse.SUPPRESS)
+    for name in ("--work", "--result"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--phase", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--encode", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role == "trainer":
+        return trainer(args)
+    with tempfile.TemporaryDirectory() as work:
+        compare(args, args.work or Path(work))
+
+
+if __name__ == "__main__":
+    main()
