@@ -123,32 +123,33 @@ LAUNCHERS = {  # launcher: its variables for rank, world size, local rank, local
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
 LOGGER = logging.getLogger("ddp")
+log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 alone
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors (exit status 2) that name the nearest known option."""
-
     source = ""  # "FILE: " while a --config file is being read
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
 
     def unknown(self, key: str) -> NoReturn:
-        known = [o.lstrip("-") for a in self._actions for o in a.option_strings]
+        known = [option.lstrip("-") for option in self._option_string_actions]
         near = difflib.get_close_matches(key.rpartition(".")[2], known, 1, 0.5)
         self.error(f"unknown option {key!r}; " + (f"the nearest known one is {near[0]!r}" if near else "see --help"))
 
 def boolean(text: str) -> bool:
     """True, yes, on, 1 or False, no, off, 0, in any case (argparse's type=bool takes 'False' for True)."""
-    if str(text).lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+    value = str(text).lower()
+    if value not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         raise argparse.ArgumentTypeError(f"{text!r} is not one of True, False, yes, no, 1, 0")
-    return str(text).lower() in ("true", "yes", "on", "1")
+    return value in ("true", "yes", "on", "1")
 
 FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}  # --name or --name=False
 
 def add_ddp_arguments(parser: ArgumentParser, output_dir: str, wandb_project: str) -> None:
     """The options that every script has: batch and step, checkpoints, logging, runtime."""
     g = parser.add_argument_group("Step").add_argument
-    g("--global_batch_size", type=int, help="samples per optimizer step; then the number of GPUs changes the speed only")
+    g("--global_batch_size", type=int, help="samples per optimizer step, on any number of GPUs (sets --accumulation)")
     g("--accumulation", type=int, default=1, help="micro-batches per optimizer step")
     g("--lr_scaling", default="none", choices=("none", "linear", "sqrt", "conservative"), help="by the number of ranks")
     g("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm (0 = no clipping)")
@@ -176,24 +177,25 @@ def add_ddp_arguments(parser: ArgumentParser, output_dir: str, wandb_project: st
     g("--local_rank", type=int, help="set by torch.distributed.launch")
 
 def split_tokens(parser: ArgumentParser, argv: list[str]) -> list[str]:
-    """A command line with `key=value` and `--key-with-hyphens` brought to argparse's `--key=value`."""
-    options, tokens, wants_value = {o: a for a in parser._actions for o in a.option_strings}, [], False
+    """A command line with `key=value`, `--key value` and `--key-with-hyphens` brought to `--key=value`."""
+    options, tokens, wants_value = parser._option_string_actions, [], False
     for token in argv:
         key, equals, value = token.partition("=")
         if token.startswith("--") or (equals and not wants_value and re.fullmatch(r"[A-Za-z_][\w.]*", key)):
             key = "--" + key.removeprefix("--").replace("-", "_")
             if key not in options:
                 parser.unknown(key[2:])
-            wants_value = not equals and options[key].nargs not in (0, "?")
+            wants_value = not equals and options[key].nargs is None
             tokens.append(key + equals + value)
+        elif wants_value:
+            tokens[-1], wants_value = f"{tokens[-1]}={token}", False
         else:
-            tokens, wants_value = [*tokens, token], False
+            tokens.append(token)
     return tokens
 
 def read_config(parser: ArgumentParser, path: str) -> list[str]:
     """A YAML or JSON file of (nested) keys as command-line tokens; unknown keys are errors."""
     import yaml
-
     try:
         text = Path(path).read_text(encoding="utf-8")
         tree = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
@@ -201,91 +203,69 @@ def read_config(parser: ArgumentParser, path: str) -> list[str]:
         parser.error(" ".join(str(error).split()))
     if not isinstance(tree, dict):
         parser.error(f"holds {type(tree).__name__}, not a mapping of option names to values")
-    groups = {(g.title or "").lower(): {o for a in g._group_actions for o in a.option_strings} for g in parser._action_groups}
-    options, tokens = {o for a in parser._actions for o in a.option_strings}, []
-
-    def walk(node: dict, prefix: str, inside: set[str]) -> None:
+    groups = {(group.title or "").lower(): group._group_actions for group in parser._action_groups}
+    options, tokens = parser._option_string_actions, []
+    def walk(node: dict, prefix: str, inside: list) -> None:
         for key, value in node.items():
             # training.batch_size, or batch_size in a section that is named like its group in --help
-            name = f"--{key}" if f"--{key}" in inside else f"--{prefix}{key}"
-            if name in options and value is not None:
-                value = ",".join(map(str, value)) if isinstance(value, list) else value
-                tokens.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
-            elif name not in options and isinstance(value, dict):
-                walk(value, f"{prefix}{key}.", groups.get(str(key).lower(), set()))
+            name = f"--{key}" if options.get(f"--{key}") in inside else f"--{prefix}{key}"
+            if name not in options and isinstance(value, dict):
+                walk(value, f"{prefix}{key}.", groups.get(str(key).lower(), []))
             elif name not in options:
                 parser.unknown(f"{prefix}{key}")
-
-    walk(tree, "", set())
+            elif value is not None:
+                value = ",".join(map(str, value)) if isinstance(value, list) else value
+                tokens.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    walk(tree, "", [])
     return tokens
 
 def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
     """The command line over a --config file over the defaults. `args.given`: names of what the user set."""
-    tokens, args, file_tokens = split_tokens(parser, sys.argv[1:] if argv is None else argv), argparse.Namespace(), []
-    configs = [t.partition("=")[2] for t in tokens if t.startswith("--config=")]
-    configs += [b for a, b in itertools.pairwise(tokens) if a == "--config"]
-    required = [a for a in parser._actions if a.required]
-    if configs:
+    tokens = split_tokens(parser, sys.argv[1:] if argv is None else argv)
+    if configs := [token.partition("=")[2] for token in tokens if token.startswith("--config=")]:
         parser.source = f"{configs[-1]}: "
         file_tokens = read_config(parser, configs[-1])
-        for action in required:  # the command line may still bring them
-            action.required = False
-        parser.parse_args(file_tokens, args)
-        parser.source = ""
-    for action in required:
-        action.required = getattr(args, action.dest, None) is None
-    parser.parse_args(tokens, args)
-    dests = {o: a.dest for a in parser._actions for o in a.option_strings}
-    args.given = sorted({dests[n] for t in [*file_tokens, *tokens] if (n := t.partition("=")[0]) in dests})
+        parser.parse_args(file_tokens)  # for errors that name the file
+        parser.source, tokens = "", file_tokens + tokens
+    args, options = parser.parse_args(tokens), parser._option_string_actions
+    args.given = sorted({options[name].dest for token in tokens if (name := token.partition("=")[0]) in options})
     for name in ("accumulation", "save_every", "log_every", "keep_checkpoints", "max_bad_steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if args.global_batch_size is not None and (args.global_batch_size < 1 or "accumulation" in args.given):
-        parser.error(f"--global_batch_size {args.global_batch_size} must be above 0 and sets --accumulation itself")
+        parser.error(f"--global_batch_size {args.global_batch_size}: above 0; it or --accumulation, one of the two")
     args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
     return args
 
-@dataclass(frozen=True)
-class DDPContext:
-    """Who this process is among the ranks, and where its tensors live."""
+# Who this process is among the ranks (numbers), where its tensors live (torch.device), and by what it was started.
+DDPContext = collections.namedtuple("DDPContext", "rank world_size local_rank local_world_size device backend launcher")
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: torch.device
-    backend: str
-    launcher: str
-
-def find_ranks(env: dict[str, str], places: int) -> tuple[int, int, int, int, str]:
-    """(rank, world size, local rank, local world size, launcher) from the launcher's variables; `places`:
-    processes that this node can take. Raises ValueError for a rank without a world size."""
-
+def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, str]:
+    """(rank, world size, local rank, local world size, launcher); `devices`: processes that this node can take."""
     def number(name: str) -> int | None:
         if env.get(name) and not env[name].isdigit():
             raise ValueError(f"{name}={env[name]!r} is not a number")
         return int(env[name]) if env.get(name) else None
-
     for launcher, names in LAUNCHERS.items():
-        rank, world, local, local_world = (number(n) for n in names)
+        rank, world, local, local_world = map(number, names)
         if rank is None:
             continue
-        if launcher == "PALS" and world is None:
-            world = number("PMI_SIZE")
-            if world is None and importlib.util.find_spec("mpi4py"):
+        if launcher == "PALS" and world is None and (world := number("PMI_SIZE")) is None:
+            with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py; no MPI library for it
                 from mpi4py import MPI
-
                 world = MPI.COMM_WORLD.Get_size()
-        if launcher == "Hydra" and local is None:  # srun --mpi=pmi2 sets PMI_RANK alone
-            local, local_world = number("SLURM_LOCALID"), number("SLURM_NTASKS_PER_NODE")
+        if launcher == "Hydra" and local is None:  # PALS and srun --mpi=pmi2 set PMI_RANK beside their own variables
+            place = LAUNCHERS["PALS" if env.get("PALS_LOCAL_RANKID") else "SLURM"]
+            local, local_world = number(place[2]), number(place[3])
         if world is None:
             raise ValueError(f"{names[0]}={rank} is set but no world size is: export {names[1]}")
         if rank >= world:
             raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world}")
-        if local is None and world > places:
-            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit this node's {places}: export {names[2]}")
+        if local is None and world > devices:
+            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit the {devices} places of this node: "
+                             f"export {names[2]}")
         local = rank if local is None else local
-        return rank, world, local, local_world or min(world, max(places, local + 1)), launcher
+        return rank, world, local, local_world or min(world, max(devices, local + 1)), launcher
     return 0, 1, 0, 1, "python"
 
 def find_master(env: dict[str, str], world_size: int, local_world_size: int) -> tuple[str, str]:
@@ -294,13 +274,13 @@ def find_master(env: dict[str, str], world_size: int, local_world_size: int) -> 
     port = env.get("MASTER_PORT") or (str(20000 + int(job) % 20000) if job else "29500")
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"], port
-    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9],login1" -> "gpu03"
-        head, _, inside = env["SLURM_JOB_NODELIST"].partition("[")
-        return head.split(",")[0] + ("" if "," in head else re.split(r"[-\],]", inside)[0]), port
+    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9]-ib,login1" -> "gpu03-ib"
+        first = re.split(r",(?![^\[]*\])", env["SLURM_JOB_NODELIST"])[0]  # at a comma that is in no bracket
+        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first), port
     if env.get("PBS_NODEFILE"):
         return Path(env["PBS_NODEFILE"]).read_text().split()[0], port
     if world_size > local_world_size:
-        raise ValueError(f"{world_size} ranks on several nodes and no MASTER_ADDR: export the first node's address")
+        raise ValueError(f"{world_size} ranks on several nodes and MASTER_ADDR is not set: export the first one's")
     return "localhost", port
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -312,16 +292,17 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise ValueError(f"--device {name}: this machine shows {found.type if found else 'no accelerator'}")
     count = torch.accelerator.device_count()
     if 1 < count <= local_rank:
-        raise ValueError(f"local rank {local_rank} has no device, {count} are visible: start at most {count} per node")
+        raise ValueError(f"local rank {local_rank} has no device: {count} are visible: start at most {count} per node")
     device = torch.device(found.type, local_rank if count > 1 else 0)
     torch.accelerator.set_device_index(device.index)
     return device
 
 def choose_backend(name: str, device: torch.device) -> str:
     """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
-    serves = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}
-    if serves.get(name, device.type) != device.type:
-        raise ValueError(f"--backend {name} serves {serves[name]}, the device is {device.type}: use --backend auto")
+    serves = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)
+    if serves != device.type:
+        kind = "NVIDIA GPUs" if serves == "cuda" else "Intel XPUs"
+        raise ValueError(f"--backend {name} serves {kind}, the device is {device.type}: use --backend auto")
     if name == "gloo" or device.type == "cpu":
         return "gloo"
     if device.type == "cuda":
@@ -330,7 +311,7 @@ def choose_backend(name: str, device: torch.device) -> str:
         return "nccl"
     if dist.is_xccl_available():
         return "xccl"
-    if importlib.util.find_spec("oneccl_bindings_for_pytorch"):
+    with contextlib.suppress(ImportError):
         importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend "ccl"
         return "ccl"
     warn("no xccl in this torch and no oneCCL bindings: falling back to gloo, which is slow")
@@ -346,45 +327,39 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
     rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
     start_logging(rank)
     device = choose_device(args.device, local_rank)
-    ddp = DDPContext(rank, world_size, local_rank, local_world_size, device, choose_backend(args.backend, device), launcher)
+    backend = choose_backend(args.backend, device)
     if "OMP_NUM_THREADS" not in env:
         torch.set_num_threads(max(1, cores // local_world_size))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, StepGuard.on_signal)
     log_all(f"Process {rank}/{world_size} started")
     if world_size > 1:
-        start_group(args, env, ddp)
+        address, port = find_master(env, world_size, local_world_size)
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
+        limit = timedelta(minutes=args.ddp_timeout_minutes or float(env.get("NCCL_TIMEOUT") or 1800) / 60)
+        options = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
+        try:
+            dist.init_process_group(backend, timeout=limit, **options)
+        except dist.DistNetworkError as error:
+            advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
+            if "EADDRINUSE" in str(error):
+                advice = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
+            raise RuntimeError(advice) from error
         log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
     log_all(f"Using device: {device}")
-    return ddp
-
-def start_group(args: argparse.Namespace, env: dict[str, str], ddp: DDPContext) -> None:
-    """init_process_group, with the errors that users meet put into words."""
-    address, port = find_master(env, ddp.world_size, ddp.local_world_size)
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
-    seconds = 60 * args.ddp_timeout_minutes if args.ddp_timeout_minutes else float(env.get("NCCL_TIMEOUT") or 1800)
-    options = {"device_id": ddp.device} if ddp.device.type != "cpu" else {}
-    ranks = {"rank": ddp.rank, "world_size": ddp.world_size}
-    try:
-        dist.init_process_group(ddp.backend, timeout=timedelta(seconds=seconds), **ranks, **options)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
-            advice = f"port {port} is already in use on {address}: export MASTER_PORT=<a free port>, or torchrun --standalone"
-        else:
-            advice = f"rank {ddp.rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, the firewall"
-        raise RuntimeError(advice) from error
+    return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
 
 def cleanup() -> None:
-    """Destroy the process group, after all that holds a tensor or the DDP object is gone: with gloo, the
-    group's threads otherwise abort the exit of a good run one time in four."""
-    gc.collect()
+    """Destroy the process group, once main has returned."""
+    gc.collect()  # while a tensor or the DDP object is alive, gloo's threads abort one good exit in four
     if dist.is_initialized():
         dist.destroy_process_group()
 
 def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run `main(args)` as this rank, or in --nproc new processes; returns the exit status."""
     if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-        sys.exit(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
+        sys.stderr.write(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer\n")
+        return 2
     if args.nproc > 1 and "RANK" not in os.environ:
         return start_processes(main, args)
     try:
@@ -405,7 +380,7 @@ def start_processes(main: Callable, args: argparse.Namespace) -> int:
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(probe.getsockname()[1]))
     context = torch.multiprocessing.spawn(run_process, (main, args), nprocs=args.nproc, join=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda n, _: [os.kill(pid, n) for pid in context.pids()])
+        signal.signal(number, lambda n, _: [os.kill(p.pid, n) for p in context.processes if p.is_alive()])
     try:
         while not context.join(grace_period=5):
             continue
@@ -421,9 +396,9 @@ def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> No
 
 def start_logging(rank: int) -> None:
     """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
-    handler, line = logging.StreamHandler(sys.stdout), f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
-    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
-    LOGGER.handlers, LOGGER.propagate, LOGGER.rank = [handler], False, rank
+    line = logging.Formatter(f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+    LOGGER.handlers, LOGGER.propagate, LOGGER.rank = [logging.StreamHandler(sys.stdout)], False, rank
+    LOGGER.handlers[0].setFormatter(line)
     LOGGER.setLevel(logging.INFO)
 
 def log0(text: str) -> None:
@@ -431,18 +406,10 @@ def log0(text: str) -> None:
     if getattr(LOGGER, "rank", 0) == 0:
         LOGGER.info(text)
 
-def log_all(text: str) -> None:
-    """(all ranks: start-up lines)"""
-    LOGGER.info(text)
-
-def warn(text: str) -> None:
-    """(any rank)"""
-    LOGGER.warning(text)
-
 def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
     """Sums over all ranks in float64, in one collective and one host sync. (all ranks, same keys)"""
-    values = [torch.as_tensor(v, dtype=torch.float64, device=ddp.device).reshape(()) for v in sums.values()]
-    packed = torch.stack(values)
+    parts = [torch.as_tensor(v, dtype=torch.float64, device=ddp.device).reshape(()) for v in sums.values()]
+    packed = torch.stack(parts)
     if ddp.world_size > 1:
         dist.all_reduce(packed)
     return dict(zip(sums, packed.tolist(), strict=True))
@@ -452,14 +419,13 @@ def barrier(ddp: DDPContext) -> None:
     reduce_sums(ddp, {"ranks": 1.0})
 
 def on_rank0(ddp: DDPContext, function: Callable, *args):
-    """`function(*args)` on rank 0. Every rank gets its result, or an error if rank 0 got one, so that no rank
-    waits for one that has gone. (all ranks)"""
+    """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
     outcome, error = [None, None], None
     if ddp.rank == 0:
         try:
-            outcome = [function(*args), None]
+            outcome[0] = function(*args)
         except Exception as caught:
-            error, outcome = caught, [None, f"{type(caught).__name__}: {caught}"]
+            error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
     if ddp.world_size > 1:
         dist.broadcast_object_list(outcome, src=0, device=ddp.device)
     if outcome[1] is not None:
@@ -482,14 +448,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
-    """Uniform numbers in [0, 1), a function of (seed, epoch, sample id, draw) alone: the same on any number
-    of ranks and any device. ids (B,) int64 -> (B, draws) float32. SplitMix64 (Steele et al. 2014)."""
-
+    """ids (B,) int64 -> (B, draws) float32, uniform in [0, 1): a function of (seed, epoch, sample id, draw) alone, the
+    same on any number of ranks and any device. SplitMix64 (Steele et al. 2014)."""
     def mix(x: torch.Tensor) -> torch.Tensor:  # int64 wraps; the masks make the shifts logical
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
         x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
         return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
     golden, state = -0x61C8864680B583EB, torch.zeros((), dtype=torch.int64, device=ids.device)
     for part in (seed, epoch, stream):
         state = mix(state * golden + part + 1)
@@ -498,16 +462,19 @@ def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: 
     return ((mix(rows + draw) >> 40) & 0xFFFFFF).float() / 2**24
 
 def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
-    """(global batch, micro-batches per step), said in one line. `kept`: the global batch of the run that is
-    resumed, which stays on any number of ranks. Raises ValueError where --global_batch_size does not divide."""
+    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any number of
+    ranks. ValueError where --global_batch_size does not divide."""
     cell = world_size * args.batch_size
+    if kept and args.global_batch_size not in (None, kept):
+        raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
     if args.global_batch_size and args.global_batch_size % cell and not kept:
         product = f"{world_size} ranks x --batch_size {args.batch_size} = {cell}"
         raise ValueError(f"--global_batch_size {args.global_batch_size} is not a multiple of {product}")
     total = kept or args.global_batch_size or cell * args.accumulation
     accumulation = -(-total // cell)
     log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    log0(f"global batch {total} = {world_size} ranks x {total / world_size / accumulation:g} x {accumulation} accumulation")
+    per_micro_step = total / world_size / accumulation
+    log0(f"global batch {total} = {world_size} ranks x {per_micro_step:g} x {accumulation} accumulation")
     return total, accumulation
 
 def scaled_lr(lr: float, rule: str, world_size: int) -> float:
@@ -518,8 +485,7 @@ def scaled_lr(lr: float, rule: str, world_size: int) -> float:
     return lr * factor
 
 def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
-    """Factor on the learning rate at 0-based `step`: linear warm-up from above zero to the peak, then constant,
-    or linear or cosine decay that would reach zero at step `total`."""
+    """Factor on the rate at 0-based `step`: warm-up from above zero, then constant or decaying to zero at `total`."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, total - warmup)
@@ -528,23 +494,22 @@ def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
 class GlobalBatchSampler(DistributedSampler):
     """Batches of an epoch as a function of (seed, epoch) alone, dealt to ranks and micro-batches.
 
-    The shuffled items are cut into global batches (the n mod global_batch left over wait for another epoch);
-    each is dealt round-robin to the ranks and cut into micro_steps, so every rank makes the same number of
-    micro-steps on any world size. Iterating yields this rank's micro-batches (int64 ids) from global batch
-    `start` on. `cut(ids, epoch)` may regroup a window of `window` batches: into as many of the same size
-    (length buckets) or, with `varying`, into any number (token budgets). Memory and start-up are O(window)."""
+    The shuffled items are cut into global batches (the n mod global_batch left over wait for another epoch); each is
+    dealt round-robin to the ranks and cut into micro_steps, so all ranks make as many micro-steps. Iterating yields
+    this rank's micro-batches (int64 ids) from global batch `start` on. `cut(ids, epoch)` may regroup the items of
+    `window` batches: into as many of one size (length buckets) or, with `varying`, into any number (token budgets)."""
 
     def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
-                 cut: Callable | None = None, varying: bool = False):  # fmt: skip
+                 cut: Callable | None = None, varying: bool = False):
         super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
         if n < global_batch or global_batch < ddp.world_size * micro_steps:
             raise ValueError(f"{n} samples, global batch {global_batch}, {ddp.world_size} ranks x {micro_steps} "
-                             "micro-batches: each must be at least the next")  # fmt: skip
+                             "micro-batches: each must be at least the next")
         self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
         self.window, self.varying, self.cut = window, varying, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
 
     def __len__(self) -> int:  # micro-batches left in the epoch, where `cut` keeps the batch size
-        return (self.n // self.global_batch - self.start) * self.micro_steps
+        return max(0, self.n // self.global_batch - self.start) * self.micro_steps
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
@@ -568,13 +533,10 @@ class GlobalBatchSampler(DistributedSampler):
     def batches(self, start: int = 0) -> Iterator[np.ndarray]:
         """Global batches of the epoch from number `start` on. (the same on all ranks)"""
         usable, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
-        skipped = 0 if self.varying else start // self.window
-        number = skipped * self.window
-        for low in range(skipped * stride, usable, stride):
-            for batch in self.cut(self.permuted(np.arange(low, min(low + stride, usable))), self.epoch):
-                if number >= start:
-                    yield batch
-                number += 1
+        first = 0 if self.varying else start // self.window  # the window that holds batch `start`
+        windows = (np.arange(low, min(low + stride, usable)) for low in range(first * stride, usable, stride))
+        batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
+        return itertools.islice(batches, start - first * self.window, None)
 
     def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
         """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
@@ -583,8 +545,7 @@ class GlobalBatchSampler(DistributedSampler):
         return [mine[a:b] for a, b in itertools.pairwise(ends)]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        for batch in self.batches(self.start):
-            yield from self.deal(batch)
+        return itertools.chain.from_iterable(map(self.deal, self.batches(self.start)))
 
     def fingerprint(self) -> bytes:
         """Hash of the plan's inputs and of its first and last 1,000 batches, for require_same."""
@@ -600,7 +561,9 @@ def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
         return model
     ids = None if ddp.device.type == "cpu" else [ddp.device.index]
     # bucket views save a copy of the gradients; buffers are not broadcast: evaluation uses the unwrapped model
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    wrapped.broadcast_buffers = False  # as an argument it warns from torch 2.13 on, which has another name for it
+    return wrapped
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The module itself, without DDP's and torch.compile's wrappers."""
@@ -618,85 +581,77 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     if name == "fp16" and device.type == "cpu":
         raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
     if name == "auto":
-        has_bf16 = device.type == "xpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8)
-        name = "bf16" if has_bf16 else "fp32"
+        on_cuda = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bf16" if device.type == "xpu" or on_cuda else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 class StepGuard:
     """The end of an optimizer step, and what all ranks must agree on there: non-finite numbers, signals, the
     time limit. One all-reduce of three numbers per step, read one step later so that nothing waits for it."""
-
     signal = 0  # of this process, set by on_signal
     beat = 0.0  # when this process last showed that it is not stuck
 
     def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer, dtype: torch.dtype,
-                 started: float):  # fmt: skip
+                 started: float):
         self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
         self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
         self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
         self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
-        self.pending, self.event, self.recent = None, None, collections.deque(maxlen=args.max_bad_steps + 1)
+        self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     @classmethod
     def on_signal(cls, number: int, _frame) -> None:
-        """Ask for a stop at the next step. A process stuck in a collective with a dead peer never gets there:
-        unless it shows life again it is ended here, before the launcher's SIGKILL."""
-
-        def watch() -> None:
-            while time.monotonic() - cls.beat < 20:
-                time.sleep(0.5)
-            os._exit(128 + number)
-
+        """Ask for a stop at the next step."""
         if not cls.signal:
             cls.signal, cls.beat = number, time.monotonic()
-            threading.Thread(target=watch, daemon=True).start()
+            threading.Thread(target=cls.watch, args=(number,), daemon=True).start()
+
+    @classmethod
+    def watch(cls, number: int, patience: float = 20.0) -> None:
+        """End a process that is stuck in a collective with a dead peer, before the launcher's SIGKILL does."""
+        while time.monotonic() - cls.beat < patience:
+            time.sleep(min(0.5, patience))
+        os._exit(128 + number)
 
     def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
         """Clip, update (skipped on the device if anything is not finite), agree. `ids`: this rank's samples.
         Returns (gradient norm, why to stop or ''). Raises RuntimeError after max_bad_steps. (all ranks)"""
         StepGuard.beat = time.monotonic()
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
-        flags = torch.tensor([0.0, StepGuard.signal, StepGuard.beat > self.deadline]).to(self.ddp.device, non_blocking=True)
+        flags = torch.tensor([0.0, StepGuard.signal, StepGuard.beat > self.deadline])
+        flags = flags.to(self.ddp.device, non_blocking=True)
         flags[0] = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
         if self.ddp.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:  # fused optimizers skip the update on the device where found_inf is 1
+        if not self.scaler.is_enabled():  # fused optimizers skip the update on the device where found_inf is 1
             self.optimizer.grad_scale, self.optimizer.found_inf = None, flags[0]
-            self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        before, event = self.pending, self.event
+        reason = self.finish()  # of the step before: the device is still busy with this one
         self.pending = (step, ids, flags.to("cpu", non_blocking=True))
-        if self.ddp.device.type != "cpu":
-            self.event = torch.accelerator.current_stream().record_event()
-        return norm, self.read(before, event)
-
-    def read(self, pending: tuple | None, event) -> str:
-        """What the flags of a step ask for: the same on all ranks."""
-        if pending is None:
-            return ""
-        if event is not None:
-            event.synchronize()
-        step, ids, flags = pending
-        bad, number, late = flags.tolist()
-        self.recent.append(f"step {step}: {[int(i) for part in ids for i in part][:64]}")
-        self.bad_in_row, self.bad_steps = self.bad_in_row + 1 if bad else 0, self.bad_steps + bool(bad)
-        if bad and LOGGER.rank == 0:
-            warn(f"non-finite loss or gradient at step {step}: the update was skipped on all ranks")
-        if self.bad_in_row >= self.max_bad:
-            raise RuntimeError(f"{self.bad_in_row} steps in a row with a non-finite loss or gradient; samples of this rank "
-                               "in the last ones: " + "; ".join(list(self.recent)[-3:]))  # fmt: skip
-        return signal.Signals(int(number)).name if number else "time limit" if late else ""
+        self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
+        return norm, reason
 
     def finish(self) -> str:
-        """Read the flags of the last step."""
-        before, self.pending = self.pending, None
-        return self.read(before, self.event)
+        """Read the flags of the last step: what they ask for, the same on all ranks."""
+        if self.pending is None:
+            return ""
+        if self.event is not None:
+            self.event.synchronize()
+        (step, ids, flags), self.pending = self.pending, None
+        bad, number, late = flags.tolist()
+        self.recent.append((step, ids))
+        self.bad_in_row, self.bad_steps = self.bad_in_row + 1 if bad else 0, self.bad_steps + bool(bad)
+        if bad and self.ddp.rank == 0:
+            warn(f"non-finite loss or gradient at step {step}: the update was skipped on all ranks")
+        if self.bad_in_row >= self.max_bad:
+            samples = "; ".join(f"step {n}: {[int(i) for part in ids for i in part][:64]}" for n, ids in self.recent)
+            raise RuntimeError(f"{self.bad_in_row} steps in a row with a non-finite loss or gradient; "
+                               f"samples of this rank in the last ones: {samples}")
+        return signal.Signals(int(number)).name if number else "time limit" if late else ""
 
 def stop_status(reason: str) -> int:
     """Last line and exit status of a run that stopped early, with its checkpoint written."""
@@ -725,21 +680,23 @@ def restore_rng(states: list[dict], ddp: DDPContext, seed: int) -> None:
         torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank]["device"], ddp.device)
 
 def atomic_write(path: Path, write: Callable) -> bool:
-    """`write(file)` into a temporary file, fsync, rename. If that fails (disk full) the old file stays whole, a
-    warning says so and False is returned. (rank 0 only)"""
+    """`write(file)` to a temporary file, fsync, rename; False and a warning if that fails (disk full). (rank 0 only)"""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    StepGuard.beat = math.inf  # however long it takes
     try:
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        return True
     except (OSError, RuntimeError) as error:  # torch.save turns "no space left" into RuntimeError
         temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free / 1e6
         warn(f"could not write {path} ({str(error).splitlines()[0]}; {free:.0f} MB free): the old file is untouched")
         return False
-    return True
+    finally:
+        StepGuard.beat = time.monotonic()
 
 def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, best: bool = False) -> bool:
     """step_*.pt (the `keep` newest stay), latest.pt and, if asked, best.pt, atomically. (rank 0 only)"""
@@ -759,13 +716,11 @@ def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, be
     return True
 
 def load_checkpoint(path: str | Path) -> dict:
-    """A checkpoint of one GPU or many, on the CPU; `module.` and `_orig_mod.` are stripped from its model's
-    names. Raises ValueError that says what is wrong with a damaged file."""
+    """A checkpoint, on the CPU, its model's names without `module.` and `_orig_mod.`. ValueError if it is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            damaged = archive.testzip()
-        if damaged:
-            raise ValueError(f"checksum of {damaged} is wrong")
+            if damaged := archive.testzip():
+                raise ValueError(f"checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except FileNotFoundError:
         raise
@@ -779,32 +734,33 @@ def load_checkpoint(path: str | Path) -> dict:
 def find_checkpoint(directory: Path) -> str | None:
     """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
     files = [directory / "latest.pt", *sorted(directory.glob("step_*.pt"), reverse=True)]
-    files = list({path.stat().st_ino: path for path in reversed(files) if path.exists()}.values())[::-1]
-    for path in files:
+    for path in (damaged := [path for path in files if path.exists()]):
         try:
             load_checkpoint(path)
             return str(path)
         except ValueError as error:
-            warn(f"{error}: looking for the one before it")
-    if files:
-        raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or start anew with --fresh")
+            warn(f"{error}: using the one before it")
+    if damaged:
+        names = ", ".join(path.name for path in damaged)
+        raise ValueError(f"no whole checkpoint is left in {directory} ({names}): restore one, or give --fresh")
     return None
 
 def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
-    """Prepare --output_dir; returns the checkpoint to resume from, or None. (all ranks) Raises ValueError if the
-    run found there was made with another value of an argument in `same`."""
-
+    """Prepare --output_dir; the checkpoint to resume from, or None. ValueError if an argument in `same` has another
+    value in that run. (all ranks)"""
+    folder = Path(args.output_dir)
     def prepare() -> str | None:
-        folder = Path(args.output_dir)
-        if args.fresh and folder.exists() and any(folder.iterdir()):
-            aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            folder.rename(aside)
+        if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):
+            aside = folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
             log0(f"--fresh: the run in {folder} was moved to {aside}")
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise ValueError(f"--output_dir {folder} is not writable")
+        for left in [*folder.glob(".*.tmp"), *folder.glob(".*.link")]:  # of a save that was killed
+            left.unlink()
         return find_checkpoint(folder)
-
+    # torchrun's restarts of a --fresh run go on; the count may differ between nodes
+    restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]
     path = on_rank0(ddp, prepare)
     if path is None:
         return None
@@ -812,8 +768,8 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
     for name in same:
         old, new = state["args"].get(name), getattr(args, name)
         if old != new:
-            raise ValueError(f"{args.output_dir} holds a run with --{name} {old!r}, this one has {new!r}: give another "
-                             "--output_dir, or --fresh to move the old run aside")  # fmt: skip
+            raise ValueError(f"{folder} holds a run with --{name} {old!r}, this one has {new!r}: give another "
+                             "--output_dir, or --fresh to move the old run aside")
     log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
     return state
 
@@ -827,16 +783,16 @@ class RunLog:
         self.started = time.monotonic()
         self.reset()
         log0(f"command: {' '.join(sys.argv)}")
-        log0(f"torch {torch.__version__}, world size {ddp.world_size}, backend {ddp.backend}, started by {ddp.launcher}, "
-             f"{torch.get_num_threads()} CPU threads per rank")  # fmt: skip
+        log0(f"torch {torch.__version__}, world size {ddp.world_size}, backend {ddp.backend}, started by "
+             f"{ddp.launcher}, {torch.get_num_threads()} CPU threads per rank")
         changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
         log0(f"arguments that differ from the defaults: {changed or 'none'}")
         if ddp.rank == 0:
             path, self.queue = self.folder / "metrics.jsonl", queue.SimpleQueue()
-            if path.exists():  # drop records of steps that this run makes again
-                rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
-                rows = [row + "\n" for row in rows if self.last_step and json.loads(row)["step"] <= self.last_step]
-                atomic_write(path, lambda file: file.write("".join(rows).encode()))
+            path.touch()  # and drop records of steps that this run makes again
+            rows = [row + "\n" for row in path.read_text().splitlines() if self.last_step and row.endswith("}")]
+            rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
+            atomic_write(path, lambda file: file.write("".join(rows).encode()))
             self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
             self.thread.start()
 
@@ -852,22 +808,22 @@ class RunLog:
             return
         try:
             import wandb
-
-            names = {"project": self.args.wandb_project, "name": self.args.wandb_name, "id": self.wandb_id, "mode": mode}
+            names = {"project": self.args.wandb_project, "name": self.args.wandb_name, "id": self.wandb_id}
             settings = wandb.Settings(init_timeout=30, silent=True)
-            run = wandb.init(**names, resume="allow", dir=str(self.folder), config=vars(self.args), settings=settings)
+            run = wandb.init(**names, mode=mode, resume="allow", dir=str(self.folder), config=vars(self.args),
+                             settings=settings)
             while (row := self.queue.get()) is not None:
                 run.log(row)
             run.finish()
         except Exception as error:
-            warn(f"wandb failed and is off from here on ({str(error)[:200]}); metrics.jsonl has everything")
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            warn(f"wandb failed and is off for the rest of the run ({reason}); metrics.jsonl has everything")
 
     def waiting(self, iterator: Iterator):
         """next(iterator), its time counted as waiting for data."""
-        begin = time.monotonic()
-        item = next(iterator)
+        begin, item = time.monotonic(), next(iterator)
         StepGuard.beat = time.monotonic()
-        self.waited += StepGuard.beat - begin
+        self.waited, self.steps = self.waited + StepGuard.beat - begin, self.steps + 1
         return item
 
     def add(self, samples: int, **sums: tuple[torch.Tensor, float]) -> None:
@@ -878,25 +834,34 @@ class RunLog:
             self.sums[name] = (old[0] + total.detach().double(), old[1] + count)
 
     def interval(self, step: int, total: int, epoch: int, model: torch.nn.Module, lr: float, norm: torch.Tensor,
-                 **extra) -> None:  # fmt: skip
+                 **extra) -> dict:
         """Reduce what was added since the last call and record it. (all ranks) The only host sync of the loop."""
         sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
         sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
-        seconds = time.monotonic() - self.last
+        seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
         means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums}
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": self.waited / seconds,
-                  "comm": exposed_communication(model) * (step - self.last_step) / seconds,
-                  "mem_gb": memory_gb(self.ddp.device)}  # fmt: skip
+        # DDP's own timers: ns per step of gradient all-reduces, and the part that the backward pass hides
+        timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}
+        exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
+        comm = max(0.0, exposed * 1e-9) * self.steps / seconds
+        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": self.waited / seconds, "comm": comm}
+        if self.ddp.device.type != "cpu":  # peak memory of the device's allocator; on a CPU of the process
+            speeds["mem_gb"] = torch.accelerator.max_memory_allocated(self.ddp.device) / 1e9
+        else:
+            kilo = 1 if sys.platform == "darwin" else 1000
+            speeds["mem_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo / 1e9
         self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
         numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
-        log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s={self.speed:.0f} "
-             f"data_wait={speeds['data_wait']:.1%} comm={speeds['comm']:.1%} mem_gb={speeds['mem_gb']:.1f}")  # fmt: skip
-        self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
+        log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
+             f"{self.speed:.0f} data_wait={speeds['data_wait']:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}")
+        record = {"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra}
+        self.write(record)
         self.reset()
+        return record
 
     def reset(self) -> None:
         """Start an interval (also after an evaluation or a checkpoint, so that speeds are of training alone)."""
-        self.last, self.waited, self.samples, self.sums = time.monotonic(), 0.0, 0, {}
+        self.last, self.waited, self.steps, self.samples, self.sums = time.monotonic(), 0.0, 0, 0, {}
 
     def write(self, row: dict) -> None:
         """One record to metrics.jsonl and wandb. (rank 0 writes)"""
@@ -909,40 +874,26 @@ class RunLog:
     def close(self, status: str, **fields) -> None:
         """summary.json, curves.png, the end of wandb. (rank 0 writes)"""
         if self.ddp.rank == 0:
-            where = {"world_size": self.ddp.world_size, "backend": self.ddp.backend, "device": str(self.ddp.device)}
-            summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, **where, "args": vars(self.args),
-                       "wall_s": self.wall + time.monotonic() - self.started}  # fmt: skip
+            summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
+                       "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
+                       "wall_s": self.wall + time.monotonic() - self.started}
             atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
             plot_curves(self.folder)
             self.queue.put(None)
             self.thread.join(timeout=30)
 
-def exposed_communication(model: torch.nn.Module) -> float:
-    """Seconds per step of gradient all-reduces that the backward pass does not hide, by DDP's own timers."""
-    wrapped = getattr(model, "_orig_mod", model)
-    data = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}
-    hidden = data.get("avg_backward_compute_comm_overlap_time", 0)
-    return max(0.0, (data.get("avg_backward_comm_time", 0) - hidden) * 1e-9)
-
-def memory_gb(device: torch.device) -> float:
-    """Peak memory of the device's allocator, or of the process on a CPU, in GB."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
-
 def plot_curves(folder: Path) -> None:
     """curves.png: every loss and metric of metrics.jsonl against the step."""
-    from matplotlib.figure import Figure
-
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    speeds = {"samples/s", "data_wait", "comm", "mem_gb"}
-    curves = collections.defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, float) and name not in speeds:
-                curves[name].append((row["step"], value))
-    height = -(-len(curves) // 3)
-    figure = Figure(figsize=(12, 2.6 * max(1, height)), layout="constrained")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return warn("no curves.png: pip install matplotlib")
+    curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
+    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
+            curves[name].append((row["step"], row[name]))
+    height = max(1, -(-len(curves) // 3))
+    figure = Figure(figsize=(12, 2.6 * height), layout="constrained")
     for place, (name, points) in enumerate(curves.items(), 1):
         axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
         axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
