@@ -50,7 +50,6 @@ import logging
 import math
 import os
 import queue
-import random
 import re
 import resource
 import shutil
@@ -213,7 +212,6 @@ def prepare_hub(args: Namespace) -> None:
     """Without a hub, make the libraries fail at once: their own retries take over a minute. To be called before
     they are imported."""
     from urllib.request import urlopen
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     names = dict.fromkeys((args.teacher_model, args.student_model, args.phase1_data, args.phase2_data))
     remote = [n for n in names if not n.startswith(("builtin:", "pydocs")) and not Path(n).exists()]
@@ -233,7 +231,6 @@ def prepare_hub(args: Namespace) -> None:
 def read_hub_rows(name: str, phase: int, limit: int) -> Iterator[tuple[str, dict]]:
     """(place, record) of a hub data set; MS MARCO v1.1 is brought to query, positive, negatives."""
     from datasets import load_dataset
-
     marco = name == "ms_marco"
     path, _, config = ("microsoft/ms_marco:v1.1" if marco else name).partition(":")
     for split in ("train", "validation") if marco else ("train",):
@@ -338,7 +335,6 @@ def pydocs_rows() -> list[Row]:
     and torch.nn's LogSoftmax stay on one side of the split."""
     import sysconfig
     from pydoc_data.topics import topics
-
     roots = [Path(r) for r in (sysconfig.get_path("stdlib"), *np.__path__, *torch.__path__)]
     paths = [p for r in roots for p in sorted(r.rglob("*.py")) if not SKIPPED_PARTS & set(p.relative_to(r).parts)]
     plain = {name: re.sub(r"[*`_]{1,2}(\S[^*`]*)[*`]{1,2}", r"\1", text) for name, text in sorted(topics.items())}
@@ -645,7 +641,6 @@ def build_lsa_teacher(texts: list[str], dim: int):
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-
     word = r"[^\W\d_]+|\d+"  # runs of letters or of digits: array_split and arraySplit2 fall apart
     vectorizer = TfidfVectorizer(token_pattern=word, max_features=LSA_FEATURES, dtype=np.float32).fit(texts)
     vectorizer.idf_ = vectorizer.idf_**1.5  # rare words count more: better on documentation than plain idf
@@ -663,7 +658,6 @@ def fit_wordpiece(texts: list[str]):
     """A lower-casing WordPiece tokenizer in BERT's format: the most frequent words of `texts` whole, all others by
     their letters. Unlike the library's trainer it gives the same vocabulary every time."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     words = collections.Counter(w for t in texts for w, _ in splitter.pre_tokenize_str(normalizer.normalize_str(t)))
     letters = collections.Counter(itertools.chain.from_iterable(words.elements()))
@@ -681,7 +675,6 @@ def build_bert_student(texts: list[str], folder: Path, size: str, max_length: in
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertConfig, BertModel, BertTokenizerFast
-
     (layers, hidden), tokenizer = map(int, size.split("x")), fit_wordpiece(texts)
     config = BertConfig(vocab_size=tokenizer.get_vocab_size(), hidden_size=hidden, num_hidden_layers=layers,
                         intermediate_size=2 * hidden, num_attention_heads=max(1, hidden // 32),
@@ -724,7 +717,6 @@ def load_model(name: str, what: str, **options):
     """SentenceTransformer(name) on the CPU, or a ValueError that says what is missing and what needs no hub."""
     import transformers
     from sentence_transformers import SentenceTransformer
-
     transformers.logging.set_verbosity_error()  # its loading reports and bars, on every rank
     transformers.logging.disable_progress_bar()
     try:
@@ -771,7 +763,6 @@ def keep_layers(student, count: int) -> None:
 def load_student(args: Namespace, name: str):
     """The student as a SentenceTransformer that ends in Normalize, without a head."""
     from sentence_transformers.sentence_transformer.modules import Normalize
-
     dropout = args.student_dropout
     config = {} if dropout is None else {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     options = {"config_kwargs": config, "model_kwargs": {"dtype": torch.float32}}
@@ -816,8 +807,7 @@ def build_student(args: Namespace, ddp: DDPContext, name: str, teacher_dim: int)
     """The student with its head (in MRL mode without), initialised from --seed, on the device. The head is Linear-
     GELU-LayerNorm-Linear-Normalize: the original's order, norm before GELU, cannot be said in stock modules."""
     from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
-
-    seed_everything(args.seed)
+    torch.manual_seed(args.seed)  # the same on all ranks, unlike dropout's
     model, hidden = load_student(args, name), args.projection_hidden
     width = model.get_embedding_dimension()
     if args.use_projection:
@@ -877,7 +867,6 @@ def false_negatives(ids: Tensor, labels: Tensor, teacher_scores: Tensor, margin:
 
 class GatherRows(torch.autograd.Function):
     """All ranks' rows (W * B, ...) in rank order; the gradient flows back to every rank's own rows."""
-
     @staticmethod
     def forward(ctx, rows: Tensor) -> Tensor:
         ctx.size, gathered = len(rows), rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
@@ -1087,12 +1076,10 @@ def choose_backend(name: str, device: torch.device) -> str:
         raise ValueError(f"--backend {name} serves {kind}, the device is {device.type}: use --backend auto")
     if name == "gloo" or device.type == "cpu":
         return "gloo"
-    if device.type == "cuda":
-        if not dist.is_nccl_available():
-            raise ValueError("this torch was built without NCCL: use --backend gloo")
-        return "nccl"
-    if dist.is_xccl_available():
-        return "xccl"
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise ValueError("this torch was built without NCCL: use --backend gloo")
+    if device.type == "cuda" or dist.is_xccl_available():
+        return "nccl" if device.type == "cuda" else "xccl"
     with contextlib.suppress(ImportError):
         importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend "ccl"
         return "ccl"
@@ -1107,6 +1094,7 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = 0 if args.device == "cpu" or not torch.accelerator.is_available() else torch.accelerator.device_count()
     rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
+    launcher = "--nproc" if getattr(args, "nproc", 0) > 1 else launcher
     start_logging(rank)
     device = choose_device(args.device, local_rank)
     backend = choose_backend(args.backend, device)
@@ -1119,9 +1107,9 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
         address, port = find_master(env, world_size, local_world_size)
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
         limit = timedelta(minutes=args.ddp_timeout_minutes or float(env.get("NCCL_TIMEOUT") or 1800) / 60)
-        options = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
+        ids = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
         try:
-            dist.init_process_group(backend, timeout=limit, **options)
+            dist.init_process_group(backend, timeout=limit, **ids)
         except dist.DistNetworkError as error:
             advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
             if "EADDRINUSE" in str(error):
@@ -1139,11 +1127,20 @@ def cleanup() -> None:
 
 def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run `main(args)` as this rank, or in --nproc new processes; returns the exit status."""
-    if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-        sys.stderr.write(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer\n")
+    try:
+        if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
+            raise ValueError(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
+        if args.nproc:
+            _, world_size, _, _, launcher = find_ranks(dict(os.environ), sys.maxsize)
+            if world_size > 1 or launcher == "torchrun":
+                raise ValueError(f"--nproc {args.nproc}: {launcher} has started {world_size} ranks already: leave it out")
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
         return 2
-    if args.nproc > 1 and "RANK" not in os.environ:
-        return start_processes(main, args)
+    return start_processes(main, args) if args.nproc > 1 else run_rank(main, args)
+
+def run_rank(main: Callable, args: argparse.Namespace) -> int:
+    """`main(args)` in this process; a rank that raises ends the whole job."""
     try:
         return record(main)(args)
     except Exception:
@@ -1171,10 +1168,10 @@ def start_processes(main: Callable, args: argparse.Namespace) -> int:
     return 0
 
 def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:
-    """One process of start_processes."""
-    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": args.nproc, "LOCAL_WORLD_SIZE": args.nproc}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    sys.exit(launch(main, args))
+    """One process of start_processes, with torchrun's variables."""
+    ranks = (local_rank, args.nproc, local_rank, args.nproc)
+    os.environ.update(zip(LAUNCHERS["torchrun"], map(str, ranks), strict=True))
+    sys.exit(run_rank(main, args))
 
 def start_logging(rank: int) -> None:
     """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
@@ -1216,18 +1213,9 @@ def on_rank0(ddp: DDPContext, function: Callable, *args):
 
 def require_same(ddp: DDPContext, what: str, value: bytes) -> None:
     """Raises RuntimeError on all ranks if `value` differs between ranks. (all ranks)"""
-    number = int.from_bytes(hashlib.sha256(value).digest()[:7], "big")
-    both = torch.tensor([number, -number], dtype=torch.int64, device=ddp.device)
-    if ddp.world_size > 1:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    if both[0].item() != -both[1].item():
+    digest = hashlib.sha256(value).digest()
+    if reduce_sums(ddp, {"other": float(on_rank0(ddp, lambda: digest) != digest)})["other"]:
         raise RuntimeError(f"the ranks disagree on {what}: do all nodes see the same files and versions?")
-
-def seed_everything(seed: int) -> None:
-    """The same on all ranks: initialisation, split. Noise comes from `keyed_uniform`, dropout from seed + rank."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
     """ids (B,) int64 -> (B, draws) float32, uniform in [0, 1): a function of (seed, epoch, sample id, draw) alone, the
@@ -1249,14 +1237,14 @@ def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = 
     cell = world_size * args.batch_size
     if kept and args.global_batch_size not in (None, kept):
         raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
-    if args.global_batch_size and args.global_batch_size % cell and not kept:
-        product = f"{world_size} ranks x --batch_size {args.batch_size} = {cell}"
-        raise ValueError(f"--global_batch_size {args.global_batch_size} is not a multiple of {product}")
     total = kept or args.global_batch_size or cell * args.accumulation
+    if total % cell and not kept:
+        raise ValueError(f"--global_batch_size {total} is not a multiple of {world_size} ranks x --batch_size "
+                         f"{args.batch_size} = {cell}")
     accumulation = -(-total // cell)
     log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    per_micro_step = total / world_size / accumulation
-    log0(f"global batch {total} = {world_size} ranks x {per_micro_step:g} x {accumulation} accumulation")
+    log0(f"global batch {total} = {world_size} ranks x {total / world_size / accumulation:g} x {accumulation} "
+         "accumulation")
     return total, accumulation
 
 def scaled_lr(lr: float, rule: str, world_size: int) -> float:
@@ -1280,7 +1268,6 @@ class GlobalBatchSampler(DistributedSampler):
     dealt round-robin to the ranks and cut into micro_steps, so all ranks make as many micro-steps. Iterating yields
     this rank's micro-batches (int64 ids) from global batch `start` on. `cut(ids, epoch)` may regroup the items of
     `window` batches: into as many of one size (length buckets) or, with `varying`, into any number (token budgets)."""
-
     def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
                  cut: Callable | None = None, varying: bool = False):
         super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
@@ -1373,10 +1360,12 @@ class StepGuard:
     signal = 0  # of this process, set by on_signal
     beat = 0.0  # when this process last showed that it is not stuck
 
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer, dtype: torch.dtype,
-                 started: float):
+    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
+                 dtype: torch.dtype, started: float):
         self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
         self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
+        if not self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
+            raise ValueError(f"make {type(optimizer).__name__} with fused=True: only so it can skip a non-finite update")
         self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
         self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
         self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
@@ -1398,13 +1387,14 @@ class StepGuard:
 
     def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
         """Clip, update (skipped on the device if anything is not finite), agree. `ids`: this rank's samples.
-        Returns (gradient norm, why to stop or ''). Raises RuntimeError after max_bad_steps. (all ranks)"""
+        Returns (gradient norm, why to stop or ''). Raises RuntimeError after max_bad_steps. (all ranks)
+        Under a scaler a gradient that overflows is routine: it skips by itself, only the loss counts as bad."""
         StepGuard.beat = time.monotonic()
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
         flags = torch.tensor([0.0, StepGuard.signal, StepGuard.beat > self.deadline])
         flags = flags.to(self.ddp.device, non_blocking=True)
-        flags[0] = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
+        flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
         if self.ddp.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if not self.scaler.is_enabled():  # fused optimizers skip the update on the device where found_inf is 1
@@ -1443,9 +1433,9 @@ def stop_status(reason: str) -> int:
 
 def rng_states(ddp: DDPContext) -> list[dict]:
     """Random state of every rank, for a checkpoint. (all ranks)"""
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state = {"cpu": torch.get_rng_state()}
     if ddp.device.type != "cpu":
-        state["device"] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
+        state[ddp.device.type] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
     states = [state] * ddp.world_size
     if ddp.world_size > 1:
         dist.all_gather_object(states, state)
@@ -1453,13 +1443,11 @@ def rng_states(ddp: DDPContext) -> list[dict]:
 
 def restore_rng(states: list[dict], ddp: DDPContext, seed: int) -> None:
     """This rank's random state; on another world size a new one from (seed, rank)."""
-    if len(states) != ddp.world_size:
-        torch.manual_seed(seed + ddp.rank)
-        return
-    random.setstate(states[ddp.rank]["python"])
-    torch.set_rng_state(states[ddp.rank]["torch"])
-    if "device" in states[ddp.rank] and ddp.device.type != "cpu":
-        torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank]["device"], ddp.device)
+    torch.manual_seed(seed + ddp.rank)
+    if len(states) == ddp.world_size:
+        torch.set_rng_state(states[ddp.rank]["cpu"])
+        if ddp.device.type in states[ddp.rank].keys() - {"cpu"}:
+            torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank][ddp.device.type], ddp.device)
 
 def atomic_write(path: Path, write: Callable) -> bool:
     """`write(file)` to a temporary file, fsync, rename; False and a warning if that fails (disk full). (rank 0 only)"""
@@ -1492,7 +1480,7 @@ def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, be
             os.link(numbered, link)
         except OSError:  # a file system without hard links
             shutil.copy(numbered, link)
-        os.replace(link, numbered.with_name(name))
+        link.replace(numbered.with_name(name))
     for old in sorted(numbered.parent.glob("step_*.pt"))[:-keep]:
         old.unlink()
     return True
@@ -1509,9 +1497,8 @@ def load_checkpoint(path: str | Path) -> dict:
     except Exception as error:
         first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    if "model" in state:
-        state["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state["model"].items()}
-    return state
+    model = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.get("model", {}).items()}
+    return {**state, "model": model}
 
 def find_checkpoint(directory: Path) -> str | None:
     """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
@@ -1557,7 +1544,6 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
 
 class RunLog:
     """metrics.jsonl, the log line, wandb, summary.json and curves.png of a run."""
-
     def __init__(self, args: argparse.Namespace, ddp: DDPContext, resumed: dict | None):
         self.args, self.ddp, self.folder, resumed = args, ddp, Path(args.output_dir), resumed or {}
         self.wandb_id, self.wall = resumed.get("wandb_id") or os.urandom(4).hex(), resumed.get("wall_s", 0.0)
@@ -1621,7 +1607,7 @@ class RunLog:
         sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
         sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
         seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
-        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums}
+        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums if sums[f"{n}/1"]}  # where there were any
         # DDP's own timers: ns per step of gradient all-reduces, and the part that the backward pass hides
         timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}
         exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
@@ -2010,7 +1996,6 @@ def save_artifacts(task: Task, best: dict) -> list[str]:
     """Save the student as a SentenceTransformer of stock modules, and beside it the student without the head. (rank 0)
     Raises RuntimeError if encode() of a saved folder differs from the trained forward pass by more than 1e-5."""
     from sentence_transformers import SentenceTransformer
-
     args, corpus, model, device = task.args, task.corpus, task.student.model.eval(), task.ddp.device
     short = re.sub(r"\W+", "-", str(args.student_model).rstrip("/").rpartition("/")[2]).strip("-")
     name = f"distilled-{short}-{model.get_embedding_dimension()}d{'' if args.use_projection else '-mrl'}"
@@ -2041,7 +2026,6 @@ def save_artifacts(task: Task, best: dict) -> list[str]:
 def model_card(task: Task, best: dict, name: str, model) -> str:
     """README.md of a saved student."""
     import sentence_transformers
-
     args, corpus, names = task.args, task.corpus, list(best["metrics"])
     rows = {"teacher": task.teacher, "student": best["metrics"], "student, untrained": task.untrained}
     base = ("\nThis is the student without its head: smaller vectors, not comparable with the teacher's; the figures "

@@ -83,12 +83,12 @@ def trainer(args: argparse.Namespace) -> None:
     import train_ddp
 
     corpus = next(args.work.glob("cache/corpus-*"))
-    texts = train_ddp.Texts(corpus)
+    texts = train_ddp.Corpus(corpus)
     models = json.loads((args.work / "models.json").read_text())
     student = SentenceTransformer(models["student"], device="cpu")
     if args.phase == 1:
         rows = np.load(corpus / "phase1.npy")
-        data = Dataset.from_dict({"sentence": [texts[i] for i in rows]})
+        data = Dataset.from_dict({"sentence": [texts.text(i) for i in rows]})
         if args.encode:
             teacher = SentenceTransformer(models["teacher"], device="cpu")
             data = data.map(lambda b: {"label": teacher.encode(b["sentence"]).tolist()}, batched=True)
@@ -98,7 +98,7 @@ def trainer(args: argparse.Namespace) -> None:
         loss = losses.EmbedDistillLoss(student, distance_metric="cosine")
     else:
         columns = {"anchor": "queries", "positive": "positives"}
-        data = Dataset.from_dict({c: [texts[i] for i in np.load(corpus / f"{a}.npy")] for c, a in columns.items()})
+        data = Dataset.from_dict({c: [texts.text(i) for i in np.load(corpus / f"{a}.npy")] for c, a in columns.items()})
         loss = losses.MultipleNegativesRankingLoss(student, scale=50.0, gather_across_devices=True)
     length = {"max_steps": args.steps} if args.steps else {"num_train_epochs": 3}
     settings = SentenceTransformerTrainingArguments(

@@ -21,7 +21,8 @@ VARIABLES = (
 # Prints its arguments and what it sees of the environment, then exits with $STATUS.
 RECORD = f"""#!{sys.executable}
 import json, os, sys
-names = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+names = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+         "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 seen = {{name: os.environ.get(name) for name in names}}
 record = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": seen, "parent": os.getppid()}}
 print(json.dumps(record))

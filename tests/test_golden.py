@@ -1,0 +1,63 @@
+"""Twenty steps of each script, recorded at full precision: a change that should not change results must not.
+
+python tests/test_golden.py --update rewrites tests/golden/*.json; the commit that does so says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
+
+
+def golden_train_ddp(folder: Path) -> list[str]:
+    """Ten steps of each phase; random teacher, so that no other library's rounding comes in."""
+    with open(folder / "pairs.jsonl", "w") as file:
+        for i in range(120):
+            words = f"item {i} on shelf {i % 5} of hall {i % 17}"
+            positive = f"{words} is number {i * 31 % 97}" + " again" * (i % 6)
+            file.write(json.dumps({"query": f"which number is {words}", "positive": positive}) + "\n")
+    return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --cache_dir={folder}/cache
+        --teacher_model=builtin:bert:1x64 --student_model=builtin:bert:1x32 --student_max_length=24
+        --projection_hidden=48 --eval_fraction=0.1 --batch_size=16 --phase1_lr=3e-3 --phase2_lr=1e-3
+        --phase1_epochs=9 --phase2_epochs=9 --max_steps=10 --matryoshka_dims=16 --kl_weight=0.5 --mine_negatives=2
+        --mine_margin=0.0 --log_every=1 --wandb_mode=disabled --device=cpu --precision=fp32
+        --output_dir={folder}/out""".split()
+
+
+GOLDEN = {"train_ddp": golden_train_ddp}
+
+
+def measure(script: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / f"{script}.py"), *GOLDEN[script](Path(folder))]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        rows = [json.loads(line) for line in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()]
+    keys = ("loss", "infonce", "distance", "kl", "grad_norm", "lr")
+    return {"steps": [{k: row[k] for k in ("step", *keys) if k in row} for row in rows if "loss" in row]}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_twenty_steps_as_recorded(script):
+    recorded = json.loads((ROOT / "tests" / "golden" / f"{script}.json").read_text())["steps"]
+    measured = measure(script)["steps"]
+    assert len(measured) == len(recorded) == 20
+    for ours, theirs in zip(measured, recorded, strict=True):
+        assert ours == {k: pytest.approx(v, rel=1e-5) for k, v in theirs.items()}, f"step {theirs['step']}"
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--update"]:
+    for name in SCRIPTS:
+        path = ROOT / "tests" / "golden" / f"{name}.json"
+        path.write_text(json.dumps(measure(name), indent=1) + "\n")
+        print(f"wrote {path}")
