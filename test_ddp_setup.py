@@ -39,7 +39,6 @@ import math
 import os
 import platform
 import queue
-import random
 import re
 import resource
 import shutil
@@ -128,10 +127,8 @@ log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors (exit status 2) that name the nearest known option."""
     source = ""  # "FILE: " while a --config file is being read
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
-
     def unknown(self, key: str) -> NoReturn:
         known = [option.lstrip("-") for option in self._option_string_actions]
         near = difflib.get_close_matches(key.rpartition(".")[2], known, 1, 0.5)
@@ -234,6 +231,8 @@ def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> ar
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if args.global_batch_size is not None and (args.global_batch_size < 1 or "accumulation" in args.given):
         parser.error(f"--global_batch_size {args.global_batch_size}: above 0; it or --accumulation, one of the two")
+    if args.global_batch_size and "lr_scaling" in args.given and args.lr_scaling != "none":
+        parser.error(f"--lr_scaling {args.lr_scaling}: the fixed --global_batch_size does not grow with the ranks")
     args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
     return args
 
@@ -262,8 +261,7 @@ def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, s
         if rank >= world:
             raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world}")
         if local is None and world > devices:
-            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit the {devices} places of this node: "
-                             f"export {names[2]}")
+            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit {devices} places: export {names[2]}")
         local = rank if local is None else local
         return rank, world, local, local_world or min(world, max(devices, local + 1)), launcher
     return 0, 1, 0, 1, "python"
@@ -301,16 +299,13 @@ def choose_backend(name: str, device: torch.device) -> str:
     """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
     serves = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)
     if serves != device.type:
-        kind = "NVIDIA GPUs" if serves == "cuda" else "Intel XPUs"
-        raise ValueError(f"--backend {name} serves {kind}, the device is {device.type}: use --backend auto")
+        raise ValueError(f"--backend {name} serves {serves} devices, the device is {device.type}: use --backend auto")
     if name == "gloo" or device.type == "cpu":
         return "gloo"
-    if device.type == "cuda":
-        if not dist.is_nccl_available():
-            raise ValueError("this torch was built without NCCL: use --backend gloo")
-        return "nccl"
-    if dist.is_xccl_available():
-        return "xccl"
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise ValueError("this torch was built without NCCL: use --backend gloo")
+    if device.type == "cuda" or dist.is_xccl_available():
+        return "nccl" if device.type == "cuda" else "xccl"
     with contextlib.suppress(ImportError):
         importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend "ccl"
         return "ccl"
@@ -319,12 +314,11 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 def setup_ddp(args: argparse.Namespace) -> DDPContext:
     """Find this process's rank and device, start its log, signals and the process group. (all ranks)"""
-    env = dict(os.environ)
-    if args.local_rank is not None:
-        env.setdefault("LOCAL_RANK", str(args.local_rank))
+    env = ({} if args.local_rank is None else {"LOCAL_RANK": str(args.local_rank)}) | os.environ
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = 0 if args.device == "cpu" or not torch.accelerator.is_available() else torch.accelerator.device_count()
     rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
+    launcher = "--nproc" if getattr(args, "nproc", 0) > 1 else launcher
     start_logging(rank)
     device = choose_device(args.device, local_rank)
     backend = choose_backend(args.backend, device)
@@ -337,14 +331,13 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
         address, port = find_master(env, world_size, local_world_size)
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
         limit = timedelta(minutes=args.ddp_timeout_minutes or float(env.get("NCCL_TIMEOUT") or 1800) / 60)
-        options = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
+        ids = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
         try:
-            dist.init_process_group(backend, timeout=limit, **options)
+            dist.init_process_group(backend, timeout=limit, **ids)
         except dist.DistNetworkError as error:
             advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
-            if "EADDRINUSE" in str(error):
-                advice = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
-            raise RuntimeError(advice) from error
+            busy = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
+            raise RuntimeError(busy if "EADDRINUSE" in str(error) else advice) from error
         log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
     log_all(f"Using device: {device}")
     return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
@@ -355,12 +348,19 @@ def cleanup() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
-def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run `main(args)` as this rank, or in --nproc new processes; returns the exit status."""
-    if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-        sys.stderr.write(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer\n")
+def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, spawned: bool = False) -> int:
+    """Run `main(args)` as this rank, or in --nproc new processes (`spawned`: one of them); returns the exit status."""
+    try:
+        if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
+            raise ValueError(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
+        if args.nproc and not spawned:
+            _, world_size, _, _, launcher = find_ranks(dict(os.environ), sys.maxsize)
+            if world_size > 1 or launcher == "torchrun":
+                raise ValueError(f"--nproc {args.nproc}: {launcher} has already started {world_size} ranks: drop it")
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
         return 2
-    if args.nproc > 1 and "RANK" not in os.environ:
+    if args.nproc > 1 and not spawned:
         return start_processes(main, args)
     try:
         return record(main)(args)
@@ -389,10 +389,10 @@ def start_processes(main: Callable, args: argparse.Namespace) -> int:
     return 0
 
 def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:
-    """One process of start_processes."""
-    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": args.nproc, "LOCAL_WORLD_SIZE": args.nproc}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    sys.exit(launch(main, args))
+    """One process of start_processes, with torchrun's variables."""
+    ranks = (local_rank, args.nproc, local_rank, args.nproc)
+    os.environ.update(zip(LAUNCHERS["torchrun"], map(str, ranks), strict=True))
+    sys.exit(launch(main, args, spawned=True))
 
 def start_logging(rank: int) -> None:
     """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
@@ -408,8 +408,7 @@ def log0(text: str) -> None:
 
 def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
     """Sums over all ranks in float64, in one collective and one host sync. (all ranks, same keys)"""
-    parts = [torch.as_tensor(v, dtype=torch.float64, device=ddp.device).reshape(()) for v in sums.values()]
-    packed = torch.stack(parts)
+    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ddp.device).squeeze() for v in sums.values()])
     if ddp.world_size > 1:
         dist.all_reduce(packed)
     return dict(zip(sums, packed.tolist(), strict=True))
@@ -420,7 +419,7 @@ def barrier(ddp: DDPContext) -> None:
 
 def on_rank0(ddp: DDPContext, function: Callable, *args):
     """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
-    outcome, error = [None, None], None
+    outcome, error, StepGuard.beat = [None, None], None, math.inf  # however long rank 0 takes
     if ddp.rank == 0:
         try:
             outcome[0] = function(*args)
@@ -428,24 +427,16 @@ def on_rank0(ddp: DDPContext, function: Callable, *args):
             error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
     if ddp.world_size > 1:
         dist.broadcast_object_list(outcome, src=0, device=ddp.device)
+    StepGuard.beat = time.monotonic()
     if outcome[1] is not None:
         raise error or RuntimeError(f"rank 0 failed in {function.__name__}: {outcome[1]}")
     return outcome[0]
 
 def require_same(ddp: DDPContext, what: str, value: bytes) -> None:
     """Raises RuntimeError on all ranks if `value` differs between ranks. (all ranks)"""
-    number = int.from_bytes(hashlib.sha256(value).digest()[:7], "big")
-    both = torch.tensor([number, -number], dtype=torch.int64, device=ddp.device)
-    if ddp.world_size > 1:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    if both[0].item() != -both[1].item():
+    digest = hashlib.sha256(value).digest()
+    if reduce_sums(ddp, {"other": float(on_rank0(ddp, lambda: digest) != digest)})["other"]:
         raise RuntimeError(f"the ranks disagree on {what}: do all nodes see the same files and versions?")
-
-def seed_everything(seed: int) -> None:
-    """The same on all ranks: initialisation, split. Noise comes from `keyed_uniform`, dropout from seed + rank."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
     """ids (B,) int64 -> (B, draws) float32, uniform in [0, 1): a function of (seed, epoch, sample id, draw) alone, the
@@ -462,19 +453,18 @@ def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: 
     return ((mix(rows + draw) >> 40) & 0xFFFFFF).float() / 2**24
 
 def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
-    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any number of
-    ranks. ValueError where --global_batch_size does not divide."""
+    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any world size."""
     cell = world_size * args.batch_size
     if kept and args.global_batch_size not in (None, kept):
         raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
-    if args.global_batch_size and args.global_batch_size % cell and not kept:
-        product = f"{world_size} ranks x --batch_size {args.batch_size} = {cell}"
-        raise ValueError(f"--global_batch_size {args.global_batch_size} is not a multiple of {product}")
     total = kept or args.global_batch_size or cell * args.accumulation
+    if total % cell and not kept:
+        raise ValueError(f"--global_batch_size {total} is not a multiple of {world_size} ranks x --batch_size "
+                         f"{args.batch_size} = {cell}")
     accumulation = -(-total // cell)
     log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    per_micro_step = total / world_size / accumulation
-    log0(f"global batch {total} = {world_size} ranks x {per_micro_step:g} x {accumulation} accumulation")
+    micro = total / world_size / accumulation
+    log0(f"global batch {total} = {world_size} ranks x {micro:g} x {accumulation} accumulation")
     return total, accumulation
 
 def scaled_lr(lr: float, rule: str, world_size: int) -> float:
@@ -494,11 +484,10 @@ def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
 class GlobalBatchSampler(DistributedSampler):
     """Batches of an epoch as a function of (seed, epoch) alone, dealt to ranks and micro-batches.
 
-    The shuffled items are cut into global batches (the n mod global_batch left over wait for another epoch); each is
-    dealt round-robin to the ranks and cut into micro_steps, so all ranks make as many micro-steps. Iterating yields
-    this rank's micro-batches (int64 ids) from global batch `start` on. `cut(ids, epoch)` may regroup the items of
-    `window` batches: into as many of one size (length buckets) or, with `varying`, into any number (token budgets)."""
-
+    The shuffled items are cut into global batches (what is left over waits for another epoch), each dealt round-robin
+    to the ranks and cut into micro_steps. Iterating yields this rank's micro-batches (int64 ids) from batch `start` on.
+    `cut(ids, epoch)` may regroup the items of `window` batches: into as many of one size (length buckets) or, with
+    `varying`, into any number (token budgets)."""
     def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
                  cut: Callable | None = None, varying: bool = False):
         super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
@@ -507,13 +496,10 @@ class GlobalBatchSampler(DistributedSampler):
                              "micro-batches: each must be at least the next")
         self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
         self.window, self.varying, self.cut = window, varying, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
-
     def __len__(self) -> int:  # micro-batches left in the epoch, where `cut` keeps the batch size
         return max(0, self.n // self.global_batch - self.start) * self.micro_steps
-
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
-
     def permuted(self, positions: np.ndarray) -> np.ndarray:
         """Items at `positions` of the epoch's shuffle: a keyed Feistel network with cycle walking (Black and
         Rogaway 2002) instead of torch.randperm, which takes 2 s and 480 MB for 60 M items on every rank."""
@@ -529,7 +515,6 @@ class GlobalBatchSampler(DistributedSampler):
             items[walk] = (left << np.uint64(half)) | right
             walk = items >= self.n
         return items.astype(np.int64)
-
     def batches(self, start: int = 0) -> Iterator[np.ndarray]:
         """Global batches of the epoch from number `start` on. (the same on all ranks)"""
         usable, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
@@ -537,16 +522,13 @@ class GlobalBatchSampler(DistributedSampler):
         windows = (np.arange(low, min(low + stride, usable)) for low in range(first * stride, usable, stride))
         batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
         return itertools.islice(batches, start - first * self.window, None)
-
     def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
         """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
         mine = batch[self.rank if rank is None else rank :: self.num_replicas]
         ends = [len(mine) * micro // self.micro_steps for micro in range(self.micro_steps + 1)]
         return [mine[a:b] for a, b in itertools.pairwise(ends)]
-
     def __iter__(self) -> Iterator[np.ndarray]:
         return itertools.chain.from_iterable(map(self.deal, self.batches(self.start)))
-
     def fingerprint(self) -> bytes:
         """Hash of the plan's inputs and of its first and last 1,000 batches, for require_same."""
         digest = hashlib.sha256(repr((self.n, self.global_batch, self.seed, self.epoch)).encode())
@@ -560,9 +542,8 @@ def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
     if ddp.world_size == 1:
         return model
     ids = None if ddp.device.type == "cpu" else [ddp.device.index]
-    # bucket views save a copy of the gradients; buffers are not broadcast: evaluation uses the unwrapped model
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    wrapped.broadcast_buffers = False  # as an argument it warns from torch 2.13 on, which has another name for it
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
+    wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
     return wrapped
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -580,40 +561,37 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     """torch.float32, bfloat16 or float16 for --precision on `device`."""
     if name == "fp16" and device.type == "cpu":
         raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
-    if name == "auto":
-        on_cuda = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bf16" if device.type == "xpu" or on_cuda else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    has_bf16 = device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    auto = torch.bfloat16 if has_bf16 else torch.float32
+    return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 class StepGuard:
     """The end of an optimizer step, and what all ranks must agree on there: non-finite numbers, signals, the
     time limit. One all-reduce of three numbers per step, read one step later so that nothing waits for it."""
     signal = 0  # of this process, set by on_signal
     beat = 0.0  # when this process last showed that it is not stuck
-
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer, dtype: torch.dtype,
-                 started: float):
+    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
+                 dtype: torch.dtype, started: float):
         self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
         self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
+        if not self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
+            raise ValueError(f"{type(optimizer).__name__} needs fused=True, or it cannot skip a non-finite update")
         self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
         self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
         self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
     @classmethod
     def on_signal(cls, number: int, _frame) -> None:
         """Ask for a stop at the next step."""
         if not cls.signal:
             cls.signal, cls.beat = number, time.monotonic()
             threading.Thread(target=cls.watch, args=(number,), daemon=True).start()
-
     @classmethod
     def watch(cls, number: int, patience: float = 20.0) -> None:
         """End a process that is stuck in a collective with a dead peer, before the launcher's SIGKILL does."""
         while time.monotonic() - cls.beat < patience:
             time.sleep(min(0.5, patience))
         os._exit(128 + number)
-
     def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
         """Clip, update (skipped on the device if anything is not finite), agree. `ids`: this rank's samples.
         Returns (gradient norm, why to stop or ''). Raises RuntimeError after max_bad_steps. (all ranks)"""
@@ -622,7 +600,8 @@ class StepGuard:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
         flags = torch.tensor([0.0, StepGuard.signal, StepGuard.beat > self.deadline])
         flags = flags.to(self.ddp.device, non_blocking=True)
-        flags[0] = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
+        # under a scaler a gradient that overflows is routine: it skips by itself
+        flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
         if self.ddp.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if not self.scaler.is_enabled():  # fused optimizers skip the update on the device where found_inf is 1
@@ -634,7 +613,6 @@ class StepGuard:
         self.pending = (step, ids, flags.to("cpu", non_blocking=True))
         self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
         return norm, reason
-
     def finish(self) -> str:
         """Read the flags of the last step: what they ask for, the same on all ranks."""
         if self.pending is None:
@@ -661,9 +639,9 @@ def stop_status(reason: str) -> int:
 
 def rng_states(ddp: DDPContext) -> list[dict]:
     """Random state of every rank, for a checkpoint. (all ranks)"""
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state = {"cpu": torch.get_rng_state()}
     if ddp.device.type != "cpu":
-        state["device"] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
+        state[ddp.device.type] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
     states = [state] * ddp.world_size
     if ddp.world_size > 1:
         dist.all_gather_object(states, state)
@@ -671,13 +649,11 @@ def rng_states(ddp: DDPContext) -> list[dict]:
 
 def restore_rng(states: list[dict], ddp: DDPContext, seed: int) -> None:
     """This rank's random state; on another world size a new one from (seed, rank)."""
-    if len(states) != ddp.world_size:
-        torch.manual_seed(seed + ddp.rank)
-        return
-    random.setstate(states[ddp.rank]["python"])
-    torch.set_rng_state(states[ddp.rank]["torch"])
-    if "device" in states[ddp.rank] and ddp.device.type != "cpu":
-        torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank]["device"], ddp.device)
+    torch.manual_seed(seed + ddp.rank)
+    if len(states) == ddp.world_size:
+        torch.set_rng_state(states[ddp.rank]["cpu"])
+        if ddp.device.type in states[ddp.rank].keys() - {"cpu"}:
+            torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank][ddp.device.type], ddp.device)
 
 def atomic_write(path: Path, write: Callable) -> bool:
     """`write(file)` to a temporary file, fsync, rename; False and a warning if that fails (disk full). (rank 0 only)"""
@@ -710,44 +686,40 @@ def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, be
             os.link(numbered, link)
         except OSError:  # a file system without hard links
             shutil.copy(numbered, link)
-        os.replace(link, numbered.with_name(name))
+        link.replace(numbered.with_name(name))
     for old in sorted(numbered.parent.glob("step_*.pt"))[:-keep]:
         old.unlink()
     return True
 
 def load_checkpoint(path: str | Path) -> dict:
     """A checkpoint, on the CPU, its model's names without `module.` and `_orig_mod.`. ValueError if it is damaged."""
+    Path(path).stat()  # FileNotFoundError if it is not there
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
             if damaged := archive.testzip():
                 raise ValueError(f"checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except FileNotFoundError:
-        raise
     except Exception as error:
         first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    if "model" in state:
-        state["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state["model"].items()}
+    state["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}
     return state
 
 def find_checkpoint(directory: Path) -> str | None:
     """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
-    files = [directory / "latest.pt", *sorted(directory.glob("step_*.pt"), reverse=True)]
-    for path in (damaged := [path for path in files if path.exists()]):
+    files = sorted(directory.glob("step_*.pt")) + [*directory.glob("latest.pt")]
+    for path in reversed(files):
         try:
             load_checkpoint(path)
             return str(path)
         except ValueError as error:
             warn(f"{error}: using the one before it")
-    if damaged:
-        names = ", ".join(path.name for path in damaged)
-        raise ValueError(f"no whole checkpoint is left in {directory} ({names}): restore one, or give --fresh")
+    if files:
+        raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or give --fresh")
     return None
 
 def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
-    """Prepare --output_dir; the checkpoint to resume from, or None. ValueError if an argument in `same` has another
-    value in that run. (all ranks)"""
+    """Prepare --output_dir; the checkpoint to resume from, if any: its arguments in `same` must be ours. (all ranks)"""
     folder = Path(args.output_dir)
     def prepare() -> str | None:
         if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):
@@ -761,8 +733,7 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
         return find_checkpoint(folder)
     # torchrun's restarts of a --fresh run go on; the count may differ between nodes
     restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]
-    path = on_rank0(ddp, prepare)
-    if path is None:
+    if (path := on_rank0(ddp, prepare)) is None:
         return None
     state = load_checkpoint(path)
     for name in same:
@@ -775,7 +746,6 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
 
 class RunLog:
     """metrics.jsonl, the log line, wandb, summary.json and curves.png of a run."""
-
     def __init__(self, args: argparse.Namespace, ddp: DDPContext, resumed: dict | None):
         self.args, self.ddp, self.folder, resumed = args, ddp, Path(args.output_dir), resumed or {}
         self.wandb_id, self.wall = resumed.get("wandb_id") or os.urandom(4).hex(), resumed.get("wall_s", 0.0)
@@ -790,12 +760,11 @@ class RunLog:
         if ddp.rank == 0:
             path, self.queue = self.folder / "metrics.jsonl", queue.SimpleQueue()
             path.touch()  # and drop records of steps that this run makes again
-            rows = [row + "\n" for row in path.read_text().splitlines() if self.last_step and row.endswith("}")]
+            rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
             rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
             atomic_write(path, lambda file: file.write("".join(rows).encode()))
             self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
             self.thread.start()
-
     def feed_wandb(self) -> None:
         """wandb in a thread of its own: what it does wrong, or slowly, never reaches the training loop."""
         mode = self.args.wandb_mode
@@ -808,96 +777,84 @@ class RunLog:
             return
         try:
             import wandb
-            names = {"project": self.args.wandb_project, "name": self.args.wandb_name, "id": self.wandb_id}
-            settings = wandb.Settings(init_timeout=30, silent=True)
-            run = wandb.init(**names, mode=mode, resume="allow", dir=str(self.folder), config=vars(self.args),
-                             settings=settings)
+            run = wandb.init(project=self.args.wandb_project, name=self.args.wandb_name, id=self.wandb_id, mode=mode,
+                             resume="allow", dir=str(self.folder), config=vars(self.args),
+                             settings=wandb.Settings(init_timeout=30, silent=True))
             while (row := self.queue.get()) is not None:
                 run.log(row)
             run.finish()
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-            warn(f"wandb failed and is off for the rest of the run ({reason}); metrics.jsonl has everything")
-
+            warn(f"wandb failed and is off; metrics.jsonl has everything ({type(error).__name__}: {str(error)[:200]})")
     def waiting(self, iterator: Iterator):
         """next(iterator), its time counted as waiting for data."""
         begin, item = time.monotonic(), next(iterator)
         StepGuard.beat = time.monotonic()
         self.waited, self.steps = self.waited + StepGuard.beat - begin, self.steps + 1
         return item
-
     def add(self, samples: int, **sums: tuple[torch.Tensor, float]) -> None:
         """Add the (sum, count) pairs of a micro-batch of this rank; they stay on the device."""
         self.samples += samples
         for name, (total, count) in sums.items():
             old = self.sums.get(name, (0.0, 0.0))
             self.sums[name] = (old[0] + total.detach().double(), old[1] + count)
-
     def interval(self, step: int, total: int, epoch: int, model: torch.nn.Module, lr: float, norm: torch.Tensor,
-                 **extra) -> dict:
+                 **extra) -> None:
         """Reduce what was added since the last call and record it. (all ranks) The only host sync of the loop."""
         sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
         sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
         seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
-        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums}
+        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums if sums[f"{n}/1"]}  # where there were any
         # DDP's own timers: ns per step of gradient all-reduces, and the part that the backward pass hides
         timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}
         exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
         comm = max(0.0, exposed * 1e-9) * self.steps / seconds
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": self.waited / seconds, "comm": comm}
-        if self.ddp.device.type != "cpu":  # peak memory of the device's allocator; on a CPU of the process
-            speeds["mem_gb"] = torch.accelerator.max_memory_allocated(self.ddp.device) / 1e9
-        else:
-            kilo = 1 if sys.platform == "darwin" else 1000
-            speeds["mem_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo / 1e9
+        if self.ddp.device.type == "cpu":  # peak memory: of the process, in kB (macOS: bytes)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
+        else:  # of the device's allocator
+            peak = torch.accelerator.max_memory_allocated(self.ddp.device)
+        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": self.waited / seconds, "comm": comm,
+                  "mem_gb": peak / 1e9}
         self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
         numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
         log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
              f"{self.speed:.0f} data_wait={speeds['data_wait']:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}")
-        record = {"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra}
-        self.write(record)
+        self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
         self.reset()
-        return record
-
     def reset(self) -> None:
         """Start an interval (also after an evaluation or a checkpoint, so that speeds are of training alone)."""
         self.last, self.waited, self.steps, self.samples, self.sums = time.monotonic(), 0.0, 0, 0, {}
-
     def write(self, row: dict) -> None:
         """One record to metrics.jsonl and wandb. (rank 0 writes)"""
         if self.ddp.rank == 0:
+            row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             if self.thread.is_alive():  # not when wandb is off
                 self.queue.put(row)
-
     def close(self, status: str, **fields) -> None:
-        """summary.json, curves.png, the end of wandb. (rank 0 writes)"""
-        if self.ddp.rank == 0:
-            summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
-                       "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
-                       "wall_s": self.wall + time.monotonic() - self.started}
-            atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-            plot_curves(self.folder)
-            self.queue.put(None)
-            self.thread.join(timeout=30)
-
-def plot_curves(folder: Path) -> None:
-    """curves.png: every loss and metric of metrics.jsonl against the step."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return warn("no curves.png: pip install matplotlib")
-    curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
-    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
-            curves[name].append((row["step"], row[name]))
-    height = max(1, -(-len(curves) // 3))
-    figure = Figure(figsize=(12, 2.6 * height), layout="constrained")
-    for place, (name, points) in enumerate(curves.items(), 1):
-        axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
-        axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-    figure.savefig(folder / "curves.png", dpi=110)
+        """summary.json, the end of wandb, and every loss and metric against the step in curves.png. (rank 0 writes)"""
+        if self.ddp.rank > 0:
+            return
+        summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
+                   "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
+                   "wall_s": self.wall + time.monotonic() - self.started}
+        atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
+        self.queue.put(None)
+        self.thread.join(timeout=30)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return warn("no curves.png: pip install matplotlib")
+        curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
+        for row in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines()):
+            for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
+                curves[name].append((row["step"], row[name]))
+        height = max(1, -(-len(curves) // 3))
+        figure = Figure(figsize=(12, 2.6 * height), layout="constrained")
+        for place, (name, points) in enumerate(curves.items(), 1):
+            axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
+        figure.savefig(self.folder / "curves.png", dpi=110)
 
 # ===== shared DDP block: end =====
 
@@ -1127,7 +1084,7 @@ def alike(ddp: DDPContext, tensor: torch.Tensor) -> bool:
 
 def probe(ddp: DDPContext, seed: int = 42, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """A small model, the same on all ranks."""
-    seed_everything(seed)
+    torch.manual_seed(seed)
     layers = [torch.nn.Linear(16, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 4)]
     return torch.nn.Sequential(*layers).to(ddp.device, dtype)
 

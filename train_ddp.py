@@ -1,7 +1,7 @@
 """Distil a large retrieval teacher into a small SentenceTransformer student, in two phases.
 
-Phase 1 pulls the student's vectors of single texts to the teacher's; phase 2 trains on (query, positive,
-negatives) with the contrastive InfoNCE loss and keeps the pull. The teacher sees each text once.
+Phase 1 pulls the student's vectors of single texts to the teacher's; phase 2 trains on (query, positive, negatives)
+with the contrastive InfoNCE loss and keeps the pull. The teacher sees each text once.
 
 Run
     python train_ddp.py                                              one process: GPU, XPU or CPU
@@ -13,8 +13,7 @@ Data (--phase1_data, --phase2_data)
     pydocs              the documentation installed with Python, numpy and torch: real text, no download
     FILE.txt            phase 1: one text per line
     FILE.jsonl|.parquet query, positive (text or list), negatives (list, optional) per row
-    Held out, with their documents: MS MARCO's validation split; elsewhere --eval_fraction of the queries, by
-    a hash of the text (pydocs: of the documented object's name).
+    Held out, with their documents: MS MARCO's validation split; elsewhere --eval_fraction of the queries, by a hash.
 --use_projection=True: student -> Linear-GELU-LayerNorm-Linear -> the teacher's dimensions
 --use_projection=False: MRL, no head; the target is the renormalised leading part of the teacher's vector
 Logged metrics (over all ranks; in metrics.jsonl and wandb)
@@ -25,11 +24,9 @@ Logged metrics (over all ranks; in metrics.jsonl and wandb)
     data_wait, comm     share of the time spent waiting for batches; in all-reduces that nothing hides
 Files in --output_dir: latest.pt (resume), best.pt, phase1_best.pt, phase2_best.pt, metrics.jsonl, ...
 
-Differences from the original recipe: the squared distance is summed, not averaged, over dimensions, so that its
-weight means something; the negatives are those of the whole step (all ranks and micro-batches, by gradient caching,
-Gao et al. 2021), not one query's own 7; the head reads a normalised vector in training as in the saved model; best is
-by held-out nDCG@10, not by one rank's training loss; the warm-up is a share of the steps that there are; the teacher
-gets its own prompts and code.
+Differences from the original recipe: the squared distance is summed, not averaged, over dimensions; the negatives are
+those of the whole step (all ranks and micro-batches, Gao et al. 2021), not one query's own 7; the head reads a
+normalised vector, as in the saved model; best is by held-out nDCG@10; the warm-up is a share of the steps there are.
 """
 
 from __future__ import annotations
@@ -124,17 +121,15 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     g = p.add_argument_group("Model").add_argument
     g("--teacher_model", default="infly/inf-retriever-v1-pro", help="hub name, folder, or builtin:lsa[:DIM]")
     g("--teacher_revision", help="revision of a hub teacher")
-    g("--teacher_max_length", type=int, help="tokens [default: the teacher's own]")
     g("--teacher_dim", type=int, help="use the teacher's first so many dimensions [default: all]")
     g("--teacher_batch_size", type=int, default=64, help="texts per teacher forward pass")
-    g("--teacher_query_prompt", help="text before queries [default: the teacher's own]")
-    g("--teacher_document_prompt", help="text before documents [default: the teacher's own]")
     g("--trust_remote_code", help="run code that comes with the models (the default teacher needs and gets it)", **FLAG)
     g("--student_model", default="sentence-transformers/all-mpnet-base-v2", help="name, folder or builtin:bert[:LxH]")
     g("--student_layers", type=int, help="keep so many evenly spaced layers of the student [default: all]")
-    g("--student_max_length", type=int, help="tokens [default: the student's own]")
-    g("--student_query_prompt", help="text before queries [default: the student's own]")
-    g("--student_document_prompt", help="text before documents [default: the student's own]")
+    for who in ("teacher", "student"):
+        g(f"--{who}_max_length", type=int, help=f"tokens [default: the {who}'s own]")
+        g(f"--{who}_query_prompt", help=f"text before queries [default: the {who}'s own]")
+        g(f"--{who}_document_prompt", help=f"text before documents [default: the {who}'s own]")
     g("--student_dropout", type=float, help="dropout of the student [default: its own]")
     g("--use_projection", type=boolean, default=True, metavar="BOOL", help="head to the teacher's size; False: MRL")
     g("--projection_hidden", type=int, default=1536, help="hidden size of the head")
@@ -159,8 +154,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     g("--phase2_l2_weight", type=float, default=0.2, help="weight of the squared L2 distance in phase 2")
     g("--kl_weight", type=float, default=0.0, help="weight of KL(teacher's scores || student's scores)")
     g("--temperature", type=float, default=0.02, help="of the similarities, the student's and the teacher's")
-    g("--false_negative_margin", type=float, default=0.0,
-      help="mask documents that the teacher scores above positive + margin (2 masks none)")
+    g("--false_negative_margin", type=float, default=0.0, help="mask what scores above positive + margin (2: nothing)")
     g("--matryoshka_dims", type=int_list, default=[], metavar="D,D", help="also train these leading dimensions")
     g = p.add_argument_group("Evaluation").add_argument
     g("--eval_every", type=int, default=0, help="optimizer steps between evaluations (0 = every epoch)")
@@ -188,20 +182,17 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 class Corpus:
     """Distinct texts and arrays of their numbers, memory-mapped: kinds (N,), QUERY or DOCUMENT; phase1 (N1,); queries,
-    positives (N2,); negatives (N2, K), -1 where there is none; eval_queries (Q,), eval_documents (D,); eval_pairs
-    (P, 2): places in those two that match."""
+    positives (N2,); negatives (N2, K), -1: none; eval_queries (Q,), eval_documents (D,); eval_pairs (P, 2): places."""
     def __init__(self, folder: Path):
         self.key = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
         self.bytes, self.offsets, self.kinds = load_arrays(folder, "text offsets kinds")
         self.phase1, self.queries, self.positives = load_arrays(folder, "phase1 queries positives")
         self.negatives, self.eval_pairs = load_arrays(folder, "negatives eval_pairs")
         self.eval_queries, self.eval_documents = load_arrays(folder, "eval_queries eval_documents")
-
     def text(self, i: int) -> str:
         return self.bytes[self.offsets[i] : self.offsets[i + 1]].tobytes().decode("utf-8")
 
-class Row(NamedTuple):
-    """One example as read."""
+class Row(NamedTuple):  # one example as read
     query: str  # "" where there is none (phase 1)
     positives: list[str]
     negatives: list[str]
@@ -209,22 +200,20 @@ class Row(NamedTuple):
     held_out: bool | None = None  # the data set's own split
 
 def prepare_hub(args: Namespace) -> None:
-    """Without a hub, make the libraries fail at once: their own retries take over a minute. To be called before
-    they are imported."""
+    """Before they are imported: make the hub's libraries fail at once without it, not retry for over a minute."""
     from urllib.request import urlopen
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     names = dict.fromkeys((args.teacher_model, args.student_model, args.phase1_data, args.phase2_data))
     remote = [n for n in names if not n.startswith(("builtin:", "pydocs")) and not Path(n).exists()]
-    if not remote or "HF_HUB_OFFLINE" in os.environ:
-        return
     answers = []
     def ask() -> None:
         with contextlib.suppress(OSError):
             answers.append(urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close())
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(6)  # looking a name up has no time limit of its own
-    if not answers:
+    if remote and "HF_HUB_OFFLINE" not in os.environ:
+        (thread := threading.Thread(target=ask, daemon=True)).start()
+        thread.join(6)  # looking a name up has no time limit of its own
+        if answers:
+            return
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
         warn(f"the model hub cannot be reached: {', '.join(remote)} must already be on this machine")
 
@@ -237,9 +226,8 @@ def read_hub_rows(name: str, phase: int, limit: int) -> Iterator[tuple[str, dict
         try:
             data = load_dataset(path, config or None, split=split)
         except Exception as error:  # the library raises a dozen kinds
-            raise ValueError(f"--phase{phase}_data {name}: the data set {path!r} is not on this machine and could not "
-                             f"be fetched ({str(error)[:120]}); local alternatives: pydocs (needs no download), a "
-                             ".jsonl or .parquet file") from error
+            raise ValueError(f"--phase{phase}_data {name}: {path!r} is not on this machine and could not be fetched "
+                             f"({str(error)[:120]}); without a download: pydocs, a .jsonl or .parquet file") from error
         for i, row in enumerate(itertools.islice(data, limit if split == "train" else 20_000)):
             if marco:
                 passages = list(zip(row["passages"]["is_selected"], row["passages"]["passage_text"], strict=True))
@@ -252,7 +240,6 @@ def read_file_rows(path: Path) -> Iterator[tuple[str, dict | Exception]]:
     """(place, record) of a .txt, .jsonl or .parquet file; a line that cannot be read comes as its error."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
-
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         yield from ((f"{path} row {i}", row) for i, row in enumerate((r for b in batches for r in b.to_pylist()), 1))
         return
@@ -279,10 +266,9 @@ def parse_row(place: str, found: dict | Exception, phase: int) -> Row:
         fields[name] = texts = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(texts, list) or not all(isinstance(t, str) and t.strip() for t in texts):
             raise ValueError(f"{place}: {name} is {str(value)[:80]!r}, expected a text or a list of texts, none empty")
-    positives, negatives = fields.values()
-    if not positives:
+    if not fields["positive"]:
         raise ValueError(f"{place}: no positive in columns {sorted(found)[:8]}, expected {want}")
-    return Row(query or "", positives, negatives, query or positives[0], found.get("held_out"))
+    return Row(query or "", *fields.values(), query or fields["positive"][0], found.get("held_out"))
 
 def read_rows(name: str, phase: int, limit: int, problems: list[str]) -> Iterator[Row]:
     """Rows of a data source (see the top of this file); bad ones are described in `problems`."""
@@ -306,8 +292,7 @@ SIGNATURE = re.compile(r"\s*[\w.\\]+\([^\n]*\)(\s*->[^\n]*)?\s*(\n|$)")
 SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?:])\s+(?=[^a-z])|\n\s*\n")
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, docstring) in a source file: of itself, of its public classes and functions, and what it adds to
-    functions written in C (numpy's add_newdoc, torch's add_docstr). Nothing is imported."""
+    """(name, docstring) of a source file, its public classes and functions, and what it adds to those written in C."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):
@@ -320,7 +305,7 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
         if isinstance(node, (ast.Module, ast.ClassDef)):
             kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
             nodes += [(n.name, n) for n in reversed(node.body) if isinstance(n, kinds) and not n.name.startswith("_")]
-    adds = "_docs" in path.name or "newdocs" in path.name
+    adds = "_docs" in path.name or "newdocs" in path.name  # torch's add_docstr, numpy's add_newdoc
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)) if adds else ():
         words = [w.value for a in call.args for w in ast.walk(a) if isinstance(getattr(w, "value", None), str)]
         names = [a.attr for a in call.args if isinstance(a, ast.Attribute)] + [w for w in words if len(w) < 60]
@@ -330,9 +315,8 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def pydocs_rows() -> list[Row]:
-    """The documentation of Python, numpy and torch as installed: a docstring's first sentence (the query) and its
-    rest, in a fixed order, none twice. The group is the documented object's bare name, so that torch's log_softmax
-    and torch.nn's LogSoftmax stay on one side of the split."""
+    """The documentation of Python, numpy and torch as installed: a docstring's first sentence (the query) and its rest,
+    none twice. The group is the object's bare name: torch's log_softmax and LogSoftmax are split alike."""
     import sysconfig
     from pydoc_data.topics import topics
     roots = [Path(r) for r in (sysconfig.get_path("stdlib"), *np.__path__, *torch.__path__)]
@@ -355,20 +339,13 @@ def pydocs_rows() -> list[Row]:
     gc.enable()
     return rows
 
-def is_held_out(row: Row, fraction: float) -> bool:
-    """By the data set's own split, else by a hash of the row's group: the same for any order, seed and world."""
-    digest = int.from_bytes(hashlib.sha256(row.group.strip().encode("utf-8")).digest()[:8], "big")
-    return digest < fraction * 2.0**64 if row.held_out is None else row.held_out
-
 def needed_phases(args: Namespace) -> list[int]:
-    """Phases whose data is read. One source for both is read whole whatever is skipped, so that a later run of the
-    other phase finds the same texts and teacher vectors (not a .txt file, which phase 2 cannot read)."""
-    both = args.phase1_data == args.phase2_data and not args.phase2_data.endswith(".txt")
+    """Phases whose data is read: where both have the same, both, so that a later run of the other finds its vectors."""
+    both = args.phase1_data == args.phase2_data and not args.phase2_data.endswith(".txt")  # phase 1 alone reads .txt
     return [p for p in (1, 2) if both or not getattr(args, f"skip_phase{p}")]
 
 def build_corpus(args: Namespace) -> dict[str, np.ndarray]:
-    """Read and check the data once: the arrays of Corpus. (rank 0 only) Raises ValueError that lists the first 20 bad
-    rows and their number, unless --skip_bad_data."""
+    """Read and check the data once: the arrays of Corpus. Bad rows are an error, or left out. (rank 0 only)"""
     log0(f"reading {args.phase1_data} (phase 1) and {args.phase2_data} (phase 2)")
     table: dict[tuple[int, str], int] = {}
     phase1, pairs, held_pairs, held_texts, problems = set(), [], set(), set(), []
@@ -378,7 +355,9 @@ def build_corpus(args: Namespace) -> dict[str, np.ndarray]:
         name, limit = getattr(args, f"phase{phase}_data"), getattr(args, f"max_samples_phase{phase}")
         for row in read_rows(name, phase, limit, problems):
             query, documents = add(QUERY, [row.query] if row.query else []), add(DOCUMENT, row.positives)
-            if is_held_out(row, args.eval_fraction):
+            # by the data set's own split, else by a hash: the same for any order, seed and number of ranks
+            share = int.from_bytes(hashlib.sha256(row.group.strip().encode("utf-8")).digest()[:8], "big") / 2.0**64
+            if share < args.eval_fraction if row.held_out is None else row.held_out:
                 held_pairs.update(itertools.product(query, documents))
                 held_texts.update(documents)
             elif phase == 1:
@@ -400,13 +379,9 @@ def build_corpus(args: Namespace) -> dict[str, np.ndarray]:
     phase1 = sorted(phase1 - held)
     pairs = [(q, d, [t for t in n if t not in held]) for q, d, n in pairs if q not in held and d not in held]
     if (not args.skip_phase1 and not phase1) or (not args.skip_phase2 and not pairs) or not held:
-        raise ValueError(f"{len(phase1)} texts for phase 1, {len(pairs)} pairs for phase 2, {len(held)} held-out texts"
-                         ": nothing to train or validate on; give more data, or another --eval_fraction")
-    return corpus_arrays(list(table), phase1, pairs, held_pairs, held_texts)
-
-def corpus_arrays(texts: list, phase1: list, pairs: list, held_pairs: list, held_texts: set) -> dict[str, np.ndarray]:
-    """The arrays of Corpus. texts: (kind, text); pairs: (query, document, negatives)."""
-    encoded = [text.encode("utf-8") for _, text in texts]
+        found = f"{len(phase1)} texts for phase 1, {len(pairs)} pairs for phase 2, {len(held)} held-out texts"
+        raise ValueError(f"nothing to train or validate on: {found}; give more data, or another --eval_fraction")
+    encoded = [text.encode("utf-8") for _, text in table]
     negatives = np.full((len(pairs), max((len(n) for _, _, n in pairs), default=0)), -1, np.int64)
     for row, (_, _, found) in enumerate(pairs):
         negatives[row, : len(found)] = found
@@ -415,7 +390,7 @@ def corpus_arrays(texts: list, phase1: list, pairs: list, held_pairs: list, held
              "eval_queries": queries, "eval_documents": documents, "offsets": np.cumsum([0, *map(len, encoded)]),
              "eval_pairs": np.reshape([(queries.index(q), documents.index(d)) for q, d in held_pairs], (-1, 2))}
     return {name: np.array(numbers, np.int64) for name, numbers in lists.items()} | {
-        "negatives": negatives, "kinds": np.array([kind for kind, _ in texts], np.uint8),
+        "negatives": negatives, "kinds": np.array([kind for kind, _ in table], np.uint8),
         "text": np.frombuffer(b"".join(encoded), np.uint8)}
 
 def write_cache(folder: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -455,10 +430,9 @@ def cache_folder(args: Namespace, kind: str, *key) -> Path:
 
 def source_key(name: str) -> list:
     """What identifies a data source: a file's path, size and time; for pydocs the installed versions."""
-    if name == "pydocs":
-        return [name, sys.version, np.__version__, torch.__version__]
-    path = Path(name).resolve()
-    return [str(path), path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else [name]
+    if Path(name).is_file():
+        return [str(Path(name).resolve()), Path(name).stat().st_size, Path(name).stat().st_mtime_ns]
+    return [name, sys.version, np.__version__, torch.__version__] if name == "pydocs" else [name]
 
 def cached(args: Namespace, ddp: DDPContext, folder: Path, make: Callable[[], dict[str, np.ndarray]]) -> None:
     """Let rank 0 fill a cache folder with the arrays that `make` returns, unless it is complete. (all ranks)"""
@@ -484,17 +458,14 @@ class Tokens:
     def __init__(self, folder: Path, pad_id: int):
         self.ids, self.offsets = load_arrays(folder, "ids offsets")
         self.lengths, self.pad_id = np.diff(self.offsets), pad_id
-
     def padded(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """(ids, mask), each (B, L) int64, of texts `rows`, padded on the right to the longest of them."""
         column = np.arange(self.lengths[rows].max())
         mask = column < self.lengths[rows][:, None]
         ids = self.ids[np.minimum(self.offsets[rows][:, None] + column, len(self.ids) - 1)]
         return tuple(torch.from_numpy(a.astype(np.int64)) for a in (np.where(mask, ids, self.pad_id), mask))
-
     def groups(self, rows: np.ndarray, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """`rows` cut into groups of similar length: (places in rows, ids, mask) on the device. A group ends where
-        the next text is 15 % shorter than its longest, but not before 16 texts (64 on an accelerator)."""
+        """`rows` in groups of similar length (at most 15 % shorter): (places in rows, ids, mask) on the device."""
         smallest = 16 if device.type == "cpu" else 64
         order = np.argsort(-self.lengths[rows], kind="stable")
         lengths, cuts = self.lengths[rows][order], [0]
@@ -530,13 +501,12 @@ def model_key(name: str) -> list:
     return key
 
 def teacher_key(args: Namespace, corpus: Corpus, name: str) -> list:
-    settings = ("revision", "max_length", "dim", "query_prompt", "document_prompt")
+    settings = "revision max_length dim query_prompt document_prompt".split()
     return [model_key(name), [getattr(args, f"teacher_{s}") for s in settings], corpus.key]
 
 def teacher_vectors(args: Namespace, ddp: DDPContext, corpus: Corpus, name: str) -> np.ndarray:
-    """The teacher's unit vectors (N, D) float16 of all texts, memory-mapped. (all ranks) Computed once: blocks of the
-    length-sorted texts are dealt to the ranks and written one by one, so that a killed run goes on where it was; a
-    complete cache is used without loading the teacher."""
+    """The teacher's unit vectors (N, D) float16 of all texts, memory-mapped, computed once. (all ranks) Blocks of the
+    length-sorted texts are dealt to the ranks and written one by one, so that a killed run goes on where it was."""
     folder = cache_folder(args, "teacher", teacher_key(args, corpus, name))
     files = [folder / f"block-{b:06d}.npy" for b in range(-(-len(corpus.kinds) // BLOCK))]
     order = np.argsort(-np.diff(corpus.offsets), kind="stable")  # longest first: out of memory at once
@@ -552,33 +522,28 @@ def teacher_vectors(args: Namespace, ddp: DDPContext, corpus: Corpus, name: str)
             file.unlink()
     todo = on_rank0(ddp, missing)
     if todo is not None:
-        encode_blocks(args, ddp, corpus, {files[b]: order[b * BLOCK : (b + 1) * BLOCK] for b in todo}, name)
+        teacher = load_teacher(args, name, ddp.device)
+        prompts, options = list(teacher.prompts.values()), {"convert_to_tensor": True, "show_progress_bar": False}
+        log0(f"encoding with {args.teacher_model}: {len(todo)} blocks of {BLOCK} texts, prompts {prompts}")
+        bar = tqdm(todo[ddp.rank :: ddp.world_size], "teacher", disable=ddp.rank > 0 or not sys.stderr.isatty())
+        for rows, file in ((order[b * BLOCK : (b + 1) * BLOCK], files[b]) for b in bar):
+            batch = [prompts[corpus.kinds[i]] + corpus.text(i) for i in rows]
+            vectors = teacher.encode(batch, batch_size=args.teacher_batch_size, **options).float()
+            vectors = F.normalize(vectors[:, : args.teacher_dim], dim=-1)
+            if not torch.isfinite(vectors).all():
+                raise ValueError(f"{args.teacher_model}: non-finite vectors of {batch[0][:80]!r} or its neighbours")
+            write_array(file, vectors.cpu().numpy().astype(np.float16))
+            StepGuard.beat = time.monotonic()
+            if StepGuard.signal:  # the blocks written so far are the checkpoint
+                sys.exit(stop_status(signal.Signals(StepGuard.signal).name))
+        barrier(ddp)
         on_rank0(ddp, join)
     (vectors,) = load_arrays(folder, "vectors")
     log0(f"teacher vectors: {len(vectors)} x {vectors.shape[1]}" + ", cached: no teacher forward pass" * (todo is None))
     return vectors
 
-def encode_blocks(args: Namespace, ddp: DDPContext, corpus: Corpus, blocks: dict[Path, np.ndarray], name: str) -> None:
-    """Write the teacher's vectors of `blocks` {file: text numbers}, this rank its share of them. (all ranks)"""
-    teacher = load_teacher(args, name, ddp.device)
-    prompts, mine = list(teacher.prompts.values()), list(blocks.items())[ddp.rank :: ddp.world_size]
-    count = sum(map(len, blocks.values()))
-    log0(f"encoding {count} texts with {args.teacher_model}: {len(blocks)} blocks of {BLOCK}, prompts {prompts}")
-    for file, rows in tqdm(mine, "teacher", disable=ddp.rank > 0 or not sys.stderr.isatty()):
-        batch = [prompts[corpus.kinds[i]] + corpus.text(i) for i in rows]
-        options = {"batch_size": args.teacher_batch_size, "convert_to_tensor": True, "show_progress_bar": False}
-        vectors = F.normalize(teacher.encode(batch, **options).float()[:, : args.teacher_dim], dim=-1)
-        if not torch.isfinite(vectors).all():
-            raise ValueError(f"{args.teacher_model}: non-finite vectors for text {batch[0][:80]!r} or its neighbours")
-        write_array(file, vectors.cpu().numpy().astype(np.float16))
-        StepGuard.beat = time.monotonic()
-        if StepGuard.signal:  # the blocks written so far are the checkpoint
-            sys.exit(stop_status(signal.Signals(StepGuard.signal).name))
-    barrier(ddp)
-
 def mine_negatives(args: Namespace, ddp: DDPContext, corpus: Corpus, vectors: np.ndarray, name: str) -> np.ndarray:
-    """Negatives (N2, K + mined): after those of the data, the teacher's best documents for each training query
-    that score at least --mine_margin below its positive. (all ranks; cached)"""
+    """Negatives (N2, K + mined): those of the data, then mined by the teacher's scores. (all ranks; cached)"""
     if not args.mine_negatives or args.skip_phase2:
         return corpus.negatives
     folder = cache_folder(args, "mined", teacher_key(args, corpus, name), args.mine_negatives, args.mine_margin)
@@ -612,8 +577,7 @@ def draw_negatives(negatives: np.ndarray, items: np.ndarray, count: int, seed: i
     return rows
 
 def bucket_by_length(lengths: np.ndarray, global_batch: int, seed: int) -> Callable:
-    """A `cut` for GlobalBatchSampler: a window's items sorted by length and cut into batches, the batches
-    shuffled. All ranks get the same length in the same step, so that none waits for an unlucky one."""
+    """A `cut` for GlobalBatchSampler: batches of similar length, shuffled, so that no rank waits for an unlucky one."""
     def cut(ids: np.ndarray, epoch: int) -> np.ndarray:
         batches = ids[np.argsort(lengths[ids], kind="stable")].reshape(-1, global_batch)
         return np.random.default_rng([seed, epoch, int(ids[0])]).permutation(batches)
@@ -634,8 +598,7 @@ def prefetch(items: Iterable, device: torch.device) -> Iterator:
 
 def build_lsa_teacher(texts: list[str], dim: int):
     """Latent semantic analysis (Deerwester et al. 1990), TF-IDF and truncated SVD of `texts`, as a SentenceTransformer
-    of stock modules. Both are linear and the last normalisation removes every scale, so a text's unit vector is the
-    normalised mean over its words of idf * SVD row. Leading dimensions are the strongest, so slices make sense."""
+    of stock modules: both are linear, so a text's vector is the normalised mean over its words of idf * SVD row."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
     from sklearn.decomposition import TruncatedSVD
@@ -654,10 +617,13 @@ def build_lsa_teacher(texts: list[str], dim: int):
     modules = [StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()]
     return SentenceTransformer(modules=modules, device="cpu")
 
-def fit_wordpiece(texts: list[str]):
-    """A lower-casing WordPiece tokenizer in BERT's format: the most frequent words of `texts` whole, all others by
-    their letters. Unlike the library's trainer it gives the same vocabulary every time."""
+def build_bert_student(texts: list[str], folder: Path, size: str, max_length: int, seed: int):
+    """A randomly initialised BERT, mean pooling, and a WordPiece tokenizer of `texts`: their most frequent words whole,
+    all others by their letters (the library's trainer makes another vocabulary every time)."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, BertTokenizerFast
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     words = collections.Counter(w for t in texts for w, _ in splitter.pre_tokenize_str(normalizer.normalize_str(t)))
     letters = collections.Counter(itertools.chain.from_iterable(words.elements()))
@@ -668,14 +634,7 @@ def fit_wordpiece(texts: list[str]):
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.add_special_tokens(pieces[:5])
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return tokenizer
-
-def build_bert_student(texts: list[str], folder: Path, size: str, max_length: int, seed: int):
-    """A randomly initialised BERT without dropout, mean pooling, and a tokenizer trained on `texts`."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-    (layers, hidden), tokenizer = map(int, size.split("x")), fit_wordpiece(texts)
+    layers, hidden = map(int, size.split("x"))
     config = BertConfig(vocab_size=tokenizer.get_vocab_size(), hidden_size=hidden, num_hidden_layers=layers,
                         intermediate_size=2 * hidden, num_attention_heads=max(1, hidden // 32),
                         max_position_embeddings=max_length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -683,8 +642,8 @@ def build_bert_student(texts: list[str], folder: Path, size: str, max_length: in
         torch.manual_seed(seed)
         BertModel(config).save_pretrained(folder)
     BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length).save_pretrained(folder)
-    modules = [Transformer(str(folder), max_seq_length=max_length), Pooling(hidden)]
-    return SentenceTransformer(modules=modules, device="cpu")
+    network = Transformer(str(folder), max_seq_length=max_length)
+    return SentenceTransformer(modules=[network, Pooling(hidden)], device="cpu")
 
 def builtin_model(args: Namespace, ddp: DDPContext, corpus: Corpus, name: str) -> str:
     """The folder of a builtin:lsa or builtin:bert model fitted on the training texts; other names as they are."""
@@ -724,8 +683,7 @@ def load_model(name: str, what: str, **options):
     except (OSError, ValueError) as error:
         local = "builtin:lsa" if what == "teacher" else "builtin:bert"
         raise ValueError(f"--{what}_model {name}: not a model folder, not on this machine and not fetched from the hub "
-                         f"({str(error).splitlines()[0][:160]}); give a local folder, or {local}, which needs no "
-                         "download") from error
+                         f"({str(error).splitlines()[0][:160]}); without a download: a folder, {local}") from error
 
 def set_prompts(model, query: str | None, document: str | None, default_query: str = "") -> None:
     """Texts before queries and documents: as given, else the model's own, else none."""
@@ -742,6 +700,8 @@ def load_teacher(args: Namespace, name: str, device: torch.device):
     teacher = load_model(name, "teacher", **options)
     set_prompts(teacher, args.teacher_query_prompt, args.teacher_document_prompt, INFLY_PROMPT if infly else "")
     if args.teacher_max_length:
+        if teacher.max_seq_length == math.inf:
+            raise ValueError(f"--teacher_max_length: {name} has no maximum length")
         teacher.max_seq_length = args.teacher_max_length
     if (args.teacher_dim or 0) > teacher.get_embedding_dimension():
         raise ValueError(f"--teacher_dim {args.teacher_dim}: {name} has {teacher.get_embedding_dimension()} dimensions")
@@ -768,8 +728,7 @@ def load_student(args: Namespace, name: str):
     options = {"config_kwargs": config, "model_kwargs": {"dtype": torch.float32}}
     student = load_model(name, "student", trust_remote_code=args.trust_remote_code, **options)
     if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
-        raise ValueError(f"--student_model {name}: its first module is {type(student[0]).__name__}, not a transformer "
-                         "with a fast tokenizer")
+        raise ValueError(f"--student_model {name}: {type(student[0]).__name__} is no transformer with a fast tokenizer")
     if args.student_layers:
         keep_layers(student, args.student_layers)
     student.max_seq_length = args.student_max_length or student.max_seq_length
@@ -777,8 +736,8 @@ def load_student(args: Namespace, name: str):
         raise ValueError(f"--student_model {name} states no maximum length: give --student_max_length")
     set_prompts(student, args.student_query_prompt, args.student_document_prompt)
     if any(student.prompts.values()) and not getattr(student[1], "include_prompt", True):
-        raise ValueError(f"--student_model {name} leaves prompts out of its pooling, which training does not: give "
-                         "--student_query_prompt= --student_document_prompt=")
+        raise ValueError(f"--student_model {name} pools without its prompts: give --student_query_prompt= "
+                         "--student_document_prompt=")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     return student
@@ -788,7 +747,6 @@ class Student(torch.nn.Module):
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.model, self.dtype, self.device_type, self.embed = model, dtype, device.type, self.embed_group
-
     def embed_group(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids, mask (B, L) int64 -> unit vectors (B, D) float32. Pooling and head run in float32."""
         with torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32):
@@ -797,15 +755,13 @@ class Student(torch.nn.Module):
         for module in list(self.model)[1:]:  # a slice of it would be a new SentenceTransformer
             features = module(features)
         return features["sentence_embedding"]
-
     def forward(self, groups: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
         """Groups of (places, ids, mask) -> (B, D), in the order of the texts before grouping."""
         vectors = torch.cat([self.embed(ids, mask) for _, ids, mask in groups])
         return torch.empty_like(vectors).index_copy(0, torch.cat([places for places, _, _ in groups]), vectors)
 
 def build_student(args: Namespace, ddp: DDPContext, name: str, teacher_dim: int) -> Student:
-    """The student with its head (in MRL mode without), initialised from --seed, on the device. The head is Linear-
-    GELU-LayerNorm-Linear-Normalize: the original's order, norm before GELU, cannot be said in stock modules."""
+    """The student with its head, if any, on the device. Stock modules cannot say the original's norm before GELU."""
     from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
     torch.manual_seed(args.seed)  # the same on all ranks, unlike dropout's
     model, hidden = load_student(args, name), args.projection_hidden
@@ -815,11 +771,9 @@ def build_student(args: Namespace, ddp: DDPContext, name: str, teacher_dim: int)
                       Dense(hidden, teacher_dim, activation_function=torch.nn.Identity()), Normalize()])
         log0(f"projection mode: student {width} -> {hidden} -> teacher {teacher_dim} dimensions")
     elif teacher_dim < width:
-        raise ValueError(f"--use_projection=False needs a teacher with at least the student's {width} dimensions, "
-                         f"it has {teacher_dim}")
+        raise ValueError(f"--use_projection=False needs {width} teacher dimensions for this student, not {teacher_dim}")
     else:
-        log0(f"MRL mode, no projection: the target is the renormalised first {width} of {teacher_dim} teacher "
-             "dimensions")
+        log0(f"MRL mode, no projection: the target is the first {width} of {teacher_dim} teacher dimensions")
     width = model.get_embedding_dimension()
     if any(d > width for d in args.matryoshka_dims):
         raise ValueError(f"--matryoshka_dims {args.matryoshka_dims}: the student's vector has {width} dimensions")
@@ -842,13 +796,11 @@ def freeze_unused(student: Student, tokens: Tokens, device: torch.device) -> Non
 # ---- Loss ----------------------------------------------------------------------------------------
 
 def distance_loss(student: Tensor, target: Tensor, l2_weight: float, cosine_weight: float) -> Tensor:
-    """l2_weight * |s - t|^2 + cosine_weight * (1 - cos(s, t)); s, t (B, D) of unit length -> (B,). The squared distance
-    is summed over dimensions: it is 2 (1 - cos) whatever D is."""
+    """l2_weight * |s - t|^2 (summed over D) + cosine_weight * (1 - cos(s, t)); s, t (B, D) of unit length -> (B,)."""
     cosine = (student * target).sum(-1)
     return l2_weight * (student - target).square().sum(-1) + cosine_weight * (1 - cosine)
 
-def infonce_loss(query: Tensor, documents: Tensor, labels: Tensor, masked: Tensor,
-                 temperature: float) -> tuple[Tensor, Tensor]:
+def infonce_loss(query: Tensor, documents: Tensor, labels: Tensor, masked: Tensor, temperature: float) -> tuple:
     """-log softmax(q . d / T) at each query's positive (van den Oord et al. 2018), in float32. query (B, D), documents
     (M, D), labels (B,) columns of the positives, masked (B, M) columns left out -> losses (B,), logits (B, M)."""
     logits = (query.float() @ documents.float().T / temperature).masked_fill(masked, -math.inf)
@@ -873,7 +825,6 @@ class GatherRows(torch.autograd.Function):
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         gather(gathered, rows.contiguous())
         return gathered
-
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         gradient = gradient.contiguous()
@@ -899,10 +850,8 @@ log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors (exit status 2) that name the nearest known option."""
     source = ""  # "FILE: " while a --config file is being read
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
-
     def unknown(self, key: str) -> NoReturn:
         known = [option.lstrip("-") for option in self._option_string_actions]
         near = difflib.get_close_matches(key.rpartition(".")[2], known, 1, 0.5)
@@ -1005,6 +954,8 @@ def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> ar
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if args.global_batch_size is not None and (args.global_batch_size < 1 or "accumulation" in args.given):
         parser.error(f"--global_batch_size {args.global_batch_size}: above 0; it or --accumulation, one of the two")
+    if args.global_batch_size and "lr_scaling" in args.given and args.lr_scaling != "none":
+        parser.error(f"--lr_scaling {args.lr_scaling}: the fixed --global_batch_size does not grow with the ranks")
     args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
     return args
 
@@ -1033,8 +984,7 @@ def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, s
         if rank >= world:
             raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world}")
         if local is None and world > devices:
-            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit the {devices} places of this node: "
-                             f"export {names[2]}")
+            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit {devices} places: export {names[2]}")
         local = rank if local is None else local
         return rank, world, local, local_world or min(world, max(devices, local + 1)), launcher
     return 0, 1, 0, 1, "python"
@@ -1072,8 +1022,7 @@ def choose_backend(name: str, device: torch.device) -> str:
     """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
     serves = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)
     if serves != device.type:
-        kind = "NVIDIA GPUs" if serves == "cuda" else "Intel XPUs"
-        raise ValueError(f"--backend {name} serves {kind}, the device is {device.type}: use --backend auto")
+        raise ValueError(f"--backend {name} serves {serves} devices, the device is {device.type}: use --backend auto")
     if name == "gloo" or device.type == "cpu":
         return "gloo"
     if device.type == "cuda" and not dist.is_nccl_available():
@@ -1088,9 +1037,7 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 def setup_ddp(args: argparse.Namespace) -> DDPContext:
     """Find this process's rank and device, start its log, signals and the process group. (all ranks)"""
-    env = dict(os.environ)
-    if args.local_rank is not None:
-        env.setdefault("LOCAL_RANK", str(args.local_rank))
+    env = ({} if args.local_rank is None else {"LOCAL_RANK": str(args.local_rank)}) | os.environ
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = 0 if args.device == "cpu" or not torch.accelerator.is_available() else torch.accelerator.device_count()
     rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
@@ -1112,9 +1059,8 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
             dist.init_process_group(backend, timeout=limit, **ids)
         except dist.DistNetworkError as error:
             advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
-            if "EADDRINUSE" in str(error):
-                advice = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
-            raise RuntimeError(advice) from error
+            busy = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
+            raise RuntimeError(busy if "EADDRINUSE" in str(error) else advice) from error
         log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
     log_all(f"Using device: {device}")
     return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
@@ -1125,22 +1071,20 @@ def cleanup() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
-def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run `main(args)` as this rank, or in --nproc new processes; returns the exit status."""
+def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, spawned: bool = False) -> int:
+    """Run `main(args)` as this rank, or in --nproc new processes (`spawned`: one of them); returns the exit status."""
     try:
         if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
             raise ValueError(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
-        if args.nproc:
+        if args.nproc and not spawned:
             _, world_size, _, _, launcher = find_ranks(dict(os.environ), sys.maxsize)
             if world_size > 1 or launcher == "torchrun":
-                raise ValueError(f"--nproc {args.nproc}: {launcher} has started {world_size} ranks already: leave it out")
+                raise ValueError(f"--nproc {args.nproc}: {launcher} has already started {world_size} ranks: drop it")
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return start_processes(main, args) if args.nproc > 1 else run_rank(main, args)
-
-def run_rank(main: Callable, args: argparse.Namespace) -> int:
-    """`main(args)` in this process; a rank that raises ends the whole job."""
+    if args.nproc > 1 and not spawned:
+        return start_processes(main, args)
     try:
         return record(main)(args)
     except Exception:
@@ -1171,7 +1115,7 @@ def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> No
     """One process of start_processes, with torchrun's variables."""
     ranks = (local_rank, args.nproc, local_rank, args.nproc)
     os.environ.update(zip(LAUNCHERS["torchrun"], map(str, ranks), strict=True))
-    sys.exit(run_rank(main, args))
+    sys.exit(launch(main, args, spawned=True))
 
 def start_logging(rank: int) -> None:
     """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
@@ -1187,8 +1131,7 @@ def log0(text: str) -> None:
 
 def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
     """Sums over all ranks in float64, in one collective and one host sync. (all ranks, same keys)"""
-    parts = [torch.as_tensor(v, dtype=torch.float64, device=ddp.device).reshape(()) for v in sums.values()]
-    packed = torch.stack(parts)
+    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ddp.device).squeeze() for v in sums.values()])
     if ddp.world_size > 1:
         dist.all_reduce(packed)
     return dict(zip(sums, packed.tolist(), strict=True))
@@ -1199,7 +1142,7 @@ def barrier(ddp: DDPContext) -> None:
 
 def on_rank0(ddp: DDPContext, function: Callable, *args):
     """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
-    outcome, error = [None, None], None
+    outcome, error, StepGuard.beat = [None, None], None, math.inf  # however long rank 0 takes
     if ddp.rank == 0:
         try:
             outcome[0] = function(*args)
@@ -1207,6 +1150,7 @@ def on_rank0(ddp: DDPContext, function: Callable, *args):
             error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
     if ddp.world_size > 1:
         dist.broadcast_object_list(outcome, src=0, device=ddp.device)
+    StepGuard.beat = time.monotonic()
     if outcome[1] is not None:
         raise error or RuntimeError(f"rank 0 failed in {function.__name__}: {outcome[1]}")
     return outcome[0]
@@ -1232,8 +1176,7 @@ def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: 
     return ((mix(rows + draw) >> 40) & 0xFFFFFF).float() / 2**24
 
 def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
-    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any number of
-    ranks. ValueError where --global_batch_size does not divide."""
+    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any world size."""
     cell = world_size * args.batch_size
     if kept and args.global_batch_size not in (None, kept):
         raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
@@ -1243,8 +1186,8 @@ def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = 
                          f"{args.batch_size} = {cell}")
     accumulation = -(-total // cell)
     log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    log0(f"global batch {total} = {world_size} ranks x {total / world_size / accumulation:g} x {accumulation} "
-         "accumulation")
+    micro = total / world_size / accumulation
+    log0(f"global batch {total} = {world_size} ranks x {micro:g} x {accumulation} accumulation")
     return total, accumulation
 
 def scaled_lr(lr: float, rule: str, world_size: int) -> float:
@@ -1264,10 +1207,10 @@ def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
 class GlobalBatchSampler(DistributedSampler):
     """Batches of an epoch as a function of (seed, epoch) alone, dealt to ranks and micro-batches.
 
-    The shuffled items are cut into global batches (the n mod global_batch left over wait for another epoch); each is
-    dealt round-robin to the ranks and cut into micro_steps, so all ranks make as many micro-steps. Iterating yields
-    this rank's micro-batches (int64 ids) from global batch `start` on. `cut(ids, epoch)` may regroup the items of
-    `window` batches: into as many of one size (length buckets) or, with `varying`, into any number (token budgets)."""
+    The shuffled items are cut into global batches (what is left over waits for another epoch), each dealt round-robin
+    to the ranks and cut into micro_steps. Iterating yields this rank's micro-batches (int64 ids) from batch `start` on.
+    `cut(ids, epoch)` may regroup the items of `window` batches: into as many of one size (length buckets) or, with
+    `varying`, into any number (token budgets)."""
     def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
                  cut: Callable | None = None, varying: bool = False):
         super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
@@ -1276,13 +1219,10 @@ class GlobalBatchSampler(DistributedSampler):
                              "micro-batches: each must be at least the next")
         self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
         self.window, self.varying, self.cut = window, varying, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
-
     def __len__(self) -> int:  # micro-batches left in the epoch, where `cut` keeps the batch size
         return max(0, self.n // self.global_batch - self.start) * self.micro_steps
-
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
-
     def permuted(self, positions: np.ndarray) -> np.ndarray:
         """Items at `positions` of the epoch's shuffle: a keyed Feistel network with cycle walking (Black and
         Rogaway 2002) instead of torch.randperm, which takes 2 s and 480 MB for 60 M items on every rank."""
@@ -1298,7 +1238,6 @@ class GlobalBatchSampler(DistributedSampler):
             items[walk] = (left << np.uint64(half)) | right
             walk = items >= self.n
         return items.astype(np.int64)
-
     def batches(self, start: int = 0) -> Iterator[np.ndarray]:
         """Global batches of the epoch from number `start` on. (the same on all ranks)"""
         usable, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
@@ -1306,16 +1245,13 @@ class GlobalBatchSampler(DistributedSampler):
         windows = (np.arange(low, min(low + stride, usable)) for low in range(first * stride, usable, stride))
         batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
         return itertools.islice(batches, start - first * self.window, None)
-
     def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
         """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
         mine = batch[self.rank if rank is None else rank :: self.num_replicas]
         ends = [len(mine) * micro // self.micro_steps for micro in range(self.micro_steps + 1)]
         return [mine[a:b] for a, b in itertools.pairwise(ends)]
-
     def __iter__(self) -> Iterator[np.ndarray]:
         return itertools.chain.from_iterable(map(self.deal, self.batches(self.start)))
-
     def fingerprint(self) -> bytes:
         """Hash of the plan's inputs and of its first and last 1,000 batches, for require_same."""
         digest = hashlib.sha256(repr((self.n, self.global_batch, self.seed, self.epoch)).encode())
@@ -1329,9 +1265,8 @@ def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
     if ddp.world_size == 1:
         return model
     ids = None if ddp.device.type == "cpu" else [ddp.device.index]
-    # bucket views save a copy of the gradients; buffers are not broadcast: evaluation uses the unwrapped model
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    wrapped.broadcast_buffers = False  # as an argument it warns from torch 2.13 on, which has another name for it
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
+    wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
     return wrapped
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -1349,51 +1284,46 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     """torch.float32, bfloat16 or float16 for --precision on `device`."""
     if name == "fp16" and device.type == "cpu":
         raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
-    if name == "auto":
-        on_cuda = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bf16" if device.type == "xpu" or on_cuda else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    has_bf16 = device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    auto = torch.bfloat16 if has_bf16 else torch.float32
+    return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 class StepGuard:
     """The end of an optimizer step, and what all ranks must agree on there: non-finite numbers, signals, the
     time limit. One all-reduce of three numbers per step, read one step later so that nothing waits for it."""
     signal = 0  # of this process, set by on_signal
     beat = 0.0  # when this process last showed that it is not stuck
-
     def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
                  dtype: torch.dtype, started: float):
         self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
         self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
         if not self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
-            raise ValueError(f"make {type(optimizer).__name__} with fused=True: only so it can skip a non-finite update")
+            raise ValueError(f"{type(optimizer).__name__} needs fused=True, or it cannot skip a non-finite update")
         self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
         self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
         self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
     @classmethod
     def on_signal(cls, number: int, _frame) -> None:
         """Ask for a stop at the next step."""
         if not cls.signal:
             cls.signal, cls.beat = number, time.monotonic()
             threading.Thread(target=cls.watch, args=(number,), daemon=True).start()
-
     @classmethod
     def watch(cls, number: int, patience: float = 20.0) -> None:
         """End a process that is stuck in a collective with a dead peer, before the launcher's SIGKILL does."""
         while time.monotonic() - cls.beat < patience:
             time.sleep(min(0.5, patience))
         os._exit(128 + number)
-
     def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
         """Clip, update (skipped on the device if anything is not finite), agree. `ids`: this rank's samples.
-        Returns (gradient norm, why to stop or ''). Raises RuntimeError after max_bad_steps. (all ranks)
-        Under a scaler a gradient that overflows is routine: it skips by itself, only the loss counts as bad."""
+        Returns (gradient norm, why to stop or ''). Raises RuntimeError after max_bad_steps. (all ranks)"""
         StepGuard.beat = time.monotonic()
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
         flags = torch.tensor([0.0, StepGuard.signal, StepGuard.beat > self.deadline])
         flags = flags.to(self.ddp.device, non_blocking=True)
+        # under a scaler a gradient that overflows is routine: it skips by itself
         flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
         if self.ddp.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -1406,7 +1336,6 @@ class StepGuard:
         self.pending = (step, ids, flags.to("cpu", non_blocking=True))
         self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
         return norm, reason
-
     def finish(self) -> str:
         """Read the flags of the last step: what they ask for, the same on all ranks."""
         if self.pending is None:
@@ -1487,36 +1416,33 @@ def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, be
 
 def load_checkpoint(path: str | Path) -> dict:
     """A checkpoint, on the CPU, its model's names without `module.` and `_orig_mod.`. ValueError if it is damaged."""
+    Path(path).stat()  # FileNotFoundError if it is not there
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
             if damaged := archive.testzip():
                 raise ValueError(f"checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except FileNotFoundError:
-        raise
     except Exception as error:
         first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    model = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.get("model", {}).items()}
-    return {**state, "model": model}
+    state["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}
+    return state
 
 def find_checkpoint(directory: Path) -> str | None:
     """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
-    files = [directory / "latest.pt", *sorted(directory.glob("step_*.pt"), reverse=True)]
-    for path in (damaged := [path for path in files if path.exists()]):
+    files = sorted(directory.glob("step_*.pt")) + [*directory.glob("latest.pt")]
+    for path in reversed(files):
         try:
             load_checkpoint(path)
             return str(path)
         except ValueError as error:
             warn(f"{error}: using the one before it")
-    if damaged:
-        names = ", ".join(path.name for path in damaged)
-        raise ValueError(f"no whole checkpoint is left in {directory} ({names}): restore one, or give --fresh")
+    if files:
+        raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or give --fresh")
     return None
 
 def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
-    """Prepare --output_dir; the checkpoint to resume from, or None. ValueError if an argument in `same` has another
-    value in that run. (all ranks)"""
+    """Prepare --output_dir; the checkpoint to resume from, if any: its arguments in `same` must be ours. (all ranks)"""
     folder = Path(args.output_dir)
     def prepare() -> str | None:
         if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):
@@ -1530,8 +1456,7 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
         return find_checkpoint(folder)
     # torchrun's restarts of a --fresh run go on; the count may differ between nodes
     restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]
-    path = on_rank0(ddp, prepare)
-    if path is None:
+    if (path := on_rank0(ddp, prepare)) is None:
         return None
     state = load_checkpoint(path)
     for name in same:
@@ -1558,12 +1483,11 @@ class RunLog:
         if ddp.rank == 0:
             path, self.queue = self.folder / "metrics.jsonl", queue.SimpleQueue()
             path.touch()  # and drop records of steps that this run makes again
-            rows = [row + "\n" for row in path.read_text().splitlines() if self.last_step and row.endswith("}")]
+            rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
             rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
             atomic_write(path, lambda file: file.write("".join(rows).encode()))
             self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
             self.thread.start()
-
     def feed_wandb(self) -> None:
         """wandb in a thread of its own: what it does wrong, or slowly, never reaches the training loop."""
         mode = self.args.wandb_mode
@@ -1576,33 +1500,28 @@ class RunLog:
             return
         try:
             import wandb
-            names = {"project": self.args.wandb_project, "name": self.args.wandb_name, "id": self.wandb_id}
-            settings = wandb.Settings(init_timeout=30, silent=True)
-            run = wandb.init(**names, mode=mode, resume="allow", dir=str(self.folder), config=vars(self.args),
-                             settings=settings)
+            run = wandb.init(project=self.args.wandb_project, name=self.args.wandb_name, id=self.wandb_id, mode=mode,
+                             resume="allow", dir=str(self.folder), config=vars(self.args),
+                             settings=wandb.Settings(init_timeout=30, silent=True))
             while (row := self.queue.get()) is not None:
                 run.log(row)
             run.finish()
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-            warn(f"wandb failed and is off for the rest of the run ({reason}); metrics.jsonl has everything")
-
+            warn(f"wandb failed and is off; metrics.jsonl has everything ({type(error).__name__}: {str(error)[:200]})")
     def waiting(self, iterator: Iterator):
         """next(iterator), its time counted as waiting for data."""
         begin, item = time.monotonic(), next(iterator)
         StepGuard.beat = time.monotonic()
         self.waited, self.steps = self.waited + StepGuard.beat - begin, self.steps + 1
         return item
-
     def add(self, samples: int, **sums: tuple[torch.Tensor, float]) -> None:
         """Add the (sum, count) pairs of a micro-batch of this rank; they stay on the device."""
         self.samples += samples
         for name, (total, count) in sums.items():
             old = self.sums.get(name, (0.0, 0.0))
             self.sums[name] = (old[0] + total.detach().double(), old[1] + count)
-
     def interval(self, step: int, total: int, epoch: int, model: torch.nn.Module, lr: float, norm: torch.Tensor,
-                 **extra) -> dict:
+                 **extra) -> None:
         """Reduce what was added since the last call and record it. (all ranks) The only host sync of the loop."""
         sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
         sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
@@ -1612,60 +1531,53 @@ class RunLog:
         timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}
         exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
         comm = max(0.0, exposed * 1e-9) * self.steps / seconds
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": self.waited / seconds, "comm": comm}
-        if self.ddp.device.type != "cpu":  # peak memory of the device's allocator; on a CPU of the process
-            speeds["mem_gb"] = torch.accelerator.max_memory_allocated(self.ddp.device) / 1e9
-        else:
-            kilo = 1 if sys.platform == "darwin" else 1000
-            speeds["mem_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo / 1e9
+        if self.ddp.device.type == "cpu":  # peak memory: of the process, in kB (macOS: bytes)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
+        else:  # of the device's allocator
+            peak = torch.accelerator.max_memory_allocated(self.ddp.device)
+        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": self.waited / seconds, "comm": comm,
+                  "mem_gb": peak / 1e9}
         self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
         numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
         log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
              f"{self.speed:.0f} data_wait={speeds['data_wait']:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}")
-        record = {"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra}
-        self.write(record)
+        self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
         self.reset()
-        return record
-
     def reset(self) -> None:
         """Start an interval (also after an evaluation or a checkpoint, so that speeds are of training alone)."""
         self.last, self.waited, self.steps, self.samples, self.sums = time.monotonic(), 0.0, 0, 0, {}
-
     def write(self, row: dict) -> None:
         """One record to metrics.jsonl and wandb. (rank 0 writes)"""
         if self.ddp.rank == 0:
+            row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             if self.thread.is_alive():  # not when wandb is off
                 self.queue.put(row)
-
     def close(self, status: str, **fields) -> None:
-        """summary.json, curves.png, the end of wandb. (rank 0 writes)"""
-        if self.ddp.rank == 0:
-            summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
-                       "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
-                       "wall_s": self.wall + time.monotonic() - self.started}
-            atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-            plot_curves(self.folder)
-            self.queue.put(None)
-            self.thread.join(timeout=30)
-
-def plot_curves(folder: Path) -> None:
-    """curves.png: every loss and metric of metrics.jsonl against the step."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return warn("no curves.png: pip install matplotlib")
-    curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
-    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
-            curves[name].append((row["step"], row[name]))
-    height = max(1, -(-len(curves) // 3))
-    figure = Figure(figsize=(12, 2.6 * height), layout="constrained")
-    for place, (name, points) in enumerate(curves.items(), 1):
-        axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
-        axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-    figure.savefig(folder / "curves.png", dpi=110)
+        """summary.json, the end of wandb, and every loss and metric against the step in curves.png. (rank 0 writes)"""
+        if self.ddp.rank > 0:
+            return
+        summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
+                   "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
+                   "wall_s": self.wall + time.monotonic() - self.started}
+        atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
+        self.queue.put(None)
+        self.thread.join(timeout=30)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return warn("no curves.png: pip install matplotlib")
+        curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
+        for row in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines()):
+            for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
+                curves[name].append((row["step"], row[name]))
+        height = max(1, -(-len(curves) // 3))
+        figure = Figure(figsize=(12, 2.6 * height), layout="constrained")
+        for place, (name, points) in enumerate(curves.items(), 1):
+            axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
+        figure.savefig(self.folder / "curves.png", dpi=110)
 
 # ===== shared DDP block: end =====
 
@@ -1673,8 +1585,7 @@ def plot_curves(folder: Path) -> None:
 
 @torch.no_grad()
 def embed_rows(task: Task, rows: np.ndarray) -> Tensor:
-    """The student's vectors (N, D) of texts `rows`, on every rank, each embedded once. (all ranks) Batches are cut from
-    the length-sorted rows before they are dealt: the same on any number of ranks."""
+    """The student's vectors (N, D) of texts `rows` on every rank, in the same batches on any number. (all ranks)"""
     ddp, student, size = task.ddp, task.student, task.args.eval_batch_size
     order = np.argsort(task.tokens.lengths[rows], kind="stable")
     vectors = torch.zeros(len(rows), student.model.get_embedding_dimension(), device=ddp.device)
@@ -1690,12 +1601,10 @@ def embed_rows(task: Task, rows: np.ndarray) -> Tensor:
 def ranking_metrics(ddp: DDPContext, queries: Tensor, documents: Tensor, pairs: np.ndarray) -> dict[str, float]:
     """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100 of unit vectors, queries (Q, D) against
     documents (M, D). pairs (P, 2): (query, document) that match. Ties count against us. (all ranks)"""
-    relevant, sums = collections.defaultdict(list), torch.zeros(4, dtype=torch.float64)
-    for q, d in pairs.tolist():
-        relevant[q].append(d)
+    sums, relevant = torch.zeros(4, dtype=torch.float64), [pairs[pairs[:, 0] == q, 1] for q in range(len(queries))]
     for low in range(ddp.rank * 64, len(queries), ddp.world_size * 64):
         for q, scores in enumerate(queries[low : low + 64] @ documents.T, low):
-            ranks = (scores[None, :] >= scores[relevant[q]][:, None]).sum(1).sort().values.double().cpu()
+            ranks = (scores[None, :] >= scores[relevant[q].tolist()][:, None]).sum(1).sort().values.double().cpu()
             found, ideal = ranks[ranks <= 10], torch.arange(1.0, 1 + min(10, len(ranks)), dtype=torch.float64)
             gain, most = ((1 / torch.log2(r + 1)).sum() for r in (found, ideal))
             recall = (ranks <= 100).double().mean()
@@ -1709,8 +1618,7 @@ def targets(vectors: np.ndarray, rows: np.ndarray, dim: int, device: torch.devic
     return F.normalize(torch.from_numpy(vectors[rows, :dim]).to(device).float(), dim=-1)
 
 def evaluate(task: Task, teacher: bool = False) -> dict[str, float]:
-    """Held-out metrics of the student, or of the teacher's own vectors: the same on any number of ranks. The first
-    one decides which student is best. (all ranks)"""
+    """Held-out metrics of the student or of the teacher's own vectors; the first decides what is best. (all ranks)"""
     corpus, student = task.corpus, task.student.eval()
     dim = task.vectors.shape[1] if teacher else student.model.get_embedding_dimension()
     wanted = functools.partial(targets, task.vectors, dim=dim, device=task.ddp.device)
@@ -1839,9 +1747,8 @@ def contrastive_loss(task: Task, batch: PairBatch, vectors: list[Tensor], total:
     return whole, {name: (value, len(queries)) for name, value in {"loss": whole, **sums}.items()}
 
 def phase2_step(task: Task, model: torch.nn.Module, batch: PairBatch, total: int, scaler) -> Tensor:
-    """Forward and backward of an optimizer step of `total` queries over all ranks; returns this rank's loss. With
-    several micro-batches, their vectors are first computed without a graph, then the loss and its gradient by all
-    vectors, then each micro-batch again with its part of that gradient (gradient caching, Gao et al. 2021)."""
+    """As phase1_step, for `total` queries. With several micro-batches, all vectors come first without a graph, then the
+    loss and its gradient by them, then each micro-batch again with its part (gradient caching, Gao et al. 2021)."""
     scale, device, groups = task.ddp.world_size / total, task.ddp.device, [m[1] for m in batch.micro]
     if len(groups) == 1:
         loss, sums = contrastive_loss(task, batch, [model(groups[0])], total)
@@ -1859,26 +1766,10 @@ def phase2_step(task: Task, model: torch.nn.Module, batch: PairBatch, total: int
     task.log.add(len(batch.labels), **sums)
     return loss.detach()
 
-def make_optimizer(args: Namespace, student: Student, lr: float) -> torch.optim.Optimizer:
-    """AdamW, no decay on biases, norms and embeddings. Fused: one kernel that can skip its update on the device."""
-    trained = [(p, p.ndim < 2 or "embeddings." in n) for n, p in student.named_parameters() if p.requires_grad]
-    groups = [{"params": [p for p, plain in trained if plain == kind], "weight_decay": decay}
-              for kind, decay in ((True, 0.0), (False, args.weight_decay))]
-    return torch.optim.AdamW(groups, lr=lr, fused=True)
-
-def make_sampler(task: Task, phase: int, total: int, micro_steps: int) -> GlobalBatchSampler:
-    """Phase 1: windows of 32 length-sorted batches; phase 2: random batches, sorted so that ranks get equal work."""
-    corpus, lengths, seed, window = task.corpus, task.tokens.lengths, task.args.seed, 32 if phase == 1 else 1
-    if phase == 1:
-        work = lengths[corpus.phase1]
-    else:
-        work = lengths[corpus.positives] + (lengths[task.negatives] * (task.negatives >= 0)).sum(1)
-    cut = bucket_by_length(work, total, seed)
-    return GlobalBatchSampler(len(work), total, micro_steps, seed + phase - 1, task.ddp, window, cut)
-
 def checkpoint(task: Task, phase: Phase, optimizer, guard: StepGuard, total: int, best: bool, done: bool) -> None:
     """Everything needed to go on bit by bit, written by rank 0. (all ranks)"""
     args, ddp, log, states = task.args, task.ddp, task.log, rng_states(task.ddp)
+    StepGuard.beat = math.inf  # however long rank 0 takes
     if ddp.rank == 0:
         state = {
             "format": 1, "script": "train_ddp.py", "args": vars(args), "world_size": ddp.world_size,
@@ -1898,31 +1789,26 @@ def checkpoint(task: Task, phase: Phase, optimizer, guard: StepGuard, total: int
     StepGuard.beat = time.monotonic()
     log.reset()
 
-def judge(task: Task, phase: Phase) -> bool:
-    """Evaluate, record, and tell whether this is the best student so far. (all ranks; the same on each)"""
-    metrics, step = evaluate(task), phase.first + phase.step
-    name, value = next(iter(metrics.items()))
-    better = phase.best is None or value > phase.best["value"]
-    if better:
-        phase.best = {"name": name, "value": value, "step": step, "metrics": metrics}
-    phase.stale = 0 if better else phase.stale + 1
-    task.history.append({"step": step, "epoch": phase.epoch, "phase": phase.number, **metrics})
-    task.log.write(task.history[-1])
-    text = show_metrics(metrics, task.teacher) + " (best so far)" * better
-    log0(f"phase {phase.number} step {step} held-out: {text}")
-    task.log.reset()
-    return better
-
 def train(task: Task, phase: Phase, state: dict | None, total: int, micro_steps: int) -> str:
     """Train one phase, from `state` if it is this phase's. Returns why it was stopped, or ''. (all ranks)"""
     args, ddp, log, student, number = task.args, task.ddp, task.log, task.student, phase.number
-    sampler = make_sampler(task, number, total, micro_steps)
+    # phase 1: windows of 32 length-sorted batches; phase 2: random batches, sorted so that ranks get equal work
+    lengths, window = task.tokens.lengths, 32 if number == 1 else 1
+    work = lengths[task.corpus.phase1 if number == 1 else task.corpus.positives]
+    if number == 2:
+        work = work + (lengths[task.negatives] * (task.negatives >= 0)).sum(1)
+    cut, seed = bucket_by_length(work, total, args.seed), args.seed + number - 1
+    sampler = GlobalBatchSampler(len(work), total, micro_steps, seed, ddp, window, cut)
     epochs, lr = getattr(args, f"phase{number}_epochs"), getattr(args, f"phase{number}_lr")
     per_epoch = len(sampler) // micro_steps
     peak = phase.peak = phase.peak or scaled_lr(lr, args.lr_scaling, ddp.world_size)  # stays on other world sizes
     steps = min(epochs * per_epoch, args.max_steps or math.inf)
     warmup = min(steps, int(args.warmup_ratio * steps) if args.warmup_steps is None else args.warmup_steps)
-    optimizer = make_optimizer(args, student, peak)
+    # no decay on biases, norms and embeddings; fused: one kernel that can skip its update on the device
+    trained = [(p, p.ndim < 2 or "embeddings." in n) for n, p in student.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for p, plain in trained if plain == kind], "weight_decay": decay}
+              for kind, decay in ((True, 0.0), (False, args.weight_decay))]
+    optimizer = torch.optim.AdamW(groups, lr=peak, fused=True)
     guard = StepGuard(args, ddp, optimizer, student.dtype, log.started)
     torch.manual_seed(args.seed + ddp.rank)  # dropout differs between ranks
     if state:
@@ -1951,18 +1837,32 @@ def train(task: Task, phase: Phase, state: dict | None, total: int, micro_steps:
         batch = log.waiting(batches)
         loss = run(task, model, batch, total, guard.scaler)
         items = [m[0] for m in (batch if number == 1 else batch.micro)]
-        norm, reason = guard.step(loss, phase.first + phase.step + 1, items)
+        step = phase.first + phase.step + 1  # of the run
+        norm, reason = guard.step(loss, step, items)
         phase.step, phase.position = phase.step + 1, phase.position + 1
         bar.update()
         last = phase.step == steps
-        reason = "" if last else reason  # the phase is over anyway; the next one stops at its first steps
         if phase.step % args.log_every == 0 or last:
-            place = (phase.first + phase.step, phase.first + steps, phase.epoch)
-            log.interval(*place, model, group["lr"], norm, phase=number)
+            log.interval(step, phase.first + steps, phase.epoch, model, group["lr"], norm, phase=number)
         if phase.position == per_epoch:
             phase.epoch, phase.position = phase.epoch + 1, 0
         due = last or (phase.step % args.eval_every == 0 if args.eval_every else phase.position == 0)
-        better = due and not reason and judge(task, phase)
+        better = False
+        if due:
+            if reason:  # the evaluation may take longer than there is time; the next step stops
+                checkpoint(task, phase, optimizer, guard, total, False, done=False)
+            reason = ""
+            metrics = evaluate(task)
+            name, value = next(iter(metrics.items()))
+            better = phase.best is None or value > phase.best["value"]
+            if better:
+                phase.best = {"name": name, "value": value, "step": step, "metrics": metrics}
+            phase.stale = 0 if better else phase.stale + 1
+            task.history.append({"step": step, "epoch": phase.epoch, "phase": number, **metrics})
+            log.write(task.history[-1])
+            shown = show_metrics(metrics, task.teacher) + " (best so far)" * better
+            log0(f"phase {number} step {step} held-out: {shown}")
+            log.reset()
         early = 0 < args.early_stop_patience <= phase.stale
         if reason or due or phase.step % args.save_every == 0:
             checkpoint(task, phase, optimizer, guard, total, better, done=early or last)
@@ -1978,23 +1878,18 @@ def start_weights(task: Task) -> None:
     args, given = task.args, task.args.phase1_checkpoint
     path = Path(given or Path(args.output_dir) / "phase1_best.pt")
     if not path.exists() and args.skip_phase1 and not given:
-        warn(f"--skip_phase1 and no {path}: phase 2 starts from the raw student")
-        return
+        return warn(f"--skip_phase1 and no {path}: phase 2 starts from the raw student")
     state = load_checkpoint(path)
     for name in ("student_model", "use_projection", "student_layers", "projection_hidden"):
         if (old := state["args"].get(name)) != getattr(args, name):
             raise ValueError(f"{path} was trained with --{name} {old!r}, not {getattr(args, name)!r}")
-    try:
-        task.student.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit this student: {str(error).splitlines()[1].strip()}") from error
+    task.student.load_state_dict(state["model"])  # a RuntimeError names what does not fit
     log0(f"phase 2 starts from {path} (step {state['step']})")
 
 # ---- Main ----------------------------------------------------------------------------------------
 
-def save_artifacts(task: Task, best: dict) -> list[str]:
-    """Save the student as a SentenceTransformer of stock modules, and beside it the student without the head. (rank 0)
-    Raises RuntimeError if encode() of a saved folder differs from the trained forward pass by more than 1e-5."""
+def save_artifacts(task: Task, best: dict, table: dict[str, dict]) -> list[str]:
+    """Save the student as a SentenceTransformer of stock modules, and beside it without the head. (rank 0 only)"""
     from sentence_transformers import SentenceTransformer
     args, corpus, model, device = task.args, task.corpus, task.student.model.eval(), task.ddp.device
     short = re.sub(r"\W+", "-", str(args.student_model).rstrip("/").rpartition("/")[2]).strip("-")
@@ -2011,7 +1906,7 @@ def save_artifacts(task: Task, best: dict) -> list[str]:
         temporary, dim = path.with_name(path.name + ".tmp"), part.get_embedding_dimension()
         shutil.rmtree(temporary, ignore_errors=True)
         part.save(str(temporary), create_model_card=False)
-        (temporary / "README.md").write_text(model_card(task, best, path.name, part), encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(task, best, table, path.name, part), encoding="utf-8")
         loaded = SentenceTransformer(str(temporary), device=str(device))
         encoded = loaded.encode(texts, prompt="", batch_size=8, convert_to_tensor=True, show_progress_bar=False)
         with torch.no_grad():
@@ -2023,28 +1918,35 @@ def save_artifacts(task: Task, best: dict) -> list[str]:
         log0(f"saved {path}: {dim} dimensions, encode() equals the forward pass to {gap:.1e}")
     return [str(path) for path in models]
 
-def model_card(task: Task, best: dict, name: str, model) -> str:
+def model_card(task: Task, best: dict, table: dict[str, dict], name: str, model) -> str:
     """README.md of a saved student."""
-    import sentence_transformers
     args, corpus, names = task.args, task.corpus, list(best["metrics"])
-    rows = {"teacher": task.teacher, "student": best["metrics"], "student, untrained": task.untrained}
-    base = ("\nThis is the student without its head: smaller vectors, not comparable with the teacher's; the figures "
-            "are those of the student with the head.\n") * (model is not task.student.model)
+    base = "\nThis is the student without its head; the figures are with it.\n" * (model is not task.student.model)
     return "\n".join([
         "---\nlibrary_name: sentence-transformers\npipeline_tag: sentence-similarity\n---",
-        f"# {name}\n\n`{args.student_model}` distilled from `{args.teacher_model}` by `train_ddp.py`,",
-        f"{'projection' if args.use_projection else 'MRL'} mode, {best['step']} optimizer steps on {args.phase1_data} "
-        f"and {args.phase2_data}.\n{base}",
+        f"# {name}\n\n`{args.student_model}` distilled from `{args.teacher_model}` by `train_ddp.py`:",
+        f"{best['step']} steps, {args.phase1_data}, {args.phase2_data}, --use_projection {args.use_projection}\n{base}",
         f"Held-out: {len(corpus.eval_queries)} queries against {len(corpus.eval_documents)} documents.\n",
         f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}",
-        *(f"| {who} | {' | '.join(f'{metrics[n]:.4f}' for n in names)} |" for who, metrics in rows.items()),
+        *(f"| {who} | {' | '.join(f'{metrics[n]:.4f}' for n in names)} |" for who, metrics in table.items()),
         "\n```python\nfrom sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(PATH)",
         'queries, documents = model.encode_query(["..."]), model.encode_document(["..."])\n```\n',
-        f"Needs sentence-transformers >= {sentence_transformers.__version__.split('.')[0]}. At most "
-        f"{model.max_seq_length} tokens, {model.get_embedding_dimension()} dimensions, prompts {model.prompts}.\n"])
+        f"{model.get_embedding_dimension()} dimensions, {model.max_seq_length} tokens, prompts {model.prompts}.\n"])
 
-def build_task(args: Namespace, ddp: DDPContext, state: dict | None) -> Task:
-    """Data, teacher vectors, tokens and student, each made once and cached. (all ranks)"""
+def main(args: Namespace) -> int:
+    """Both phases, from where the run in --output_dir stands; returns the exit status."""
+    ddp = setup_ddp(args)
+    state = open_run(args, ddp, SAME)
+    phase = Phase(**state["phase"]) if state else None
+    if phase and phase.number == 2 and not state["done"] and args.skip_phase2:
+        raise ValueError(f"{args.output_dir} holds a run in phase 2: go on without --skip_phase2, or give --fresh")
+    complete = phase.number if state and state["done"] else phase.number - 1 if phase else 0  # phases that are over
+    finished = complete >= (1 if args.skip_phase2 else 2)
+    if finished and not args.save_to_artifacts:
+        return log0(f"the run in {args.output_dir} is finished, after {state['step']} steps: --fresh starts anew") or 0
+    kept = state["global_batch"] if state and not state["done"] else None
+    total, micro_steps = resolve_batch(args, ddp.world_size, kept)
+    # data, teacher vectors, tokens and student, each made once and cached
     log = RunLog(args, ddp, state)
     if Path("ddp_config.json").exists() and not args.config:
         log0("ddp_config.json lies here but is not read: give --config ddp_config.json")
@@ -2068,24 +1970,6 @@ def build_task(args: Namespace, ddp: DDPContext, state: dict | None) -> Task:
         task.untrained = evaluate(task)
         log0(f"untrained student held-out: {show_metrics(task.untrained, task.teacher)}")
         log.write({"step": 0, "epoch": 0, "phase": 0, **task.untrained})
-    return task
-
-def main(args: Namespace) -> int:
-    """Both phases, from where the run in --output_dir stands; returns the exit status."""
-    ddp = setup_ddp(args)
-    state = open_run(args, ddp, SAME)
-    phase = Phase(**state["phase"]) if state else None
-    if phase and phase.number == 2 and not state["done"] and args.skip_phase2:
-        raise ValueError(f"{args.output_dir} holds a run in phase 2: go on without --skip_phase2, or give --fresh")
-    complete = phase.number if state and state["done"] else phase.number - 1 if phase else 0  # phases that are over
-    finished = complete >= (1 if args.skip_phase2 else 2)
-    if finished and not args.save_to_artifacts:
-        log0(f"the run in {args.output_dir} is finished ({state['step']} steps, {phase.best['name']} "
-             f"{phase.best['value']:.4f}): nothing to do; --fresh starts anew")
-        return 0
-    total, micro_steps = resolve_batch(
-        args, ddp.world_size, state["global_batch"] if state and not state["done"] else None)
-    task = build_task(args, ddp, state)
     for number in (1, 2):
         if finished or number <= complete or getattr(args, f"skip_phase{number}"):
             continue
@@ -2096,19 +1980,15 @@ def main(args: Namespace) -> int:
         reason = train(task, phase, resumed, total, micro_steps)
         if reason:
             task.log.close("stopped", steps=phase.first + phase.step, reason=reason)
+            barrier(ddp)  # the first rank to end makes some launchers kill the others
             return stop_status(reason)
-    return finish(task, phase)
-
-def finish(task: Task, phase: Phase) -> int:
-    """Table, artifacts and summary of a complete run. (all ranks)"""
-    args, best, path = task.args, phase.best, Path(task.args.output_dir) / f"phase{phase.number}_best.pt"
+    best, path = phase.best, Path(args.output_dir) / f"phase{phase.number}_best.pt"
     task.student.load_state_dict(load_checkpoint(path)["model"])
     rows = {"teacher": task.teacher, "student": best["metrics"], "untrained student": task.untrained}
-    log0(f"held-out: {len(task.corpus.eval_queries)} queries, {len(task.corpus.eval_documents)} documents; best "
-         f"student of phase {phase.number} at step {best['step']}")
+    log0(f"held-out: {len(corpus.eval_queries)} queries, best student of phase {phase.number} (step {best['step']})")
     for who, metrics in rows.items():
         log0(f"  {who:<18}" + "  ".join(f"{n} {metrics[n]:.4f}" for n in best["metrics"]))
-    artifacts = on_rank0(task.ddp, save_artifacts, task, best) if args.save_to_artifacts else []
+    artifacts = on_rank0(ddp, save_artifacts, task, best, rows) if args.save_to_artifacts else []
     task.log.close("finished", steps=phase.first + phase.step, epochs=phase.epoch, samples_per_s=task.log.speed,
                    final_loss=task.log.final_loss, best_metric={n: best[n] for n in ("name", "value", "step")},
                    baselines={who: rows[who][best["name"]] for who in ("teacher", "untrained student")},

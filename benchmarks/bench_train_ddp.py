@@ -33,7 +33,8 @@ def options(work: Path) -> list[str]:
     return [
         "--phase1_data=pydocs", "--phase2_data=pydocs", f"--teacher_model={TEACHER}", f"--student_model={STUDENT}",
         f"--student_max_length={LENGTH}", f"--teacher_max_length={LENGTH}", "--use_projection=False",
-        "--max_chars=2000", "--eval_samples=50", "--phase1_l2_weight=0", "--phase1_cosine_weight=1", "--phase2_l2_weight=0",
+        "--max_chars=2000", "--eval_samples=50", "--max_samples_phase1=3000", "--max_samples_phase2=3000",
+        "--phase1_l2_weight=0", "--phase1_cosine_weight=1", "--phase2_l2_weight=0",
         "--infonce_weight=1", "--false_negative_margin=2", "--phase1_lr=2e-5", "--phase2_lr=2e-5",
         "--wandb_mode=disabled", f"--cache_dir={work / 'cache'}", "--log_every=5", "--eval_every=1000000",
         "--save_every=1000000", "--device=cpu",
@@ -60,7 +61,7 @@ def ours(args: argparse.Namespace, work: Path, name: str, phase: int, extra: lis
     wall = torchrun(args.nproc, [*command, f"--batch_size={args.batch}"], work / f"{name}.log")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     speeds = [row["samples/s"] for row in rows if "samples/s" in row][1:]  # the first interval warms up
-    return len(speeds) / sum(1 / s for s in speeds), wall
+    return statistics.harmonic_mean(speeds or [0.0]), wall
 
 
 def theirs(args: argparse.Namespace, work: Path, name: str, phase: int, extra: list[str]) -> tuple[float, float]:
@@ -74,8 +75,8 @@ def theirs(args: argparse.Namespace, work: Path, name: str, phase: int, extra: l
 def trainer(args: argparse.Namespace) -> None:
     """One training of SentenceTransformerTrainer, as its documentation writes it. (every rank runs this)"""
     import numpy as np
+    import sentence_transformers as st
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer import losses
     from transformers import TrainerCallback
 
@@ -85,12 +86,12 @@ def trainer(args: argparse.Namespace) -> None:
     corpus = next(args.work.glob("cache/corpus-*"))
     texts = train_ddp.Corpus(corpus)
     models = json.loads((args.work / "models.json").read_text())
-    student = SentenceTransformer(models["student"], device="cpu")
+    student = st.SentenceTransformer(models["student"], device="cpu")
     if args.phase == 1:
         rows = np.load(corpus / "phase1.npy")
         data = Dataset.from_dict({"sentence": [texts.text(i) for i in rows]})
         if args.encode:
-            teacher = SentenceTransformer(models["teacher"], device="cpu")
+            teacher = st.SentenceTransformer(models["teacher"], device="cpu")
             data = data.map(lambda b: {"label": teacher.encode(b["sentence"]).tolist()}, batched=True)
         else:
             vectors = np.load(next(args.work.glob("cache/teacher-*")) / "vectors.npy")[rows].astype(np.float32)
@@ -101,7 +102,7 @@ def trainer(args: argparse.Namespace) -> None:
         data = Dataset.from_dict({c: [texts.text(i) for i in np.load(corpus / f"{a}.npy")] for c, a in columns.items()})
         loss = losses.MultipleNegativesRankingLoss(student, scale=50.0, gather_across_devices=True)
     length = {"max_steps": args.steps} if args.steps else {"num_train_epochs": 3}
-    settings = SentenceTransformerTrainingArguments(
+    settings = st.SentenceTransformerTrainingArguments(
         output_dir=str(args.work / "trainer"), per_device_train_batch_size=args.batch, learning_rate=2e-5,
         warmup_steps=0.1, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
         dataloader_drop_last=True, **length,
@@ -116,7 +117,8 @@ def trainer(args: argparse.Namespace) -> None:
             self.end, self.last = time.monotonic(), state.global_step
 
     clock = Clock()
-    SentenceTransformerTrainer(model=student, args=settings, train_dataset=data, loss=loss, callbacks=[clock]).train()
+    names = {"model": student, "args": settings, "train_dataset": data, "loss": loss}
+    st.SentenceTransformerTrainer(**names, callbacks=[clock]).train()
     if int(os.environ.get("RANK", 0)) == 0:
         samples = (clock.last - clock.first) * args.batch * int(os.environ.get("WORLD_SIZE", 1))
         args.result.write_text(json.dumps({"samples_per_s": samples / (clock.end - clock.begin)}))
@@ -128,7 +130,7 @@ def spread(values: list[float]) -> str:
 
 def compare(args: argparse.Namespace, work: Path) -> None:
     """Both sides in alternation; prints the tables."""
-    steps = [f"--max_steps={args.steps}"]
+    steps = [f"--max_steps={args.steps}", "--phase1_epochs=99", "--phase2_epochs=99"]
     ours(args, work, "warm", 1, ["--max_steps=1"])  # builds models, tokens and vectors that both sides use
     builtin = sorted(work.glob("cache/builtin-bert-*"), key=lambda p: (p / "model.safetensors").stat().st_size)
     (work / "models.json").write_text(json.dumps({"student": str(builtin[0]), "teacher": str(builtin[1])}))

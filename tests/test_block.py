@@ -20,6 +20,7 @@ import threading
 import time
 import tracemalloc
 import types
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -308,6 +309,15 @@ def test_old_torch_is_named(monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     assert block.launch(lambda args: 0, argparse.Namespace(nproc=0)) == 2
     assert capsys.readouterr().err == "torch 2.9.1+cu128 is too old: these scripts need torch 2.10 or newer\n"
+
+
+def test_nproc_inside_a_launcher_is_refused(monkeypatch, capsys):
+    """It would start world_size x nproc processes, all of which write to one folder."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert block.launch(lambda args: 0, argparse.Namespace(nproc=2)) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "--nproc 2" in line and "torchrun" in line
 
 
 # ---- Arguments ---------------------------------------------------------------------------------------
@@ -616,14 +626,6 @@ def test_keyed_uniform_differs_by_each_key():
         assert abs(torch.corrcoef(torch.stack([a.ravel(), b.ravel()]))[0, 1].item()) < 0.06
     shifted = numbers["base"].roll(1, 0)
     assert (numbers["epoch"] == shifted).float().mean() < 0.001  # no epoch is another one moved by an id
-
-
-def test_seed_everything():
-    def draw():
-        block.seed_everything(7)
-        return random.random(), np.random.rand(), torch.rand(1).item()
-
-    assert draw() == draw()
 
 
 # ---- Data order --------------------------------------------------------------------------------------
@@ -945,7 +947,7 @@ def unwrap_all(ctx):
     model = network()
     wrapped = block.wrap_ddp(model, ctx)
     assert type(wrapped).__name__ == "DistributedDataParallel"
-    assert not wrapped.broadcast_buffers and wrapped.gradient_as_bucket_view
+    assert wrapped.gradient_as_bucket_view
     both = [
         block.unwrap(wrapped),
         block.unwrap(torch.compile(wrapped, backend="eager")),
@@ -959,6 +961,23 @@ def unwrap_all(ctx):
 
 def test_unwrap_in_two_ranks():
     assert run_ranks(2, unwrap_all) == [(True, True, True)] * 2
+
+
+def forward_with_buffers(ctx):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning per rank and start would hide others
+        wrapped = block.wrap_ddp(torch.nn.BatchNorm1d(3), ctx)
+    wrapped.module.running_mean.fill_(ctx.rank)
+    calls, real = [], wrapped._sync_buffers
+    wrapped._sync_buffers = lambda *a, **k: (calls.append(a), real(*a, **k))
+    wrapped.train()
+    for _ in range(2):
+        wrapped(torch.full((4, 3), float(ctx.rank))).sum().backward()
+    return wrapped.module.running_mean.tolist(), len(calls)
+
+
+def test_buffers_are_not_broadcast_every_step():
+    assert run_ranks(2, forward_with_buffers) == [([0.0] * 3, 0), ([1.0] * 3, 0)]
 
 
 # ---- The end of a step -------------------------------------------------------------------------------
@@ -1159,15 +1178,14 @@ def test_stop_status(log):
 
 def draw_and_restore(ctx, path):
     torch.manual_seed(ctx.rank)
-    random.seed(ctx.rank)
     states = block.rng_states(ctx)
     if ctx.rank == 0:
         torch.save(states, path)
     block.barrier(ctx)
-    first = (torch.rand(1).item(), random.random())
+    first = torch.rand(1).item()
     states = torch.load(path, weights_only=True)
     block.restore_rng(states, ctx, 5)
-    again = (torch.rand(1).item(), random.random())
+    again = torch.rand(1).item()
     block.restore_rng(states[:1], ctx, 5)  # as if saved on one rank
     return first, again, torch.rand(1).item()
 
@@ -1177,6 +1195,7 @@ def test_random_state_of_every_rank(tmp_path):
     for first, again, _ in results:
         assert first == again
     assert results[0][0] != results[1][0] and results[0][2] != results[1][2]
+    assert not {r[2] for r in results} & {r[0] for r in results}
 
 
 # ---- Checkpoints -------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ def test_split_does_not_depend_on_order_or_seed(tmp_path):
 
 
 BAD = [b'{"query": "no positive"}\n', b"not json\n", b'{"query": "", "positive": "x"}\n', b'["a list"]\n',
-       b"\xff\xfe\n", b'{"query": "q", "positive": ["fine", 3]}\n', b'{"query": "q", "positive": "p", "negatives": 5}\n']  # fmt: skip
+       b"\xff\xfe\n", b'{"query": "q", "positive": ["fine", 3]}\n',
+       b'{"query": "q", "positive": "p", "negatives": 5}\n']  # fmt: skip
 
 
 def test_bad_rows_are_all_listed_before_anything_starts(tmp_path):
@@ -262,5 +263,4 @@ def test_missing_hub_is_said_in_seconds(tmp_path):
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and time.monotonic() - begin < 45  # 10 s on an idle machine
     assert "the model hub cannot be reached" in done.stdout
-    assert "--phase1_data ms_marco: the data set 'microsoft/ms_marco' is not on this machine" in done.stdout
-    assert "local alternatives: pydocs" in done.stdout
+    assert re.search(r"--phase1_data ms_marco: .*microsoft/ms_marco.*pydocs", done.stdout)
