@@ -1166,7 +1166,7 @@ def check_sampler(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
         require_same(ddp, "the order of samples", sampler.fingerprint())
         first = sorted(next(sampler.batches()).tolist())
         for world in (1, 2, 3, 5, 8):
-            other = GlobalBatchSampler(n, total, micro, 42, dataclasses.replace(ddp, world_size=world, rank=0))
+            other = GlobalBatchSampler(n, total, micro, 42, ddp._replace(world_size=world, rank=0))
             other.set_epoch(1)
             dealt = [other.deal(next(other.batches()), rank) for rank in range(world)]
             if sorted(np.concatenate(sum(dealt, [])).tolist()) != first:
