@@ -1,6 +1,6 @@
 """train_ddp.py beside sentence-transformers' own Trainer: same student, texts, batch, steps, processes, threads.
 
-    pip install "accelerate>=1.10" && python benchmarks/bench_train_ddp.py [--nproc 2] [--rounds 3] [--steps 60]
+    pip install "accelerate>=1.10" && python benchmarks/bench_train_ddp.py [--rounds 3] [--steps 60] [--epochs]
 
 The student is a random BERT in the shape of 3 layers of all-MiniLM (384 wide), the teacher one of 6 layers: what
 they cost is real, what they know does not matter here. Texts: the documentation that comes with Python. Phase 1 is
@@ -33,7 +33,7 @@ def options(work: Path) -> list[str]:
     return [
         "--phase1_data=pydocs", "--phase2_data=pydocs", f"--teacher_model={TEACHER}", f"--student_model={STUDENT}",
         f"--student_max_length={LENGTH}", f"--teacher_max_length={LENGTH}", "--use_projection=False",
-        "--max_chars=2000", "--eval_samples=50", "--max_samples_phase1=3000", "--max_samples_phase2=3000",
+        "--max_chars=2000", "--eval_samples=50",
         "--phase1_l2_weight=0", "--phase1_cosine_weight=1", "--phase2_l2_weight=0",
         "--infonce_weight=1", "--false_negative_margin=2", "--phase1_lr=2e-5", "--phase2_lr=2e-5",
         "--wandb_mode=disabled", f"--cache_dir={work / 'cache'}", "--log_every=5", "--eval_every=1000000",
@@ -57,7 +57,8 @@ def ours(args: argparse.Namespace, work: Path, name: str, phase: int, extra: lis
     """(samples per second of the loop, wall seconds) of one phase of train_ddp.py."""
     folder, other = work / "out" / name, 3 - phase
     shutil.rmtree(folder, ignore_errors=True)
-    command = ["train_ddp.py", *options(work), f"--skip_phase{other}", f"--output_dir={folder}", *extra]
+    rows = [f"--max_samples_phase{p}={args.rows}" for p in (1, 2)]
+    command = ["train_ddp.py", *options(work), *rows, f"--skip_phase{other}", f"--output_dir={folder}", *extra]
     wall = torchrun(args.nproc, [*command, f"--batch_size={args.batch}"], work / f"{name}.log")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     speeds = [row["samples/s"] for row in rows if "samples/s" in row][1:]  # the first interval warms up
@@ -130,17 +131,18 @@ def spread(values: list[float]) -> str:
 
 def compare(args: argparse.Namespace, work: Path) -> None:
     """Both sides in alternation; prints the tables."""
-    steps = [f"--max_steps={args.steps}", "--phase1_epochs=99", "--phase2_epochs=99"]
     ours(args, work, "warm", 1, ["--max_steps=1"])  # builds models, tokens and vectors that both sides use
     builtin = sorted(work.glob("cache/builtin-bert-*"), key=lambda p: (p / "model.safetensors").stat().st_size)
     (work / "models.json").write_text(json.dumps({"student": str(builtin[0]), "teacher": str(builtin[1])}))
     print(f"{args.nproc} processes x 1 thread, batch {args.batch} each, {args.steps} steps, {args.rounds} rounds\n")
     print("| samples/s, steps alone | train_ddp.py | SentenceTransformerTrainer | ratio |\n|---|---|---|---|")
-    for phase, loss in ((1, "EmbedDistillLoss"), (2, "MultipleNegativesRankingLoss")):
-        mine, other = [], []
+    for phase, loss, count in (
+        (1, "EmbedDistillLoss", args.steps), (2, "MultipleNegativesRankingLoss", max(10, args.steps // 3)),
+    ):  # fmt: skip
+        mine, other, steps = [], [], [f"--max_steps={count}", f"--phase{phase}_epochs=999"]
         for i in range(args.rounds):
             mine.append(ours(args, work, f"ours{phase}-{i}", phase, steps)[0])
-            other.append(theirs(args, work, f"theirs{phase}-{i}", phase, [f"--steps={args.steps}"])[0])
+            other.append(theirs(args, work, f"theirs{phase}-{i}", phase, [f"--steps={count}"])[0])
         ratio = [a / b for a, b in zip(mine, other, strict=True)]
         print(f"| phase {phase}: {loss} | {spread(mine)} | {spread(other)} | {spread(ratio)} |", flush=True)
     if args.epochs:
@@ -155,7 +157,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2, help="processes of both sides")
     parser.add_argument("--rounds", type=int, default=3, help="alternating runs of both sides")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run (a third of them in phase 2)")
+    parser.add_argument("--rows", type=int, default=3000, help="documentation entries that are read")
     parser.add_argument("--batch", type=int, default=64, help="samples per process and step")
     parser.add_argument("--epochs", action="store_true", help="also three epochs with the teacher (minutes)")
     parser.add_argument("--role", default="compare", choices=("compare", "trainer"), help=argparse.SUPPRESS)
