@@ -780,13 +780,12 @@ def build_student(args: Namespace, ddp: DDPContext, name: str, teacher_dim: int)
     return Student(model.to(ddp.device), resolve_precision(args.precision, ddp.device), ddp.device)
 
 def freeze_unused(student: Student, tokens: Tokens, device: torch.device) -> None:
-    """Drop the pooler and freeze what else gets no gradient, so that DDP need not look for it in every step."""
+    """Freeze what gets no gradient (BERT's pooler), so that DDP need not look for it in every step. It stays in the
+    model, so that the saved one loads without complaint."""
     ids, mask = tokens.padded(np.arange(min(2, len(tokens.lengths))))
     with torch.random.fork_rng():
         student.embed(ids.to(device), mask.to(device)).sum().backward()
     unused = [name for name, p in student.named_parameters() if p.grad is None]
-    if any(".pooler." in name for name in unused):
-        student.model[0].model.pooler = None  # sentence-transformers pools the last layer's tokens itself
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(name not in unused)
     student.zero_grad(set_to_none=True)
@@ -1943,7 +1942,8 @@ def main(args: Namespace) -> int:
     complete = phase.number if state and state["done"] else phase.number - 1 if phase else 0  # phases that are over
     finished = complete >= (1 if args.skip_phase2 else 2)
     if finished and not args.save_to_artifacts:
-        return log0(f"the run in {args.output_dir} is finished, after {state['step']} steps: --fresh starts anew") or 0
+        log0(f"the run in {args.output_dir} is finished, after {state['step']} steps: --fresh starts anew")
+        return 0
     kept = state["global_batch"] if state and not state["done"] else None
     total, micro_steps = resolve_batch(args, ddp.world_size, kept)
     # data, teacher vectors, tokens and student, each made once and cached
