@@ -1086,7 +1086,7 @@ def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, 
         return start_processes(main, args)
     try:
         return record(main)(args)
-    except Exception:
+    except Exception:  # whatever it is: said with its rank and traceback, and a status of 1
         LOGGER.error("failed on rank %s\n%s", os.environ.get("RANK", "0"), traceback.format_exc())
         if dist.is_initialized():  # peers may be gone: no waiting for them in destroy or at exit
             sys.stdout.flush()

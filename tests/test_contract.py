@@ -59,7 +59,7 @@ def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
     module.StepGuard.step = step
     try:
         status = module.launch(module.main, module.parse_args(argv))
-    except BaseException:
+    except BaseException:  # a forked rank must not return into the server
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(status)

@@ -116,7 +116,7 @@ def run_as(env: dict[str, str], argv: list[str], output: str) -> None:
     status = 1
     try:
         status = block.launch(block.main, block.parse_args())
-    except BaseException:
+    except BaseException:  # a forked rank must not return into the server
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(status)
