@@ -1208,17 +1208,16 @@ class GlobalBatchSampler(DistributedSampler):
 
     The shuffled items are cut into global batches (what is left over waits for another epoch), each dealt round-robin
     to the ranks and cut into micro_steps. Iterating yields this rank's micro-batches (int64 ids) from batch `start` on.
-    `cut(ids, epoch)` may regroup the items of `window` batches: into as many of one size (length buckets) or, with
-    `varying`, into any number (token budgets)."""
+    `cut(ids, epoch)` may regroup the items of `window` batches into as many: length buckets, token or node budgets."""
     def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
-                 cut: Callable | None = None, varying: bool = False):
+                 cut: Callable | None = None):
         super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
         if n < global_batch or global_batch < ddp.world_size * micro_steps:
             raise ValueError(f"{n} samples, global batch {global_batch}, {ddp.world_size} ranks x {micro_steps} "
                              "micro-batches: each must be at least the next")
         self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
-        self.window, self.varying, self.cut = window, varying, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
-    def __len__(self) -> int:  # micro-batches left in the epoch, where `cut` keeps the batch size
+        self.window, self.cut = window, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
+    def __len__(self) -> int:  # micro-batches left in the epoch
         return max(0, self.n // self.global_batch - self.start) * self.micro_steps
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
@@ -1240,7 +1239,7 @@ class GlobalBatchSampler(DistributedSampler):
     def batches(self, start: int = 0) -> Iterator[np.ndarray]:
         """Global batches of the epoch from number `start` on. (the same on all ranks)"""
         usable, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
-        first = 0 if self.varying else start // self.window  # the window that holds batch `start`
+        first = start // self.window  # the window that holds batch `start`
         windows = (np.arange(low, min(low + stride, usable)) for low in range(first * stride, usable, stride))
         batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
         return itertools.islice(batches, start - first * self.window, None)
@@ -1539,7 +1538,8 @@ class RunLog:
         self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
         numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
         log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
-             f"{self.speed:.0f} data_wait={speeds['data_wait']:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}")
+             f"{self.speed:.0f} data_wait={speeds['data_wait']:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}"
+             + "".join(f" {n}={v:.6g}" for n, v in extra.items()))
         self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
         self.reset()
     def reset(self) -> None:

@@ -6,6 +6,7 @@ import argparse
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -17,7 +18,8 @@ from pathlib import Path
 import train_ddp
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest", "train_ddp", "helpers"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
+PRELOAD += ["train_ddp", "run_train_uniref50_ddp", "helpers"]
 
 
 class RankError(RuntimeError):
@@ -128,3 +130,14 @@ def run_ranks(world_size: int, function: Callable, *args, timeout: float = 60.0)
         for pipe in pipes:
             pipe.close()
     return [results[rank] for rank in range(world_size)]
+
+
+def write_proteins(path: Path, count: int) -> None:
+    """FASTA of `count` sequences of 20 to 60 residues: six letters, each followed mostly by one of two."""
+    draw = random.Random(5)
+    with open(path, "w") as file:
+        for i in range(count):
+            letters = [draw.randrange(6)]
+            while len(letters) < 20 + i * 7 % 41:
+                letters.append((letters[-1] * 3 + draw.choice((1, 1, 4))) % 6)
+            file.write(f">protein_{i}\n{''.join('ACDEFGHIKLMNPQRSTVWY'[n] for n in letters)}\n")

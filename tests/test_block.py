@@ -744,21 +744,22 @@ def test_cut_groups_a_window():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_varying_batches_restart(world_size):
-    """Token budgets: windows become any number of batches; the position counts them."""
+def test_batches_of_unequal_size_restart(world_size):
+    """Token budgets: as many batches per window, of any size; the position counts them."""
 
     def cut(ids, epoch):
-        ends = np.flatnonzero(ids % 7 == 0) + 6
-        return [piece for piece in np.split(ids, [e for e in ends if e < len(ids)]) if len(piece) >= 6]
+        count = len(ids) // 20
+        cuts = [20 * k + (7 if k % 2 else -7) for k in range(1, count)]
+        return np.split(np.sort(ids), cuts)
 
-    plan = [batch.tolist() for batch in samplers(300, 20, 1, 1, window=3, cut=cut, varying=True)[0].batches()]
-    assert len(plan) != 300 // 20 and len({len(b) for b in plan}) > 1
+    plan = [batch.tolist() for batch in samplers(300, 20, 1, 1, window=4, cut=cut)[0].batches()]
+    assert len(plan) == 300 // 20 and len({len(b) for b in plan}) > 2
     for position in (0, 1, 7, len(plan) - 1, len(plan)):
-        ranks = samplers(300, 20, world_size, 2, window=3, cut=cut, varying=True)
+        ranks = samplers(300, 20, world_size, 2, window=4, cut=cut)
         for sampler in ranks:
             sampler.set_epoch(0, position)
         found = [list(sampler) for sampler in ranks]
-        assert {len(f) for f in found} == {2 * len(plan[position:])}
+        assert {len(f) for f in found} == {2 * len(plan[position:])} == {len(ranks[0])}
         for number, batch in enumerate(plan[position:]):
             cells = [cell for f in found for cell in f[2 * number : 2 * number + 2]]
             assert sorted(np.concatenate(cells).tolist()) == sorted(batch)

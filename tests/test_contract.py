@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, forkserver, free_port
+from helpers import ROOT, forkserver, free_port, write_proteins
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
 
@@ -35,7 +35,17 @@ def tiny_train_ddp(folder: Path) -> list[str]:
         --device=cpu --precision=fp32""".split()
 
 
-TINY = {"train_ddp": tiny_train_ddp}
+def tiny_run_train_uniref50_ddp(folder: Path) -> list[str]:
+    """800 sequences of simple structure, three epochs, the averaged weights evaluated and sampled on the way."""
+    write_proteins(folder / "proteins.fasta", 800)
+    return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16 --n_blocks_prot=2
+        --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --global_batch_size=24 --batch_size=4 --n_iters=70
+        --lr=0.02 --warmup=10 --ema=0.9 --log_freq=1 --snapshot_freq=4 --eval_freq=35 --eval_sequences=30 --eval_draws=1
+        --samples_per_eval=3 --sample_length=10 --num_workers=1 --wandb_mode=disabled --device=cpu
+        --precision=fp32""".split()
+
+
+TINY = {"train_ddp": tiny_train_ddp, "run_train_uniref50_ddp": tiny_run_train_uniref50_ddp}
 
 
 def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
@@ -173,7 +183,8 @@ def test_every_script_has_a_tiny_run():
 def test_two_processes_train(whole):
     """Steps are made, weights move, the loss falls, one rank writes, the summary is complete."""
     state, losses = state_of(whole), whole.losses
-    phases = [[r["loss"] for r in whole.rows if "loss" in r and r.get("phase") == p] for p in (1, 2)]
+    phases = [[r["loss"] for r in whole.rows if "loss" in r and r.get("phase") == p] for p in (None, 1, 2)]
+    assert any(phases)
     assert whole.summary["status"] == "finished" and whole.summary["steps"] == len(losses) > 50
     for part in filter(None, phases):
         assert sum(part[-5:]) < 0.9 * sum(part[:5])
@@ -197,7 +208,7 @@ def test_number_of_processes_changes_nothing(script, whole, start, world_size):
     assert run.statuses == [0] * world_size, run.text[-3000:]
     assert len(run.rows) == len(whole.rows)
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
-        for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "grad_norm"):
+        for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "nelbo", "ce@0.5", "unigram", "grad_norm"):
             if key in theirs:
                 tolerance = 1e-5 if theirs["step"] <= 50 or key == "loss" else 1e-3
                 assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), (theirs["step"], key)
@@ -218,7 +229,7 @@ def test_stopped_and_restarted_equals_undisturbed(script, whole, start, stop, st
     run = start(name, argv, target, 2, attempt=1)
     assert run.statuses == [0, 0] and "resuming" in run.text, run.text[-3000:]
     ours, theirs = state_of(run), state_of(whole)
-    for key in ("model", "optimizer", "rng", "step", "epoch", "done", "history"):
+    for key in theirs.keys() - {"wall_s", "speed", "wandb_id", "args"}:
         assert not differences(ours[key], theirs[key], key)
     assert run.losses == whole.losses
     assert run.trained_on() == whole.trained_on()

@@ -31,6 +31,7 @@ OURS = (
 NAMES_SECTION = "## 15. Names in the original documents"
 # Files and folders of users that commands name; they are not part of the repository.
 USER_PATHS = set("./my_teacher ./my_student ./my_models ddp_config.json texts.txt pairs.jsonl check.json".split())
+USER_PATHS.add("configs/my_ddp_config.yaml")
 DEFAULTS = {  # the options that users of train_ddp.py know by name, and their defaults
     "teacher_model": "infly/inf-retriever-v1-pro", "student_model": "sentence-transformers/all-mpnet-base-v2",
     "use_projection": True, "batch_size": 64, "phase1_epochs": 1, "phase2_epochs": 3, "phase1_lr": 2e-5,
@@ -60,6 +61,44 @@ DOCUMENTED = [  # commands that users of the original train_ddp.py have, word fo
     ("torchrun --nproc_per_node=8 --master_port=29501 train_ddp.py", {}),
     (TWO_NODES.format(0), {}),
     (TWO_NODES.format(1), {}),
+]
+
+UNIREF_FLAGS = {  # flags of run_train_uniref50_ddp.sh: options of the script
+    "-w": "work_dir", "--work-dir": "work_dir", "-c": "config", "--config": "config",
+    "-d": "datafile", "--datafile": "datafile", "-p": "wandb_project", "--project": "wandb_project",
+    "-n": "wandb_name", "--name": "wandb_name", "-s": "seed", "--seed": "seed",
+    "-m": "sampling_method", "--method": "sampling_method",
+}  # fmt: skip
+
+UNIREF_YAML = [  # what users of the original run_train_uniref50_ddp.py write into their config, and what it must give
+    (
+        'training:\n  batch_size: 16\n  accum: 4\noptim:\n  lr: !!float "1e-4"\n  warmup: 10000\n',
+        {"lr": 1e-4, "warmup": 10_000},
+    ),
+    (
+        'training:\n  batch_size: 12\n  accum: 4\noptim:\n  lr: !!float "3e-4"\n  warmup: 30000\n'
+        "memory:\n  max_memory_per_gpu: 0.8\n",
+        {"batch_size": 12, "lr": 3e-4, "warmup": 30_000, "max_memory_per_gpu": 0.8},
+    ),
+    (
+        "training:\n  batch_size: 8\nmemory:\n  gradient_checkpointing: True\n",
+        {"batch_size": 8, "gradient_checkpointing": True},
+    ),
+    ("training:\n  num_workers: 6\n  log_freq: 200\n", {"num_workers": 6, "log_every": 200}),
+]
+UNIREF_DEFAULTS = {
+    "batch_size": 16, "accumulation": 4, "num_workers": 4, "log_every": 100, "lr": 5e-5, "warmup": 5000,
+    "gradient_checkpointing": False, "max_memory_per_gpu": 0.85, "lr_scaling": "linear", "fresh": False,
+    "wandb_project": "uniref50-sedd-ddp", "wandb_name": None, "sampling_method": "rigorous", "seed": 42,
+}  # fmt: skip
+UNIREF_DOCUMENTED = [
+    ("./run_train_uniref50_ddp.sh", {}),
+    ("./run_train_uniref50_ddp.sh --config configs/my_ddp_config.yaml", UNIREF_YAML[0][1]),
+    (
+        "./run_train_uniref50_ddp.sh --fresh --project my_ddp_experiment --name ddp_test_20250918",
+        {"fresh": True, "wandb_project": "my_ddp_experiment", "wandb_name": "ddp_test_20250918"},
+    ),
+    ("./run_train_uniref50_ddp.sh --method simple", {"sampling_method": "simple"}),
 ]
 
 
@@ -95,6 +134,8 @@ def run_of(words: list[str]) -> tuple[list[str], str, list[str]] | None:
         if Path(word).name == "run_ddp_slurm.sh":
             script = rest.pop(0) if rest and rest[0].endswith(".py") else "train_ddp.py"
             return before, script, rest
+        if Path(word).name == "run_train_uniref50_ddp.sh":
+            return before, "run_train_uniref50_ddp.py", uniref_options(rest)
         if Path(word).name == "run_ddp.sh":
             values = []
             while rest and len(values) < 2 and "=" not in rest[0] and not rest[0].startswith("--"):
@@ -104,6 +145,22 @@ def run_of(words: list[str]) -> tuple[list[str], str, list[str]] | None:
         if word.endswith(".py"):  # tests/ and benchmarks/ have parsers of their own
             return None if "/" in word.removeprefix("./") else (before, Path(word).name, rest)
     return None
+
+
+def uniref_options(words: list[str]) -> list[str]:
+    """What run_train_uniref50_ddp.sh gives to the script for its own arguments (a run that is not resumed)."""
+    options, words = [], list(words)
+    while words and (word := words.pop(0)) != "--":
+        name, equals, value = word.partition("=")
+        if own := UNIREF_FLAGS.get(name):
+            options.append(f"--{own}={value if equals else words.pop(0)}")
+        elif name == "--gpus":
+            assert (value if equals else words.pop(0)).isdigit(), f"--gpus takes a number: {word}"
+        elif name != "--yes":
+            options.append(word)
+    if not any(option.startswith("--config=") for option in options):
+        options.insert(0, "--config=configs/config_uniref50_ddp.yaml")
+    return options + words
 
 
 def commands_of(path: Path) -> list[str]:
@@ -134,6 +191,7 @@ COMMANDS = [pytest.param(line, id=f"{p.name}: {line}") for p in DOCUMENTS for li
 def folder(tmp_path, monkeypatch):
     """The working folder of a user: the configs of the repository and what the guide's notebook cell writes."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "configs/my_ddp_config.yaml").write_text(UNIREF_YAML[0][0])
     monkeypatch.chdir(tmp_path)
     for block in fenced(GUIDE, "python"):
         if "ddp_config.json" in block:
@@ -192,6 +250,19 @@ def test_documented_command(line, expected, folder, capsys):
     assert {name: args[name] for name in DEFAULTS} == DEFAULTS | expected
 
 
+@pytest.mark.parametrize(("line", "expected"), UNIREF_DOCUMENTED)
+def test_documented_command_of_uniref50(line, expected, folder, capsys):
+    args = vars(parse(line, capsys))
+    assert {name: args[name] for name in UNIREF_DEFAULTS} == UNIREF_DEFAULTS | expected
+
+
+@pytest.mark.parametrize(("text", "expected"), UNIREF_YAML)
+def test_documented_yaml_of_uniref50(text, expected, folder, capsys):
+    Path("configs/my_ddp_config.yaml").write_text(text)
+    args = vars(parse("./run_train_uniref50_ddp.sh --config configs/my_ddp_config.yaml", capsys))
+    assert {name: args[name] for name in UNIREF_DEFAULTS} == UNIREF_DEFAULTS | expected
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_config(config, folder, capsys):
     """Loads through the script of its launch line, which names it; an expected result; every key explained."""
@@ -201,7 +272,7 @@ def test_config(config, folder, capsys):
     args = parse(lines[0].removeprefix("# Run: "), capsys)
     assert args.config == config
     for line in lines:
-        assert not re.match(r"\s*[\w.]+:", line) or re.search(r"\s# \S", line), f"no comment: {line}"
+        assert not re.match(r"\s*[\w.]+:\s*[^\s#]", line) or re.search(r"\s# \S", line), f"no comment: {line}"
 
 
 def test_default_config_is_the_defaults(folder):
