@@ -2154,7 +2154,7 @@ def main(args: Namespace) -> int:
                  args.skip_bad_data)
         return 0
     conservative(args, ddp.world_size)
-    if ddp.device.type != "cpu" and args.max_memory_per_gpu < 1:
+    if ddp.device.type != "cpu":
         torch.get_device_module(ddp.device).set_per_process_memory_fraction(args.max_memory_per_gpu, ddp.device)
     torch.set_float32_matmul_precision("high")  # what stays in fp32 runs on tensor cores
     if args.sample:

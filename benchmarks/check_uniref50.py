@@ -131,8 +131,8 @@ def main() -> None:
         drawn = {name: read_fasta(work / f"{name}.fasta") for name in ("rigorous", "simple")}
         for name, group in {"held-out sequences": held_out[: args.samples], **drawn}.items():
             statistic, freedom, distance = chi_square(group, source[1])
-            print(f"{len(group)} {name}: chi-square of transitions {statistic:.0f}, {freedom} degrees of freedom, total "
-                  f"variation {distance:.4f}; {nats_of(group, source):.4f} nats per residue by the chain")
+            print(f"{len(group)} {name}: chi-square of transitions {statistic:.0f}, {freedom} degrees of freedom; "
+                  f"total variation {distance:.4f}; {nats_of(group, source):.4f} nats per residue by the chain")
         control = train(args, work, "shuffled")
         print(f"residues shuffled inside every sequence: NELBO {control['nelbo']:.4f} +- {control['nelbo_se']:.4f}, "
               f"below the unigram by {control['below_unigram']:.4f} +- {control['below_unigram_se']:.4f}")  # fmt: skip
