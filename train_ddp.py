@@ -87,7 +87,7 @@ COLUMNS = {  # column names that are taken for each field, in this order
 }
 LSA_DIM, LSA_FEATURES = 384, 12_000  # builtin:lsa
 BERT_SIZE, BERT_VOCABULARY = "1x128", 8_000  # builtin:bert
-BLOCK = 2048  # texts per file while teacher vectors are being computed
+BLOCK = 2048  # texts per file at most while teacher vectors are being computed
 # A resumed run must have these arguments as they were.
 SAME = ("teacher_model teacher_revision teacher_max_length teacher_dim teacher_query_prompt teacher_document_prompt "
         "student_model student_layers student_max_length student_query_prompt student_document_prompt use_projection "
@@ -436,9 +436,8 @@ def source_key(name: str) -> list:
 
 def cached(args: Namespace, ddp: DDPContext, folder: Path, make: Callable[[], dict[str, np.ndarray]]) -> None:
     """Let rank 0 fill a cache folder with the arrays that `make` returns, unless it is complete. (all ranks)"""
-    def build() -> None:
-        if not cache_is_whole(folder, args.verify_data):
-            write_cache(folder, make())
+    def build() -> bool | None:
+        return cache_is_whole(folder, args.verify_data) or write_cache(folder, make())
     on_rank0(ddp, build)
 
 def load_data(args: Namespace, ddp: DDPContext) -> Corpus:
@@ -508,7 +507,8 @@ def teacher_vectors(args: Namespace, ddp: DDPContext, corpus: Corpus, name: str)
     """The teacher's unit vectors (N, D) float16 of all texts, memory-mapped, computed once. (all ranks) Blocks of the
     length-sorted texts are dealt to the ranks and written one by one, so that a killed run goes on where it was."""
     folder = cache_folder(args, "teacher", teacher_key(args, corpus, name))
-    files = [folder / f"block-{b:06d}.npy" for b in range(-(-len(corpus.kinds) // BLOCK))]
+    block = min(BLOCK, max(64, len(corpus.kinds) // 4096 * 64))  # of few texts too: no rank waits long for another
+    files = [folder / f"block-{block}-{b:06d}.npy" for b in range(-(-len(corpus.kinds) // block))]
     order = np.argsort(-np.diff(corpus.offsets), kind="stable")  # longest first: out of memory at once
     def missing() -> list[int] | None:
         if cache_is_whole(folder, args.verify_data):
@@ -524,9 +524,9 @@ def teacher_vectors(args: Namespace, ddp: DDPContext, corpus: Corpus, name: str)
     if todo is not None:
         teacher = load_teacher(args, name, ddp.device)
         prompts, options = list(teacher.prompts.values()), {"convert_to_tensor": True, "show_progress_bar": False}
-        log0(f"encoding with {args.teacher_model}: {len(todo)} blocks of {BLOCK} texts, prompts {prompts}")
+        log0(f"encoding with {args.teacher_model}: {len(todo)} blocks of {block} texts, prompts {prompts}")
         bar = tqdm(todo[ddp.rank :: ddp.world_size], "teacher", disable=ddp.rank > 0 or not sys.stderr.isatty())
-        for rows, file in ((order[b * BLOCK : (b + 1) * BLOCK], files[b]) for b in bar):
+        for rows, file in ((order[b * block : (b + 1) * block], files[b]) for b in bar):
             batch = [prompts[corpus.kinds[i]] + corpus.text(i) for i in rows]
             vectors = teacher.encode(batch, batch_size=args.teacher_batch_size, **options).float()
             vectors = F.normalize(vectors[:, : args.teacher_dim], dim=-1)
