@@ -603,24 +603,33 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.adapt = zeroed(nn.Linear(cond_dim, 6 * width))
-    def forward(self, x: Tensor, cond: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, L, D), cond (B, C), cos and sin (L, D / heads), mask (B, 1, 1, L): True where a key counts."""
+    def forward(self, x: Tensor, cond: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, L, D), cond (B, C), turns (L, D / heads / 2) complex, mask (B, 1, 1, L): True where a key counts."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond)[:, None].chunk(6, dim=-1)
         h = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # one pass over memory instead of two
-        qkv = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, heads, L, D / heads)
-        h = F.scaled_dot_product_attention(*rotate(qkv[:2], cos, sin), qkv[2], attn_mask=mask)
-        x = torch.addcmul(x, gate1, F.dropout(self.out(h.transpose(1, 2).flatten(2)), self.dropout, self.training))
+        # q and k (2, B, heads, L, D / heads), v (1, ...); split, as indexing fills three gradients with zeros
+        qk, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).split((2, 1))
+        h = F.scaled_dot_product_attention(*rotate(qk, turns).unbind(0), v.squeeze(0), attn_mask=mask)
+        x = torch.addcmul(x, gate1, self.drop(self.out(h.transpose(1, 2).flatten(2))))
         h = torch.addcmul(shift2, self.norm2(x), 1 + scale2)
-        return torch.addcmul(x, gate2, F.dropout(self.down(F.gelu(self.up(h))), self.dropout, self.training))
+        return torch.addcmul(x, gate2, self.drop(self.down(F.gelu(self.up(h)))))
+    def drop(self, x: Tensor) -> Tensor:
+        """Dropout. A CPU's generator is slow: one number there makes the 16 bits of four elements."""
+        if not self.training or not self.dropout or x.device.type != "cpu":
+            return F.dropout(x, self.dropout, self.training)
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        keep = bits[: x.numel()].view(x.shape) >= round(65536 * self.dropout) - 32768
+        return x * keep.to(x.dtype).mul_(1 / (1 - self.dropout))
 
 def zeroed(layer: nn.Linear) -> nn.Linear:
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), halves convention; x (..., L, E), cos and signed sin (L, E)."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021): pairs of x (..., L, E) as complex numbers times turns (L, E / 2)."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 class Denoiser(nn.Module):
     """Logits of the original residues of noised sequences; the encoder of SEDD (Lou et al. 2024)."""
@@ -636,12 +645,11 @@ class Denoiser(nn.Module):
         self.norm, self.adapt = nn.LayerNorm(width, bias=False), zeroed(nn.Linear(args.cond_dim, 2 * width))
         self.head = zeroed(nn.Linear(width, MASK + 1, bias=False))  # zero: every residue is equally likely at first
         size = width // args.n_heads
-        angles = torch.outer(torch.arange(args.max_protein_len), 1e4 ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
+        angles = torch.outer(torch.arange(args.max_protein_len), 1e4 ** (-torch.arange(0, size, 2) / size))
         allowed = torch.full((MASK + 1,), -math.inf)
         allowed[FIRST : LAST + 1] = 0.0
-        sin = angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(size // 2)
-        for name, buffer in ("cos", angles.cos()), ("sin", sin), ("allowed", allowed):
-            self.register_buffer(name, buffer, persistent=False)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("allowed", allowed, persistent=False)
     def forward(self, tokens: Tensor, sigma: Tensor, padded: bool = True) -> Tensor:
         """tokens (B, L) int64, sigma (B,) total noise -> logits (B, L, 37) float32, -inf where no residue's id is.
         `padded`: whether PAD occurs; without it the attention needs no mask, which some kernels are faster for."""
@@ -651,12 +659,12 @@ class Denoiser(nn.Module):
             angles = (sigma if self.timed else torch.zeros_like(sigma))[:, None] * frequencies
             cond = self.noise_mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
             x, mask = self.embed(tokens), (tokens != PAD)[:, None, None, :] if padded else None
-            cos, sin = self.cos[: tokens.shape[1]].to(self.dtype), self.sin[: tokens.shape[1]].to(self.dtype)
+            turns = self.turns[: tokens.shape[1]]
             for block in self.blocks:
                 if self.recompute and torch.is_grad_enabled():
-                    x = torch.utils.checkpoint.checkpoint(block, x, cond, cos, sin, mask, use_reentrant=False)
+                    x = torch.utils.checkpoint.checkpoint(block, x, cond, turns, mask, use_reentrant=False)
                 else:
-                    x = block(x, cond, cos, sin, mask)
+                    x = block(x, cond, turns, mask)
             shift, scale = self.adapt(cond)[:, None].chunk(2, dim=-1)
             logits = self.head(self.norm(x) * (1 + scale) + shift)
         return logits.float() + self.allowed
@@ -2012,7 +2020,7 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
     most, count = args.max_protein_len, min(len(task.train_set), args.max_samples)
     mean = sum(min(n + 2, most) * c for n, c in task.lengths.items()) / sum(task.lengths.values())
     items = max(total, int(total * most / mean))  # sequences that fill `total` rows of tokens
-    window = max(8, -(-4096 // items))  # batches among which lengths are sorted
+    window = max(64, -(-4096 // items))  # batches among which lengths are sorted: under 5 % padding
     cut = bucket_by_tokens(task.train_set, most, items, total, args.seed)
     sampler = GlobalBatchSampler(count, items, micro_steps, args.seed, ddp, window, cut)
     per_epoch = len(sampler) // micro_steps

@@ -429,7 +429,7 @@ def main() -> None:
     parser.add_argument("--accum", type=int, default=4, help="micro-steps per optimizer step")
     parser.add_argument("--config", default="small", choices=CONFIGS, help="small: 128 x 4 blocks; default: 768 x 8")
     parser.add_argument("--lengths", default="uniref50", help="uniref50, or a FASTA file")
-    parser.add_argument("--sequences", type=int, default=4000, help="how many are drawn")
+    parser.add_argument("--sequences", type=int, default=20_000, help="how many are drawn")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--port_only", action="store_true", help="the port alone")
     parser.add_argument("options", nargs="*", help="after --: more options of run_train_uniref50_ddp.py")

@@ -463,12 +463,29 @@ def test_rotary_embedding():
     """Products of rotated queries and keys depend on their distance alone; the rotation is by the standard angles."""
     network = model()
     q, k = torch.randn(16), torch.randn(16)
-    size = 16
-    rotated = [script.rotate(v.expand(40, size), network.cos, network.sin) for v in (q, k)]
+    rotated = [script.rotate(v.repeat(40, 1), network.turns) for v in (q, k)]
     products = rotated[0] @ rotated[1].T
     for distance in (0, 3, 11):
         line = products.diagonal(distance)
         assert torch.allclose(line, line[0].expand_as(line), atol=1e-4)
     angle = 5 * 1e4 ** (-2 * torch.arange(8) / 16)
-    expected = q[:8] * angle.cos() - q[8:] * angle.sin()
-    assert torch.allclose(rotated[0][5, :8], expected, atol=1e-5)
+    expected = q[::2] * angle.cos() - q[1::2] * angle.sin()
+    assert torch.allclose(rotated[0][5, ::2], expected, atol=1e-5)
+
+
+def test_dropout():
+    """Share, scale and gradient of the CPU's own dropout; none in evaluation; another mask every time."""
+    block = script.Block(32, 2, 16, 0.3).train()
+    x = torch.randn(50, 40, 32, requires_grad=True)
+    y = block.drop(x)
+    kept = y != 0
+    assert abs(kept.float().mean() - 0.7) < 5 * (0.21 / x.numel()) ** 0.5
+    assert torch.allclose(y[kept], x[kept] / 0.7)
+    y.sum().backward()
+    assert torch.allclose(x.grad, kept / 0.7)
+    assert not torch.equal(kept, block.drop(x) != 0)
+    columns = kept.float().reshape(-1, 4).mean(0)  # the four elements of one random number
+    assert (columns - 0.7).abs().max() < 0.02
+    pairs = torch.corrcoef(kept.float().reshape(-1, 4).T) - torch.eye(4)
+    assert pairs.abs().max() < 0.03
+    assert torch.equal(block.eval().drop(x), x)
