@@ -604,7 +604,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.adapt = zeroed(nn.Linear(cond_dim, 6 * width))
     def forward(self, x: Tensor, cond: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, L, D), cond (B, C), turns (L, D / heads / 2) complex, mask (B, 1, 1, L): True where a key counts."""
+        """x (B, L, D), cond (B, C), turns (L, D / heads / 2, 2), mask (B, 1, 1, L): True where a key counts."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond)[:, None].chunk(6, dim=-1)
         h = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # one pass over memory instead of two
         # q and k (2, B, heads, L, D / heads), v (1, ...); split, as indexing fills three gradients with zeros
@@ -627,9 +627,13 @@ def zeroed(layer: nn.Linear) -> nn.Linear:
     return layer
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): pairs of x (..., L, E) as complex numbers times turns (L, E / 2)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+    """Rotary position embedding (Su et al. 2021): pairs of x (..., L, E) turned by (cos, sin), turns (L, E / 2, 2)."""
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # as complex numbers: one pass over memory
+        pairs = torch.view_as_complex(pairs) * torch.view_as_complex(turns)
+        return torch.view_as_real(pairs).flatten(-2).to(x.dtype)
+    (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
 
 class Denoiser(nn.Module):
     """Logits of the original residues of noised sequences; the encoder of SEDD (Lou et al. 2024)."""
@@ -648,7 +652,7 @@ class Denoiser(nn.Module):
         angles = torch.outer(torch.arange(args.max_protein_len), 1e4 ** (-torch.arange(0, size, 2) / size))
         allowed = torch.full((MASK + 1,), -math.inf)
         allowed[FIRST : LAST + 1] = 0.0
-        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()], dim=-1), persistent=False)
         self.register_buffer("allowed", allowed, persistent=False)
     def forward(self, tokens: Tensor, sigma: Tensor, padded: bool = True) -> Tensor:
         """tokens (B, L) int64, sigma (B,) total noise -> logits (B, L, 37) float32, -inf where no residue's id is.
@@ -1639,10 +1643,6 @@ def evaluation_batches(task: Task, rows: np.ndarray) -> Iterator[tuple[np.ndarra
         yield items, torch.from_numpy(proteins.rows(items, start, length)).to(task.ddp.device).long()
         StepGuard.beat = time.monotonic()
 
-def spread_rows(count: int, most: int) -> np.ndarray:
-    """At most `most` of range(count), evenly spaced."""
-    return np.linspace(0, count - 1, min(most, count)).astype(np.int64)
-
 def ratio(gram: np.ndarray, *weights: float) -> tuple[float, float]:
     """(sum of weights . row) / (sum of the last column) and its standard error, from gram = sum of row^T row over
     sequences. Rows are (1, ..., n): the first entry counts sequences, the last residues."""
@@ -1656,7 +1656,7 @@ def evaluate(task: Task) -> dict[str, float]:
     """Held-out metrics of the averaged weights, nats per residue; the first decides what is best. Fixed noise, each
     sequence once, no curriculum: the same on any number of ranks. (all ranks)"""
     device, proteins = task.ddp.device, task.valid_set
-    rows = spread_rows(len(proteins), task.args.eval_sequences)
+    rows = np.linspace(0, len(proteins) - 1, min(len(proteins), task.args.eval_sequences)).astype(np.int64)
     unigram = torch.zeros(MASK + 1, dtype=torch.float64, device=device)
     unigram[FIRST : LAST + 1] = torch.from_numpy(-np.log(task.letters)).to(device)
     gram = torch.zeros(4, 4, dtype=torch.float64, device=device)
@@ -2129,7 +2129,7 @@ def draw_samples(task: Task, templates: list[np.ndarray]) -> list[np.ndarray]:
 
 def reference_sequences(proteins: Proteins, most: int) -> list[np.ndarray]:
     """Residues of up to `most` sequences, evenly spaced: what samples are compared with."""
-    offsets, rows = proteins.offsets, spread_rows(len(proteins), most)
+    offsets, rows = proteins.offsets, np.linspace(0, len(proteins) - 1, min(len(proteins), most)).astype(np.int64)
     return [proteins.tokens[offsets[i] + 1 : offsets[i + 1] - 1] for i in rows]
 
 def write_samples(args: Namespace, ddp: DDPContext) -> int:

@@ -471,6 +471,8 @@ def test_rotary_embedding():
     angle = 5 * 1e4 ** (-2 * torch.arange(8) / 16)
     expected = q[::2] * angle.cos() - q[1::2] * angle.sin()
     assert torch.allclose(rotated[0][5, ::2], expected, atol=1e-5)
+    compiled = torch.compile(script.rotate, backend="eager")  # the form for GPUs
+    assert torch.allclose(compiled(q.repeat(40, 1), network.turns), rotated[0], atol=1e-5)
 
 
 def test_dropout():
