@@ -192,7 +192,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     g("steps", default=100, type=int, help="sampling steps (analytic and simple)")
     g("sample", type=int, default=0, help="do not train: draw so many sequences from --checkpoint into --out")
     g("samples_per_eval", type=int, default=16, help="sequences drawn at an evaluation")
-    g("sample_length", type=int, help="residues of a sample [default: lengths as in the training data]")
+    g("sample_length", type=int, default=0, help="residues of a sample (0: lengths as in the training data)")
     g("infill", help="FASTA whose '?' are to be filled in, instead of sampling from nothing")
     g("temperature", type=float, default=1.0, help="of the network's predictions (1: exact)")
     g("top_p", type=float, default=1.0, help="sample from the likeliest residues of so much probability (1: exact)")
@@ -211,7 +211,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     above_0 = ("batch_size n_iters epochs max_samples eval_freq hidden_size n_blocks_prot n_heads cond_dim lr "
                "sigma_min eval_batch_size eval_sequences eval_draws steps samples_per_eval preschool_time").split()
     up_to_1, rates = ("val_ratio", "top_p", "max_memory_per_gpu", "noise_eps"), ("dropout", "ema")
-    uniform = args.graph_type == "uniform"
+    from_0, uniform = ("temperature", "sample", "sample_length", "num_workers"), args.graph_type == "uniform"
     refused = {
         **{f"--{n} {getattr(args, n)} must be above 0": getattr(args, n) <= 0 for n in [*above_0, *up_to_1]},
         **{f"--{n} {getattr(args, n)} must be at most 1": getattr(args, n) > 1 for n in up_to_1},
@@ -220,12 +220,17 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             args.hidden_size % max(2, 2 * args.n_heads) != 0,
         f"--max_protein_len {args.max_protein_len} must be at least 8": args.max_protein_len < 8,
         f"--cond_dim {args.cond_dim} must be even": args.cond_dim % 2 > 0,
-        f"--temperature {args.temperature} must not be negative": args.temperature < 0,
+        **{f"--{n} {getattr(args, n)} must not be negative": getattr(args, n) < 0 for n in from_0},
         f"--sigma_max {args.sigma_max} must be above --sigma_min {args.sigma_min}": args.sigma_max <= args.sigma_min,
         "--graph_type uniform needs --time_conditioning: replaced residues do not show":
             uniform and not args.time_conditioning,
         "--graph_type uniform has the analytic sampler only":
-            uniform and (args.sampling_method == "simple" or args.predictor == "first_hitting")}
+            uniform and (args.sampling_method == "simple" or args.predictor == "first_hitting"),
+        "--graph_type uniform with --loss score_entropy has no sampler: --snapshot_sampling=False":
+            uniform and args.loss == "score_entropy" and args.snapshot_sampling,
+        "--infill, --checkpoint and --out belong to --sample": not args.sample and bool(
+            args.infill or args.checkpoint or args.out),
+        "--sample and --prepare: one of the two": bool(args.sample and args.prepare)}
     for message in (m for m, wrong in refused.items() if wrong):
         p.error(message)
     if args.global_batch_size:  # it does not grow with the ranks, so neither does the rate
@@ -1934,7 +1939,8 @@ def train_step(task: Task, model: nn.Module, batch: StepBatch, progress: Progres
     for number, (items, tokens, places, padded) in enumerate(batch.micro, 1):
         times, ids = training_times(places, progress.step, args), torch.from_numpy(items).to(ddp.device)
         sigma, slope = noise.sigma(times), noise.slope(times)
-        draws, letters = (keyed_uniform(args.seed, progress.epoch, ids, tokens.shape[1], stream=s) for s in (2, 3))
+        draw = functools.partial(keyed_uniform, args.seed, progress.epoch, ids, tokens.shape[1])
+        draws, letters = draw(2), draw(3) if args.graph_type == "uniform" else None
         noisy = noised(tokens, noise.hidden(times), draws, args.graph_type, letters)
         with sync_gradients(model, number == len(batch.micro)):
             loss = diffusion_loss(model(noisy, sigma, padded), tokens, noisy, sigma, slope, args).sum()
@@ -2037,8 +2043,7 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
         task.model.load_state_dict(state["model"])
         torch._foreach_copy_(task.average, [t.to(ddp.device) for t in state["ema"]])
         guard.bad_steps, task.history = state["bad_steps"], state["history"]
-    model = torch.compile(task.model, dynamic=True) if args.compile else task.model
-    model = wrap_ddp(model, ddp)
+    model = wrap_ddp(torch.compile(task.model, dynamic=True) if args.compile else task.model, ddp)
     parameters = list(unwrap(model).parameters())
     peak = peak_flops(ddp.device, task.model.dtype) * ddp.world_size
     log0(f"{total} rows of {most} tokens hold {items} sequences on average; {args.epochs} epochs x {per_epoch} steps, "
@@ -2063,14 +2068,14 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
         norm, reason = guard.step(loss, progress.step + 1, [m[0] for m in batch.micro])
         update_ema(task.average, parameters, args.ema, progress.step)
         progress.step, progress.position = progress.step + 1, progress.position + 1
-        residues, flops = residues + batch.residues, flops + batch.flops
+        kept = log.steps > 1  # sums are of the steps since the last record, evaluation or checkpoint
+        residues, flops = residues * kept + batch.residues, flops * kept + batch.flops
         bar.update()
         last = progress.step == steps
         if progress.step % args.log_every == 0 or last:
             seconds = time.monotonic() - log.last
             extra = {"tokens/s": residues / seconds, "mfu": flops / seconds / peak, **gpu_busy(ddp.device)}
             log.interval(progress.step, steps, progress.epoch, model, group["lr"], norm, **extra)
-            residues, flops = 0, 0.0
         if progress.position == per_epoch:
             progress.epoch, progress.position = progress.epoch + 1, 0
         due, better = last or progress.step % args.eval_freq == 0, False
@@ -2078,10 +2083,8 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
             if reason:  # the evaluation may take longer than there is time; the next step stops
                 checkpoint(task, progress, optimizer, guard, log, total, False, done=False)
             reason, better = "", validate(task, progress, log)
-            residues, flops = 0, 0.0
         if reason or due or progress.step % args.save_every == 0:
             checkpoint(task, progress, optimizer, guard, log, total, better, done=last)
-            residues, flops = 0, 0.0
     guard.finish()
     bar.close()
     pool.shutdown(cancel_futures=True)
@@ -2134,11 +2137,12 @@ def reference_sequences(proteins: Proteins, most: int) -> list[np.ndarray]:
 
 def write_samples(args: Namespace, ddp: DDPContext) -> int:
     """--sample: N sequences, or N fillings of each record of --infill, as FASTA. (all ranks)"""
-    task, names = load_task(args, ddp), None
-    if args.infill:
-        templates, names = infill_templates(args.infill, args.sample)
-    else:
-        templates = draw_templates(args.sample, args.sample_length or task.lengths, args.max_protein_len, args.seed)
+    task = load_task(args, ddp)
+    kinds = {args.sampling_method, args.predictor, args.loss}  # the graph is known from the checkpoint alone
+    if args.graph_type == "uniform" and kinds & {"simple", "first_hitting", "score_entropy"}:
+        raise ValueError("the uniform graph has the analytic sampler only, and none after --loss score_entropy")
+    drawn = draw_templates(args.sample, args.sample_length or task.lengths, args.max_protein_len, args.seed), None
+    templates, names = infill_templates(args.infill, args.sample) if args.infill else drawn
     if (longest := max(map(len, templates)) - 2) > args.max_protein_len - 2:
         raise ValueError(f"samples of {longest} residues: the model was trained on at most {args.max_protein_len - 2}")
     begin = time.monotonic()
@@ -2146,8 +2150,7 @@ def write_samples(args: Namespace, ddp: DDPContext) -> int:
     path = Path(args.out or Path(args.output_dir) / "samples.fasta")
     log0(f"{len(samples)} samples in {time.monotonic() - begin:.1f} s ({args.sampling_method}): {path}")
     if "datafile" in args.given:
-        reference = reference_sequences(load_data(args, ddp)[0], 2000)
-        log0("samples: " + show(sample_metrics(samples, reference, ddp.device)))
+        log0(show(sample_metrics(samples, reference_sequences(load_data(args, ddp)[0], 2000), ddp.device)))
     on_rank0(ddp, write_fasta, path, samples, f"method={args.sampling_method} seed={args.seed}", names)
     return 0
 
@@ -2183,8 +2186,7 @@ def main(args: Namespace) -> int:
         log.close("stopped", steps=progress.step, reason=reason)
         barrier(ddp)  # the first rank to end makes some launchers kill the others
         return stop_status(reason)
-    best = progress.best
-    metrics, path = best["metrics"], Path(args.output_dir) / "best.pt"
+    best, metrics, path = progress.best, progress.best["metrics"], Path(args.output_dir) / "best.pt"
     log0(f"held-out bound of step {best['step']}: {metrics['nelbo']:.4f} +- {metrics['nelbo_se']:.4f} nats per residue,"
          f" {metrics['below_unigram']:.4f} +- {metrics['below_unigram_se']:.4f} below the unigram's "
          f"{metrics['unigram']:.4f}")

@@ -355,7 +355,7 @@ def write_config(path, text):
 def test_config_has_every_key_of_the_original(tmp_path):
     """Each key of the original's YAML is an option or is refused with a reason; numbers may be strings to YAML."""
     original = """
-work_dir: /tmp/x
+work_dir: ./runs
 model: {name: medium, type: ddit, hidden_size: 768, cond_dim: 256, length: 512, n_blocks_prot: 8, n_blocks_lig: 8,
   n_heads: 12, scale_by_sigma: True, dropout: 0.1, esm_dim: 640, molformer_dim: 768, device: "cuda:0"}
 ngpus: 1
@@ -491,3 +491,18 @@ def test_dropout():
     pairs = torch.corrcoef(kept.float().reshape(-1, 4).T) - torch.eye(4)
     assert pairs.abs().max() < 0.03
     assert torch.equal(block.eval().drop(x), x)
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--graph_type=uniform", "--loss=score_entropy"], "has no sampler"),
+    (["--infill=motifs.fasta"], "belong to --sample"),
+    (["--out=samples.fasta"], "belong to --sample"),
+    (["--checkpoint=best.pt"], "belong to --sample"),
+    (["--sample=2", "--prepare", "in.fasta", "out"], "one of the two"),
+    (["--sample=2", "--sample_length=-1"], "must not be negative"),
+])  # fmt: skip
+def test_options_without_effect_are_refused(options, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        script.parse_args(options)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and said in error and len(error.splitlines()) == 1
