@@ -402,7 +402,7 @@ def write_cache(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     atomic_write(folder / "manifest.json", lambda file: file.write(json.dumps(sizes, indent=1).encode()))
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    if not atomic_write(path, lambda file: np.save(file, array)):
+    if not atomic_write(path, lambda file: np.save(Namespace(write=file.write), array)):  # a file's own errors are lost
         raise OSError(f"no room for {path}: free space there or give another --cache_dir")
 
 def sha256_of(path: Path) -> str:

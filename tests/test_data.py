@@ -264,3 +264,24 @@ def test_missing_hub_is_said_in_seconds(tmp_path):
     assert done.returncode == 1 and time.monotonic() - begin < 45  # 10 s on an idle machine
     assert "the model hub cannot be reached" in done.stdout
     assert re.search(r"--phase1_data ms_marco: .*microsoft/ms_marco.*pydocs", done.stdout)
+
+
+def test_an_array_that_does_not_fit_is_an_error(tmp_path):
+    """Also where only its last bytes do not: numpy's own writing to a file loses that error."""
+    code = f"""
+import pathlib, resource, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import numpy as np, train_ddp
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+path, cut = pathlib.Path({str(tmp_path)!r}, "array.npy"), []
+for size in range((1 << 16) - 127, (1 << 16) + 5000, 37):  # a header of 128 bytes comes first
+    try:
+        train_ddp.write_array(path, np.zeros(size, np.uint8))
+        cut.append(size)
+    except OSError:
+        pass
+assert not cut, cut
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
