@@ -13,8 +13,7 @@ Run
 Data (--datafile)
     FOLDER      of --prepare: flat uint8 tokens and int64 offsets, memory-mapped, shared by the ranks of a node
     FILE        FASTA, text (one sequence per line), either as .gz, or processed_uniref50.pt: prepared into --cache_dir
-    Validation: the sequences whose hash is below --val_ratio, the same for any order, seed and number of ranks.
-Batches: --batch_size rows of --max_protein_len tokens per GPU are a budget that sequences of similar length share.
+    Validation: the sequences whose hash is below --val_ratio, the same for any order, seed and number of ranks
 Logged metrics (over all ranks; in metrics.jsonl and wandb)
     loss                nats per residue of the training bound (with --use_curriculum: of easier times than the bound)
     nelbo bits perplexity   held-out bound per residue, EMA weights, fixed noise; nelbo_se: its standard error
@@ -23,7 +22,6 @@ Logged metrics (over all ranks; in metrics.jsonl and wandb)
     mfu                 model FLOPs a second over the matrix-product rate measured on this device
     data_wait, comm     share of the time spent waiting for batches; in all-reduces that nothing hides
 Files in --output_dir: latest.pt (resume), best.pt, metrics.jsonl, samples/*.fasta, summary.json, curves.png
-
 Differences from the original recipe: loss per real residue instead of per padded position, BOS and EOS, no residue
 deleted, a noise schedule that ends fully masked, validation without curriculum, all times in optimizer updates.
 """
@@ -55,6 +53,7 @@ import socket
 import sys
 import threading
 import time
+import timeit
 import traceback
 import zipfile
 import zlib
@@ -64,7 +63,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -80,8 +79,7 @@ from tqdm import tqdm
 
 BOS, PAD, EOS, MASK = 0, 1, 2, 36  # <s> <pad> </s>, the absorbing state; 3 <unk>, 4 and 31 to 35 are never used
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"  # ids 5 to 30, the last six as they stand in UniRef: unknown or rare
-FIRST, LAST = 5, 30
-STATES = LAST - FIRST + 1  # of the uniform graph
+FIRST, LAST, STATES = 5, 30, 26  # ids of the residues, their number
 RATES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # hidden shares at which validation reports the cross entropy
 PUBLISHED = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 MODEL = ("max_protein_len hidden_size cond_dim n_blocks_prot n_heads time_conditioning graph_type loss noise_type "
@@ -92,11 +90,10 @@ REFUSED = {  # keys of the original's YAML that do nothing here, and why
     "model.n_blocks_lig model.esm_dim model.molformer_dim data.max_ligand_len data.vocab_size_ligand "
     "data.use_structure training.task graph.file graph.report_all": "proteins alone: no ligands, no structures",
     "model.device ngpus": "each rank takes its own device; --gpus of the launcher, or torchrun, sets their number",
-    "model.scale_by_sigma": "scores of the absorbing graph are always relative to the noise",
+    "model.scale_by_sigma training.weight": "scores are relative to the noise, which also gives the weight of a time",
     "tokens data.vocab_size_protein": "the vocabulary is fixed: ids 0 to 35 and the mask, 36",
     "defaults hydra.run.dir": "Hydra is not used: work_dir is the output folder",
     "training.snapshot_freq_for_preemption": "every checkpoint can be resumed: training.snapshot_freq",
-    "training.weight": "the weight of a time follows from the noise schedule",
     "training.quick_gen_freq monitoring.sample_frequency": "samples are drawn at every evaluation: training.eval_freq",
     "training.force_reprocess": "a changed file is prepared again",
     "data.train data.valid data.train_ratio": "data.datafile names the data, data.val_ratio the share held out",
@@ -110,53 +107,40 @@ REFUSED = {  # keys of the original's YAML that do nothing here, and why
 
 # ---- Arguments -----------------------------------------------------------------------------------
 
-class Refuse(argparse.Action):
-    """An option that is recognised only to say why it is not taken."""
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        namespace.refused = [*getattr(namespace, "refused", []), f"{option_string[2:]} ({self.metavar})"]
-
-class Section:
-    """A group of options, each with two names: --lr and, as in YAML, optim.lr."""
-    def __init__(self, parser: ArgumentParser, title: str):
-        self.group, self.prefix = parser.add_argument_group(title), title.lower()
-    def __call__(self, name: str, *others: str, **settings) -> None:
-        self.group.add_argument(*(f"--{n}" for n in (name, f"{self.prefix}.{name}", *others)), **settings)
-
-def add_model_arguments(p: ArgumentParser) -> None:
-    """Options of data, model and diffusion. Each has two names: --hidden_size and, as in YAML, model.hidden_size."""
-    g = Section(p, "Data")
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """Every option, and the checks that need neither data nor devices."""
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    def section(title: str) -> Callable:  # of options with two names each: --lr and, as in YAML, optim.lr
+        add = p.add_argument_group(title).add_argument
+        return lambda name, *more, **kw: add(*(f"--{n}" for n in (name, f"{title.lower()}.{name}", *more)), **kw)
+    g = section("Data")
     g("datafile", default="./input_data/processed_uniref50.pt", help="prepared folder, or FASTA, text, .pt")
     g("cache_dir", default="./cache", help="where a file is prepared")
     g("val_ratio", type=float, default=0.05, help="share of the sequences held out, by their hash (when preparing)")
     g("max_protein_len", type=int, default=512, help="tokens of a row, BOS and EOS among them; longer ones are cropped")
     g("skip_bad_data", help="leave out damaged records and list them (when preparing)", **FLAG)
     g("verify_data", help="read the prepared arrays through before training", **FLAG)
-    g = Section(p, "Model")
+    g = section("Model")
     g("hidden_size", type=int, default=768, help="width")
     g("n_blocks_prot", type=int, default=8, help="transformer blocks")
     g("n_heads", type=int, default=12, help="attention heads")
     g("cond_dim", type=int, default=256, help="width of the noise embedding")
     g("dropout", type=float, default=0.1, help="after attention and MLP")
     g("time_conditioning", help="False: the network does not see the noise level (absorb)", **FLAG | {"default": True})
-    g = Section(p, "Diffusion")
+    g = section("Diffusion")
     g("graph_type", "graph.type", default="absorb", choices=("absorb", "uniform"), help="masked, or replaced, residues")
     g("loss", default="nelbo", choices=("nelbo", "score_entropy"), help="softmax over residues, or free scores")
     g("noise_type", "noise.type", default="loglinear", choices=("loglinear", "cosine", "geometric"), help="schedule")
     g("sigma_min", "noise.sigma_min", type=float, default=1e-4, help="total noise at time 0 (cosine, geometric)")
     g("sigma_max", "noise.sigma_max", type=float, default=20.0, help="total noise at time 1 (cosine, geometric)")
     g("noise_eps", "noise.eps", type=float, default=1e-3, help="share not masked at time 1 (loglinear)")
-    g = Section(p, "Curriculum")
+    g = section("Curriculum")
     g("use_curriculum", "curriculum.enabled", help="early times first; the loss is no bound meanwhile", **FLAG)
     g("preschool_time", type=int, default=10_000, help="optimizer steps until all times are equal")
     g("difficulty_ramp", default="linear", choices=("linear", "exponential", "cosine"), help="how they become so")
     g("bias_strength", type=float, default=2.0, help="time = u^(1 + strength * what is left of the ramp)")
-
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Every option, and the checks that need neither data nor devices."""
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add_model_arguments(p)
-    g = Section(p, "Training")
-    g("batch_size", type=int, default=16, help="rows of max_protein_len tokens per GPU and micro-batch")
+    g = section("Training")
+    g("batch_size", type=int, default=16, help="rows of max_protein_len tokens per GPU, shared by short sequences")
     g("n_iters", "lr_schedule.max_steps", type=int, default=500_000, help="optimizer steps at most")
     g("epochs", type=int, default=50, help="passes over the data at most")
     g("max_samples", type=int, default=50_000_000, help="sequences of the training split at most")
@@ -167,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     for name, dest in ("accum", "accumulation"), ("log_freq", "log_every"), ("snapshot_freq", "save_every"):
         g(name, dest=dest, type=int, default=argparse.SUPPRESS, help=f"= --{dest}")
     p.add_argument("--training.seed", dest="seed", type=int, default=argparse.SUPPRESS, help="= --seed")
-    g = Section(p, "Optim")
+    g = section("Optim")
     g("optimizer", default="AdamW", choices=("AdamW", "Adam", "Muon"), help="Muon: for matrices, AdamW for the rest")
     g("lr", type=float, default=5e-5, help="peak learning rate on one GPU (see --lr_scaling)")
     g("warmup", "lr_schedule.warmup_steps", type=int, default=5000, help="warm-up on one GPU, in optimizer steps")
@@ -179,14 +163,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     g("beta2", type=float, default=0.999, help="Adam's")
     g("adam_eps", "optim.eps", type=float, default=1e-8, help="Adam's")
     g("grad_clip", dest="max_grad_norm", type=float, default=argparse.SUPPRESS, help="= --max_grad_norm")
-    g = Section(p, "Memory")
+    g = section("Memory")
     g("gradient_checkpointing", help="compute activations twice instead of keeping them", **FLAG)
     g("max_memory_per_gpu", type=float, default=0.85, help="share of a GPU's memory that a rank may take")
-    g = Section(p, "Eval")
+    g = section("Eval")
     g("eval_batch_size", "eval.batch_size", type=int, default=16, help="sequences per evaluation or sampling batch")
     g("eval_sequences", type=int, default=2000, help="held-out sequences that are validated on")
     g("eval_draws", type=int, default=2, help="noise draws of each for the bound")
-    g = Section(p, "Sampling")
+    g = section("Sampling")
     g("sampling_method", "method", default="rigorous", choices=("rigorous", "simple"), help="exact, or fast")
     g("predictor", choices=("first_hitting", "analytic"), help="rigorous: which [default: first_hitting if absorb]")
     g("steps", default=100, type=int, help="sampling steps (analytic and simple)")
@@ -199,20 +183,19 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     g("checkpoint", help="weights for --sample [default: OUTPUT_DIR/best.pt]")
     g("out", help="file of --sample [default: OUTPUT_DIR/samples.fasta]")
     g("prepare", nargs=2, metavar=("IN", "OUT"), help="do not train: read IN, write the folder OUT")
-    for names, why in REFUSED.items():
-        for name in names.split():
-            p.add_argument(f"--{name}", action=Refuse, metavar=why, help=argparse.SUPPRESS)
+    for said in (f"{name} ({why})" for names, why in REFUSED.items() for name in names.split()):
+        p.add_argument(f"--{said.split()[0]}", dest="refused", action="append", type=lambda _, said=said: said,
+                       default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_ddp_arguments(p, output_dir="./experiments_ddp", wandb_project="uniref50-sedd-ddp")
     p.add_argument("--work_dir", dest="output_dir", default=argparse.SUPPRESS, help="= --output_dir")
     p.set_defaults(accumulation=4, lr_scaling="linear", log_every=100, save_every=2000, seed=42, max_grad_norm=1.0)
     args = parse_arguments(p, argv)
-    if getattr(args, "refused", None):
-        p.error("not taken: " + "; ".join(args.refused))
     above_0 = ("batch_size n_iters epochs max_samples eval_freq hidden_size n_blocks_prot n_heads cond_dim lr "
                "sigma_min eval_batch_size eval_sequences eval_draws steps samples_per_eval preschool_time").split()
     up_to_1, rates = ("val_ratio", "top_p", "max_memory_per_gpu", "noise_eps"), ("dropout", "ema")
     from_0, uniform = ("temperature", "sample", "sample_length", "num_workers"), args.graph_type == "uniform"
     refused = {
+        "not taken: " + "; ".join(getattr(args, "refused", ())): hasattr(args, "refused"),
         **{f"--{n} {getattr(args, n)} must be above 0": getattr(args, n) <= 0 for n in [*above_0, *up_to_1]},
         **{f"--{n} {getattr(args, n)} must be at most 1": getattr(args, n) > 1 for n in up_to_1},
         **{f"--{n} {getattr(args, n)} must be from 0 to below 1": not 0 <= getattr(args, n) < 1 for n in rates},
@@ -233,8 +216,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--sample and --prepare: one of the two": bool(args.sample and args.prepare)}
     for message in (m for m, wrong in refused.items() if wrong):
         p.error(message)
-    if args.global_batch_size:  # it does not grow with the ranks, so neither does the rate
-        args.lr_scaling = "none"
+    args.lr_scaling = "none" if args.global_batch_size else args.lr_scaling  # as the batch, it does not grow
     args.schedule = args.schedule.removesuffix("_with_warmup")
     return args
 
@@ -242,65 +224,55 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 CHUNK_BYTES = 4 << 20  # what a worker gets at a time; a longer record comes whole
 INLINE_CHUNKS = 24  # before workers are started, which takes some seconds: they import this file
-EMPTY_HASH = hashlib.blake2b(digest_size=8)  # to copy, which takes half the time of making one
 SPLITS = ("train", "valid")
-UPPER, TO_TOKENS = bytearray(b"?" * 256), bytearray(b"\xff" * 256)  # for bytes.translate: '<' is BOS, '>' is EOS
-for _id, _letter in enumerate(RESIDUES.encode(), FIRST):
-    UPPER[_letter], UPPER[_letter + 32], TO_TOKENS[_letter] = _letter, _letter, _id
-UPPER[ord("*")], TO_TOKENS[ord("<")], TO_TOKENS[ord(">")] = ord("*"), BOS, EOS
+UPPER = bytes(ord(chr(c).upper()) if chr(c).upper() in RESIDUES + "*" else ord("?") for c in range(256))
+TO_TOKENS = bytes(("<.>.." + RESIDUES).find(chr(c)) % 256 for c in range(256))  # '<': BOS, '>': EOS, '?': 255
 
 class Source:
-    """What --prepare reads, as chunks of whole records; when they are read, `size`, `digest` and `damage` are known.
-    Recognised by content: FASTA, text with a sequence per line (both also gz), what torch.save wrote.
-    `form`: fasta, text, or list (text whose lines are the entries of a list)."""
+    """What --prepare reads, known by content: FASTA, text with a sequence per line (both also gz), torch.save's."""
     def __init__(self, name: str):
         """Raises ValueError where there is no such file or its content is none of these."""
-        self.name, self.form, self.size, self.digest, self.damage = name, "text", 0, hashlib.sha256(), ""
+        self.name, self.damage, self.form = name, "", "text"  # or fasta, or list: a line for each of its entries
         if not Path(name).is_file():
             raise ValueError(f"{name}: no such file; expected FASTA, text with a sequence per line, or .pt")
-        with open(name, "rb") as file:
-            head = file.read(1 << 16)
-        self.chunks, self.gz = self.file_chunks, head.startswith(b"\x1f\x8b")
-        try:
-            head = zlib.decompressobj(31).decompress(head, 1 << 16) if self.gz else head
-        except zlib.error as error:
-            raise ValueError(f"{name}: the gz data are corrupt ({error}): fetch the file again") from error
+        head = next(self.blocks(1 << 16), b"")
         if head.startswith((b"PK\3\4", b"\x80")):  # zip, pickle
-            self.form, self.chunks = "list", self.torch_chunks
+            self.form = "list"
         elif not head.strip() or b"\0" in head and not head.strip().startswith(b">"):
             raise ValueError(f"{name}: found {head[:16]!r}; expected FASTA or text, plain or whole gz, or a torch file")
         elif b"\n>" in b"\n" + head:
             self.form = "fasta"
     def read(self, size: int) -> bytes:
-        return self.seen(self.file.read(size))
-    def seen(self, data: bytes) -> bytes:
+        data = self.file.read(size)
         self.digest.update(data)
         self.size, StepGuard.beat = self.size + len(data), time.monotonic()
         return data
-    def file_chunks(self) -> Iterator[bytes]:
-        """Chunks that end where a record ends. `damage`: of gz data that end too early. ValueError: corrupt ones."""
-        held, searched, mark = bytearray(), 0, b"\n>" if self.form == "fasta" else b"\n"
+    def blocks(self, most: int) -> Iterator[bytes]:
+        """The content, unzipped; sets `size`, `digest`, and `damage` of gz data that end early. ValueError: corrupt."""
+        self.size, self.digest = 0, hashlib.sha256()
         try:
             with open(self.name, "rb") as self.file:
-                read = gzip.GzipFile(fileobj=self).read1 if self.gz else self.read
-                while block := read(min(CHUNK_BYTES, 1 << 17) if self.gz else CHUNK_BYTES):
-                    held += block
-                    if len(held) >= CHUNK_BYTES:
-                        if end := held.rfind(mark, max(0, searched - 1)) + 1:  # the mark may lie across two blocks
-                            yield bytes(memoryview(held)[:end])
-                            del held[:end]
-                        searched = len(held)
+                read = gzip.GzipFile(fileobj=self).read1 if self.file.peek(2).startswith(b"\x1f\x8b") else self.read
+                yield from iter(lambda: read(most), b"")
         except EOFError as error:
             self.damage = f"the gz data are truncated ({error}): fetch the file again"
-            del held[held.rfind(mark) + 1 :]  # a record that is not whole
         except (zlib.error, gzip.BadGzipFile) as error:  # what came before may be wrong too
             raise ValueError(f"{self.name}: the gz data are corrupt ({error}): fetch the file again") from error
+    def chunks(self) -> Iterator[bytes]:
+        """The content in parts that end where a record ends."""
+        held, mark = bytearray(), b"\n>" if self.form == "fasta" else b"\n"
+        for block in self.entries() if self.form == "list" else self.blocks(min(CHUNK_BYTES, 1 << 17)):
+            held += block
+            if len(held) >= CHUNK_BYTES and (end := held.rfind(mark) + 1):
+                yield bytes(memoryview(held)[:end])
+                del held[:end]
+        if self.damage:
+            del held[held.rfind(mark) + 1 :]  # a record that is not whole
         if held:
             yield bytes(held)
-    def torch_chunks(self) -> Iterator[bytes]:
-        """A list of str or of dict with one, or a dict that holds such a list: one line per entry."""
-        with open(self.name, "rb") as self.file:
-            collections.deque(iter(lambda: self.read(CHUNK_BYTES), b""), 0)
+    def entries(self) -> Iterator[bytes]:
+        """A line for each entry of the list in a torch file: str, or dict with one or with ids. ValueError: no list."""
+        collections.deque(self.blocks(CHUNK_BYTES), 0)  # for the file's size and digest
         try:
             data = torch.load(self.name, map_location="cpu", weights_only=True)  # noqa: TID251  not a checkpoint
         except Exception as error:  # torch raises five kinds
@@ -310,27 +282,18 @@ class Source:
             data = data.get("sequences", data.get("data", f"a dict of {sorted(map(str, data))[:8]}"))
         if not isinstance(data, list):
             raise ValueError(f"{self.name}: {data!r:.200}; expected a list, or a dict with one as sequences or data")
-        for low in range(0, len(data), step := 1 + CHUNK_BYTES // 512):
-            yield b"".join(entry_text(entry) + b"\n" for entry in data[low : low + step])
+        keys = ("protein_seq", "sequence", "text", "prot_tokens")
+        letters = np.frombuffer(b"   ??" + RESIDUES.encode() + b"?", np.uint8)  # of ids; spaces: BOS, PAD and EOS
+        for entry in data:
+            if isinstance(entry, dict):
+                entry = next((entry[key] for key in keys if isinstance(entry.get(key), (str, Tensor))), "")
+            if isinstance(entry, Tensor):
+                entry = letters[entry.long().flatten().clamp(-1, LAST + 1).numpy()].tobytes().decode().strip()
+            yield (entry.replace("\n", "") if isinstance(entry, str) else "").encode("utf-8", "replace") + b"\n"
 
-def entry_text(entry) -> bytes:
-    """The residues of an entry of processed_uniref50.pt: str, dict with one, or its ids. Empty where there are none."""
-    if isinstance(entry, dict):
-        texts = [entry[key] for key in ("protein_seq", "sequence", "text") if isinstance(entry.get(key), str)]
-        if not texts and isinstance(entry.get("prot_tokens"), torch.Tensor):
-            letters = np.frombuffer(b"   ??" + RESIDUES.encode() + b"?", np.uint8)  # spaces: BOS, PAD and EOS
-            return letters[entry["prot_tokens"].long().flatten().clamp(-1, LAST + 1).numpy()].tobytes().strip()
-        entry = texts[0] if texts else ""
-    return entry.replace("\n", "").encode("utf-8", "replace") if isinstance(entry, str) else b""
-
-class Encoded(NamedTuple):  # a chunk
-    splits: list[tuple[bytes, np.ndarray, np.ndarray]]  # train, valid: tokens, lengths with BOS and EOS, letters (26,)
-    problems: list[tuple[int, str]]  # line in the chunk from 0, what is wrong
-    lines: int
-    size: int  # of the text
-
-def encode_chunk(data: bytes, form: str, val_ratio: float) -> Encoded:
-    """The records in `data` as tokens, split by their hash. A few calls per record, none per residue."""
+def encode_chunk(data: bytes, form: str, val_ratio: float) -> tuple[list[tuple], list[tuple[int, str]], int, int]:
+    """The records in `data`, split by their hash: tokens, lengths with BOS and EOS, counts of letters (26,) per split;
+    (line from 0, what is wrong) of the others; lines and bytes. A few calls per record, none per residue."""
     lines, size, before = np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")), len(data), b""
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n").rstrip(b"\r")
@@ -343,26 +306,19 @@ def encode_chunk(data: bytes, form: str, val_ratio: float) -> Encoded:
     tokens = np.frombuffer((b"<" + b"><".join(bodies) + b">").translate(TO_TOKENS), np.uint8)
     lengths = np.array([*map(len, bodies)], np.int64) + 2
     offsets = np.append(0, np.cumsum(lengths))
-    group = (lengths == 2) * 2  # 0 train, 1 valid, 2 left out
-    if tokens.max(initial=0) > LAST:
-        group[np.searchsorted(offsets, np.flatnonzero(tokens > LAST), "right") - 1] = 2
-    problems = list(describe(before, records, group, form)) if group.any() or before.strip() else []
-    digests = []
-    for body in bodies:
-        (digest := EMPTY_HASH.copy()).update(body)
-        digests.append(digest.digest())
-    hashes = np.frombuffer(b"".join(digests), ">u8")
-    group = np.maximum(group, hashes.astype(np.float64) / 2.0**64 < val_ratio)
-    parts, edges = ([], [], []), np.flatnonzero(np.diff(group, prepend=-1, append=-1))
-    for a, b in itertools.pairwise(edges):  # runs of records that go the same way
+    hashes = np.frombuffer(b"".join(hashlib.blake2b(body, digest_size=8).digest() for body in bodies), ">u8")
+    group = np.where(lengths == 2, 2, hashes / 2.0**64 < val_ratio)  # 0 train, 1 valid, 2 left out
+    group[np.searchsorted(offsets, np.flatnonzero(tokens > LAST), "right") - 1] = 2
+    problems = list(describe(before, records, group, form)) if (group == 2).any() or before.strip() else []
+    parts, splits = ([], [], []), []
+    for a, b in itertools.pairwise(np.flatnonzero(np.diff(group, prepend=-1, append=-1))):  # runs that go the same way
         parts[group[a]].append(tokens[offsets[a] : offsets[b]])
-    kept = [b"".join(part) for part in parts[:2]]
-    return Encoded([(k, lengths[group == i], count_letters(k)) for i, k in enumerate(kept)], problems, lines, size)
-
-def count_letters(tokens: bytes) -> np.ndarray:
-    """How many of each residue (26,). Two bytes at a time: bincount widens what it counts to int64."""
-    pairs = np.bincount(np.frombuffer(tokens + b"\0" * (len(tokens) % 2), np.uint16), minlength=1 << 16)
-    return (pairs.reshape(256, 256).sum(0) + pairs.reshape(256, 256).sum(1))[FIRST : LAST + 1]
+    for kind in range(2):
+        kept = b"".join(parts[kind])
+        pairs = np.frombuffer(kept + b"\0" * (len(kept) % 2), np.uint16)  # as bincount widens what it counts to int64
+        counts = np.bincount(pairs, minlength=1 << 16).reshape(256, 256)
+        splits.append((kept, lengths[group == kind], (counts.sum(0) + counts.sum(1))[FIRST : LAST + 1]))
+    return splits, problems, lines, size
 
 def describe(before: bytes, records: list[bytes], group: np.ndarray, form: str) -> Iterator[tuple[int, str]]:
     """(line in the chunk, what is wrong) of the records in group 2. `before`: what stands before the first header."""
@@ -374,12 +330,11 @@ def describe(before: bytes, records: list[bytes], group: np.ndarray, form: str) 
     for entry, bad in zip(records, group == 2, strict=True):
         body = entry.partition(b"\n")[2] if fasta else entry.strip()
         if bad and (body or form != "text"):  # empty lines of a text are fine
-            parts = body.rstrip().removesuffix(b"*").split(b"\n")
-            wrong = [part.translate(None, good + b" \t" * fasta) for part in parts]
-            first = next((i for i, found in enumerate(wrong) if found), -1)
-            found = "".join(dict.fromkeys(wrong[first].decode("utf-8", "backslashreplace")))[:12]
+            wrong = body.rstrip().removesuffix(b"*").translate(None, good + b" \t" * fasta)
+            first = wrong.lstrip(b"\n").partition(b"\n")[0]  # line with a wrong character
+            found = "".join(dict.fromkeys(first.decode("utf-8", "backslashreplace")))[:12]
             what = f"{found!r} among the residues" if found else "no residues"
-            yield line + (first + 1) * fasta, f"{what}; {right}"
+            yield line + (1 + wrong.index(first) if fasta and found else 0), f"{what}; {right}"
         line += entry.count(b"\n") + 1
 
 def follow_parent() -> None:
@@ -396,8 +351,9 @@ def run_ahead(pool, function: Callable, items: Iterable, count: int) -> Iterator
             yield ahead.popleft().result()
     yield from (task.result() for task in ahead)
 
-def encode_all(chunks: Iterator[bytes], encode: Callable, workers: int) -> Iterator[Encoded]:
-    """encode(chunk) of each chunk, in order; in this process (`workers` 0 or 1), or all but the first in `workers`."""
+def encode_all(reader: Source, val_ratio: float, workers: int) -> Iterator[tuple]:
+    """encode_chunk of each chunk, in order; in this process (`workers` 0 or 1), or all but the first in `workers`."""
+    chunks, encode = reader.chunks(), functools.partial(encode_chunk, form=reader.form, val_ratio=val_ratio)
     yield from map(encode, itertools.islice(chunks, INLINE_CHUNKS if workers > 1 else None))
     if first := list(itertools.islice(chunks, 1)):
         context = multiprocessing.get_context("forkserver")
@@ -405,23 +361,19 @@ def encode_all(chunks: Iterator[bytes], encode: Callable, workers: int) -> Itera
         with ProcessPoolExecutor(workers, context, follow_parent) as pool:
             yield from run_ahead(pool, encode, itertools.chain(first, chunks), workers + 2)
 
-def prepare(source: str, folder: Path, val_ratio: float, workers: int, skip_bad: bool) -> None:
-    """Read `source` (see Source) once and write the folder that Proteins opens. `workers`: processes beside this one.
-    `skip_bad`: leave damaged records out and list them in skipped_records.txt. Raises ValueError for damaged records or
-    an empty split, OSError where the disk is full; `folder` then is as it was. (rank 0 only)"""
+def prepare(source: str, folder: str, args: Namespace) -> None:
+    """Read `source` (see Source) once, with --num_workers processes beside this one, and write the folder that Proteins
+    opens. --skip_bad_data lists damaged records in skipped_records.txt. Raises ValueError for them or an empty split,
+    OSError where the disk is full; `folder` then is as it was. (rank 0 only)"""
     start, reader, folder = time.monotonic(), Source(source), Path(folder).resolve()
     if folder.exists() and not (folder / "manifest.json").exists() and (folder.is_file() or any(folder.iterdir())):
         raise ValueError(f"{folder} holds something else than prepared data: give another folder")
-    temporary, replaced = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
-    for path in (temporary, replaced)[: 1 + folder.exists()]:  # in containers every run may have the same id
-        shutil.rmtree(path, ignore_errors=True)
     for old in folder.parent.glob(f".{folder.name}.*.tmp"):
         warn(f"{old} is left of a run that was killed: delete it, unless another run is writing it now")
-    encode = functools.partial(encode_chunk, form=reader.form, val_ratio=val_ratio)
-    settings = {"format": 1, "val_ratio": val_ratio}
+    temporary, replaced = (folder.with_name(f".{folder.name}.{os.urandom(4).hex()}.{kind}") for kind in ("tmp", "old"))
     try:
         temporary.mkdir(parents=True)
-        manifest = settings | write_splits(reader, temporary, encode_all(reader.chunks(), encode, workers), skip_bad)
+        manifest = write_splits(reader, temporary, args)
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in temporary.iterdir():
             with open(path, "rb") as file:
@@ -446,31 +398,28 @@ def prepare(source: str, folder: Path, val_ratio: float, workers: int, skip_bad:
          f"{manifest['max_length']}, mean {manifest['mean_length']:.1f}; {seconds:.1f} s, "
          f"{manifest['source']['text_bytes'] / 1e6 / seconds:.1f} MB/s, {(train + valid) / seconds:.0f} sequences/s")
 
-def write_splits(reader: Source, folder: Path, encoded: Iterator[Encoded], skip_bad: bool) -> dict:
-    """Write tokens, offsets and skipped_records.txt; what the manifest says of them. Raises ValueError as prepare."""
-    sizes, text, lines, skipped, base = [0, 0], 0, 0, 0, ("index", 0) if reader.form == "list" else ("line", 1)
-    letters, lengths = np.zeros((2, len(RESIDUES)), np.int64), [collections.Counter(), collections.Counter()]
+def write_splits(reader: Source, folder: Path, args: Namespace) -> dict:
+    """Write tokens, offsets and skipped_records.txt; the manifest of them. Raises ValueError as prepare."""
+    sizes, text, skipped, (unit, line) = [0, 0], 0, 0, ("index", 0) if reader.form == "list" else ("line", 1)
+    letters, lengths = np.zeros((2, STATES), np.int64), [collections.Counter(), collections.Counter()]
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(open(folder / f"{s}.{k}", "wb")) for k in ("tokens", "offsets")] for s in SPLITS]
         listing = stack.enter_context(open(folder / "skipped_records.txt", "w+", encoding="utf-8"))
-        bar = stack.enter_context(tqdm(desc="prepare", unit="B", unit_scale=True, disable=not sys.stderr.isatty()))
         for _, offsets in files:
             offsets.write(np.zeros(1, np.int64))
-        for chunk in encoded:
-            for i, (tokens, counts, found) in enumerate(chunk.splits):
+        for splits, problems, lines, size in encode_all(reader, args.val_ratio, args.num_workers):
+            for i, (tokens, counts, found) in enumerate(splits):
                 files[i][0].write(tokens)
                 files[i][1].write(sizes[i] + np.cumsum(counts, dtype=np.int64))
                 lengths[i].update((counts - 2).tolist())
                 sizes[i] += len(tokens)
                 letters[i] += found
-            listing.writelines(f"{base[0]} {lines + n + base[1]}: {what}\n" for n, what in chunk.problems)
-            skipped, lines, text = skipped + len(chunk.problems), lines + chunk.lines, text + chunk.size
-            bar.update(reader.size - bar.n)
-        if reader.damage:
-            listing.write(f"line {lines + 1}: {reader.damage}\n")
-            skipped += 1
+            listing.writelines(f"{unit} {line + n}: {what}\n" for n, what in problems)
+            skipped, line, text = skipped + len(problems), line + lines, text + size
+        listing.write(f"line {line}: {reader.damage}\n" * bool(reader.damage))
+        skipped += bool(reader.damage)
         listing.seek(0)
-        if skipped and not skip_bad:
+        if skipped and not args.skip_bad_data:
             shown = "  ".join(["", *itertools.islice(listing, 20)]) + f"  ... and {skipped - 20} more" * (skipped > 20)
             raise ValueError(f"{reader.name}: {skipped} damaged records (--skip_bad_data leaves them out):\n{shown}")
     number = [counter.total() for counter in lengths]
@@ -481,32 +430,30 @@ def write_splits(reader: Source, folder: Path, encoded: Iterator[Encoded], skip_
                       "lengths": dict(sorted(lengths[i].items())),
                       "bytes": {"tokens": sizes[i], "offsets": 8 * number[i] + 8}} for i, split in enumerate(SPLITS)}
     source = {"name": Path(reader.name).name, "bytes": reader.size, "sha256": reader.digest.hexdigest()}
-    both = lengths[0] | lengths[1]
-    return {"source": source | {"text_bytes": text}, "skipped": skipped, "splits": splits, "min_length": min(both),
-            "mean_length": sum(sizes) / sum(number) - 2, "max_length": max(both)}
+    return {"format": 1, "val_ratio": args.val_ratio, "source": source | {"text_bytes": text}, "skipped": skipped,
+            "splits": splits, "min_length": min(map(min, lengths)), "mean_length": sum(sizes) / sum(number) - 2,
+            "max_length": max(map(max, lengths))}
 
 class Proteins:
-    """One split of a prepared folder, memory-mapped: opened at once whatever its size, and shared by the processes of a
-    machine. `manifest`: what prepare says of both splits."""
+    """One split of a prepared folder, memory-mapped, so open at once. `part`: what the `manifest` says of it."""
     def __init__(self, folder: str | Path, split: str, verify: bool = False):
         """`verify`: read all of it. Raises ValueError with file, found and expected where it is damaged."""
         try:
             self.manifest = json.loads((Path(folder) / "manifest.json").read_text())
-            sizes = self.manifest["splits"][split]["bytes"]
+            self.part = self.manifest["splits"][split]
+            paths = {kind: Path(folder) / f"{split}.{kind}" for kind in self.part["bytes"]}
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder}: no prepared data ({error}): make them with --prepare IN {folder}") from error
-        paths = {kind: Path(folder) / f"{split}.{kind}" for kind in sizes}
-        for kind, path in paths.items():
-            if (found := path.stat().st_size if path.exists() else "no") != sizes[kind]:
-                raise ValueError(f"{path}: {found} bytes, {sizes[kind]} expected: prepare the data again")
+        for path, right in zip(paths.values(), self.part["bytes"].values(), strict=True):
+            if (found := path.stat().st_size if path.exists() else "no") != right:
+                raise ValueError(f"{path}: {found} bytes, {right} expected: prepare the data again")
         self.tokens = np.asarray(np.memmap(paths["tokens"], np.uint8, "r"))
         self.offsets = np.asarray(np.memmap(paths["offsets"], np.int64, "r"))
         for low in range(0, len(self) if verify else 0, 1 << 16):
             ends = self.offsets[low : low + (1 << 16) + 1]
-            whole = (np.diff(ends) >= 3).all() and ends[-1] <= len(self.tokens)
-            inner = self.tokens[ends[0] : ends[-1]] if whole else np.zeros(0, np.uint8)
-            whole = whole and np.count_nonzero((inner >= FIRST) & (inner <= LAST)) == len(inner) - 2 * len(ends) + 2
-            if not whole or self.tokens[ends[:-1]].any() or (self.tokens[ends[1:] - 1] != EOS).any():
+            marks = np.flatnonzero(~is_residue(self.tokens[ends[0] : ends[-1]])) + ends[0]
+            whole = np.array_equal(marks, np.stack([ends[:-1], ends[1:] - 1], 1).ravel()) and (np.diff(ends) >= 3).all()
+            if not whole or self.tokens[marks[::2]].any() or (self.tokens[marks[1::2]] != EOS).any():
                 raise ValueError(f"{folder}: {split} sequences {low} to {low + len(ends) - 2} are damaged, expected "
                                  f"{BOS}, ids {FIRST} to {LAST}, {EOS} in each: prepare the data again")
     def __len__(self) -> int:
@@ -515,87 +462,78 @@ class Proteins:
         """Tokens of the given sequences (B,) int64, with BOS and EOS."""
         return self.offsets[rows + 1] - self.offsets[rows]
     def rows(self, rows: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Tokens start to start + length of the given sequences, (B, longest) uint8, padded with PAD. Raises IndexError
-        where a sequence does not have them."""
+        """Tokens start to start + length of sequences, (B, longest) uint8, padded. IndexError where there are none."""
         if min(rows.min(), start.min(), length.min()) < 0 or (start + length > self.lengths(rows)).any():
             raise IndexError("tokens outside of their sequence")
         inside = np.arange(length.max()) < length[:, None]
         places = np.where(inside, (self.offsets[rows] + start)[:, None] + np.arange(length.max()), 0)
         return np.where(inside, self.tokens[places], np.uint8(PAD))
+    def crops(self, rows: np.ndarray, most: int, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
+        """(start, length, residues), each (B,) int64, of what is taken: all, or `most` tokens from a random place."""
+        whole = self.lengths(rows)
+        length = np.minimum(whole, most)
+        place = keyed_uniform(seed, epoch, torch.from_numpy(rows), 1, stream=1)[:, 0].double().numpy()
+        start = (place * (whole - length + 1)).astype(np.int64)
+        return start, length, length - (start == 0) - (start + length == whole)  # BOS and EOS stand at the ends
+    def some(self, most: int) -> list[np.ndarray]:
+        """Residues, without BOS and EOS, of up to `most` sequences, evenly spaced."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64)
+        return [self.tokens[self.offsets[i] + 1 : self.offsets[i + 1] - 1] for i in rows]
 
 def load_data(args: Namespace, ddp: DDPContext) -> tuple[Proteins, Proteins]:
     """Training and validation split of --datafile, prepared by rank 0 if it is no folder. (all ranks)"""
-    path, folder = Path(args.datafile), Path(args.datafile)
+    path = folder = Path(args.datafile)
+    if not path.exists():
+        raise ValueError(f"--datafile {path}: no such file or folder. UniRef50 is published at {PUBLISHED}; then"
+                         "\n  python run_train_uniref50_ddp.py --prepare uniref50.fasta.gz ./input_data/uniref50\n"
+                         "and --datafile ./input_data/uniref50")
     if not path.is_dir():
-        if not path.exists():
-            raise ValueError(f"--datafile {path}: no such file or folder. UniRef50 is published at {PUBLISHED}; then"
-                             "\n  python run_train_uniref50_ddp.py --prepare uniref50.fasta.gz ./input_data/uniref50\n"
-                             "and --datafile ./input_data/uniref50")
         key = [1, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, args.val_ratio, args.skip_bad_data]
         folder = Path(args.cache_dir) / f"uniref50-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
-        def build() -> None:
-            if not (folder / "manifest.json").exists():
-                prepare(args.datafile, folder, args.val_ratio, args.num_workers, args.skip_bad_data)
-        on_rank0(ddp, build)
+        if not on_rank0(ddp, (folder / "manifest.json").exists):
+            on_rank0(ddp, prepare, args.datafile, folder, args)
     train, valid = (Proteins(folder, split, args.verify_data) for split in SPLITS)
     if "val_ratio" in args.given and train.manifest["val_ratio"] != args.val_ratio:
         raise ValueError(f"--val_ratio {args.val_ratio}: {folder} was prepared with {train.manifest['val_ratio']}")
-    text = (folder / "manifest.json").read_bytes()
-    args.data_key = hashlib.sha256(text).hexdigest()[:16]
-    require_same(ddp, "the training data", text)
+    args.data_key = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()[:16]
+    require_same(ddp, "the training data", args.data_key.encode())
     log0(f"data: {len(train)} sequences to train on, {len(valid)} held out")
     return train, valid
 
-def crops(proteins: Proteins, rows: np.ndarray, most: int, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
-    """(start, length, residues), each (B,) int64, of the part of each sequence that is taken: all of it, or `most`
-    tokens from a random place. A part in the middle has neither BOS nor EOS."""
-    whole = proteins.lengths(rows)
-    length = np.minimum(whole, most)
-    place = keyed_uniform(seed, epoch, torch.from_numpy(rows), 1, stream=1)[:, 0].double().numpy()
-    start = (place * (whole - length + 1)).astype(np.int64)
-    return start, length, length - (start == 0) - (start + length == whole)
-
-def bucket_by_tokens(proteins: Proteins, most: int, mean_items: int, least: int, seed: int) -> Callable:
-    """A `cut` for GlobalBatchSampler: batches of similar lengths, nearly equal numbers of tokens with padding, random
-    order, `mean_items` sequences on average and never fewer than `least`. `most`: where sequences are cropped."""
+def bucket_by_tokens(lengths: Callable, mean_items: int, least: int, seed: int) -> Callable:
+    """A `cut` for GlobalBatchSampler: batches of similar lengths(ids), nearly equal numbers of tokens with padding, in
+    random order, `mean_items` items on average and never fewer than `least`."""
     def cut(ids: np.ndarray, epoch: int) -> list[np.ndarray]:
-        lengths, count = np.minimum(proteins.lengths(ids), most), len(ids) // mean_items
-        order = np.argsort(lengths, kind="stable")
-        lengths = padded = lengths[order]
+        sizes, count = lengths(ids), len(ids) // mean_items
+        order = np.argsort(sizes, kind="stable")
+        sizes = padded = sizes[order]
         for _ in range(3):  # as padding depends on the cut
             total = np.cumsum(padded)
             ends = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
             ends = np.minimum(ends, len(ids) - least * np.arange(count - 1, 0, -1))  # longest last: few in a batch
             edges = np.r_[0, ends, len(ids)]
-            padded = np.repeat(lengths[edges[1:] - 1], np.diff(edges))
+            padded = np.repeat(sizes[edges[1:] - 1], np.diff(edges))
         batches = np.split(ids[order], ends)
         return [batches[i] for i in np.random.default_rng([seed, epoch, int(ids[0])]).permutation(count)]
     return cut
 
-class StepBatch(NamedTuple):
-    """An optimizer step: this rank's micro-batches, ready on the device, and what all ranks know of the whole."""
-    micro: list  # of (sequences (B,), tokens (B, L) int64, places (B,) of their times in [0, 1), whether PAD occurs)
-    residues: int  # of all ranks
-    flops: float  # of the model, forward and backward, over all ranks, without padding
-
-def make_step(task: Task, sampler: GlobalBatchSampler, epoch: int, planned: tuple[int, np.ndarray]) -> StepBatch:
-    """This rank's part of the `planned` (number, sequences) of an epoch. The times of a step are spread evenly over
-    (0, 1], by a random shift and order that all ranks know (low-discrepancy sampling, Kingma et al. 2021)."""
+def deal_step(task: Task, sampler: GlobalBatchSampler, epoch: int, planned: tuple[int, np.ndarray]) -> tuple:
+    """A step, the `planned` (number, sequences) of an epoch: this rank's micro-batches, of (sequences (B,), the same,
+    tokens (B, L) int64 and places (B,) of their times in [0, 1) on the device, whether PAD occurs); residues and FLOPs
+    of all ranks. The times are spread evenly, by shift and order alike on all (low-discrepancy, Kingma et al. 2021)."""
     args, device, (number, batch) = task.args, task.ddp.device, planned
-    generator = np.random.default_rng([args.seed, epoch, number])
+    generator, micro = np.random.default_rng([args.seed, epoch, number]), []
     places = (generator.permutation(len(batch)) + generator.random()) / len(batch) % 1.0
-    start, length, residues = crops(task.train_set, batch, args.max_protein_len, args.seed, epoch)
-    micro = []
+    start, length, residues = task.train_set.crops(batch, args.max_protein_len, args.seed, epoch)
     for part in sampler.deal(np.arange(len(batch))):
-        tokens = torch.from_numpy(task.train_set.rows(batch[part], start[part], length[part]))
-        spread = torch.from_numpy(places[part].astype(np.float32))
-        padded = bool((tokens[:, -1] == PAD).any())
+        rows = task.train_set.rows(batch[part], start[part], length[part])
+        tensors = [torch.from_numpy(array) for array in (batch[part], rows, places[part].astype(np.float32))]
         if device.type == "cuda":  # copies from pinned memory do not stop the host
-            tokens, spread = tokens.pin_memory(), spread.pin_memory()
-        tokens = tokens.to(device, non_blocking=True).long()  # one byte per residue travels
-        micro.append((batch[part], tokens, spread.to(device, non_blocking=True), padded))
-    flops = task.flops_per_token * length.sum() + task.flops_per_pair * (length**2).sum()
-    return StepBatch(micro, int(residues.sum()), float(flops))
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        ids, tokens, spread = (tensor.to(device, non_blocking=True) for tensor in tensors)  # one byte per residue
+        padded = bool((rows[:, -1] == PAD).any())  # without it the attention needs no mask, which may be faster
+        micro.append((batch[part], ids, tokens.long(), spread, padded))
+    return micro, int(residues.sum()), float(np.dot(task.model.flops, (length.sum(), (length**2).sum())))
 
 # ---- Model ---------------------------------------------------------------------------------------
 
@@ -607,7 +545,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.adapt = zeroed(nn.Linear(cond_dim, 6 * width))
+        self.adapt = nn.Linear(cond_dim, 6 * width)
     def forward(self, x: Tensor, cond: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
         """x (B, L, D), cond (B, C), turns (L, D / heads / 2, 2), mask (B, 1, 1, L): True where a key counts."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond)[:, None].chunk(6, dim=-1)
@@ -626,11 +564,6 @@ class Block(nn.Module):
         keep = bits[: x.numel()].view(x.shape) >= round(65536 * self.dropout) - 32768
         return x * keep.to(x.dtype).mul_(1 / (1 - self.dropout))
 
-def zeroed(layer: nn.Linear) -> nn.Linear:
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    return layer
-
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021): pairs of x (..., L, E) turned by (cos, sin), turns (L, E / 2, 2)."""
     pairs = x.float().unflatten(-1, (-1, 2))
@@ -640,31 +573,36 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
 
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory of freed tensors for the next ones: fetching it can be half of a CPU's step."""
+    import ctypes
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**31 - 1), mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+
 class Denoiser(nn.Module):
     """Logits of the original residues of noised sequences; the encoder of SEDD (Lou et al. 2024)."""
-    def __init__(self, args: Namespace, dtype: torch.dtype, device: torch.device):
+    def __init__(self, args: Namespace, dtype: torch.dtype):
         super().__init__()
-        width, self.cond_dim, self.timed = args.hidden_size, args.cond_dim, args.time_conditioning
-        self.dtype, self.device_type, self.recompute = dtype, device.type, args.gradient_checkpointing
+        width, cond, self.waves = args.hidden_size, args.cond_dim, args.cond_dim // 2
+        self.dtype, self.timed, self.recompute = dtype, args.time_conditioning, args.gradient_checkpointing
         self.embed = nn.Embedding(MASK + 1, width)
-        self.noise_mlp = nn.Sequential(nn.Linear(args.cond_dim, args.cond_dim), nn.SiLU(),
-                                       nn.Linear(args.cond_dim, args.cond_dim), nn.SiLU())
-        self.blocks = nn.ModuleList(Block(width, args.n_heads, args.cond_dim, args.dropout)
-                                    for _ in range(args.n_blocks_prot))
-        self.norm, self.adapt = nn.LayerNorm(width, bias=False), zeroed(nn.Linear(args.cond_dim, 2 * width))
-        self.head = zeroed(nn.Linear(width, MASK + 1, bias=False))  # zero: every residue is equally likely at first
+        self.noise_mlp = nn.Sequential(nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, cond), nn.SiLU())
+        blocks = (Block(width, args.n_heads, cond, args.dropout) for _ in range(args.n_blocks_prot))
+        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(width, bias=False)
+        self.adapt, self.head = nn.Linear(cond, 2 * width), nn.Linear(width, MASK + 1, bias=False)
+        for name, parameter in self.named_parameters():  # at first blocks do nothing, all residues are equally likely
+            if "adapt" in name or "head" in name:
+                nn.init.zeros_(parameter)
         size = width // args.n_heads
         angles = torch.outer(torch.arange(args.max_protein_len), 1e4 ** (-torch.arange(0, size, 2) / size))
-        allowed = torch.full((MASK + 1,), -math.inf)
-        allowed[FIRST : LAST + 1] = 0.0
         self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()], dim=-1), persistent=False)
-        self.register_buffer("allowed", allowed, persistent=False)
+        # FLOPs forward and backward per token, and per pair of tokens of a sequence; conditioning is once per sequence
+        self.flops = 6.0 * width * (12 * width * args.n_blocks_prot + MASK + 1), 12.0 * width * args.n_blocks_prot
     def forward(self, tokens: Tensor, sigma: Tensor, padded: bool = True) -> Tensor:
-        """tokens (B, L) int64, sigma (B,) total noise -> logits (B, L, 37) float32, -inf where no residue's id is.
-        `padded`: whether PAD occurs; without it the attention needs no mask, which some kernels are faster for."""
-        with torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32):
-            frequencies = torch.exp(torch.arange(self.cond_dim // 2, device=sigma.device)
-                                    * (-2 * math.log(1e4) / self.cond_dim))
+        """tokens (B, L) int64, with PAD if `padded`, sigma (B,) -> logits (B, L, 37) float32, -inf but for residues."""
+        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            frequencies = torch.exp(torch.arange(self.waves, device=sigma.device) * (-math.log(1e4) / self.waves))
             angles = (sigma if self.timed else torch.zeros_like(sigma))[:, None] * frequencies
             cond = self.noise_mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
             x, mask = self.embed(tokens), (tokens != PAD)[:, None, None, :] if padded else None
@@ -676,23 +614,13 @@ class Denoiser(nn.Module):
                     x = block(x, cond, turns, mask)
             shift, scale = self.adapt(cond)[:, None].chunk(2, dim=-1)
             logits = self.head(self.norm(x) * (1 + scale) + shift)
-        return logits.float() + self.allowed
-
-def flops_of(model: Denoiser) -> tuple[float, float]:
-    """FLOPs of forward and backward per token, and per pair of tokens of a sequence (attention)."""
-    per_token = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "adapt" not in n
-                    and not n.startswith(("embed", "noise_mlp")))  # conditioning is computed once per sequence
-    return 6.0 * per_token, 12.0 * len(model.blocks) * model.embed.embedding_dim
+        return F.pad(logits[..., FIRST : LAST + 1].float(), (FIRST, MASK - LAST), value=-math.inf)
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """The rate of a large matrix product here, FLOPs a second: what mfu is measured against."""
-    size, best = 1024 if device.type == "cpu" else 8192, math.inf
+    size = 1024 if device.type == "cpu" else 8192
     a = torch.ones(size, size, device=device, dtype=dtype)  # random numbers would move the state of dropout
-    for _ in range(4):
-        begin = time.monotonic()
-        (a @ a)[0, 0].item()
-        best = min(best, time.monotonic() - begin)
-    return 2 * size**3 / best
+    return 2 * size**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=4))
 
 @torch.no_grad()
 def update_ema(average: list[Tensor], parameters: list[Tensor], decay: float, step: int) -> None:
@@ -702,15 +630,13 @@ def update_ema(average: list[Tensor], parameters: list[Tensor], decay: float, st
 @contextlib.contextmanager
 def averaged_weights(model: nn.Module, average: list[Tensor]) -> Iterator[None]:
     """The model in evaluation mode with the averaged weights."""
-    parameters, training = list(model.parameters()), model.training
-    kept = [p.detach().clone() for p in parameters]
+    parameters, training = [p.data for p in model.parameters()], model.training
+    kept = [p.clone() for p in parameters]
     try:
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, average)
+        torch._foreach_copy_(parameters, average)
         yield model.eval()
     finally:
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, kept)
+        torch._foreach_copy_(parameters, kept)
         model.train(training)
 
 class Muon(torch.optim.AdamW):
@@ -718,7 +644,7 @@ class Muon(torch.optim.AdamW):
     update, so that rate and decay mean the same (Liu et al. 2025). A non-finite step is skipped on the device."""
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        groups, bad = self.param_groups, getattr(self, "found_inf", None)
+        groups, bad = self.param_groups, self.found_inf
         self.param_groups = [g for g in groups if not g["muon"]]
         super().step(closure)
         self.param_groups = groups
@@ -726,10 +652,8 @@ class Muon(torch.optim.AdamW):
             if not self.state[p]:
                 self.state[p].update(momentum=torch.zeros_like(p), step=torch.zeros(()))  # AdamW asks for a step
             momentum = self.state[p]["momentum"]
-            rate = group["lr"] if bad is None else group["lr"] * (1 - bad)
-            gradient = p.grad if bad is None else torch.where(bad > 0, 0.0, p.grad)
-            moved = 0.95 * momentum + gradient
-            momentum.copy_(moved if bad is None else torch.where(bad > 0, momentum, moved))
+            rate, gradient = group["lr"] * (1 - bad), torch.where(bad > 0, 0.0, p.grad)
+            momentum.copy_(torch.where(bad > 0, momentum, 0.95 * momentum + gradient))
             x = 0.95 * momentum + gradient
             x = (x.mT if len(p) > p.shape[1] else x) / (x.norm() + 1e-7)
             for _ in range(5):  # Newton-Schulz steps to the nearest semi-orthogonal matrix, roughly
@@ -740,38 +664,30 @@ class Muon(torch.optim.AdamW):
 
 def make_optimizer(model: nn.Module, args: Namespace, lr: float) -> torch.optim.Optimizer:
     """Fused, so that a non-finite update can be skipped on the device. No decay on biases, norms and embeddings."""
-    def kind_of(name: str, p: Tensor) -> int:
+    groups = [{"weight_decay": 0.0, "muon": False}, {"muon": False}, {"muon": True}]
+    for name, p in model.named_parameters():
         hidden = args.optimizer == "Muon" and name.startswith("blocks.") and "adapt" not in name
-        return 0 if p.ndim < 2 or "embed" in name else 1 + hidden
-    parts = [[p for n, p in model.named_parameters() if kind_of(n, p) == kind] for kind in range(3)]
-    groups = [{"params": parts[0], "weight_decay": 0.0, "muon": False}, {"params": parts[1], "muon": False},
-              {"params": parts[2], "muon": True}]
+        groups[0 if p.ndim < 2 or "embed" in name else 1 + hidden].setdefault("params", []).append(p)
     kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "Muon": Muon}[args.optimizer]
-    return kind([g for g in groups if g["params"]], lr=lr, betas=(args.beta1, args.beta2), eps=args.adam_eps,
+    return kind([g for g in groups if "params" in g], lr=lr, betas=(args.beta1, args.beta2), eps=args.adam_eps,
                 weight_decay=args.weight_decay, fused=True)
 
 # ---- Loss ----------------------------------------------------------------------------------------
 
-class Noise(NamedTuple):
-    """A noise schedule: a residue keeps its letter until time t in [0, 1] with probability exp(-sigma(t))."""
-    kind: str  # loglinear, cosine or geometric
-    low: float  # sigma(0) and sigma(1) of the last two
-    high: float
-    eps: float  # 1 - the hidden share at time 1, loglinear
+class Noise(collections.namedtuple("Noise", "kind low high eps")):
+    """A noise schedule: a residue keeps its letter until time t in [0, 1] with probability exp(-sigma(t)). loglinear:
+    all but `eps` are hidden at time 1; cosine, geometric: sigma(0) is `low`, sigma(1) `high`."""
+    def at(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Total noise sigma at times t, and its slope d sigma / d t."""
+        if self.kind == "loglinear":
+            return -torch.log1p(-(1 - self.eps) * t), (1 - self.eps) / (1 - (1 - self.eps) * t)
+        if self.kind == "cosine":
+            span, angle = self.high - self.low, math.pi * t
+            return self.low + span * (1 - torch.cos(angle)) / 2, span * torch.sin(angle) * math.pi / 2
+        sigma = self.low ** (1 - t) * self.high**t
+        return sigma, sigma * math.log(self.high / self.low)
     def sigma(self, t: Tensor) -> Tensor:
-        """Total noise at times t."""
-        if self.kind == "loglinear":
-            return -torch.log1p(-(1 - self.eps) * t)
-        if self.kind == "cosine":
-            return self.low + (self.high - self.low) * (1 - torch.cos(math.pi * t)) / 2
-        return self.low ** (1 - t) * self.high**t
-    def slope(self, t: Tensor) -> Tensor:
-        """d sigma / d t."""
-        if self.kind == "loglinear":
-            return (1 - self.eps) / (1 - (1 - self.eps) * t)
-        if self.kind == "cosine":
-            return (self.high - self.low) * torch.sin(math.pi * t) * math.pi / 2
-        return self.sigma(t) * math.log(self.high / self.low)
+        return self.at(t)[0]
     def hidden(self, t: Tensor) -> Tensor:
         """Share of the residues that time t has masked (absorb) or drawn anew (uniform)."""
         return -torch.expm1(-self.sigma(t))
@@ -791,17 +707,19 @@ def noised(tokens: Tensor, share: Tensor, draws: Tensor, graph: str, letters: Te
 def is_residue(tokens: Tensor) -> Tensor:
     return (tokens >= FIRST) & (tokens <= LAST)
 
+def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+    """-log softmax(logits) at the residues of tokens, (B, L), nats; what stands elsewhere does not count."""
+    target = torch.where(is_residue(tokens), tokens, FIRST)
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(tokens)
+
 def nelbo_loss(logits: Tensor, tokens: Tensor, noisy: Tensor, sigma: Tensor, slope: Tensor) -> Tensor:
     """The absorbing graph's bound with a softmax over residues (SUBS, Sahoo et al. 2024, eq. 10), per position (B, L):
     sigma' / (e^sigma - 1) times the cross entropy of the masked. logits (B, L, 37), sigma and its slope (B,)."""
-    target = torch.where(is_residue(tokens), tokens, FIRST)  # others do not count
-    nats = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(tokens)
-    return torch.where(noisy == MASK, nats * (slope / torch.expm1(sigma))[:, None], 0.0)
+    return torch.where(noisy == MASK, cross_entropy(logits, tokens) * (slope / torch.expm1(sigma))[:, None], 0.0)
 
 def log_scores(logits: Tensor, noisy: Tensor, sigma: Tensor, graph: str, loss: str) -> Tensor:
-    """log of the ratios p_t(y) / p_t(x_t) at residues y, (B, L, 26), that the network stands for.
-    loss nelbo: from p(x_0 | x_t) = softmax(logits): absorb r p(y), with r = 1 / (e^sigma - 1); uniform, the mean over
-    x_0 of q(y | x_0) / q(x_t | x_0). score_entropy: from free scores exp(logits), absorb: times r."""
+    """log of the ratios p_t(y) / p_t(x_t) at residues y, (B, L, 26). score_entropy: exp(logits); nelbo: q(y | x_0) over
+    q(x_t | x_0), its mean over softmax(logits) = p(x_0 | x_t), absorb: p(y). absorb: times r = 1 / (e^sigma - 1)."""
     logits = logits[..., FIRST : LAST + 1]
     if graph == "absorb":
         return (logits.log_softmax(-1) if loss == "nelbo" else logits) - torch.log(torch.expm1(sigma))[:, None, None]
@@ -812,8 +730,7 @@ def log_scores(logits: Tensor, noisy: Tensor, sigma: Tensor, graph: str, loss: s
     here = p.gather(-1, (noisy - FIRST).clamp(0, STATES - 1)[..., None])
     return torch.log(here * other / (other + keep) + (1 - here) + p * keep / other)
 
-def score_entropy_loss(scores: Tensor, tokens: Tensor, noisy: Tensor, sigma: Tensor, slope: Tensor,
-                       graph: str) -> Tensor:
+def score_entropy_loss(scores: Tensor, tokens: Tensor, noisy: Tensor, sigma: Tensor, slope: Tensor, graph) -> Tensor:
     """Score entropy (Lou et al. 2024, eq. 8 with K(a) = a log a - a), per position (B, L), nats. scores: log_scores."""
     target = (tokens - FIRST).clamp(0, STATES - 1)[..., None]
     if graph == "absorb":
@@ -821,20 +738,23 @@ def score_entropy_loss(scores: Tensor, tokens: Tensor, noisy: Tensor, sigma: Ten
         value = scores.exp().sum(-1) - log_r.exp() * (scores.gather(-1, target)[..., 0] - log_r + 1)
         return torch.where(noisy == MASK, value * slope[:, None], 0.0)
     keep = torch.exp(-sigma)[:, None, None]
-    other = (1 - keep) / STATES
-    original = torch.zeros_like(scores).scatter(-1, target, 1.0)
+    other, original = (1 - keep) / STATES, torch.zeros_like(scores).scatter(-1, target, 1.0)
     here = (noisy - FIRST).clamp(0, STATES - 1)[..., None]
     ratio = (other + keep * original) / (other + keep * original.gather(-1, here))  # q(y | x_0) / q(x_t | x_0)
     value = (scores.exp() - ratio * (scores - ratio.log() + 1)).scatter(-1, here, 0.0).sum(-1) / STATES
     return torch.where(is_residue(tokens), value * slope[:, None], 0.0)
 
-def diffusion_loss(logits: Tensor, tokens: Tensor, noisy: Tensor, sigma: Tensor, slope: Tensor,
-                   args: Namespace) -> Tensor:
-    """The training bound per position (B, L), nats: its sum over positions bounds -log p in expectation over time."""
-    if args.graph_type == "absorb" and args.loss == "nelbo":
+def diffusion_loss(task: Task, model, ids: Tensor, tokens: Tensor, times: Tensor, key: tuple, padded=True) -> Tensor:
+    """The training bound per position (B, L), nats, of tokens (B, L) at `times` (B,), with noise by `key` (seed, epoch)
+    and `ids` (B,): its sum over positions bounds -log p in expectation over time."""
+    graph, loss, (sigma, slope) = task.args.graph_type, task.args.loss, task.noise.at(times)
+    draw = functools.partial(keyed_uniform, *key, ids, tokens.shape[1])
+    noisy = noised(tokens, task.noise.hidden(times), draw(2), graph, draw(3) if graph == "uniform" else None)
+    logits = model(noisy, sigma, padded)
+    if graph == "absorb" and loss == "nelbo":
         return nelbo_loss(logits, tokens, noisy, sigma, slope)
-    scores = log_scores(logits, noisy, sigma, args.graph_type, args.loss)
-    return score_entropy_loss(scores, tokens, noisy, sigma, slope, args.graph_type)
+    scores = log_scores(logits, noisy, sigma, graph, loss)
+    return score_entropy_loss(scores, tokens, noisy, sigma, slope, graph)
 
 def training_times(places: Tensor, step: int, args: Namespace) -> Tensor:
     """Times (B,) in (0, 1] of `places` in [0, 1); with the curriculum early ones first: u^(1 + strength * rest)."""
@@ -1592,61 +1512,28 @@ class RunLog:
 
 # ---- Evaluate ------------------------------------------------------------------------------------
 
-def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """-log softmax(logits) at the residues of tokens, (B, L), nats; what stands elsewhere does not count."""
-    target = torch.where(is_residue(tokens), tokens, FIRST)
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(tokens)
-
 def hide_exactly(tokens: Tensor, share: Tensor, draws: Tensor) -> Tensor:
     """tokens (B, L) with ceil(share * n) of each row's n residues masked: those with the smallest draws (B, L)."""
     free = is_residue(tokens)
     rank = draws.masked_fill(~free, 2.0).argsort(dim=1, stable=True).argsort(dim=1, stable=True)
     return tokens.masked_fill(free & (rank < torch.ceil(share * free.sum(1))[:, None]), MASK)
 
-def bound(task: Task, items: np.ndarray, tokens: Tensor, draw: int) -> Tensor:
-    """Noise draw number `draw` of the bound on -log p of each row (B,) float64, nats: a function of the items alone.
-    absorb: a number k of hidden residues, uniform in 1 to n, then n / k times their cross entropy: the bound of an
-    order-agnostic model (Uria et al. 2014; Hoogeboom et al. 2022), to which the diffusion's is equal, with less noise.
-    uniform: the integral over time of the score entropy, and the divergence of time 1 from the uniform law."""
-    device, ids, schedule = tokens.device, torch.from_numpy(items).to(tokens.device), task.noise
-    place = torch.from_numpy((items * 0.6180339887498949 + draw / task.args.eval_draws) % 1.0)  # even over the items
-    place = (1 - place).float().to(device)  # in (0, 1]
-    draws = keyed_uniform(0, draw, ids, tokens.shape[1], stream=2)
+def bound(task: Task, ids: Tensor, tokens: Tensor, draw: int) -> Tensor:
+    """Draw `draw` of the bound on -log p of sequences `ids` (B,), float64 nats. absorb: n / k times the cross entropy
+    of k hidden residues, k uniform in 1 to n: an order-agnostic model's bound (Uria et al. 2014; Hoogeboom et al. 2022)
+    and the diffusion's, with less noise. uniform: score entropy over time, and time 1's divergence from uniform."""
+    place = 1 - (ids.double() * 0.6180339887498949 + draw / task.args.eval_draws) % 1.0  # in (0, 1], even over them
+    count = is_residue(tokens).sum(1)
     if task.args.graph_type == "absorb":
-        noisy, count = hide_exactly(tokens, place, draws), is_residue(tokens).sum(1)
+        noisy = hide_exactly(tokens, place.float(), keyed_uniform(0, draw, ids, tokens.shape[1], stream=2))
         hidden = noisy == MASK
-        logits = task.model(noisy, schedule.sigma_of(hidden.sum(1) / count))
+        logits = task.model(noisy, task.noise.sigma_of(hidden.sum(1) / count))
         return torch.where(hidden, cross_entropy(logits, tokens), 0.0).double().sum(1) * count / hidden.sum(1)
-    sigma, slope = schedule.sigma(place), schedule.slope(place)
-    noisy = noised(tokens, schedule.hidden(place), draws, "uniform",
-                   keyed_uniform(0, draw, ids, tokens.shape[1], stream=3))
-    value = diffusion_loss(task.model(noisy, sigma), tokens, noisy, sigma, slope, task.args).double().sum(1)
-    keep = math.exp(-float(schedule.sigma(torch.ones(()))))
+    value = diffusion_loss(task, task.model, ids, tokens, place.float(), (0, draw))
+    keep = math.exp(-float(task.noise.sigma(torch.ones(()))))
     other = (1 - keep) / STATES
     gap = (other + keep) * math.log(STATES * (other + keep)) + (STATES - 1) * other * math.log(STATES * other)
-    return value + gap * is_residue(tokens).sum(1)
-
-def rate_entropies(task: Task, items: np.ndarray, tokens: Tensor) -> list[Tensor]:
-    """For each of RATES: sum of the cross entropy of hidden residues, and their number."""
-    ids, result = torch.from_numpy(items).to(tokens.device), []
-    draws, letters = (keyed_uniform(0, 1000, ids, tokens.shape[1], stream=s) for s in (2, 3))
-    for share in torch.tensor(RATES, device=tokens.device)[:, None].expand(-1, len(tokens)):
-        absorb = task.args.graph_type == "absorb"
-        noisy = hide_exactly(tokens, share, draws) if absorb else noised(tokens, share, draws, "uniform", letters)
-        hidden = noisy == MASK if absorb else (draws < share[:, None]) & is_residue(tokens)
-        nats = cross_entropy(task.model(noisy, task.noise.sigma_of(share)), tokens)
-        result += [torch.where(hidden, nats, 0.0).double().sum(), hidden.double().sum()]
-    return result
-
-def evaluation_batches(task: Task, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
-    """(sequences, tokens) of this rank: batches of similar length, the same on any number of ranks."""
-    proteins, size = task.valid_set, task.args.eval_batch_size
-    rows = rows[np.argsort(proteins.lengths(rows), kind="stable")]
-    for low in range(task.ddp.rank * size, len(rows), task.ddp.world_size * size):
-        items = rows[low : low + size]
-        start, length, _ = crops(proteins, items, task.args.max_protein_len, 0, 0)
-        yield items, torch.from_numpy(proteins.rows(items, start, length)).to(task.ddp.device).long()
-        StepGuard.beat = time.monotonic()
+    return value.double().sum(1) + gap * count
 
 def ratio(gram: np.ndarray, *weights: float) -> tuple[float, float]:
     """(sum of weights . row) / (sum of the last column) and its standard error, from gram = sum of row^T row over
@@ -1658,23 +1545,31 @@ def ratio(gram: np.ndarray, *weights: float) -> tuple[float, float]:
 
 @torch.no_grad()
 def evaluate(task: Task) -> dict[str, float]:
-    """Held-out metrics of the averaged weights, nats per residue; the first decides what is best. Fixed noise, each
-    sequence once, no curriculum: the same on any number of ranks. (all ranks)"""
-    device, proteins = task.ddp.device, task.valid_set
-    rows = np.linspace(0, len(proteins) - 1, min(len(proteins), task.args.eval_sequences)).astype(np.int64)
-    unigram = torch.zeros(MASK + 1, dtype=torch.float64, device=device)
-    unigram[FIRST : LAST + 1] = torch.from_numpy(-np.log(task.letters)).to(device)
-    gram = torch.zeros(4, 4, dtype=torch.float64, device=device)
-    entropies = torch.zeros(2 * len(RATES), dtype=torch.float64, device=device)
-    with averaged_weights(task.model, task.average):
-        for items, tokens in evaluation_batches(task, rows):
-            nats = torch.stack([bound(task, items, tokens, d) for d in range(task.args.eval_draws)]).mean(0)
-            count = is_residue(tokens).double().sum(1)
-            row = torch.stack([torch.ones_like(nats), nats, unigram[tokens].sum(1), count], dim=1)
-            gram += row.T @ row
-            if task.args.graph_type == "absorb" or task.args.loss == "nelbo":  # else there is no p(x_0 | x_t)
-                entropies += torch.stack(rate_entropies(task, items, tokens))
-    sums = list(reduce_sums(task.ddp, dict(enumerate([*gram.flatten(), *entropies]))).values())
+    """Held-out metrics, nats per residue; fixed noise, each sequence once: the same on any world size. (all ranks)"""
+    args, ddp, proteins, size = task.args, task.ddp, task.valid_set, task.args.eval_batch_size
+    absorb = args.graph_type == "absorb"
+    rows = np.linspace(0, len(proteins) - 1, min(len(proteins), args.eval_sequences)).astype(np.int64)
+    rows = rows[np.argsort(proteins.lengths(rows), kind="stable")]  # batches of similar length
+    shares = np.array(task.train_set.part["letters"]) + 0.5
+    unigram = F.pad(torch.from_numpy(-np.log(shares / shares.sum())), (FIRST, MASK - LAST)).to(ddp.device)
+    gram, entropies = unigram.new_zeros(4, 4), unigram.new_zeros(len(RATES), 2)
+    for items in np.split(rows, range(size, len(rows), size))[ddp.rank :: ddp.world_size]:
+        start, length, _ = proteins.crops(items, args.max_protein_len, 0, 0)
+        tokens = torch.from_numpy(proteins.rows(items, start, length)).to(ddp.device).long()
+        ids = torch.from_numpy(items).to(ddp.device)
+        nats = torch.stack([bound(task, ids, tokens, d) for d in range(args.eval_draws)]).mean(0)
+        count = is_residue(tokens).double().sum(1)
+        row = torch.stack([torch.ones_like(nats), nats, unigram[tokens].sum(1), count], dim=1)
+        gram += row.T @ row
+        draws, letters = (keyed_uniform(0, 1000, ids, tokens.shape[1], stream=s) for s in (2, 3))
+        for i, rate in enumerate(RATES if absorb or args.loss == "nelbo" else ()):  # else there is no p(x_0 | x_t)
+            share = torch.full_like(nats, rate, dtype=torch.float32)
+            noisy = hide_exactly(tokens, share, draws) if absorb else noised(tokens, share, draws, "uniform", letters)
+            hidden = noisy == MASK if absorb else (draws < share[:, None]) & is_residue(tokens)
+            found = torch.where(hidden, cross_entropy(task.model(noisy, task.noise.sigma_of(share)), tokens), 0.0)
+            entropies[i] += torch.stack([found.double().sum(), hidden.double().sum()])
+        StepGuard.beat = time.monotonic()
+    sums = list(reduce_sums(ddp, dict(enumerate([*gram.flatten(), *entropies.flatten()]))).values())
     gram, entropies = np.reshape(sums[:16], (4, 4)), np.reshape(sums[16:], (-1, 2))
     (nelbo, error), (gain, gain_error) = ratio(gram, 0, 1, 0, 0), ratio(gram, 0, -1, 1, 0)
     metrics = {"nelbo": nelbo, "nelbo_se": error, "bits": nelbo / math.log(2), "perplexity": math.exp(nelbo),
@@ -1682,35 +1577,23 @@ def evaluate(task: Task) -> dict[str, float]:
     return metrics | {f"ce@{r:g}": float(s / n) for r, (s, n) in zip(RATES, entropies, strict=True) if n}
 
 TIMES, TOKENS, START, LENGTHS, ORDER = range(9001, 9006)  # streams of keyed_uniform, apart from those of training
-
-class Sampling(NamedTuple):
-    """How to sample. The samplers take predict(x (B, L) int64, sigma (B,) float32) -> logits (B, L, 37), -inf for all
-    but residues, so that their softmax is p(x0 | x); free (B, L) bool says which positions of x are drawn."""
-    sigma: Callable[[Tensor], Tensor]  # total noise at times in [0, 1], 0 is data; 1 - exp(-sigma): share masked
-    steps: int = 100  # of analytic and simple; first_hitting has none
-    temperature: float = 1.0  # 0: the most probable residue
-    top_p: float = 1.0  # only the most probable residues that together have this probability (Holtzman et al. 2020)
-    seed: int = 0
-    shuffle: float = 4.5  # of simple: 0 keeps the most confident; as in MaskGIT, falls to 0 over the steps
-    def grid(self) -> Tensor:
-        """sigma (steps + 1,) float64 at equally spaced times from 1 to 0."""
-        return self.sigma(torch.linspace(1, 0, self.steps + 1, dtype=torch.float64))
+SHUFFLE = 4.5  # random part of the simple sampler's order: as in MaskGIT it falls to 0 over the steps
+# Samplers take predict(x (B, L) int64, sigma (B,) float32) -> logits (B, L, 37), -inf for all but residues, whose
+# softmax is p(x0 | x); `free` (B, L): where x is to be drawn; `sigma` (steps + 1,) float64: noise at times 1 to 0.
 
 def sample_uniform(seed: int, ids: Tensor, draws: int, stream: int, step: int = 0) -> Tensor:
-    """(B, draws) float64 in [0, 1) with 48 random bits, a function of (seed, sample id, stream, step, draw) alone, so
-    neither batch, padding nor rank changes a sample. 24 bits would act as a lower temperature (Zheng et al. 2024)."""
+    """(B, draws) float64 in [0, 1), a function of (seed, sample id, stream, step, draw) alone, so that neither batch,
+    padding nor rank changes a sample. Of 48 bits, as 24 act as a lower temperature (Zheng et al. 2024)."""
     high, low = keyed_uniform(seed, step, ids, 2 * draws, stream).double().unflatten(1, (draws, 2)).unbind(2)
     return high + low / 2**24
 
-def residue_probabilities(logits: Tensor, how: Sampling) -> Tensor:
-    """logits (..., 37) -> (..., 26) float64 over residues after temperature and top-p; need not sum to one."""
+def residue_probabilities(logits: Tensor, args: Namespace) -> Tensor:
+    """logits (..., 37) -> (..., 26) float64, after --temperature, --top_p (Holtzman et al. 2020); need not sum to 1."""
     logits = logits[..., FIRST : LAST + 1].double()
-    p = (logits / (how.temperature or 1.0)).softmax(-1)
-    if how.temperature == 0:
-        p = (logits == logits.amax(-1, keepdim=True)).double()
-    if how.top_p < 1:
+    p = ((logits - logits.amax(-1, keepdim=True)) / max(args.temperature, 1e-300)).softmax(-1)  # 0: the most probable
+    if args.top_p < 1:
         ranked, order = p.sort(dim=-1, descending=True, stable=True)
-        tail = ranked.cumsum(-1) - ranked >= how.top_p * ranked.sum(-1, keepdim=True)
+        tail = ranked.cumsum(-1) - ranked >= args.top_p * ranked.sum(-1, keepdim=True)
         p = torch.zeros_like(p).scatter(-1, order, ranked.masked_fill(tail, 0.0))
     return p
 
@@ -1719,112 +1602,99 @@ def categorical(p: Tensor, u: Tensor) -> Tensor:
     cdf = p.cumsum(-1)
     return FIRST + torch.searchsorted(cdf, u[..., None] * cdf[..., -1:], right=True).squeeze(-1)
 
-def unmask(predict: Callable, x: Tensor, free: Tensor, ids: Tensor, how: Sampling, grid: bool) -> Tensor:
+def unmask(predict, x: Tensor, free: Tensor, ids: Tensor, sigma: Tensor, args: Namespace, grid: bool = True) -> Tensor:
     """Exact samplers of the absorbing graph. As a position stays masked from a mask rate m to m' < m with probability
     m' / m, it is revealed at a rate uniform on [0, m(1)], drawn first. first_hitting (Zheng et al. 2024) then makes a
-    network call per rate. analytic (Lou et al. 2024, Tweedie) reveals what falls between two of how.steps times
+    network call per rate. analytic (Lou et al. 2024, Tweedie) reveals what falls between two times of the grid
     together, independently, from the network's view at the earlier one; a step without any costs no call."""
-    x, sigma, draws = x.clone(), how.grid(), sample_uniform(how.seed, ids, x.shape[1], TOKENS)
-    rates = -torch.expm1(-sigma[0]) * sample_uniform(how.seed, ids, x.shape[1], TIMES)
+    x, draws = x.clone(), sample_uniform(args.seed, ids, x.shape[1], TOKENS)
+    rates = -torch.expm1(-sigma[0]) * sample_uniform(args.seed, ids, x.shape[1], TIMES)
     step_of = torch.searchsorted(torch.expm1(-sigma[1:-1]), -rates)  # minus the mask rate after each step but the last
     if not grid:
         step_of = rates.masked_fill(~free, -1.0).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     for k in step_of[free].unique().tolist():
         StepGuard.beat, chosen = time.monotonic(), free & (step_of == k)
         now = sigma[k].expand(len(x)) if grid else -torch.log1p(-rates.masked_fill(~chosen, 0.0).amax(1))
-        logits = predict(x, now.float().to(x.device))
-        rows, places = chosen.nonzero().T
-        found = residue_probabilities(logits[rows.to(x.device), places.to(x.device)], how)
-        x[rows.to(x.device), places.to(x.device)] = categorical(found, draws[rows, places].to(x.device))
+        p = residue_probabilities(predict(x, now.float())[chosen], args)
+        x[chosen] = categorical(p, draws[chosen])
     return x
 
 def uniform_posterior(p: Tensor, now: Tensor, keep_t: Tensor, keep_s: Tensor) -> Tensor:
     """p(x_s | x_t) (..., N) of the uniform graph from p (..., N) = p(x0 | x_t), now (...) = x_t, for s < t: a letter is
     kept to time t with probability a_t, else replaced by one of N, so q(x_t | x_s) = a [x_t = x_s] + (1 - a) / N with
     a = a_t / a_s, and by Bayes p(x_s = y | x_t) = q(x_t | y) (a_s w(y) + (1 - a_s) / N sum w), w = p / q(x_t | x0)."""
-    n = p.shape[-1]
     same = torch.zeros_like(p).scatter(-1, now[..., None], 1.0)
-    w = p / (keep_t * same + (1 - keep_t) / n)
-    forward = keep_t / keep_s * same + (1 - keep_t / keep_s) / n
-    return forward * (keep_s * w + (1 - keep_s) / n * w.sum(-1, keepdim=True))
+    w = p / (keep_t * same + (1 - keep_t) / STATES)
+    forward = keep_t / keep_s * same + (1 - keep_t / keep_s) / STATES
+    return forward * (keep_s * w + (1 - keep_s) / STATES * w.sum(-1, keepdim=True))
 
-def analytic_uniform(predict: Callable, x: Tensor, free: Tensor, ids: Tensor, how: Sampling) -> Tensor:
-    """Tweedie tau-leaping of the uniform graph: free positions start as random residues, and each of how.steps steps
+def analytic_uniform(predict: Callable, x: Tensor, free: Tensor, ids: Tensor, sigma: Tensor, args: Namespace) -> Tensor:
+    """Tweedie tau-leaping of the uniform graph: free positions start as random residues, and each step of the grid
     draws them all from p(x_s | x_t). The network reads given positions as noisy ones: infilling is approximate."""
-    free, sigma = free.to(x.device), how.grid()
-    draw = sample_uniform(how.seed, ids, x.shape[1], START).to(x.device)
-    x, keep = torch.where(free, FIRST + (draw * STATES).long(), x), torch.exp(-sigma).to(x.device)
+    draw = functools.partial(sample_uniform, args.seed, ids, x.shape[1])
+    x, keep = torch.where(free, FIRST + (draw(START) * STATES).long(), x), torch.exp(-sigma)
     keep[-1] = 1.0  # the last step ends at the data, also where the schedule leaves some noise at 0
-    for k in range(how.steps):
+    for k in range(args.steps):
         StepGuard.beat = time.monotonic()
-        u = sample_uniform(how.seed, ids, x.shape[1], TOKENS, k).to(x.device)
-        p = residue_probabilities(predict(x, sigma[k].float().expand(len(x)).to(x.device)), how)
+        p = residue_probabilities(predict(x, sigma[k].float().expand(len(x))), args)
         p = uniform_posterior(p, (x - FIRST).clamp(0, STATES - 1), keep[k], keep[k + 1])
-        x = torch.where(free, categorical(p, u), x)
+        x = torch.where(free, categorical(p, draw(TOKENS, k)), x)
     return x
 
-def simple(predict: Callable, x: Tensor, free: Tensor, ids: Tensor, how: Sampling) -> Tensor:
-    """Confidence-ordered unmasking (MaskGIT, Chang et al. 2022) in how.steps steps, an approximation: each step draws a
+def simple(predict: Callable, x: Tensor, free: Tensor, ids: Tensor, sigma: Tensor, args: Namespace) -> Tensor:
+    """Confidence-ordered unmasking (MaskGIT, Chang et al. 2022) in --steps steps, an approximation: each step draws a
     candidate for every masked position and keeps the most probable ones, so many that cos(pi/2 k/steps) of the free
     positions are masked after step k. Gumbel noise on the order keeps letters varied; the law is not the model's."""
-    count, left, x = free.sum(1), free.to(x.device), x.clone()
-    shown, rate = torch.zeros_like(count), -torch.expm1(-how.grid()[0])
-    for k in range(how.steps):
-        goal = (count * (1 - math.cos(math.pi / 2 * (k + 1) / how.steps))).round().long()
+    count, steps, draw = free.sum(1), args.steps, functools.partial(sample_uniform, args.seed, ids, x.shape[1])
+    shown, rate = torch.zeros_like(count), -torch.expm1(-sigma[0])
+    for k in range(steps):
+        goal = (count * (1 - math.cos(math.pi / 2 * (k + 1) / steps))).round().long()
         if torch.equal(goal, shown):
             continue
         StepGuard.beat = time.monotonic()
-        sigma = -torch.log1p(-rate * math.cos(math.pi / 2 * k / how.steps))
-        logits = predict(x, sigma.float().expand(len(x)).to(x.device))
-        u = sample_uniform(how.seed, ids, x.shape[1], TOKENS, k).to(x.device)
-        token = categorical(residue_probabilities(logits, how), u)
+        logits = predict(x, -torch.log1p(-rate * math.cos(math.pi / 2 * k / steps)).float().expand(len(x)))
+        token = categorical(residue_probabilities(logits, args), draw(TOKENS, k))
         # by the model's own probability: at temperature 0 the tempered one is 1 everywhere
         sure = logits.double().log_softmax(-1).gather(-1, token[..., None]).squeeze(-1)
-        gumbel = -torch.log(-torch.log(sample_uniform(how.seed, ids, x.shape[1], ORDER, k).clamp_min(1e-300)))
-        sure += gumbel.to(x.device) * how.shuffle * (1 - (k + 1) / how.steps)
-        place = sure.masked_fill(~left, -math.inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        chosen = left & (place < (goal - shown).to(x.device)[:, None])
-        x, left, shown = torch.where(chosen, token, x), left & ~chosen, goal
+        sure += -torch.log(-torch.log(draw(ORDER, k).clamp_min(1e-300))) * SHUFFLE * (1 - (k + 1) / steps)  # Gumbel
+        place = sure.masked_fill(~free, -math.inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        chosen = free & (place < (goal - shown)[:, None])
+        x, free, shown = torch.where(chosen, token, x), free & ~chosen, goal
     return x
 
 SAMPLERS = {("absorb", "first_hitting"): functools.partial(unmask, grid=False), ("absorb", "simple"): simple,
-            ("absorb", "analytic"): functools.partial(unmask, grid=True), ("uniform", "analytic"): analytic_uniform}
+            ("absorb", "analytic"): unmask, ("uniform", "analytic"): analytic_uniform}
 
 @torch.no_grad()
-def sample(predict: Callable, templates: list[np.ndarray], method: str, graph: str, how: Sampling, ddp: DDPContext,
-           batch_size: int) -> list[np.ndarray]:
+def sample(predict: Callable, templates: list[np.ndarray], noise: Noise, args: Namespace, ddp: DDPContext) -> list:
     """Residue ids (uint8, without BOS and EOS) for each template (BOS, residues, MASK where to draw, EOS): each rank
     draws every W-th, all get all. Raises RuntimeError if the logits are not finite. (all ranks)"""
+    exact = args.predictor or ("first_hitting" if args.graph_type == "absorb" else "analytic")
+    sampler = SAMPLERS[args.graph_type, "simple" if args.sampling_method == "simple" else exact]
+    sigma, done = noise.sigma(torch.linspace(1, 0, args.steps + 1, dtype=torch.float64)).to(ddp.device), {}
     mine = sorted(range(ddp.rank, len(templates), ddp.world_size), key=lambda i: len(templates[i]))  # little padding
-    done = {}
-    for low in range(0, len(mine), batch_size):
-        ids = mine[low : low + batch_size]
-        x = torch.full((len(ids), len(templates[ids[-1]])), PAD)
-        for row, i in enumerate(ids):
-            x[row, : len(templates[i])] = torch.from_numpy(templates[i].astype(np.int64))
-        free = x == MASK
-        x = SAMPLERS[graph, method](predict, x.to(ddp.device), free, torch.tensor(ids), how).cpu()
-        if not is_residue(x)[free].all():
+    for low in range(0, len(mine), args.eval_batch_size):
+        ids = mine[low : low + args.eval_batch_size]
+        x = nn.utils.rnn.pad_sequence([torch.from_numpy(templates[i]).long() for i in ids], True, PAD).to(ddp.device)
+        found = sampler(predict, x, x == MASK, torch.tensor(ids, device=ddp.device), sigma, args)
+        if not is_residue(found[x == MASK]).all():
             raise RuntimeError(f"sampling: the network's logits are not finite (samples {ids[:10]})")
-        done |= {i: x[row, 1 : len(templates[i]) - 1].numpy().astype(np.uint8) for row, i in enumerate(ids)}
+        found = found.cpu().numpy().astype(np.uint8)
+        done |= {i: row[1 : len(templates[i]) - 1] for i, row in zip(ids, found, strict=True)}
     parts = [done] * ddp.world_size
     if ddp.world_size > 1:
         dist.all_gather_object(parts, done)
     return [parts[i % ddp.world_size][i] for i in range(len(templates))]
 
-def draw_templates(count: int, lengths: dict[int, int] | int, max_len: int, seed: int) -> list[np.ndarray]:
-    """`count` templates to draw from nothing: of one length in residues, or of lengths drawn from {length: count}, no
-    longer than max_len with BOS and EOS. Sample i's length depends on (seed, i) alone."""
-    if isinstance(lengths, int):
-        lengths, max_len = {lengths: 1}, max(max_len, lengths + 2)
+def draw_templates(count: int, lengths: dict[int, int], args: Namespace) -> list[np.ndarray]:
+    """`count` templates of --sample_length, or of lengths drawn, by (seed, number), from {residues: count} and cut."""
     values, counts = (np.array(part) for part in zip(*sorted(lengths.items()), strict=True))
-    u, cdf = sample_uniform(seed, torch.arange(count), 1, LENGTHS)[:, 0].numpy(), np.cumsum(counts)
-    chosen = values[np.searchsorted(cdf, u * cdf[-1], side="right")].clip(max=max_len - 2)
-    return [np.r_[BOS, np.full(n, MASK), EOS].astype(np.uint8) for n in chosen]
+    u, cdf = sample_uniform(args.seed, torch.arange(count), 1, LENGTHS)[:, 0].numpy(), np.cumsum(counts)
+    drawn = values[np.searchsorted(cdf, u * cdf[-1], side="right")].clip(max=args.max_protein_len - 2)
+    return [np.r_[BOS, np.full(args.sample_length or n, MASK), EOS].astype(np.uint8) for n in drawn]
 
 def infill_templates(path: str | Path, count: int) -> tuple[list[np.ndarray], list[str]]:
-    """`count` templates of each record of a FASTA file (.gz too), where '?' is a residue to draw, and their names.
-    Raises ValueError that names the first record with another character or without a '?'."""
+    """`count` templates, and names, of each record of a FASTA file (or .gz), '?' to be drawn. ValueError: bad ones."""
     with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="ascii", errors="replace") as file:
         before, *entries = ("\n" + file.read()).split("\n>")
     if before.strip() or not entries:
@@ -1850,25 +1720,12 @@ def write_fasta(path: Path, samples: list[np.ndarray], header: str, names: list[
     if not atomic_write(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode())):
         raise OSError(f"{path} could not be written")
 
-def jensen_shannon(p: np.ndarray, q: np.ndarray) -> float:
-    """Divergence in nats of two sets of counts (N,), at most log 2. Counts of few k-mers scatter and add to it."""
-    p, q = p / p.sum(), q / q.sum()
-    return sum(float((x[x > 0] * np.log(2 * x[x > 0] / (p + q)[x > 0])).sum()) for x in (p, q)) / 2
-
-def kmer_counts(letters: np.ndarray, owner: np.ndarray, k: int) -> np.ndarray:
-    """Counts (26**k,) of k-mers within the sequences: letters (T,) 0 to 25, owner (T,) their sequence's number."""
-    n = max(0, len(letters) - k + 1)
-    codes = sum(letters[i : i + n] * STATES ** (k - 1 - i) for i in range(k))
-    return np.bincount(codes[owner[:n] == owner[k - 1 :]], minlength=STATES**k)
-
 def best_identity(samples: list[np.ndarray], reference: list[np.ndarray], device: torch.device) -> np.ndarray:
-    """(S,) float64: matches / length of the shorter, the best over the reference and all offsets without gaps. The
-    matches at every offset are the cross-correlation of the letters' places, by FFT."""
+    """(S,) float64: matches / length of the shorter, best over the reference and all offsets without gaps (by FFT)."""
     def spectra(group: list[np.ndarray]) -> Tensor:  # (frequencies, G, 26)
-        places = torch.zeros(len(group), n, STATES, device=device)
-        for row, ids in enumerate(group):
-            places[row, torch.arange(len(ids)), torch.from_numpy(ids.astype(np.int64)) - FIRST] = 1.0
-        return torch.fft.rfft(places, dim=1).transpose(0, 1)
+        ids = nn.utils.rnn.pad_sequence([torch.from_numpy(s.astype(np.int64)) for s in group], True, LAST + 1)
+        places = F.one_hot(ids.to(device) - FIRST, STATES + 1)[..., :STATES].float()
+        return torch.fft.rfft(places, n, dim=1).transpose(0, 1)
     best, reference = np.zeros(len(samples)), sorted(reference, key=len)
     for low, start in itertools.product(range(0, len(samples), 64), range(0, len(reference), 64)):
         group, others = samples[low : low + 64], reference[start : start + 64]
@@ -1877,78 +1734,61 @@ def best_identity(samples: list[np.ndarray], reference: list[np.ndarray], device
         matches = torch.fft.irfft(product, n, dim=0).amax(0).round().double().cpu().numpy()
         shorter = np.minimum.outer([len(s) for s in group], [len(s) for s in others])
         best[low : low + 64] = np.maximum(best[low : low + 64], (matches / shorter).max(1))
-        StepGuard.beat = time.monotonic()
     return best
 
 def sample_metrics(samples: list[np.ndarray], reference: list[np.ndarray], device: torch.device) -> dict[str, float]:
     """Samples against training sequences (uint8 ids of residues, no BOS or EOS): divergences of residues and k-mers in
     nats (KL: half a count more of each residue in the reference), Wasserstein distance of lengths in residues, share
     of residues in runs of 4 or more, share of distinct samples, best ungapped identity with a training sequence."""
-    parts = []
-    for sequences in (samples, reference):
-        lengths = np.array([len(s) for s in sequences])
-        owner = np.repeat(np.arange(len(sequences)), lengths)
-        parts.append((np.concatenate(sequences).astype(np.int64) - FIRST, owner, np.sort(lengths)))
-    (letters, owner, lengths), (_, _, others) = parts
-    one, two, three = ([kmer_counts(*part[:2], k) for part in parts] for k in (1, 2, 3))
-    p, q = one[0] / one[0].sum(), (one[1] + 0.5) / (one[1] + 0.5).sum()
-    metrics = {"residue_kl": float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())}
-    for name, counts in ("residue_js", one), ("2mer_js", two), ("3mer_js", three):
-        if all(c.any() for c in counts):  # none in sequences that are shorter
-            metrics[name] = jensen_shannon(*counts)
-    grid = np.unique(np.r_[lengths, others])
-    shares = [np.searchsorted(part, grid[:-1], side="right") / len(part) for part in (lengths, others)]
+    def kmers(letters: np.ndarray, k: int) -> np.ndarray:  # counts (26**k,), of k-mers within the sequences
+        words = np.lib.stride_tricks.sliding_window_view(letters, k)
+        return np.bincount(words[(words >= 0).all(1)] @ STATES ** np.arange(k)[::-1], minlength=STATES**k)
+    def divergence(p: np.ndarray, q: np.ndarray) -> float:  # Kullback-Leibler, of laws
+        return float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())
+    letters = [np.concatenate([np.r_[s.astype(np.int64) - FIRST, -1, -1] for s in group])
+               for group in (samples, reference)]
+    one = [kmers(part, 1) for part in letters]
+    metrics = {"residue_kl": divergence(one[0] / one[0].sum(), (one[1] + 0.5) / (one[1] + 0.5).sum())}
+    for name, k in ("residue_js", 1), ("2mer_js", 2), ("3mer_js", 3):
+        counts = [kmers(part, k) for part in letters]
+        if all(c.any() for c in counts):  # none in shorter sequences
+            p, q = (c / c.sum() for c in counts)  # of few k-mers they scatter, which adds to the divergence
+            metrics[name] = (divergence(p, (p + q) / 2) + divergence(q, (p + q) / 2)) / 2
+    lengths = [np.sort([len(s) for s in group]) for group in (samples, reference)]
+    grid = np.unique(np.concatenate(lengths))
+    shares = [np.searchsorted(part, grid[:-1], side="right") / len(part) for part in lengths]
     metrics["length_wasserstein"] = float((np.abs(shares[0] - shares[1]) * np.diff(grid)).sum())
-    runs = np.diff(np.flatnonzero(np.r_[True, (np.diff(letters) != 0) | (np.diff(owner) != 0), True]))
-    metrics["repeats"] = float(runs[runs >= 4].sum() / len(letters))
+    runs = np.diff(np.flatnonzero(np.diff(letters[0], prepend=-1)))  # the marks between sequences make runs of 2
+    metrics["repeats"] = float(runs[runs >= 4].sum() / one[0].sum())
     metrics["uniqueness"] = len({s.tobytes() for s in samples}) / len(samples)
     identity = best_identity(samples, reference, device)
     return metrics | {"identity_mean": float(identity.mean()), "identity_max": float(identity.max())}
 
 # ---- Train ---------------------------------------------------------------------------------------
 
-@dataclass
-class Task:
-    """What training, evaluation and sampling share."""
-    args: Namespace
-    ddp: DDPContext
-    model: Denoiser
-    noise: Noise
-    average: list[Tensor]  # EMA of the parameters
-    letters: np.ndarray  # (26,): shares of the residues in the training data
-    lengths: dict[int, int]  # {residues: training sequences}
-    train_set: Proteins | None = None
-    valid_set: Proteins | None = None
-    flops_per_token: float = 0.0
-    flops_per_pair: float = 0.0
-    history: list[dict] = field(default_factory=list)
+# What training, evaluation and sampling share. average: EMA of the parameters; lengths: {residues: training sequences}.
+Task = collections.namedtuple("Task", "args ddp model noise average lengths train_set valid_set", defaults=(None, None))
 
 @dataclass
 class Progress:
     """Where training stands: what a checkpoint must bring back beside the weights."""
     step: int = 0
     epoch: int = 0
-    position: int = 0  # global batches of this epoch
     best: dict | None = None
     peak: float = 0.0  # learning rate
     warmup: int = 0
-
-def train_step(task: Task, model: nn.Module, batch: StepBatch, progress: Progress, log: RunLog, scaler) -> Tensor:
-    """Forward and backward of an optimizer step; returns this rank's part of the loss."""
-    args, ddp, noise, summed = task.args, task.ddp, task.noise, torch.zeros((), device=task.ddp.device)
-    for number, (items, tokens, places, padded) in enumerate(batch.micro, 1):
-        times, ids = training_times(places, progress.step, args), torch.from_numpy(items).to(ddp.device)
-        sigma, slope = noise.sigma(times), noise.slope(times)
-        draw = functools.partial(keyed_uniform, args.seed, progress.epoch, ids, tokens.shape[1])
-        draws, letters = draw(2), draw(3) if args.graph_type == "uniform" else None
-        noisy = noised(tokens, noise.hidden(times), draws, args.graph_type, letters)
-        with sync_gradients(model, number == len(batch.micro)):
-            loss = diffusion_loss(model(noisy, sigma, padded), tokens, noisy, sigma, slope, args).sum()
-            # DDP averages over ranks: times ranks / residues, that is the mean over the residues of the whole step
-            scaler.scale(loss * (ddp.world_size / batch.residues)).backward()
-        log.add(len(items), loss=(loss, is_residue(tokens).sum()), padding=((tokens == PAD).sum(), tokens.numel()))
-        summed += loss.detach()
-    return summed
+    history: list[dict] = field(default_factory=list)  # of the metrics
+    def plan(self, args: Namespace, ddp: DDPContext, steps: int) -> None:
+        """Peak learning rate and warm-up of a new run on this many ranks (they stay on others)."""
+        self.peak = scaled_lr(args.lr, args.lr_scaling, ddp.world_size)
+        self.warmup = round(args.warmup * self.peak / args.lr)  # the original scales both
+        if self.warmup > steps // 2:
+            warn(f"a warm-up of {self.warmup} steps is too long for a run of {steps}: it takes {steps // 10}")
+            self.warmup = steps // 10
+    def rate(self, args: Namespace, steps: int) -> float:
+        """Learning rate of this step: down to min_lr_ratio of the peak at the end."""
+        factor, low = lr_at(self.step, steps, self.warmup, args.schedule), args.min_lr_ratio
+        return self.peak * (factor if self.step < self.warmup else low + (1 - low) * factor)
 
 def conservative(args: Namespace, world_size: int) -> None:
     """--lr_scaling conservative from 8 GPUs on: a batch of 12 and 0.8 of the memory, unless they are given."""
@@ -1957,43 +1797,20 @@ def conservative(args: Namespace, world_size: int) -> None:
             setattr(args, name, value)
             log0(f"conservative scaling from 8 GPUs on: {name} {value}")
 
-def plan_rates(args: Namespace, ddp: DDPContext, progress: Progress, steps: int) -> None:
-    """Peak learning rate and warm-up of a new run on this many ranks (they stay on others)."""
-    progress.peak = scaled_lr(args.lr, args.lr_scaling, ddp.world_size)
-    progress.warmup = round(args.warmup * progress.peak / args.lr)  # the original scales both
-    if progress.warmup > steps // 2:
-        warn(f"a warm-up of {progress.warmup} steps is too long for a run of {steps}: it takes {steps // 10}")
-        progress.warmup = steps // 10
-
-def lr_factor(args: Namespace, progress: Progress, steps: int) -> float:
-    """Share of the peak rate at this step: down to min_lr_ratio at the end."""
-    factor, low = lr_at(progress.step, steps, progress.warmup, args.schedule), args.min_lr_ratio
-    return factor if progress.step < progress.warmup else low + (1 - low) * factor
-
-def gpu_busy(device: torch.device) -> dict[str, float]:
-    """{"gpu_util": 0 to 1} from the driver, where the package nvidia-ml-py is installed."""
-    if device.type == "cuda":
-        with contextlib.suppress(Exception):  # the package, the driver, its permission: none is needed to train
-            return {"gpu_util": torch.cuda.utilization(device) / 100}
-    return {}
-
-def checkpoint(task: Task, progress: Progress, optimizer, guard: StepGuard, log: RunLog, total: int, best: bool,
-               done: bool) -> None:
+def checkpoint(task: Task, progress: Progress, guard: StepGuard, log, total: int, best: bool, done: bool) -> None:
     """Everything needed to go on bit by bit, written by rank 0. (all ranks)"""
     args, ddp, states = task.args, task.ddp, rng_states(task.ddp)
-    StepGuard.beat = math.inf  # however long rank 0 takes
-    if ddp.rank == 0:
+    def write() -> None:
         state = {
             "format": 1, "script": "run_train_uniref50_ddp.py", "args": vars(args), "world_size": ddp.world_size,
-            "global_batch": total, "model": task.model.state_dict(), "ema": task.average, "lengths": task.lengths,
-            "letters": task.letters.tolist(), "optimizer": optimizer.state_dict(), "scaler": guard.scaler.state_dict(),
-            "progress": vars(progress), "step": progress.step, "epoch": progress.epoch, "done": done, "rng": states,
-            "history": task.history, "bad_steps": guard.bad_steps, "wandb_id": log.wandb_id,
-            "speed": (log.final_loss, log.speed), "wall_s": log.wall + time.monotonic() - log.started}
+            "global_batch": total, "step": progress.step, "epoch": progress.epoch, "progress": vars(progress),
+            "model": task.model.state_dict(), "ema": task.average, "lengths": task.lengths, "rng": states,
+            "optimizer": guard.optimizer.state_dict(), "scaler": guard.scaler.state_dict(), "wandb_id": log.wandb_id,
+            "bad_steps": guard.bad_steps, "done": done, "speed": (log.final_loss, log.speed),
+            "wall_s": log.wall + time.monotonic() - log.started}
         if not save_checkpoint(args.output_dir, state, progress.step, args.keep_checkpoints, best) and done:
             raise OSError(f"the end of the run could not be saved: free space in {args.output_dir}, run again")
-    barrier(ddp)
-    StepGuard.beat = time.monotonic()
+    on_rank0(ddp, write)
     log.reset()
 
 def show(metrics: dict[str, float]) -> str:
@@ -2001,22 +1818,20 @@ def show(metrics: dict[str, float]) -> str:
 
 def validate(task: Task, progress: Progress, log: RunLog) -> bool:
     """Evaluate, draw samples, record both. True if the bound is the best so far. (all ranks)"""
-    metrics = evaluate(task)
-    name, value = next(iter(metrics.items()))
-    better = progress.best is None or value < progress.best["value"]
-    if better:
-        progress.best = {"name": name, "value": value, "step": progress.step, "metrics": metrics}
-    task.history.append({"step": progress.step, "epoch": progress.epoch, **metrics})
-    log.write(task.history[-1])
+    args, metrics, place = task.args, evaluate(task), {"step": progress.step, "epoch": progress.epoch}
+    if better := progress.best is None or metrics["nelbo"] < progress.best["value"]:
+        progress.best = {"name": "nelbo", "value": metrics["nelbo"], "step": progress.step, "metrics": metrics}
+    progress.history.append(place | metrics)
+    log.write(place | metrics)
     log0(f"step {progress.step} held-out: {show(metrics)}" + " (best so far)" * better)
-    if task.args.snapshot_sampling:
-        args, path = task.args, Path(task.args.output_dir) / "samples" / f"step_{progress.step:08d}.fasta"
-        lengths, reference = args.sample_length or task.lengths, reference_sequences(task.train_set, 500)
-        samples = draw_samples(task, draw_templates(args.samples_per_eval, lengths, args.max_protein_len, args.seed))
-        found = sample_metrics(samples, reference, task.ddp.device)
-        log.write({"step": progress.step, "epoch": progress.epoch, **{f"sample_{n}": v for n, v in found.items()}})
-        log0(f"step {progress.step} samples: {show(found)}")
+    if args.snapshot_sampling:
+        path = Path(args.output_dir) / "samples" / f"step_{progress.step:08d}.fasta"
+        templates = draw_templates(args.samples_per_eval, task.lengths, args)
+        samples = sample(task.model, templates, task.noise, args, task.ddp)
         on_rank0(task.ddp, write_fasta, path, samples, f"step={progress.step} method={args.sampling_method}")
+        found = on_rank0(task.ddp, sample_metrics, samples, task.train_set.some(500), task.ddp.device)
+        log.write(place | {f"sample_{n}": v for n, v in found.items()})
+        log0(f"step {progress.step} samples: {show(found)}")
     log.reset()
     return better
 
@@ -2027,12 +1842,12 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
     mean = sum(min(n + 2, most) * c for n, c in task.lengths.items()) / sum(task.lengths.values())
     items = max(total, int(total * most / mean))  # sequences that fill `total` rows of tokens
     window = max(64, -(-4096 // items))  # batches among which lengths are sorted: under 5 % padding
-    cut = bucket_by_tokens(task.train_set, most, items, total, args.seed)
+    cut = bucket_by_tokens(lambda ids: np.minimum(task.train_set.lengths(ids), most), items, total, args.seed)
     sampler = GlobalBatchSampler(count, items, micro_steps, args.seed, ddp, window, cut)
     per_epoch = len(sampler) // micro_steps
     steps = min(args.epochs * per_epoch, args.n_iters)
     if not progress.peak:
-        plan_rates(args, ddp, progress, steps)
+        progress.plan(args, ddp, steps)
     optimizer = make_optimizer(task.model, args, progress.peak)
     guard = StepGuard(args, ddp, optimizer, task.model.dtype, log.started)
     torch.manual_seed(args.seed + ddp.rank)  # dropout differs between ranks
@@ -2042,49 +1857,59 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
         restore_rng(state["rng"], ddp, args.seed)
         task.model.load_state_dict(state["model"])
         torch._foreach_copy_(task.average, [t.to(ddp.device) for t in state["ema"]])
-        guard.bad_steps, task.history = state["bad_steps"], state["history"]
+        guard.bad_steps = state["bad_steps"]
     model = wrap_ddp(torch.compile(task.model, dynamic=True) if args.compile else task.model, ddp)
-    parameters = list(unwrap(model).parameters())
     peak = peak_flops(ddp.device, task.model.dtype) * ddp.world_size
     log0(f"{total} rows of {most} tokens hold {items} sequences on average; {args.epochs} epochs x {per_epoch} steps, "
          f"{steps} steps, warm-up {progress.warmup}, peak learning rate {progress.peak:g}")
-    sampler.set_epoch(progress.epoch, progress.position)
+    progress.epoch, position = divmod(progress.step, per_epoch)
+    sampler.set_epoch(progress.epoch, position)
     require_same(ddp, "the batches", sampler.fingerprint())
     bar = tqdm(total=steps, initial=progress.step, disable=ddp.rank > 0 or not sys.stderr.isatty())
     pool = ThreadPoolExecutor(max(1, args.num_workers))
-    task.model.train()
     log.reset()
     reason, batches, residues, flops = "", None, 0, 0.0
     while progress.step < steps and not reason:
-        if progress.position == 0 or batches is None:  # an epoch starts, or goes on after a restart
-            sampler.set_epoch(progress.epoch, progress.position)
-            make = functools.partial(make_step, task, sampler, progress.epoch)
-            plan = enumerate(sampler.batches(progress.position), progress.position)
+        if position == 0 or batches is None:  # an epoch starts, or goes on after a restart
+            sampler.set_epoch(progress.epoch, position)
+            make = functools.partial(deal_step, task, sampler, progress.epoch)
+            plan = enumerate(sampler.batches(position), position)
             batches = run_ahead(pool, make, plan, args.num_workers) if args.num_workers else map(make, plan)
         for group in optimizer.param_groups:
-            group["lr"] = progress.peak * lr_factor(args, progress, steps)
-        batch = log.waiting(batches)
-        loss = train_step(task, model, batch, progress, log, guard.scaler)
-        norm, reason = guard.step(loss, progress.step + 1, [m[0] for m in batch.micro])
-        update_ema(task.average, parameters, args.ema, progress.step)
-        progress.step, progress.position = progress.step + 1, progress.position + 1
+            group["lr"] = progress.rate(args, steps)
+        micro, step_residues, step_flops = log.waiting(batches)
+        summed = torch.zeros((), device=ddp.device)  # this rank's part of the loss
+        for number, (rows, ids, tokens, places, padded) in enumerate(micro, 1):
+            with sync_gradients(model, number == len(micro)):
+                times, key = training_times(places, progress.step, args), (args.seed, progress.epoch)
+                loss = diffusion_loss(task, model, ids, tokens, times, key, padded).sum()
+                # DDP averages over ranks: times ranks / residues, that is the mean over the residues of the whole step
+                guard.scaler.scale(loss * (ddp.world_size / step_residues)).backward()
+            log.add(len(rows), loss=(loss, is_residue(tokens).sum()), padding=((tokens == PAD).sum(), tokens.numel()))
+            summed += loss.detach()
+        norm, reason = guard.step(summed, progress.step + 1, [m[0] for m in micro])
+        update_ema(task.average, list(unwrap(model).parameters()), args.ema, progress.step)
+        progress.step += 1
         kept = log.steps > 1  # sums are of the steps since the last record, evaluation or checkpoint
-        residues, flops = residues * kept + batch.residues, flops * kept + batch.flops
+        residues, flops = residues * kept + step_residues, flops * kept + step_flops
         bar.update()
         last = progress.step == steps
         if progress.step % args.log_every == 0 or last:
             seconds = time.monotonic() - log.last
-            extra = {"tokens/s": residues / seconds, "mfu": flops / seconds / peak, **gpu_busy(ddp.device)}
+            extra = {"tokens/s": residues / seconds, "mfu": flops / seconds / peak}
+            if ddp.device.type == "cuda":
+                with contextlib.suppress(Exception):  # nvidia-ml-py, a driver, permission: not needed to train
+                    extra["gpu_util"] = torch.cuda.utilization(ddp.device) / 100
             log.interval(progress.step, steps, progress.epoch, model, group["lr"], norm, **extra)
-        if progress.position == per_epoch:
-            progress.epoch, progress.position = progress.epoch + 1, 0
+        progress.epoch, position = divmod(progress.step, per_epoch)
         due, better = last or progress.step % args.eval_freq == 0, False
         if due:
             if reason:  # the evaluation may take longer than there is time; the next step stops
-                checkpoint(task, progress, optimizer, guard, log, total, False, done=False)
-            reason, better = "", validate(task, progress, log)
+                checkpoint(task, progress, guard, log, total, False, done=False)
+            with averaged_weights(task.model, task.average):
+                reason, better = "", validate(task, progress, log)
         if reason or due or progress.step % args.save_every == 0:
-            checkpoint(task, progress, optimizer, guard, log, total, better, done=last)
+            checkpoint(task, progress, guard, log, total, better, done=last)
     guard.finish()
     bar.close()
     pool.shutdown(cancel_futures=True)
@@ -2092,22 +1917,20 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
 
 # ---- Main ----------------------------------------------------------------------------------------
 
-def build_task(args: Namespace, ddp: DDPContext, letters: np.ndarray, lengths: dict[int, int]) -> Task:
-    """The model, on the device, and its noise."""
+def build_task(args: Namespace, ddp: DDPContext, lengths: dict[int, int], *data: Proteins) -> Task:
+    """The model, on the device, its noise and its `data`: the training and the validation split."""
     torch.manual_seed(args.seed)  # the same on all ranks
-    model = Denoiser(args, resolve_precision(args.precision, ddp.device), ddp.device).to(ddp.device)
+    model = Denoiser(args, resolve_precision(args.precision, ddp.device)).to(ddp.device)
     noise = Noise(args.noise_type, args.sigma_min, args.sigma_max, args.noise_eps)
     terminal = float(noise.hidden(torch.ones(())))
     if terminal < 0.99 and ddp.rank == 0:
         warn(f"the noise schedule hides only {terminal:.1%} of the residues at its end, but samples start from nothing,"
              " which the network never sees: use noise.type loglinear, or a larger noise.sigma_max")
     log0(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}")
-    task = Task(args, ddp, model, noise, [p.detach().clone() for p in model.parameters()], letters, lengths)
-    task.flops_per_token, task.flops_per_pair = flops_of(model)
-    return task
+    return Task(args, ddp, model, noise, [p.detach().clone() for p in model.parameters()], lengths, *data)
 
-def load_task(args: Namespace, ddp: DDPContext) -> Task:
-    """The averaged weights of --checkpoint, for sampling. (all ranks)"""
+def write_samples(args: Namespace, ddp: DDPContext) -> int:
+    """--sample: N sequences, or N fillings of each record of --infill, by the weights of --checkpoint. (all ranks)"""
     path = Path(args.checkpoint or Path(args.output_dir) / "best.pt")
     if not path.exists():
         raise ValueError(f"--checkpoint {path}: no such file; give the best.pt or latest.pt of a training run")
@@ -2116,42 +1939,23 @@ def load_task(args: Namespace, ddp: DDPContext) -> Task:
         raise ValueError(f"--checkpoint {path} was written by {state.get('script')}, not by run_train_uniref50_ddp.py")
     for name in MODEL:
         setattr(args, name, state["args"][name])
-    task = build_task(args, ddp, np.array(state["letters"]), state["lengths"])
-    torch._foreach_copy_(task.average, [t.to(ddp.device) for t in state["ema"]])
-    log0(f"weights of {path}: step {state['step']}")
-    return task
-
-def draw_samples(task: Task, templates: list[np.ndarray]) -> list[np.ndarray]:
-    """Samples of the averaged weights, by --sampling_method. (all ranks)"""
-    args = task.args
-    exact = args.predictor or ("first_hitting" if args.graph_type == "absorb" else "analytic")
-    method = "simple" if args.sampling_method == "simple" else exact
-    how = Sampling(task.noise.sigma, args.steps, args.temperature, args.top_p, args.seed)
-    with averaged_weights(task.model, task.average):
-        return sample(task.model, templates, method, args.graph_type, how, task.ddp, args.eval_batch_size)
-
-def reference_sequences(proteins: Proteins, most: int) -> list[np.ndarray]:
-    """Residues of up to `most` sequences, evenly spaced: what samples are compared with."""
-    offsets, rows = proteins.offsets, np.linspace(0, len(proteins) - 1, min(len(proteins), most)).astype(np.int64)
-    return [proteins.tokens[offsets[i] + 1 : offsets[i + 1] - 1] for i in rows]
-
-def write_samples(args: Namespace, ddp: DDPContext) -> int:
-    """--sample: N sequences, or N fillings of each record of --infill, as FASTA. (all ranks)"""
-    task = load_task(args, ddp)
     kinds = {args.sampling_method, args.predictor, args.loss}  # the graph is known from the checkpoint alone
     if args.graph_type == "uniform" and kinds & {"simple", "first_hitting", "score_entropy"}:
         raise ValueError("the uniform graph has the analytic sampler only, and none after --loss score_entropy")
-    drawn = draw_templates(args.sample, args.sample_length or task.lengths, args.max_protein_len, args.seed), None
+    task = build_task(args, ddp, state["lengths"])
+    log0(f"weights of {path}: step {state['step']}")
+    drawn = draw_templates(args.sample, task.lengths, args), None
     templates, names = infill_templates(args.infill, args.sample) if args.infill else drawn
     if (longest := max(map(len, templates)) - 2) > args.max_protein_len - 2:
         raise ValueError(f"samples of {longest} residues: the model was trained on at most {args.max_protein_len - 2}")
     begin = time.monotonic()
-    samples = draw_samples(task, templates)
+    with averaged_weights(task.model, [t.to(ddp.device) for t in state["ema"]]):
+        samples = sample(task.model, templates, task.noise, args, ddp)
     path = Path(args.out or Path(args.output_dir) / "samples.fasta")
     log0(f"{len(samples)} samples in {time.monotonic() - begin:.1f} s ({args.sampling_method}): {path}")
-    if "datafile" in args.given:
-        log0(show(sample_metrics(samples, reference_sequences(load_data(args, ddp)[0], 2000), ddp.device)))
     on_rank0(ddp, write_fasta, path, samples, f"method={args.sampling_method} seed={args.seed}", names)
+    if "datafile" in args.given:
+        log0(show(on_rank0(ddp, sample_metrics, samples, load_data(args, ddp)[0].some(2000), ddp.device)))
     return 0
 
 def main(args: Namespace) -> int:
@@ -2161,12 +1965,12 @@ def main(args: Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
     if args.prepare:
-        on_rank0(ddp, prepare, args.prepare[0], Path(args.prepare[1]), args.val_ratio, args.num_workers,
-                 args.skip_bad_data)
+        on_rank0(ddp, prepare, *args.prepare, args)
         return 0
     conservative(args, ddp.world_size)
     if ddp.device.type != "cpu":
         torch.get_device_module(ddp.device).set_per_process_memory_fraction(args.max_memory_per_gpu, ddp.device)
+    keep_freed_memory()
     torch.set_float32_matmul_precision("high")  # what stays in fp32 runs on tensor cores
     if args.sample:
         return write_samples(args, ddp)
@@ -2177,19 +1981,15 @@ def main(args: Namespace) -> int:
         return 0
     total, micro_steps = resolve_batch(args, ddp.world_size, state["global_batch"] if state else None)
     log = RunLog(args, ddp, state)
-    part = train_set.manifest["splits"]["train"]
-    counts, lengths = np.array(part["letters"]) + 0.5, {int(n): c for n, c in part["lengths"].items()}
-    task = build_task(args, ddp, counts / counts.sum(), lengths)
-    task.train_set, task.valid_set = train_set, valid_set
+    task = build_task(args, ddp, {int(n): c for n, c in train_set.part["lengths"].items()}, train_set, valid_set)
     reason, progress = train(task, log, state, total, micro_steps)
     if reason:
         log.close("stopped", steps=progress.step, reason=reason)
         barrier(ddp)  # the first rank to end makes some launchers kill the others
         return stop_status(reason)
     best, metrics, path = progress.best, progress.best["metrics"], Path(args.output_dir) / "best.pt"
-    log0(f"held-out bound of step {best['step']}: {metrics['nelbo']:.4f} +- {metrics['nelbo_se']:.4f} nats per residue,"
-         f" {metrics['below_unigram']:.4f} +- {metrics['below_unigram_se']:.4f} below the unigram's "
-         f"{metrics['unigram']:.4f}")
+    log0("held-out bound of step {step}: {nelbo:.4f} +- {nelbo_se:.4f} nats per residue, {below_unigram:.4f} +- "
+         "{below_unigram_se:.4f} below the unigram's {unigram:.4f}".format(**best, **metrics))
     log.close("finished", steps=progress.step, epochs=progress.epoch, samples_per_s=log.speed,
               final_loss=log.final_loss, best_metric={n: best[n] for n in ("name", "value", "step")},
               baselines={"unigram": metrics["unigram"]}, checkpoint=str(path))

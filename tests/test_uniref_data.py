@@ -16,6 +16,7 @@ import signal
 import time
 import tracemalloc
 import zlib
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def is_valid(sequence: str) -> bool:
     return int.from_bytes(digest, "big") / 2**64 < RATIO
 
 
-def prepare(source: Path | str, folder: Path, workers: int = 0, skip_bad: bool = False, **options) -> None:
-    uniref.prepare(str(source), folder, RATIO, workers, skip_bad, **options)
+def prepare(source: Path | str, folder: Path, workers: int = 0, skip_bad: bool = False) -> None:
+    args = Namespace(val_ratio=RATIO, num_workers=workers, skip_bad_data=skip_bad)
+    uniref.prepare(str(source), str(folder), args)
 
 
 def read_back(folder: Path) -> dict[str, list[str]]:
@@ -285,7 +287,7 @@ def killed(source: str, folder: str, note: str) -> None:
     """prepare with two workers, killed after 10 of some 40 chunks; writes the ids of its workers to `note`."""
     import multiprocessing
 
-    uniref.CHUNK_BYTES, uniref.INLINE_CHUNKS, chunks = 2000, 2, uniref.Source.file_chunks
+    uniref.CHUNK_BYTES, uniref.INLINE_CHUNKS, chunks = 2000, 2, uniref.Source.chunks
 
     def dying(self):
         for number, chunk in enumerate(chunks(self)):
@@ -295,8 +297,8 @@ def killed(source: str, folder: str, note: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield chunk
 
-    uniref.Source.file_chunks = dying
-    uniref.prepare(source, Path(folder), RATIO, 2, False)
+    uniref.Source.chunks = dying
+    prepare(source, Path(folder), workers=2)
 
 
 def alive(pid: int) -> bool:

@@ -26,7 +26,7 @@ def arguments(*extra: str):
 def model(*extra: str, seed: int = 0):
     """A small network with random weights everywhere: at initialisation its blocks do nothing."""
     torch.manual_seed(seed)
-    network = script.Denoiser(arguments(*extra), torch.float32, torch.device("cpu"))
+    network = script.Denoiser(arguments(*extra), torch.float32)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return network.eval()
@@ -50,7 +50,7 @@ def test_noise_schedules(kind, low, high, eps):
     noise = script.Noise(kind, low, high, eps)
     t = torch.linspace(0.01, 0.99, 50, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(noise.sigma(t).sum(), t)
-    assert torch.allclose(slope, noise.slope(t), rtol=1e-9)
+    assert torch.allclose(slope, noise.at(t)[1], rtol=1e-9)
     start, end = (float(noise.sigma(torch.tensor(x, dtype=torch.float64))) for x in (0.0, 1.0))
     if kind == "loglinear":
         hidden = noise.hidden(t)
@@ -89,7 +89,7 @@ def test_score_entropy_equals_nelbo(kind, low, high, eps):
     """With scores of a softmax times r, the score entropy of the absorbing graph is the weighted cross entropy."""
     tokens, noise = proteins(6, 30), script.Noise(kind, low, high, eps)
     t = torch.linspace(0.05, 0.95, 6, dtype=torch.float64)
-    sigma, slope = noise.sigma(t), noise.slope(t)
+    sigma, slope = noise.at(t)
     noisy = script.noised(tokens, noise.hidden(t), torch.rand(6, 30), "absorb")
     logits = random_logits((6, 30))
     scores = script.log_scores(logits, noisy, sigma, "absorb", "nelbo")
@@ -108,7 +108,7 @@ def test_uniform_scores_and_loss():
     tokens = proteins(4, 25)
     t = torch.tensor([0.1, 0.4, 0.7, 0.95], dtype=torch.float64)
     noise = script.Noise("loglinear", 0, 0, 1e-3)
-    sigma, slope = noise.sigma(t), noise.slope(t)
+    sigma, slope = noise.at(t)
     noisy = script.noised(tokens, noise.hidden(t), torch.rand(4, 25), "uniform", torch.rand(4, 25))
     logits = torch.full((4, 25, MASK + 1), -math.inf, dtype=torch.float64)
     logits[..., FIRST : LAST + 1] = -60.0
@@ -154,10 +154,10 @@ def test_default_model_is_the_documented_one():
     """66,724,096 parameters; uniform over residues and blocks that do nothing at initialisation."""
     args = script.parse_args([])
     with torch.device("meta"):
-        network = script.Denoiser(args, torch.float32, torch.device("cpu"))
+        network = script.Denoiser(args, torch.float32)
     assert sum(p.numel() for p in network.parameters()) == 66_724_096
     torch.manual_seed(0)
-    small = script.Denoiser(arguments(), torch.float32, torch.device("cpu"))
+    small = script.Denoiser(arguments(), torch.float32)
     p = small(proteins(1, 9), torch.ones(1)).softmax(-1)[0, 0, FIRST : LAST + 1]
     assert torch.allclose(p, torch.full((STATES,), 1 / STATES))
 
@@ -269,12 +269,12 @@ def test_scaling_table_of_the_document(gpus, lr, warmup):
     args, ddp = script.parse_args([]), script.DDPContext(0, gpus, 0, gpus, torch.device("cpu"), "gloo", "test")
     assert script.resolve_batch(args, gpus)[0] == 64 * gpus
     progress = script.Progress()
-    script.plan_rates(args, ddp, progress, 500_000)
+    progress.plan(args, ddp, 500_000)
     assert (progress.peak, progress.warmup) == (pytest.approx(lr), warmup)
     factors = []
     for step in (0, warmup - 1, warmup, 499_999):
         progress.step = step
-        factors.append(script.lr_factor(args, progress, 500_000))
+        factors.append(progress.rate(args, 500_000) / progress.peak)
     assert factors[0] < 1e-3 and factors[2] == 1 and factors[1] == pytest.approx(1, abs=1e-3)
     assert factors[3] == pytest.approx(0.01, abs=1e-4)
 
@@ -285,7 +285,7 @@ def test_conservative_scaling_of_the_document():
     ddp = script.DDPContext(0, 8, 0, 8, torch.device("cpu"), "gloo", "test")
     script.conservative(args, 8)
     progress = script.Progress()
-    script.plan_rates(args, ddp, progress, 500_000)
+    progress.plan(args, ddp, 500_000)
     assert (progress.peak, progress.warmup) == (pytest.approx(3e-4), 30_000)
     assert (args.batch_size, args.max_memory_per_gpu) == (12, 0.8)
     assert script.resolve_batch(args, 8)[0] == 384
@@ -300,21 +300,8 @@ def test_conservative_scaling_of_the_document():
 def test_long_warmup_is_cut():
     args, progress = script.parse_args([]), script.Progress()
     ddp = script.DDPContext(0, 8, 0, 8, torch.device("cpu"), "gloo", "test")
-    script.plan_rates(args, ddp, progress, 925)
+    progress.plan(args, ddp, 925)
     assert progress.warmup == 92
-
-
-class Fake:
-    """Proteins of given lengths."""
-
-    def __init__(self, lengths):
-        self.all = np.asarray(lengths)
-
-    def __len__(self):
-        return len(self.all)
-
-    def lengths(self, rows):
-        return self.all[rows]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -325,7 +312,7 @@ def test_token_budget(world_size):
     most, rows = 512, 24
     mean = np.minimum(lengths, most).mean()
     items = int(rows * most / mean)
-    cut = script.bucket_by_tokens(Fake(lengths), most, items, rows, 7)
+    cut = script.bucket_by_tokens(lambda ids: np.minimum(lengths[ids], most), items, rows, 7)
     cpu, ranks = torch.device("cpu"), range(world_size)
     contexts = [script.DDPContext(r, world_size, r, world_size, cpu, "gloo", "t") for r in ranks]
     samplers = [script.GlobalBatchSampler(20_000, items, 2, 7, c, -(-4096 // items), cut) for c in contexts]
@@ -447,10 +434,9 @@ def test_both_names_of_an_option():
 def test_weak_noise_is_warned_about(capfd):
     ddp = script.DDPContext(0, 1, 0, 1, torch.device("cpu"), "gloo", "test")
     script.start_logging(0)
-    letters = np.full(26, 1 / 26)
-    script.build_task(arguments("--noise.type=cosine", "--noise.sigma_max=0.8"), ddp, letters, {20: 1})
+    script.build_task(arguments("--noise.type=cosine", "--noise.sigma_max=0.8"), ddp, {20: 1})
     assert "55.1%" in capfd.readouterr().out
-    script.build_task(arguments(), ddp, letters, {20: 1})
+    script.build_task(arguments(), ddp, {20: 1})
     assert "noise schedule" not in capfd.readouterr().out
 
 

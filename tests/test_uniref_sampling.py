@@ -8,11 +8,12 @@ from __future__ import annotations
 import gzip
 import itertools
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import one_process, run_ranks
+from helpers import one_process, run_ranks, write_proteins
 
 import run_train_uniref50_ddp as script
 
@@ -29,8 +30,10 @@ def poor(t: torch.Tensor) -> torch.Tensor:
     return 0.01 + 0.79 * (1 - torch.cos(math.pi * t)) / 2
 
 
-def how(**changes) -> script.Sampling:
-    return script.Sampling(**dict(sigma=loglinear, seed=3) | changes)
+def how(**changes) -> Namespace:
+    """The script's arguments that say how to sample."""
+    values = dict(seed=3, steps=100, temperature=1.0, top_p=1.0, graph_type="absorb", sampling_method="rigorous")
+    return Namespace(**values | dict(predictor=None, eval_batch_size=100_000) | changes)
 
 
 class Chain:
@@ -86,11 +89,12 @@ def residues(text: str) -> np.ndarray:
     return template(text)[1:-1]
 
 
-def draw(chain, templates, method=None, batch_size=100_000, ddp=None, **changes) -> list[np.ndarray]:
-    """Samples of a Chain, or of a function predict; by the exact method of its graph."""
+def draw(chain, templates, method=None, batch_size=100_000, ddp=None, sigma=loglinear, **changes) -> list[np.ndarray]:
+    """Samples of a Chain, or of a function predict; by default by the exact method of its graph."""
     predict, graph = getattr(chain, "predict", chain), getattr(chain, "graph", "absorb")
-    method = method or {"absorb": "first_hitting", "uniform": "analytic"}[graph]
-    return script.sample(predict, templates, method, graph, how(**changes), ddp or one_process(), batch_size)
+    method = {"sampling_method": "simple"} if method == "simple" else {"predictor": method}
+    args = how(**{"graph_type": graph, "eval_batch_size": batch_size} | method | changes)
+    return script.sample(predict, templates, Namespace(sigma=sigma), args, ddp or one_process())
 
 
 def counts(samples: list[np.ndarray], letters: int) -> np.ndarray:
@@ -223,7 +227,9 @@ def test_simple_follows_its_schedule_and_never_changes_what_it_showed():
     assert len(chain.calls) == 2  # steps that show nothing are free
 
 
-def test_simple_shows_the_most_confident_first():
+def test_simple_shows_the_most_confident_first(monkeypatch):
+    monkeypatch.setattr(script, "SHUFFLE", 0.0)
+
     def predict(x, sigma):  # position j is sure with probability rising in j
         logits = torch.full((*x.shape, 37), -math.inf)
         logits[..., FIRST] = torch.arange(x.shape[1]).float()
@@ -233,7 +239,7 @@ def test_simple_shows_the_most_confident_first():
 
     for temperature in (0.0, 1e-3):  # candidates are certain, confidence must not be
         seen = []
-        draw(predict, empty(2, 6), "simple", steps=3, temperature=temperature, shuffle=0.0)
+        draw(predict, empty(2, 6), "simple", steps=3, temperature=temperature)
         assert seen == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [1, 2, 3]]
 
 
@@ -306,7 +312,7 @@ def test_logits_that_are_not_finite_are_an_error(graph):
     for method in [method for of, method in script.SAMPLERS if of == graph]:
         for temperature in (0.0, 1.0):
             with pytest.raises(RuntimeError, match="not finite"):
-                script.sample(predict, empty(2, 3), method, graph, how(temperature=temperature), one_process(), 2)
+                draw(predict, empty(2, 3), method, graph_type=graph, temperature=temperature)
 
 
 # ---- Independence of batch, padding and ranks ----
@@ -382,13 +388,17 @@ def test_infilling_follows_the_conditional_law():
 
 def test_lengths_are_drawn_from_the_histogram():
     lengths = {30: 500, 100: 300, 700: 150, 2000: 50}
-    found = [len(t) - 2 for t in script.draw_templates(4000, lengths, 512, 1)]
+    args = Namespace(max_protein_len=512, sample_length=0, seed=1)
+    found = [len(t) - 2 for t in script.draw_templates(4000, lengths, args)]
     values, seen = np.unique(found, return_counts=True)
     assert values.tolist() == [30, 100, 510] and excess(seen, np.array([0.5, 0.3, 0.2])) < 4
-    assert found[:7] == [len(t) - 2 for t in script.draw_templates(7, lengths, 512, 1)]
-    assert found != [len(t) - 2 for t in script.draw_templates(4000, lengths, 512, 2)]
-    assert [len(t) for t in script.draw_templates(2, 600, 512, 1)] == [602, 602]  # asked for: not cut
-    (one,) = script.draw_templates(1, 4, 512, 1)
+    assert found[:7] == [len(t) - 2 for t in script.draw_templates(7, lengths, args)]
+    args.seed = 2
+    assert found != [len(t) - 2 for t in script.draw_templates(4000, lengths, args)]
+    args.sample_length = 600
+    assert [len(t) for t in script.draw_templates(2, lengths, args)] == [602, 602]  # asked for: not cut
+    args.sample_length = 4
+    (one,) = script.draw_templates(1, lengths, args)
     assert one.dtype == np.uint8 and one.tolist() == [BOS, MASK, MASK, MASK, MASK, EOS]
 
 
@@ -537,3 +547,51 @@ def test_identity_against_a_loop():
     assert script.best_identity([residues("WA")], [residues("AW")], torch.device("cpu")) == 0.5  # not in a circle
     copied = np.r_[reference[10], residues("WW")]
     assert metrics_of([copied], reference)["identity_max"] == 1.0
+
+
+# ---- Whole runs of it ----
+
+
+SMALL = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_protein_len=40".split()
+
+
+@pytest.mark.parametrize("loss, option, allowed", [
+    ("nelbo", "--predictor=analytic", True),
+    ("nelbo", "--method=simple", False),
+    ("nelbo", "--predictor=first_hitting", False),
+    ("score_entropy", "--predictor=analytic", False),
+])
+def test_samplers_of_a_uniform_checkpoint(tmp_path, loss, option, allowed):
+    """That the graph is uniform is known from the checkpoint alone, not from the command line of --sample."""
+    trained = script.parse_args([*SMALL, "--graph_type=uniform", f"--loss={loss}", "--snapshot_sampling=False"])
+    task = script.build_task(trained, one_process(), {8: 1})
+    state = {"script": "run_train_uniref50_ddp.py", "args": {name: getattr(trained, name) for name in script.MODEL}}
+    torch.save(state | {"step": 3, "lengths": task.lengths, "ema": task.average}, tmp_path / "best.pt")
+    out = tmp_path / "samples.fasta"
+    args = script.parse_args(["--sample=2", f"--checkpoint={tmp_path}/best.pt", f"--out={out}", "--steps=2", option])
+    if allowed:
+        assert script.write_samples(args, one_process()) == 0
+        assert out.read_text().count(">") == 2
+    else:
+        with pytest.raises(ValueError, match="the uniform graph has the analytic sampler only, and none after --loss"):
+            script.write_samples(args, one_process())
+        assert not out.exists()
+
+
+def validated(ddp, folder: str) -> tuple[int, dict]:
+    """How often this rank compared samples with the training data in an evaluation, and the record of them."""
+    calls, records, plain = [], [], script.sample_metrics
+    script.sample_metrics = lambda *given: calls.append(given) or plain(*given)
+    args = script.parse_args([*SMALL, f"--output_dir={folder}", "--samples_per_eval=3", "--eval_sequences=5"])
+    task = script.build_task(args, ddp, {8: 1}, *(script.Proteins(f"{folder}/data", split) for split in script.SPLITS))
+    script.validate(task, script.Progress(step=4), Namespace(write=records.append, reset=list))
+    return len(calls), records[-1]
+
+
+def test_rank_0_alone_compares_the_samples(tmp_path):
+    write_proteins(tmp_path / "proteins.fasta", 60)
+    args = Namespace(val_ratio=0.2, num_workers=0, skip_bad_data=False)
+    script.prepare(f"{tmp_path}/proteins.fasta", f"{tmp_path}/data", args)
+    (calls, record), (others, same) = run_ranks(2, validated, str(tmp_path))
+    assert (calls, others) == (1, 0) and record == same and record["sample_residue_js"] > 0
+    assert (tmp_path / "samples" / "step_00000004.fasta").read_text().count(">") == 3
