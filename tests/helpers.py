@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import pickle
@@ -15,11 +16,13 @@ from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import numpy as np
+
 import train_ddp
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
-PRELOAD += ["train_ddp", "run_train_uniref50_ddp", "helpers"]
+PRELOAD += ["train_ddp", "run_train_uniref50_ddp", "run_dpo_ddp", "helpers"]
 
 
 class RankError(RuntimeError):
@@ -141,3 +144,50 @@ def write_proteins(path: Path, count: int) -> None:
             while len(letters) < 20 + i * 7 % 41:
                 letters.append((letters[-1] * 3 + draw.choice((1, 1, 4))) % 6)
             file.write(f">protein_{i}\n{''.join('ACDEFGHIKLMNPQRSTVWY'[n] for n in letters)}\n")
+
+
+def write_structures(folder: Path, count: int, pairs: int = 6, least: int = 18, most: int = 40) -> None:
+    """`count` generated helices of `least` to `most` residues as PDB files, and pairs.json: for each, `pairs` pairs of
+    its own sequence, of few kinds of residues, and one where a third of it is replaced by others."""
+    names = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
+    rng, rows = np.random.default_rng(0), []
+    for number in range(count):
+        length = int(rng.integers(least, most + 1))
+        own, lines = rng.choice([0, 3, 9, 14, 17], length), []
+        turn = np.arange(length) * 1.745
+        ca = np.c_[2.3 * np.cos(turn), 2.3 * np.sin(turn), 1.5 * np.arange(length)] + rng.normal(0, 0.2, (length, 3))
+        for i in range(length):
+            for atom, *off in ("N", -1.2, 0.5, -0.4), ("CA", 0, 0, 0), ("C", 1.1, 0.6, 0.7), ("O", 1.5, 1.7, 0.8):
+                x, y, z = ca[i] + off
+                lines.append(f"ATOM  {len(lines) + 1:5d}  {atom:<3} {names[own[i]]} A{i + 1:4d}    "
+                             f"{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {atom[0]}")  # fmt: skip
+        (folder / f"helix{number}.pdb").write_text("\n".join([*lines, "END"]) + "\n")
+        for _ in range(pairs):
+            other = own.copy()
+            places = rng.choice(length, length // 3, replace=False)
+            other[places] = rng.choice([1, 6, 10, 12, 18], len(places))
+            texts = ["".join("ACDEFGHIKLMNPQRSTVWY"[k] for k in ids) for ids in (own, other)]
+            rows.append({"pdb_file": f"helix{number}.pdb", "preferred_seq": texts[0], "unpreferred_seq": texts[1]})
+    (folder / "pairs.json").write_text(json.dumps(rows))
+
+
+def mutated_pairs(folder: Path) -> list[dict]:
+    """The rule of data/dpo/pairs.json, 12 pairs for each structure in `folder`: the chains' own sequence is preferred
+    to itself with the letters of 15 to 25 % of its residues moved one on, in random order, among these residues."""
+    import run_dpo_ddp
+
+    rows, several = [], {"4ZHL": (["U"], ["P"]), "7CTH": (["H", "L"], [])}  # chains to design, chains that are fixed
+    for path in sorted(folder.glob("*.pdb.gz")):
+        chains = run_dpo_ddp.read_structure(path)
+        design, fixed = several.get(path.name[:4], (list(chains), []))
+        own = "".join(chains[name].letters for name in design)
+        names = {"design_chains": design, "fixed_chains": fixed} if path.name[:4] in several else {}
+        for number in range(12):
+            draw = random.Random(f"{path.name[:4]} {number}")
+            share, order = 0.15 + 0.1 * draw.random(), sorted(range(len(own)), key=lambda i: draw.random())
+            moved, letters = order[: round(share * len(own))], list(own)
+            for place, source in zip(moved, moved[1:] + moved[:1], strict=True):
+                letters[place] = own[source]
+            texts = {"preferred_seq": own, "unpreferred_seq": "".join(letters)}
+            rows.append({"pdb_file": path.name} | texts | names)
+    return rows

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, forkserver, free_port, write_proteins
+from helpers import ROOT, forkserver, free_port, write_proteins, write_structures
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
 
@@ -45,7 +45,18 @@ def tiny_run_train_uniref50_ddp(folder: Path) -> list[str]:
         --precision=fp32""".split()
 
 
-TINY = {"train_ddp": tiny_train_ddp, "run_train_uniref50_ddp": tiny_run_train_uniref50_ddp}
+def tiny_run_dpo_ddp(folder: Path) -> list[str]:
+    """60 pairs on generated helices: four epochs of warm start, then twelve of preferences, with averaged weights."""
+    write_structures(folder, 10, pairs=8, least=8, most=12)
+    return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random --val_fraction=0.25
+        --sft_epochs=4 --sft_lr=1e-3 --num_epochs=12 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=12
+        --batch_size=2 --ema=0.5 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
+        --precision=fp32""".split()
+
+
+TINY = {
+    "train_ddp": tiny_train_ddp, "run_train_uniref50_ddp": tiny_run_train_uniref50_ddp, "run_dpo_ddp": tiny_run_dpo_ddp,
+}  # fmt: skip
 
 
 def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
@@ -208,7 +219,8 @@ def test_number_of_processes_changes_nothing(script, whole, start, world_size):
     assert run.statuses == [0] * world_size, run.text[-3000:]
     assert len(run.rows) == len(whole.rows)
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
-        for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "nelbo", "ce@0.5", "unigram", "grad_norm"):
+        for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "nelbo", "ce@0.5", "unigram", "grad_norm",
+                    "val loss", "val rewards/margins"):  # fmt: skip
             if key in theirs:
                 tolerance = 1e-5 if theirs["step"] <= 50 or key == "loss" else 1e-3
                 assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), (theirs["step"], key)

@@ -45,7 +45,21 @@ def golden_run_train_uniref50_ddp(folder: Path) -> list[str]:
         --output_dir={folder}/out""".split()
 
 
-GOLDEN = {"train_ddp": golden_train_ddp, "run_train_uniref50_ddp": golden_run_train_uniref50_ddp}
+def golden_run_dpo_ddp(folder: Path) -> list[str]:
+    """Ten steps of warm start, ten of preferences, with every term of the loss."""
+    from helpers import write_structures  # which imports the scripts
+
+    write_structures(folder, 5, pairs=5, least=8, most=30)
+    return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random --val_fraction=0.2
+        --sft_epochs=2 --num_epochs=2 --batch_size=4 --lr=1e-4 --label_smoothing=0.1 --sft_weight=0.1 --num_orders=2
+        --diversity_lambda=0.1 --log_every=1 --wandb_mode=disabled --device=cpu --precision=fp32
+        --output_dir={folder}/out""".split()
+
+
+GOLDEN = {
+    "train_ddp": golden_train_ddp, "run_train_uniref50_ddp": golden_run_train_uniref50_ddp,
+    "run_dpo_ddp": golden_run_dpo_ddp,
+}  # fmt: skip
 
 
 def measure(script: str) -> dict:

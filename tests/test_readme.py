@@ -31,7 +31,7 @@ OURS = (
 NAMES_SECTION = "## 15. Names in the original documents"
 # Files and folders of users that commands name; they are not part of the repository.
 USER_PATHS = set("./my_teacher ./my_student ./my_models ddp_config.json texts.txt pairs.jsonl check.json".split())
-USER_PATHS.add("configs/my_ddp_config.yaml")
+USER_PATHS |= set("configs/my_ddp_config.yaml pairs.json best_model.pt scores.csv complex.cif scored.json".split())
 DEFAULTS = {  # the options that users of train_ddp.py know by name, and their defaults
     "teacher_model": "infly/inf-retriever-v1-pro", "student_model": "sentence-transformers/all-mpnet-base-v2",
     "use_projection": True, "batch_size": 64, "phase1_epochs": 1, "phase2_epochs": 3, "phase1_lr": 2e-5,
@@ -136,6 +136,10 @@ def run_of(words: list[str]) -> tuple[list[str], str, list[str]] | None:
             return before, script, rest
         if Path(word).name == "run_train_uniref50_ddp.sh":
             return before, "run_train_uniref50_ddp.py", uniref_options(rest)
+        if Path(word).name == "run_dpo_ddp_aurora.sh":
+            return before, "run_dpo_ddp.py", ["--config=configs/run_dpo_ddp.yaml"]
+        if Path(word).name == "run_dpo_ddp_local.sh":
+            return before, "run_dpo_ddp.py", rest[rest[:1] != [] and rest[0].isdigit() :]
         if Path(word).name == "run_ddp.sh":
             values = []
             while rest and len(values) < 2 and "=" not in rest[0] and not rest[0].startswith("--"):
@@ -169,12 +173,12 @@ def commands_of(path: Path) -> list[str]:
     if path.suffix == ".md":
         lines = [shlex.join(w) for block in fenced(path, "bash") for w in split_commands(block)]
         for row in re.findall(r"^\|.*$", text, re.M):
-            lines += re.findall(r"`((?:python|torchrun|\./\w+\.sh) [^`]+)`", row)
+            lines += re.findall(r"`((?:python|torchrun|\./[\w/]+\.sh) [^`]+)`", row)
     elif path.suffix == ".sh":
         # examples; usage lines have brackets
-        lines = re.findall(r"^# +((?:[A-Z_]+=\S+ )*(?:\./run_\S+\.sh|sbatch) [^\[\n]*)$", text, re.M)
+        lines = re.findall(r"^# +((?:[A-Z_]+=\S+ )*(?:\./(?:scripts/)?run_\S+\.sh|sbatch|qsub) [^\[\n]*)$", text, re.M)
     elif path.suffix == ".yaml":
-        lines = re.findall(r"^# *(?:Run: )?((?:\./run_|torchrun |python ).*)$", text, re.M)
+        lines = re.findall(r"^# *(?:Run: )?((?:\./(?:scripts/)?run_|torchrun |python ).*)$", text, re.M)
     else:
         docstring = importlib.import_module(path.stem).__doc__
         run = re.search(r"^Run\n((?: +.*\n)+)", docstring, re.M)
@@ -192,6 +196,7 @@ def folder(tmp_path, monkeypatch):
     """The working folder of a user: the configs of the repository and what the guide's notebook cell writes."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "configs/my_ddp_config.yaml").write_text(UNIREF_YAML[0][0])
+    (tmp_path / "best_model.pt").touch()  # run_dpo_ddp.py looks for it before it starts
     monkeypatch.chdir(tmp_path)
     for block in fenced(GUIDE, "python"):
         if "ddp_config.json" in block:

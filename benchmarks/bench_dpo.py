@@ -1,0 +1,440 @@
+"""run_dpo_ddp.py beside a port of the step of the program that its document describes.
+
+    python benchmarks/bench_dpo.py [--rounds 5] [--lengths 20 100 300] [--batch 1 8]
+
+Both sides: the same random weights, pairs, structures and number of threads (1), fp32 on a CPU, one process. The
+structures are chains of helices and coils, written as PDB files; each has one pair, the worst case for a program that
+encodes a structure once for all its sequences. Times are of whole training steps, in pairs per second. The rounds
+alternate: in each, both sides step for --seconds. The ratio is of the two in the same round.
+
+The port does what that program did. Batches of one pair. In each step the PDB file is parsed and made into tensors, of
+which some are never used. Four full forward passes, policy and frozen reference on both sequences: 25 distance matrices
+[L, L], the order mask by an einsum of one-hot matrices, concatenations [L, K, 384] and [L, K, 512]; dropout 0.1 in the
+policy. Logits over the temperature 0.1, log(p + 1e-20), left-to-right order, Adam, the loss read by `.item()` three
+times. To its advantage: the parser is a few lines of slicing where that program had a general one (14 ms for 106
+residues), there is no progress bar, and both sequences share one parse. Its radial functions are often denormal
+numbers, whose products take a CPU many times as long; ours avoids them. --flush_denormal takes that away on both sides.
+
+Ours is the script's own step, from the memory-mapped arrays to the update. What it does once per run is not in its time
+and is given below the table: parsing, features and the cache, and the reference's log-probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import run_dpo_ddp as script  # noqa: E402
+
+ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
+NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
+BETA, TEMPERATURE, RATE = 0.1, 0.1, 3e-7
+
+
+class Pair(NamedTuple):
+    file: Path
+    chosen: str
+    rejected: str
+
+
+# ---- Structures ----
+def place(a: np.ndarray, b: np.ndarray, c: np.ndarray, bond: float, angle: float, torsion: float) -> np.ndarray:
+    """The atom at `bond` from c, with angle b-c-x and torsion a-b-c-x in degrees."""
+    angle, torsion = math.radians(angle), math.radians(torsion)
+    x = (c - b) / np.linalg.norm(c - b)
+    z = np.cross(b - a, x)
+    z /= np.linalg.norm(z)
+    turned = -math.cos(angle) * x + math.sin(angle) * (math.cos(torsion) * np.cross(z, x) + math.sin(torsion) * z)
+    return c + bond * turned
+
+
+def build_backbone(length: int, draw: np.random.Generator) -> np.ndarray:
+    """N, CA, C and O (L, 4, 3) of a chain of helices of 8 to 14 residues with coils of 3 to 6 between them."""
+    torsions, helix = [], True
+    while len(torsions) < length:
+        count = int(draw.integers(8, 15) if helix else draw.integers(3, 7))
+        centre = np.array([-60.0, -45.0] if helix else [-90.0, 130.0])
+        torsions += list(centre + draw.normal(size=(count, 2)) * (3 if helix else 35))
+        helix = not helix
+    n, ca = np.zeros(3), np.array([1.46, 0.0, 0.0])
+    atoms = [n, ca, place(np.array([0.0, 1.0, 0.0]), n, ca, 1.52, 111.0, -60.0)]
+    for (_, psi), (phi, _) in zip(torsions[: length - 1], torsions[1:length], strict=True):
+        for bond, angle, torsion in ((1.33, 116.6, psi), (1.46, 121.7, 180.0), (1.52, 111.0, phi)):
+            atoms.append(place(*atoms[-3:], bond, angle, torsion))
+    trace = np.array(atoms).reshape(length, 3, 3)
+    ends = [psi for _, psi in torsions[:length]]
+    oxygen = [place(*row, 1.23, 120.4, psi + 180.0) for row, psi in zip(trace, ends, strict=True)]
+    return np.concatenate([trace, np.array(oxygen)[:, None]], axis=1)
+
+
+def write_pdb(path: Path, coords: np.ndarray, sequence: str) -> None:
+    with open(path, "w") as file:
+        serial = 0
+        for i, (residue, letter) in enumerate(zip(coords, sequence, strict=True), 1):
+            for name, (x, y, z) in zip(("N", "CA", "C", "O"), residue, strict=True):
+                serial += 1
+                file.write(
+                    f"ATOM  {serial:5d}  {name:<3s} {NAMES[ALPHABET.index(letter)]} A{i:4d}    "
+                    f"{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {name[0]}\n"
+                )
+        file.write("END\n")
+
+
+def make_pairs(folder: Path, length: int, count: int, seed: int) -> list[Pair]:
+    """`count` structures with a pair each: random residues against the same with a tenth of them replaced."""
+    draw, pairs = np.random.default_rng((seed, length)), []
+    for i in range(count):
+        chosen = draw.integers(0, 20, length)
+        other = (chosen + draw.integers(1, 20, length)) % 20
+        rejected = np.where(draw.random(length) < 0.1, other, chosen)
+        rejected[0] = other[0]  # at least one
+        letters = ["".join(ALPHABET[a] for a in s) for s in (chosen, rejected)]
+        pairs.append(Pair(folder / f"chain{length}_{i}.pdb", *letters))
+        write_pdb(pairs[-1].file, build_backbone(length, draw), letters[0])
+    return pairs
+
+
+# ---- The port: data ----
+def port_parse(path: Path) -> dict:
+    """Coordinates of N, CA, C and O as nested lists, and the sequence, of the file's one chain."""
+    atoms, sequence = {}, {}
+    for line in path.read_text().splitlines():
+        if line[:4] == "ATOM":
+            number, name = int(line[22:26]), line[12:16].strip()
+            atoms.setdefault(number, {})[name] = [float(line[k : k + 8]) for k in (30, 38, 46)]
+            sequence.setdefault(number, line[17:20])
+    coords = {name: [atoms[n][name] for n in sorted(atoms)] for name in ("N", "CA", "C", "O")}
+    return {"coords": coords, "seq": "".join(ALPHABET[NAMES.index(sequence[n])] for n in sorted(sequence))}
+
+
+def port_tensors(entry: dict) -> dict[str, Tensor]:
+    """Batch of one structure, with the position-specific arrays that nothing uses."""
+    x = np.stack([np.array(entry["coords"][name]) for name in ("N", "CA", "C", "O")], 1)[None]
+    mask = np.isfinite(x.sum((2, 3))).astype(np.float32)
+    x[np.isnan(x)] = 0.0
+    length = x.shape[1]
+    native = np.array([[ALPHABET.index(letter) for letter in entry["seq"]]])
+    ones = np.ones((1, length), np.float32)
+    unused = {f"unused{i}": torch.from_numpy(np.zeros((1, length, 21), np.float32)) for i in range(4)}
+    return unused | {
+        "X": torch.from_numpy(x).float(), "mask": torch.from_numpy(mask), "S": torch.from_numpy(native),
+        "designed": torch.from_numpy(ones), "index": torch.arange(length)[None],
+        "chain": torch.from_numpy(ones).long(),
+    }  # fmt: skip
+
+
+# ---- The port: model ----
+def at_neighbours(nodes: Tensor, index: Tensor) -> Tensor:
+    """Nodes [B, L, C] at index [B, L, K] -> [B, L, K, C]."""
+    flat = index.flatten(1).unsqueeze(-1).expand(-1, -1, nodes.shape[-1])
+    return nodes.gather(1, flat).view(*index.shape, -1)
+
+
+class PortDense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.W_in, self.W_out = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.W_out(F.gelu(self.W_in(h)))
+
+
+class PortLayer(nn.Module):
+    """A decoder layer on `width` numbers per neighbour."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.W1, self.W2, self.W3 = nn.Linear(128 + width, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+        self.norm1, self.norm2, self.dense = nn.LayerNorm(128), nn.LayerNorm(128), PortDense()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, h: Tensor, around: Tensor, mask: Tensor, attend: Tensor | None = None) -> Tensor:
+        x = torch.cat([h.unsqueeze(2).expand(-1, -1, around.shape[2], -1), around], -1)
+        message = self.W3(F.gelu(self.W2(F.gelu(self.W1(x)))))
+        if attend is not None:
+            message = attend.unsqueeze(-1) * message
+        h = self.norm1(h + self.dropout(message.sum(-2) / 30))
+        h = self.norm2(h + self.dropout(self.dense(h)))
+        return mask.unsqueeze(-1) * h
+
+
+class PortEncoderLayer(PortLayer):
+    """Also updates the edges."""
+
+    def __init__(self):
+        super().__init__(256)
+        self.W11, self.W12, self.W13 = nn.Linear(384, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+        self.norm3 = nn.LayerNorm(128)
+
+    def encode(self, h: Tensor, edges: Tensor, index: Tensor, mask: Tensor, attend: Tensor) -> tuple[Tensor, Tensor]:
+        h = self(h, torch.cat([edges, at_neighbours(h, index)], -1), mask, attend)
+        x = torch.cat([edges, at_neighbours(h, index)], -1)
+        x = torch.cat([h.unsqueeze(2).expand(-1, -1, x.shape[2], -1), x], -1)
+        message = self.W13(F.gelu(self.W12(F.gelu(self.W11(x)))))
+        return h, self.norm3(edges + self.dropout(message))
+
+
+class PortFeatures(nn.Module):
+    PAIRS = (
+        "N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB "
+        "C-O"
+    ).split()
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"linear": nn.Linear(66, 16)})
+        self.edge_embedding, self.norm_edges = nn.Linear(416, 128, bias=False), nn.LayerNorm(128)
+
+    def radial(self, distances: Tensor) -> Tensor:
+        centres = torch.linspace(2.0, 22.0, 16).view(1, 1, 1, -1)
+        return torch.exp(-(((distances.unsqueeze(-1) - centres) / 1.25) ** 2))
+
+    def forward(self, x: Tensor, mask: Tensor, number: Tensor, chain: Tensor) -> tuple[Tensor, Tensor]:
+        n, ca, c, o = x.unbind(2)
+        cross = torch.cross(ca - n, c - ca, dim=-1)
+        cb = -0.58273431 * cross + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
+        atoms = {"N": n, "CA": ca, "C": c, "O": o, "CB": cb}
+        both = mask.unsqueeze(1) * mask.unsqueeze(2)
+        all_ca = both * torch.sqrt(((ca.unsqueeze(1) - ca.unsqueeze(2)) ** 2).sum(3) + 1e-6)
+        all_ca = all_ca + (1.0 - both) * all_ca.amax(-1, keepdim=True)
+        nearest, index = torch.topk(all_ca, min(48, x.shape[1]), dim=-1, largest=False)
+        parts = [self.radial(nearest)]
+        for a, b in (pair.split("-") for pair in self.PAIRS):
+            between = torch.sqrt(((atoms[a].unsqueeze(2) - atoms[b].unsqueeze(1)) ** 2).sum(-1) + 1e-6)  # [B, L, L]
+            parts.append(self.radial(between.gather(2, index)))
+        offset = (number.unsqueeze(2) - number.unsqueeze(1)).gather(2, index)
+        same = (chain.unsqueeze(2) == chain.unsqueeze(1)).long().gather(2, index)
+        place = torch.clip(offset + 32, 0, 64) * same + (1 - same) * 65
+        position = self.embeddings["linear"](F.one_hot(place, 66).float())
+        edges = torch.cat([position, torch.cat(parts, -1)], -1)
+        return self.norm_edges(self.edge_embedding(edges)), index
+
+
+class PortMPNN(nn.Module):
+    """Structure, sequence and decoding order -> log-probabilities [B, L, 21] of the logits over `temperature`."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.W_e, self.W_s = PortFeatures(), nn.Linear(128, 128), nn.Embedding(21, 128)
+        self.encoder_layers = nn.ModuleList(PortEncoderLayer() for _ in range(3))
+        self.decoder_layers = nn.ModuleList(PortLayer(384) for _ in range(3))
+        self.W_out = nn.Linear(128, 21)
+
+    def forward(self, data: dict[str, Tensor], sequence: Tensor, order: Tensor) -> Tensor:
+        """Logits [B, L, 21]."""
+        mask = data["mask"]
+        edges, index = self.features(data["X"], mask, data["index"], data["chain"])
+        edges, h = self.W_e(edges), torch.zeros(*mask.shape, 128)
+        attend = mask.unsqueeze(-1) * at_neighbours(mask.unsqueeze(-1), index).squeeze(-1)
+        for layer in self.encoder_layers:
+            h, edges = layer.encode(h, edges, index, mask, attend)
+        letters = self.W_s(sequence)
+        known = torch.cat([edges, at_neighbours(letters, index)], -1)
+        unknown = torch.cat([edges, at_neighbours(torch.zeros_like(letters), index)], -1)
+        unknown = torch.cat([unknown, at_neighbours(h, index)], -1)
+        length = mask.shape[1]
+        steps = F.one_hot(order, length).float()
+        lower = 1 - torch.triu(torch.ones(length, length))
+        before = torch.einsum("ij,biq,bjp->bqp", lower, steps, steps).gather(2, index).unsqueeze(-1)
+        valid = mask.view(*mask.shape, 1, 1)
+        seen, unseen = valid * before, valid * (1.0 - before)
+        unknown = unseen * unknown
+        for layer in self.decoder_layers:
+            h = layer(h, seen * torch.cat([known, at_neighbours(h, index)], -1) + unknown, mask)
+        return self.W_out(h)
+
+
+# ---- The port: step ----
+class Port:
+    """Policy, frozen reference, optimizer."""
+
+    def __init__(self, weights: dict[str, Tensor]):
+        self.policy, self.reference = PortMPNN(), PortMPNN()
+        for model in (self.policy, self.reference):
+            model.load_state_dict(weights)
+        self.policy.train()
+        self.reference.eval().requires_grad_(False)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=RATE)
+
+    def log_probability(self, model: nn.Module, data: dict[str, Tensor], sequence: Tensor) -> Tensor:
+        logits = model(data, sequence, torch.arange(sequence.shape[1])[None])
+        p = (logits / TEMPERATURE).softmax(-1).gather(-1, sequence.unsqueeze(-1)).squeeze(-1)
+        return (torch.log(p + 1e-20) * data["mask"] * data["designed"]).sum(-1)
+
+    def logits(self, pair: Pair) -> Tensor:
+        """Of the chosen sequence (L, 21), dropout off."""
+        data, sequence = port_tensors(port_parse(pair.file)), torch.tensor([[ALPHABET.index(a) for a in pair.chosen]])
+        with torch.no_grad():
+            return self.reference(data, sequence, torch.arange(len(pair.chosen))[None])[0]
+
+    def step(self, pair: Pair) -> float:
+        data = port_tensors(port_parse(pair.file))
+        chosen, rejected = (torch.tensor([[ALPHABET.index(a) for a in s]]) for s in (pair.chosen, pair.rejected))
+        self.optimizer.zero_grad()
+        policy = [self.log_probability(self.policy, data, sequence) for sequence in (chosen, rejected)]
+        with torch.no_grad():
+            reference = [self.log_probability(self.reference, data, sequence) for sequence in (chosen, rejected)]
+        margin = BETA * ((policy[0] - reference[0]) - (policy[1] - reference[1]))
+        loss = -F.logsigmoid(margin).mean()
+        loss.backward()
+        self.optimizer.step()
+        return sum(loss.item() for _ in range(3)) / 3  # for its sum, its bar and its average
+
+
+# ---- Ours ----
+class Ours:
+    """The script's model, data and step. `once`: seconds per pair of what is done once."""
+
+    def __init__(self, weights: dict[str, Tensor], pairs: list[Pair], folder: Path):
+        rows = [{"pdb_file": str(p.file), "preferred_seq": p.chosen, "unpreferred_seq": p.rejected} for p in pairs]
+        data = folder / f"pairs{len(pairs[0].chosen)}.json"
+        data.write_text(json.dumps(rows))
+        args = script.parse_args(
+            f"""--train_data={data} --base_model_name=random --output_dir={folder}/out --cache_dir={folder}/cache
+            --device=cpu --precision=fp32 --wandb_mode=disabled --lr={RATE} --beta={BETA} --temperature={TEMPERATURE}
+            --decoding_order=left_to_right --eval_batch_size=1""".split()
+        )
+        ddp = script.DDPContext(0, 1, 0, 1, torch.device("cpu"), "gloo", "python")
+        script.keep_freed_memory()
+        model = script.ProteinMPNN()
+        model.load_state_dict(weights)
+        args.neighbours = model.neighbours
+        begin, ids = time.monotonic(), np.arange(len(pairs))
+        data = script.load_pairs(args, ddp)
+        self.once = {"parsing and features": (time.monotonic() - begin) / len(pairs)}
+        self.task = script.Task(args, ddp, model, 0.0, data, ids, ids[:0])
+        begin = time.monotonic()
+        self.task.reference = script.score_pairs(self.task, ids, [0])[:, None, :2]
+        self.once["reference"] = (time.monotonic() - begin) / len(pairs)
+        optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+        self.guard = script.StepGuard(args, ddp, optimizer, torch.float32, time.monotonic())
+        self.stage, self.log = script.Stage("dpo"), SimpleNamespace(add=lambda *counts, **sums: None)
+
+    def logits(self) -> Tensor:
+        """Of the first pair's chosen sequence (L, 21)."""
+        with torch.no_grad():
+            return script.pair_logits(self.task.model, self.task.collate(np.array([0])), 0, self.task.args)[0][0]
+
+
+def ours_step(side: Ours, ids: np.ndarray) -> Tensor:
+    """One training step on the pairs `ids`: from the mapped arrays to the update."""
+    task = side.task
+    micro = [(task.collate(ids), len(ids), task.reference[ids, 0])]
+    loss, _ = script.stage_step(task, task.model, side.stage, micro, len(ids), side.log, side.guard.scaler)
+    side.guard.step(loss, 1, [ids])
+    return loss
+
+
+# ---- Comparison ----
+def pairs_per_second(step: Callable[[int], int], seconds: float) -> float:
+    """`step(number)` takes a step and returns how many pairs it took; two steps at least."""
+    begin, done, number = time.monotonic(), 0, 0
+    while number < 2 or time.monotonic() - begin < seconds:
+        done, number = done + step(number), number + 1
+    return done / (time.monotonic() - begin)
+
+
+def work(side: str, pipe, args: argparse.Namespace, folder: Path) -> None:
+    """A process of its own for each side, as memory is handled differently. Answers (length,) by logits and notes,
+    (pairs per step, seconds) by a speed."""
+    torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(args.flush_denormal)
+    torch.manual_seed(args.seed)
+    weights = {name: value.clone() for name, value in script.ProteinMPNN().state_dict().items()}
+    while request := pipe.recv():
+        if len(request) == 1:
+            pairs = make_pairs(folder, request[0], max(args.batch), args.seed)
+            if side == "port":
+                port = Port(weights)
+                pipe.send((port.logits(pairs[0]), {}))
+            else:
+                ours = Ours(weights, pairs, folder)
+                pipe.send((ours.logits(), ours.once))
+            continue
+        size, seconds = request
+
+        def step(number: int) -> int:
+            if side == "port":
+                port.step(pairs[number % len(pairs)])  # noqa: B023  called in this turn alone
+            else:
+                ours_step(ours, (np.arange(size) + number * size) % len(pairs))  # noqa: B023
+            return size  # noqa: B023
+
+        pipe.send(pairs_per_second(step, seconds))
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def compare(args: argparse.Namespace, folder: Path) -> None:
+    context, pipes = multiprocessing.get_context("spawn"), {}
+    for side in ("port", "ours"):
+        pipes[side], theirs = context.Pipe()
+        (folder / side).mkdir()
+        context.Process(target=work, args=(side, theirs, args, folder / side), daemon=True).start()
+        theirs.close()
+
+    def ask(side: str, *request):
+        pipes[side].send(request)
+        return pipes[side].recv()
+
+    notes = []
+    print(f"1 process x {args.threads} thread, {args.rounds} rounds of {args.seconds:g} s for each side\n")
+    print("| residues | batch of ours | port, pairs/s | run_dpo_ddp.py, pairs/s | ratio |\n|---|---|---|---|---|")
+    for length in args.lengths:
+        (there, _), (here, once) = ask("port", length), ask("ours", length)
+        difference = (there.log_softmax(-1) - here.log_softmax(-1)).abs().max().item()
+        if difference > 1e-4:
+            sys.exit(f"{length} residues: both sides differ by {difference:.1e} in a log-probability")
+        runs = {0: ("port", 1)} | {size: ("ours", size) for size in args.batch}
+        found = {size: [] for size in runs}
+        for i in range(-1, args.rounds):  # the first round warms up
+            for size, run in runs.items():
+                speed = ask(*run, args.seconds if i >= 0 else 0.0)
+                found[size] += [speed] * (i >= 0)
+        for size in args.batch:
+            ratios = [a / b for a, b in zip(found[size], found[0], strict=True)]
+            print(
+                f"| {length} | {size} | {spread(found[0])} | {spread(found[size])} | {spread(ratios, 1)} |", flush=True
+            )
+        costs = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in once.items())
+        notes.append(f"{length} residues: log-probabilities equal to {difference:.0e}; once per pair: {costs}")
+    for pipe in pipes.values():
+        pipe.send(())
+    print("\n" + "\n".join(notes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="alternating runs of both sides")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each run (two steps at least)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[20, 100, 300], help="residues")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="pairs per step of ours")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of both sides")
+    parser.add_argument("--flush_denormal", action="store_true", help="both sides: let the CPU round them to zero")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        compare(args, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
