@@ -36,6 +36,7 @@ import argparse
 import collections
 import contextlib
 import difflib
+import functools
 import gc
 import hashlib
 import importlib
@@ -83,11 +84,6 @@ SAME = ("data_key beta temperature loss_type label_smoothing reference_free sft_
 
 # ---- Arguments -----------------------------------------------------------------------------------
 
-class Refuse(argparse.Action):
-    """An option that is recognised only to say why it is not taken."""
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        namespace.refused = [*getattr(namespace, "refused", []), f"{option_string[2:]} ({self.metavar})"]
-
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Every option, and the checks that need neither data nor devices."""
     p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -108,7 +104,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     g = p.add_argument_group("Model").add_argument
     g("--base_model_name", default="v_48_020", help="weights to start from: NAME.pt in --base_model_dir; or random")
     g("--base_model_dir", default="data/input/BioMPNN/soluble_model_weights", help="folder of the weights")
-    g("--base_model_config_dir", action=Refuse, metavar="the sizes are known from the weights", help=argparse.SUPPRESS)
+    g("--base_model_config_dir", help=argparse.SUPPRESS)
     g("--freeze_encoder", help="train the decoder alone; encode once (25 kB per residue and rank)", **FLAG)
     g = p.add_argument_group("Preference").add_argument
     g("--beta", type=float, default=0.1, help="weight of the log-ratio")
@@ -148,14 +144,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_ddp_arguments(p, output_dir="outputs/dpo_ddp", wandb_project="dpo-proteinmpnn")
     args = parse_arguments(p, argv)
     args.train_data = args.train_data or (None if args.scores else "data/input/test_data_real.json")
-    if getattr(args, "refused", None):
-        p.error("not taken: " + "; ".join(args.refused))
     above_0 = ("beta temperature num_orders num_epochs batch_size lr sft_lr eval_batch_size eval_orders max_length "
                "pairs_per_backbone").split()
     from_0 = ("score_gap score_margin sft_weight diversity_lambda warmup_steps weight_decay early_stop_patience "
               "sft_epochs sample sample_temperature val_fraction ema label_smoothing").split()
     sampling = ("pdb_file", "design_chains", "fixed_chains", "fixed_positions", "sample_temperature")
     refused = {
+        "not taken: --base_model_config_dir (the weights say the sizes)": "base_model_config_dir" in args.given,
         **{f"--{n} {getattr(args, n)} must be above 0": getattr(args, n) <= 0 for n in above_0},
         **{f"--{n} {getattr(args, n)} must not be negative": getattr(args, n) < 0 for n in from_0},
         "--val_fraction and --ema must be below 1, --label_smoothing below 0.5":
@@ -163,13 +158,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "give one of --train_data and --scores": bool(args.train_data) == bool(args.scores) and not args.sample,
         "--score_only and --sample: one of the two": args.score_only and args.sample > 0,
         "--sample needs --pdb_file": args.sample > 0 and not args.pdb_file,
-        f"{', '.join('--' + n for n in sampling)} belong to --sample":
-            not args.sample and any(n in args.given for n in sampling),
+        f"--{', --'.join(sampling)} belong to --sample": not args.sample and bool({*sampling} & {*args.given}),
         "--checkpoint and --out belong to --score_only and --sample":
             not (args.score_only or args.sample) and bool(args.checkpoint or args.out),
         f"--checkpoint {args.checkpoint}: no such file": bool(args.checkpoint) and not Path(args.checkpoint).is_file(),
-        f"--label_smoothing belongs to --loss_type sigmoid and robust, not {args.loss_type}":
-            args.label_smoothing > 0 and args.loss_type not in ("sigmoid", "robust"),
+        "--loss_type ipo, hinge have no --label_smoothing": args.label_smoothing and args.loss_type in ("ipo", "hinge"),
         f"--no_cuda and --device {args.device}: one of the two": args.no_cuda and args.device not in ("auto", "cpu"),
     }  # fmt: skip
     for message in (m for m, wrong in refused.items() if wrong):
@@ -206,15 +199,12 @@ def read_structure(path: str | Path) -> dict[str, Chain]:
     empty. First model, first alternative of each atom, ATOM records and selenomethionine. A residue that is none of the
     20 counts where it has three of the backbone's atoms. Raises ValueError with file, chain and residue."""
     import gemmi
-    right = "expected a structure in PDB or mmCIF format, plain or whole gz"
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file; {right}")
-    COUNTS["parsed"] += 1
     try:
-        structure = gemmi.read_structure(str(path), format=gemmi.CoorFormat.Detect)
-        model = structure[0]
+        model = gemmi.read_structure(str(path), format=gemmi.CoorFormat.Detect)[0]
     except (RuntimeError, ValueError, IndexError, OSError, EOFError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}; {right}") from error
+        found = " ".join(str(error).split()) if Path(path).is_file() else "no such file"
+        raise ValueError(f"{path}: {found}; expected a structure in PDB or mmCIF format, plain or whole gz") from error
+    COUNTS["parsed"] += 1
     chains = {chain.name: read_chain(path, chain) for chain in model}
     if not any(chain.letters for chain in chains.values()):
         raise ValueError(f"{path}: no protein residues in chains {', '.join(chains) or '(none)'}; expected ATOM "
@@ -224,9 +214,7 @@ def read_structure(path: str | Path) -> dict[str, Chain]:
 def read_chain(path: str | Path, chain) -> Chain:
     """A gemmi chain. Raises ValueError where an atom of a residue occurs twice."""
     residues = {}  # (number, insertion code): name, atoms
-    for residue in chain:
-        if residue.het_flag == "H" and residue.name != "MSE":
-            continue
+    for residue in (r for r in chain if r.het_flag != "H" or r.name == "MSE"):
         _, atoms = residues.setdefault((residue.seqid.num, residue.seqid.icode.strip()), (residue.name, {}))
         for atom in residue:
             first = atoms.setdefault(atom.name, atom) if atom.name in BACKBONE else atom
@@ -241,25 +229,22 @@ def read_chain(path: str | Path, chain) -> Chain:
                  numbers + np.cumsum(np.diff(numbers, prepend=numbers[:1] - 1) == 0),
                  [f"{chain.name}{number}{code}" for number, code in kept], np.zeros_like(numbers))
 
-def join_chains(path: str | Path, chains: dict[str, Chain], names: list[str]) -> Chain:
-    """Those named. Raises ValueError with file and chain where one is not there, has no residue with all atoms, or is
-    named twice."""
+def join_chains(path: str | Path, chains: dict[str, Chain], names: tuple[str, ...]) -> Chain:
+    """Those named. ValueError with file and chain where one is absent, has no whole residue, or comes twice."""
     for name in names:
         complete = chains[name].valid.sum() if name in chains else 0
         if not complete or names.count(name) > 1:
             raise ValueError(f"{path}: chain {name}: {complete} residues with all of N, CA, C and O, named "
                              f"{names.count(name)} times; expected one of {', '.join(chains)} that has some, once")
-    parts = [chains[name]._replace(chain_index=chains[name].chain_index + i) for i, name in enumerate(names)]
-    letters, coords, numbers, labels, index = zip(*parts, strict=True)
-    return Chain("".join(letters), np.concatenate(coords), np.concatenate(numbers), sum(labels, []),
-                 np.concatenate(index))
+    letters, coords, numbers, labels, _ = zip(*(chains[name] for name in names), strict=True)
+    index = np.repeat(np.arange(len(names)), [*map(len, letters)])
+    return Chain("".join(letters), np.concatenate(coords), np.concatenate(numbers), sum(labels, []), index)
 
 def mutable_mask(positions: list | None, ranges: list | None, labels: list[str]) -> np.ndarray:
     """(len(labels),) bool: positions and inclusive ranges, [first, last] or 6-17, B42-B50, of 0-based numbers or labels
     such as B42A; all where neither is given. Raises ValueError."""
     mask, times = np.full(len(labels), positions is None and ranges is None), collections.Counter(labels)
-    where = {label: i for i, label in enumerate(labels) if times[label] == 1}
-    where |= {str(i): i for i in range(len(labels))}
+    where = {label: i for i, label in enumerate(labels) if times[label] == 1} | {str(i): i for i in range(len(labels))}
     for ends in [[residue, residue] for residue in positions or []] + [*(ranges or [])]:
         if isinstance(ends, str):  # a residue's number may be negative
             ends = re.sub(r"(\d[A-Za-z]?)-", r"\1 ", ends, count=1).split()
@@ -297,22 +282,24 @@ def check_fields(row, scored: bool) -> list[str]:
     return problems + [f"{name} is {value!r:.80}; expected such as {json.dumps(FIELDS[name])}"
                        for name, value in row.items() if name in known and not fits(value, FIELDS[name])]
 
-def read_data_file(path: str) -> list[tuple[str, object]]:
-    """(place, row) of a JSON array, or of an object per line, told apart by content; without fields that say nothing.
-    Raises ValueError where the array is none. A line that is no JSON is a str."""
+def read_data_file(path: str) -> list[tuple[str, str, object]]:
+    """(place, path of its structure, row) of a JSON array, or of an object per line, told apart by content; without
+    fields that say nothing. Raises ValueError where the array is none. A line that is no JSON is a str."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
         array = text.lstrip().startswith("[")
-        rows = dict(enumerate(json.loads(text) if array else map(str.strip, text.split("\n")), not array))
+        rows, found = json.loads(text) if array else map(str.strip, text.split("\n")), []
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {error}; expected a JSON array of objects, or an object per line") from error
-    for number, row in rows.items():
-        with contextlib.suppress(ValueError, TypeError):
-            row = rows[number] = row if array else json.loads(row)
+    for number, row in enumerate(rows, not array):
+        with contextlib.suppress(ValueError):
+            row = row if array else json.loads(row)
         if isinstance(row, dict):
-            silent = [name for name, value in row.items() if value is None or name in ("description", "comment")]
-            rows[number] = {name: value for name, value in row.items() if name not in silent}
-    return [(f"{path}: {'index' if array else 'line'} {number}", row) for number, row in rows.items() if row != ""]
+            row = {n: value for n, value in row.items() if value is not None and n not in ("description", "comment")}
+        structure = Path(path).parent / str(row.get("pdb_file", "") if isinstance(row, dict) else "")
+        if array or row != "":
+            found.append((f"{path}: {'index' if array else 'line'} {number}", os.path.abspath(structure), row))
+    return found
 
 def pairs_by_score(scores: np.ndarray, kinds: np.ndarray, least: float, most: int) -> list[tuple[int, int]]:
     """(better, worse) of sequences with `scores` (n,), at least `least` apart, that are not of the same kind (n,): at
@@ -324,9 +311,9 @@ def pairs_by_score(scores: np.ndarray, kinds: np.ndarray, least: float, most: in
     while len(taken) < min(most, len(pairs)):
         often = np.square(used[pairs]).sum(1)
         often[taken] = math.inf
-        taken.append(int(often.argmin()))
+        taken.append(often.argmin())
         used[pairs[taken[-1]]] += 1
-    return [(better, worse) for better, worse in pairs[sorted(taken)].tolist()]
+    return [*map(tuple, pairs[sorted(taken)].tolist())]
 
 def to_ids(letters: str) -> np.ndarray:
     """(n,) uint8 of letters of the alphabet."""
@@ -336,33 +323,29 @@ class Collector:
     """Takes in the rows of data files. Each structure is read once, however many pairs it has."""
     def __init__(self, args: Namespace):
         self.args, self.other_letters, self.names = args, 0, []
+        self.numbers = collections.defaultdict(itertools.count().__next__)  # of the backbones that are used, by key
         self.pairs: list[tuple] = []  # PER_RESIDUE, then PER_PAIR, of each
-        self.structures: dict[str, dict[str, Chain] | str] = {}  # or what is wrong
-        self.backbones: dict[tuple, Chain] = {}  # by (path, design chains, fixed chains)
-    def backbone(self, path: str, row: dict) -> tuple[tuple, Chain, int]:
-        """A row's backbone: its key, itself, residues of its design chains, which come first. Raises ValueError."""
-        if path not in self.structures:
-            try:
-                self.structures[path] = read_structure(path)
-            except ValueError as error:
-                self.structures[path] = str(error)
-        if isinstance(chains := self.structures[path], str):
-            raise ValueError(chains)
+        self.read = functools.cache(read_structure)
+        self.join = functools.cache(lambda path, *names: join_chains(path, self.read(path), sum(names, ())))
+    def backbone(self, path: str, row: dict) -> tuple[tuple, Chain, int, np.ndarray]:
+        """A row's backbone: its key (file, design chains, fixed chains), itself, how many residues its design chains
+        have, which come first, and (L,) bool, those that are mutable. Raises ValueError."""
+        chains, args = self.read(path), self.args
         design = row.get("design_chains") or [row.get("chain_id") or next(n for n in chains if chains[n].letters)]
         if "chain_id" in row and design != [row["chain_id"]]:
             raise ValueError(f"chain_id {row['chain_id']} and design_chains {', '.join(design)}: one of the two")
         key = path, tuple(design), tuple(row.get("fixed_chains", ()))
-        if key not in self.backbones:
-            self.backbones[key] = join_chains(path, chains, [*key[1], *key[2]])
-        return key, self.backbones[key], sum(len(chains[name].letters) for name in design)
-    def add(self, path: str, number: str, row: dict) -> list[str]:
-        """Take in row `number`; or nothing of it: what is wrong. Raises ValueError where that ends the check."""
-        (key, backbone, count), args = self.backbone(path, row), self.args
-        scored, chains, native = "sequences" in row, "+".join(key[1]), to_ids(backbone.letters)
+        backbone = self.join(*key)
+        count, mutable = (backbone.chain_index < len(design)).sum(), np.zeros(len(backbone.letters), bool)
         given = split_places(args.mutable_positions), split_places(args.mutable_ranges)
         given = given if any(given) else (row.get("mutable_positions"), row.get("mutable_ranges"))
-        mutable = mutable_mask(*given, backbone.labels[:count])
-        designed = mutable & backbone.valid[:count]
+        mutable[:count] = mutable_mask(*given, backbone.labels[:count])
+        return key, backbone, count, mutable
+    def add(self, path: str, number: str, row: dict) -> None:
+        """Take in row `number`; or nothing of it: raises ValueError with all that is wrong."""
+        (key, backbone, count, mutable), args = self.backbone(path, row), self.args
+        designed, native, chains = mutable & backbone.valid, to_ids(backbone.letters), "+".join(key[1])
+        scored = "sequences" in row
         texts = dict(enumerate(row["sequences"])) if scored else {name: row[name] for name in PREFERENCE}
         texts = {f"sequence {name}" if scored else name: text.upper() for name, text in texts.items()}
         scores, weight = np.float64(row["scores"] if scored else [1, 0]), row.get("weight", 1)
@@ -375,88 +358,80 @@ class Collector:
             problems.append(f"{count} residues in design chains {chains}; expected --max_length {args.max_length}")
         if not designed.any():
             problems.append("no residue is both mutable and resolved")
-        elif weight <= 0 or len(weights) != count or weights.min() < 0 or not weights[designed].any():
+        elif weight <= 0 or len(weights) != count or weights.min() < 0 or not weights[designed[:count]].any():
             problems.append(f"weight {weight}, {len(weights)} residue_weights; expected a weight above 0, {count} "
                             "residue_weights from 0 up, above 0 for a residue that is designed")
         if len(scores) != len(texts) or not texts:
             problems.append(f"{len(texts)} sequences, {len(scores)} scores; expected as many, and some")
         if problems:
-            return problems
-        ids = np.stack([to_ids(text) for text in texts.values()])
+            raise ValueError(*problems)
+        ids = np.stack([np.append(to_ids(text), native[count:]) for text in texts.values()])
         kinds = np.unique(ids[:, designed], axis=0, return_inverse=True)[1].ravel()
         if not scored and kinds[0] == kinds[1]:
             same = "differ only where nothing is designed" if (ids[0] != ids[1]).any() else "are identical"
-            return [f"{' and '.join(texts)} {same}; expected a difference at a designed residue"]
-        self.other_letters += bool((ids != native[:count])[:, ~mutable & backbone.valid[:count]].any())
-        fixed = [0] * (len(native) - count)
-        designed, weights = np.append(designed, fixed).astype(bool), np.append(weights, fixed)
-        full = np.where(designed, np.pad(ids, ((0, 0), (0, len(fixed)))), native)
+            raise ValueError(f"{' and '.join(texts)} {same}; expected a difference at a designed residue")
+        self.other_letters += bool((ids != native)[:, ~mutable & backbone.valid].any())
+        ids, weights = np.where(designed, ids, native), np.append(weights, np.zeros(len(native) - count))
         for i, j in pairs_by_score(scores, kinds, args.score_gap, args.pairs_per_backbone) if scored else [(0, 1)]:
             margin = (scores[i] - scores[j]) * args.score_margin if scored else row.get("margin", 0.0)
-            self.pairs.append((full[i], full[j], designed, weights, key, weight, margin))
+            self.pairs.append((ids[i], ids[j], designed, weights, self.numbers[key], weight, margin))
             self.names.append(f"{Path(path).name.split('.')[0]}:{chains}:{number}" + f":{i}>{j}" * scored)
-        return []
-    def arrays(self, k: int) -> dict[str, np.ndarray]:
-        """PER_RESIDUE and PER_PAIR of all pairs, features of the backbones, files and hashes of the structures."""
+    def write(self, folder: Path, k: int, counts: list[int]) -> None:
+        """PER_RESIDUE and PER_PAIR of all pairs, features of the backbones, files and hashes of the structures as .npy
+        files and, last, a manifest of their sizes and checksums. Raises OSError."""
         columns = dict(zip((*PER_RESIDUE, *PER_PAIR), zip(*self.pairs, strict=True), strict=True))
-        numbers = {key: i for i, key in enumerate(dict.fromkeys(columns["backbone"]))}
-        digests = [sha256_of(Path(key[0])) for key in numbers]
-        files = {digest: os.path.relpath(key[0]) for digest, key in zip(digests, numbers, strict=True)}
-        columns["backbone"] = [numbers[key] for key in columns["backbone"]]
-        backbones = [self.backbones[key] for key in tqdm(numbers, "featurise", disable=not sys.stderr.isatty())]
+        digests = [sha256_of(Path(path)) for path, *_ in self.numbers]
+        files = {digest: os.path.relpath(path) for digest, (path, *_) in zip(digests, self.numbers, strict=True)}
+        backbones = [self.join(*key) for key in tqdm(self.numbers, "featurise", disable=not sys.stderr.isatty())]
         features = [featurise(b.coords, b.valid, b.numbers, b.chain_index, k) for b in backbones]
         groups = {digest: i for i, digest in enumerate(files)}
-        group = np.array([groups[digest] for digest in digests])[columns["backbone"]]
-        return {name: np.concatenate(columns[name], dtype=kind) for name, kind in PER_RESIDUE.items()} | {
+        arrays = {name: np.concatenate(columns[name], dtype=kind) for name, kind in PER_RESIDUE.items()} | {
             **{name: np.array(columns[name], kind) for name, kind in PER_PAIR.items()},
             **{name: np.concatenate([found[name] for found in features]) for name in features[0]},
-            "group": group, "offsets": np.cumsum([0, *(len(found.letters) for found in backbones)]),
-            "names": np.array(self.names), "files": np.array([*files.values()]), "digests": np.array([*files])}
-
-def collect(args: Namespace, rows: list[tuple[str, str, object]], train: int) -> tuple[dict, list[str]]:
-    """Check all rows (place, path of the structure, row), of which the first `train` are to train on: the arrays of
-    Pairs, the problems. Raises ValueError with all problems, unless bad rows are left out."""
-    collector, problems, skipped, kept = Collector(args), [], 0, 0
-    for number, (place, path, row) in enumerate(tqdm(rows, "check pairs", disable=not sys.stderr.isatty())):
-        scored = bool(args.scores and number < train or isinstance(row, dict) and "sequences" in row)
-        try:
-            wrong = check_fields(row, scored) or collector.add(path, place.split()[-1], row)
-        except ValueError as error:
-            wrong = [str(error)]
-        problems += [f"{place}: {what}" for what in wrong]
-        skipped, kept = skipped + bool(wrong), len(collector.pairs) if number < train else kept
-    if problems and not args.skip_bad_data:
-        shown = "\n  ".join(problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20))
-        raise ValueError(f"{skipped} bad rows of {len(rows)} (--skip_bad_data goes on without them):\n  {shown}")
-    if not kept or args.val_data and kept == len(collector.pairs):
-        raise ValueError(f"{kept} pairs to train on, {len(collector.pairs) - kept} in --val_data, {skipped} of "
-                         f"{len(rows)} rows left out; expected some" + " (a smaller --score_gap?)" * bool(args.scores))
-    if collector.other_letters:
-        warn(f"{collector.other_letters} rows have other letters than the structure at residues that are not mutable: "
-             "the structure's are used there")
-    return collector.arrays(args.neighbours) | {"counts": np.array([kept, skipped])}, problems
+            "group": np.array([groups[digest] for digest in digests])[[*columns["backbone"]]],
+            "offsets": np.cumsum([0, *(len(found.letters) for found in backbones)]), "names": np.array(self.names),
+            "files": np.array([*files.values()]), "digests": np.array([*files]), "counts": np.array(counts)}
+        sizes = {}
+        for name, array in arrays.items():
+            np.save(content := io.BytesIO(), array)  # numpy itself would not notice that a disk is full
+            write_file(folder / f"{name}.npy", content.getbuffer())
+            sizes[f"{name}.npy"] = [len(content.getbuffer()), sha256_of(folder / f"{name}.npy")]
+        write_file(folder / "manifest.json", json.dumps(sizes, indent=1).encode())
 
 def prepare_pairs(args: Namespace) -> str:
     """The cache folder of this run's pairs, filled unless it is whole: named by all that it is made of, so that no
-    structure is read where nothing has changed. Raises ValueError. (rank 0 only)"""
-    rows, train, key = [], 0, []
-    for name in filter(None, (args.scores or args.train_data, args.val_data)):
-        found = read_data_file(name)
-        key.append(sha256_of(Path(name)))
-        for place, row in found:
-            path = row.get("pdb_file", "") if isinstance(row, dict) else ""
-            rows.append((place, os.path.abspath(Path(name).parent / str(path)), row))
-        train = train or len(rows)
+    structure is read where nothing has changed. ValueError with all problems, unless bad rows may be left out."""
+    names = [name for name in (args.scores or args.train_data, args.val_data) if name]
+    rows, *others = map(read_data_file, names)
+    train, rows, key = len(rows), sum(others, rows), [sha256_of(Path(name)) for name in names]
     for path in sorted({path for _, path, _ in rows}):
-        found = os.stat(path) if os.path.isfile(path) else None
-        key.append((path, found and found.st_size, found and found.st_mtime_ns))
+        key.append((path, os.path.isfile(path) and (os.path.getsize(path), os.path.getmtime(path))))
     settings = ("neighbours max_length mutable_positions mutable_ranges skip_bad_data score_gap score_margin "
                 "pairs_per_backbone").split()
     folder = cache_folder(args, "dpo", key, bool(args.scores), [getattr(args, name) for name in settings])
-    if not cache_is_whole(folder, args.verify_data):
-        arrays, problems = collect(args, rows, train)
-        write_file(folder / "skipped_data.txt", "".join(f"{line}\n" for line in problems).encode())
-        write_arrays(folder, arrays)
+    if cache_is_whole(folder, args.verify_data):
+        return str(folder)
+    collector, wrong, kept = Collector(args), [], 0
+    for number, (place, path, row) in enumerate(tqdm(rows, "check pairs", disable=not sys.stderr.isatty())):
+        scored = bool(args.scores and number < train or isinstance(row, dict) and "sequences" in row)
+        try:
+            if found := check_fields(row, scored):
+                raise ValueError(*found)
+            collector.add(path, place.split()[-1], row)
+        except ValueError as error:
+            wrong.append((place, error.args))
+        kept = len(collector.pairs) if number < train else kept
+    problems = [f"{place}: {what}" for place, found in wrong for what in found]
+    if problems and not args.skip_bad_data:
+        shown = "\n  ".join(problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20))
+        raise ValueError(f"{len(wrong)} bad rows of {len(rows)} (--skip_bad_data goes on without them):\n  {shown}")
+    if not kept or args.val_data and kept == len(collector.pairs):
+        raise ValueError(f"{kept} pairs to train on, {len(collector.pairs) - kept} in --val_data, {len(wrong)} of "
+                         f"{len(rows)} rows left out; expected some" + " (a smaller --score_gap?)" * bool(args.scores))
+    if collector.other_letters:
+        warn(f"{collector.other_letters} rows have other letters where nothing is mutable: the structure's count there")
+    write_file(folder / "skipped_data.txt", "".join(f"{line}\n" for line in problems).encode())
+    collector.write(folder, args.neighbours, [kept, len(wrong)])
     return str(folder)
 
 class PreferenceBatch(NamedTuple):
@@ -485,15 +460,6 @@ def flat_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.n
     inside = place < lengths[:, None]
     return np.where(inside, starts[:, None] + place, 0), inside
 
-def pad_geometry(arrays: dict[str, np.ndarray], offsets: np.ndarray, backbones: np.ndarray) -> Geometry:
-    """Of backbones (G,), stretches of featurise's arrays between offsets; K is the largest number of neighbours."""
-    rows, inside = flat_rows(offsets[backbones], np.diff(offsets)[backbones])
-    neighbours = np.where(inside[:, :, None], arrays["neighbours"][rows], -1)
-    neighbours = neighbours[:, :, : (neighbours >= 0).sum(-1).max()].astype(np.int64)
-    others = [arrays[name][rows] for name in ("atoms", "numbers", "chain_index")]
-    found = neighbours.clip(0), neighbours >= 0, *others, arrays["valid"][rows] & inside
-    return Geometry(*map(torch.from_numpy, found))
-
 class Pairs:
     """A cache folder, memory-mapped: N pairs on backbones that are featurised."""
     def __init__(self, folder: Path):
@@ -506,8 +472,13 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.backbone)
     def geometry(self, backbones: np.ndarray) -> Geometry:
-        """Of backbones (G,), on the host."""
-        return pad_geometry(self.arrays, self.offsets, backbones)
+        """Of backbones (G,), on the host; K is the largest number of neighbours."""
+        rows, inside = flat_rows(self.offsets[backbones], np.diff(self.offsets)[backbones])
+        neighbours = np.where(inside[:, :, None], self.arrays["neighbours"][rows], -1)
+        neighbours = neighbours[:, :, : (neighbours >= 0).sum(-1).max()].astype(np.int64)
+        others = [self.arrays[name][rows] for name in ("atoms", "numbers", "chain_index")]
+        found = neighbours.clip(0), neighbours >= 0, *others, self.arrays["valid"][rows] & inside
+        return Geometry(*map(torch.from_numpy, found))
     def collate(self, ids: np.ndarray) -> PreferenceBatch:
         """The pairs `ids` (P,), on the host."""
         backbones, owner = np.unique(self.backbone[ids], return_inverse=True)
@@ -515,8 +486,7 @@ class Pairs:
         arrays = [self.arrays[name][rows] * inside for name in PER_RESIDUE]
         arrays += [self.arrays[name][ids] for name in ("weight", "margin")]
         owner, chosen, rejected, *others = map(torch.from_numpy, (owner, *arrays))
-        return PreferenceBatch(np.asarray(ids, np.int64), self.geometry(backbones), owner, chosen.long(),
-                               rejected.long(), *others)
+        return PreferenceBatch(ids, self.geometry(backbones), owner, chosen.long(), rejected.long(), *others)
 
 def load_pairs(args: Namespace, ddp: DDPContext) -> Pairs:
     """The pairs of --train_data or --scores, then those of --val_data. Sets args.data_key. (all ranks)"""
@@ -546,9 +516,8 @@ def held_out(pairs: Pairs, fraction: float, seed: int) -> np.ndarray:
 
 def split_pairs(args: Namespace, ddp: DDPContext, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Ids of the pairs to train and to validate on, kept in split.json. (all ranks)"""
-    apart = np.arange(len(pairs)) >= pairs.train
-    if not args.val_data:
-        apart = held_out(pairs, args.val_fraction, args.seed)[pairs.group]
+    last = np.arange(len(pairs)) >= pairs.train
+    apart = last if args.val_data else held_out(pairs, args.val_fraction, args.seed)[pairs.group]
     train, valid = np.flatnonzero(~apart), np.flatnonzero(apart)
     if ddp.rank == 0 and (both := np.intersect1d(pairs.group[train], pairs.group[valid])).size:
         warn(f"{both.size} structures are in --val_data and in the training data, {pairs.files[both[0]]} for one")
@@ -557,15 +526,6 @@ def split_pairs(args: Namespace, ddp: DDPContext, pairs: Pairs) -> tuple[np.ndar
     on_rank0(ddp, write_file, Path(args.output_dir) / "split.json", json.dumps(split, indent=1).encode())
     log0(f"Loaded {len(train)} training and {len(valid)} validation pairs")
     return train, valid
-
-def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """.npy files and, last, a manifest of their sizes and checksums. Raises OSError. (rank 0 only)"""
-    sizes = {}
-    for name, array in arrays.items():
-        np.save(content := io.BytesIO(), array)  # numpy itself would not notice that a disk is full
-        write_file(folder / f"{name}.npy", content.getbuffer())
-        sizes[f"{name}.npy"] = [len(content.getbuffer()), sha256_of(folder / f"{name}.npy")]
-    write_file(folder / "manifest.json", json.dumps(sizes, indent=1).encode())
 
 def sha256_of(path: Path) -> str:
     return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
@@ -652,11 +612,10 @@ class Layer(nn.Module):
             self.W11, self.W12, self.W13 = nn.Linear(3 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.norm3 = nn.LayerNorm(WIDTH)
     def forward(self, h: Tensor | float, x: Tensor, near: Tensor) -> Tensor:
-        """Nodes h (..., D) after the messages of their neighbours near (..., K), of which W1 made x (..., K, D).
-        W3, being linear, is applied to the sum of them."""
+        """Nodes h (..., D) after the messages of their neighbours near (..., K), of which W1 made x (..., K, D)."""
         near = near.to(x.dtype)
         summed = (near.unsqueeze(-2) @ F.gelu(self.W2(F.gelu(x)))).squeeze(-2)
-        message = F.linear(summed, self.W3.weight) + near.sum(-1, keepdim=True) * self.W3.bias
+        message = F.linear(summed, self.W3.weight) + near.sum(-1, keepdim=True) * self.W3.bias  # W3 is linear
         h = self.norm1(h + message / SCALE)
         return self.norm2(h + self.dense["W_out"](F.gelu(self.dense["W_in"](h))))
 
@@ -683,6 +642,7 @@ class ProteinMPNN(nn.Module):
     def __init__(self, neighbours: int = 48, dtype: torch.dtype = torch.float32, device_type: str = "cpu"):
         super().__init__()
         self.neighbours, self.dtype, self.device_type = neighbours, dtype, device_type
+        self.noise_level = 0.0  # of the coordinates it was trained on, Angstrom, as its file says
         self.features = nn.ModuleDict({
             "embeddings": nn.ModuleDict({"linear": nn.Linear(66, RADIAL)}), "norm_edges": nn.LayerNorm(WIDTH),
             "edge_embedding": nn.Linear(RADIAL + 25 * RADIAL, WIDTH, bias=False)})
@@ -691,9 +651,8 @@ class ProteinMPNN(nn.Module):
         self.decoder_layers = nn.ModuleList(Layer(4, edges=False) for _ in range(3))
         self.W_out = nn.Linear(WIDTH, len(ALPHABET))
         self.register_buffer("pairs", torch.tensor(PAIRS), persistent=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
+        for matrix in (p for p in self.parameters() if p.dim() > 1):
+            nn.init.xavier_uniform_(matrix)
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
     def first_edges(self, geometry: Geometry, index: Tensor, k: int) -> Tensor:
@@ -725,11 +684,12 @@ class ProteinMPNN(nn.Module):
                 x = F.gelu(layer.W12(F.gelu(joined(layer.W11, h, edges, index))))
                 edges = layer.norm3(edges + layer.W13(x))
         return h, edges
-    def decode(self, nodes: Tensor, edges: Tensor, geometry: Geometry, owner: Tensor, sequences: Tensor, ranks: Tensor,
-               states: list[Tensor] | None = None) -> Tensor:
-        """Logits (S, L, 21) float32 of sequences (S, L), each on the structure owner (S,), given what encode made of
-        the structures. A residue sees the letters of those with lower ranks (S, L). The nodes (S, L, D) that each
-        layer starts from are appended to `states`."""
+    def forward(self, geometry: Geometry, owner: Tensor, sequences: Tensor, ranks: Tensor,
+                encoded: tuple[Tensor, Tensor] | None = None, tables: list[Tensor] | None = None) -> Tensor:
+        """Logits (S, L, 21) float32 of sequences (S, L), each on the structure owner (S,); `encoded`: what encode made
+        of the structures, if it is known. A residue sees the letters of those with lower ranks (S, L). What each layer
+        makes of a residue (S, L, D) for those that see its letter is appended to `tables`."""
+        nodes, edges = encoded or self.encode(geometry)
         (number, length), k = sequences.shape, edges.shape[2]
         near, neighbours = geometry.near[:, :, :k][owner], geometry.neighbours[:, :, :k][owner]
         visible = ranks.gather(1, neighbours.flatten(1)).view(neighbours.shape) < ranks.unsqueeze(-1)
@@ -739,21 +699,16 @@ class ProteinMPNN(nn.Module):
         with self.autocast():
             h, letters = nodes[owner], self.W_s(sequences)
             for layer in self.decoder_layers:
-                if states is not None:
-                    states.append(h)
                 own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
                 seen = F.linear(letters, letter) + F.linear(h, other)
+                if tables is not None:
+                    tables.append(seen)
                 table = torch.cat([seen.flatten(0, 1), F.linear(nodes, other).flatten(0, 1)])
                 x = F.linear(edges, edge).index_select(0, owner)
                 x += table.index_select(0, index).view(x.shape)
                 x += F.linear(h, own, layer.W1.bias).unsqueeze(2)
                 h = layer(h, x, near)
             return self.W_out(h).float()
-    def forward(self, geometry: Geometry, owner: Tensor, sequences: Tensor, ranks: Tensor,
-                encoded: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """decode after encode, unless what the latter gives is there already: `encoded`."""
-        nodes, edges = encoded or self.encode(geometry)
-        return self.decode(nodes, edges, geometry, owner, sequences, ranks)
 
 def decoding_ranks(designed: Tensor, valid: Tensor, seed: int, ids: Tensor, draw: int, how: str) -> Tensor:
     """designed, valid (S, L) bool -> (S, L) int64, the place of each residue in the decoding order: context, designed
@@ -764,73 +719,60 @@ def decoding_ranks(designed: Tensor, valid: Tensor, seed: int, ids: Tensor, draw
     keys = torch.where(valid, keys + designed * 2**32, 2**33)
     return keys.argsort(dim=1, stable=True).argsort(dim=1)
 
-FOREIGN = {  # what other models' files hold, and what they are
-    "context_encoder_layers.": "a LigandMPNN model, which needs ligand atoms",
-    "features.y_": "a LigandMPNN model, which needs ligand atoms",
-    "features.node_embedding.": "a label-membrane model, which needs labels"}
-
-def read_weights(path: str | Path) -> tuple[dict[str, Tensor], int, float]:
-    """State dict of a ProteinMPNN file (vanilla or soluble, full backbone), its number of neighbours, and the noise (A)
-    it was trained with, 0 if not given. FileNotFoundError; ValueError with the reason where it is something else."""
-    Path(path).stat()
+def read_model(path: str | Path) -> ProteinMPNN:
+    """The network in a ProteinMPNN file (vanilla, soluble), fp32 on the CPU. ValueError where it is something else."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  not a training checkpoint
         weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", n): v.float() for n, v in found["model_state_dict"].items()}
-    except Exception as error:  # torch raises five kinds
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise ValueError(f"{path} is no file of weights ({reason}); expected num_edges, noise_level and "
-                         "model_state_dict of ProteinMPNN") from error
-    edges, k = weights.get("features.edge_embedding.weight", torch.zeros(1)), found.get("num_edges")
-    refused = ["a CA-only model, which sees no backbone but CA"] * (edges.shape[-1] == 167)
-    refused += [why for start, why in FOREIGN.items() if any(name.startswith(start) for name in weights)]
-    if refused:
-        raise ValueError(f"{path} is {refused[0]}; expected a full-backbone ProteinMPNN such as v_48_020.pt")
-    try:
-        ProteinMPNN().load_state_dict(weights)
-    except RuntimeError as error:  # names what is missing, unknown or of another shape
-        raise ValueError(f"{path} is no ProteinMPNN: {' '.join(str(error).split())[:500]}") from error
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(f"{path}: num_edges is {k}; expected the number of neighbours, such as 48")
-    return weights, k, float(found.get("noise_level") or 0.0)
-
-def official_file(model: nn.Module, noise_level: float) -> dict:
-    """What ProteinMPNN's own tools load, and read_weights."""
-    weights = {n: v.detach().to("cpu", torch.float32, copy=True) for n, v in unwrap(model).state_dict().items()}
-    return {"num_edges": unwrap(model).neighbours, "noise_level": noise_level, "model_state_dict": weights}
+        edges, k = weights.get("features.edge_embedding.weight", torch.zeros(1)), found.get("num_edges")
+        foreign = {"context_encoder_layers.": "a LigandMPNN model, which needs ligand atoms",
+                   "features.node_embedding.": "a label-membrane model, which needs labels"}
+        refused = ["a CA-only model, which sees no backbone but CA"] * (edges.shape[-1] == 167)
+        refused += [why for start, why in foreign.items() if any(name.startswith(start) for name in weights)]
+        refused += [f"num_edges is {k}, not a number of neighbours"] * (not isinstance(k, int) or k < 1)
+        if refused:
+            raise ValueError(refused[0])
+        model = ProteinMPNN(k)
+        model.noise_level = float(found.get("noise_level") or 0.0)
+        model.load_state_dict(weights)
+    except Exception as error:  # torch raises six kinds
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:500]} ({type(error).__name__}); expected num_edges, "
+                         "noise_level, model_state_dict of a full-backbone ProteinMPNN such as v_48_020.pt") from error
+    return model
 
 @torch.no_grad()
 def design(model: ProteinMPNN, geometry: Geometry, native: Tensor, designed: Tensor, count: int, temperature: float,
-           seed: int, batch: int, omit: str = "") -> tuple[Tensor, Tensor]:
+           seed: int, batch: int) -> tuple[Tensor, Tensor]:
     """`count` sequences (count, L) int64 for a structure (G = 1), and the mean negative log-probability (count,) of
-    their designed residues at temperature 1. Where designed (L,) is False they are as native (L,); X and `omit` are
-    never drawn. Each has its own decoding order and depends on (seed, its number) alone; `batch` are drawn at once."""
-    nodes, edges = model.encode(geometry)
-    (length, device), k = (native.shape[0], native.device), edges.shape[2]
-    neighbours, near = geometry.neighbours[0, :, :k], geometry.near[0, :, :k]
+    their designed residues at temperature 1. Where designed (L,) is False they are as native (L,); X is never drawn.
+    Each has its own decoding order and depends on (seed, its number) alone; `batch` are drawn at once."""
+    (nodes, edges), device = model.encode(geometry), native.device
+    neighbours, near = geometry.neighbours[0, :, : edges.shape[2]], geometry.near[0, :, : edges.shape[2]]
     context, steps = int((geometry.valid[0] & ~designed).sum()), int(designed.sum())
-    never = torch.tensor([letter in omit + "X" for letter in ALPHABET], device=device)
-    sequences, scores = native.repeat(count, 1), torch.zeros(count, device=device)
+    sequences, scores, layers = native.repeat(count, 1), torch.zeros(count, device=device), []
+    with model.autocast():
+        for layer in model.decoder_layers:  # with its products that no letter changes
+            own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
+            layers.append((layer, own, letter, other, F.linear(edges[0], edge), F.linear(nodes[0], other)))
     for low in range(0, count, batch):
         ids = torch.arange(low, min(low + batch, count), device=device)
-        rows, found, states = torch.arange(len(ids), device=device), sequences[low : low + batch], []
-        free, valid = designed.expand(found.shape), geometry.valid.expand(found.shape)
-        ranks = decoding_ranks(free, valid, seed, ids, 0, "random")
-        order, draws = ranks.argsort(dim=1), keyed_uniform(seed, 0, ids, length, DRAWS)
-        model.decode(nodes, edges, geometry, torch.zeros_like(ids), found, ranks, states)  # for the context
-        for step in range(context, context + steps):
-            StepGuard.beat, at = time.monotonic(), order[:, step]
-            h, around = nodes[0, at], neighbours[at]
-            visible, letters = ranks.gather(1, around).unsqueeze(-1) < step, model.W_s(found.gather(1, around))
-            unseen = torch.cat([torch.zeros_like(letters), nodes[0, around]], dim=-1)
+        rows, found, tables = torch.arange(len(ids), device=device), sequences[low : low + batch], []
+        ranks = decoding_ranks(designed.expand(found.shape), geometry.valid.expand(found.shape), seed, ids, 0, "random")
+        order, draws = ranks.argsort(dim=1), keyed_uniform(seed, 0, ids, len(native), DRAWS)
+        model(geometry, torch.zeros_like(ids), found, ranks, (nodes, edges), tables)  # for the context
+        for step, at in enumerate(order[:, context : context + steps].T, context):
+            h, around, starts = nodes[0, at], neighbours[at], []
+            visible = ranks.gather(1, around).unsqueeze(-1) < step
             with model.autocast():
-                for layer, state in zip(model.decoder_layers, states, strict=True):
-                    state[rows, at] = h.to(state.dtype)
-                    seen = torch.cat([letters, state[rows[:, None], around]], dim=-1)
-                    x = [h.unsqueeze(1).expand_as(letters), edges[0, at], torch.where(visible, seen, unseen)]
-                    h = layer(h, layer.W1(torch.cat(x, dim=-1)), near[at])
+                for (layer, own, _, _, between, unseen), seen in zip(layers, tables, strict=True):
+                    starts.append(h)
+                    x = between[at] + torch.where(visible, seen[rows[:, None], around], unseen[around])
+                    h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), near[at])
                 logits = model.W_out(h).float()
-            p = (logits.masked_fill(never, -math.inf).double() / max(temperature, 1e-6)).softmax(-1).cumsum(-1)
-            drawn = torch.searchsorted(p, draws[rows, at, None].double() * p[:, -1:], right=True).squeeze(-1)
+                p = (logits[:, :UNKNOWN].double() / max(temperature, 1e-6)).softmax(-1).cumsum(-1)
+                drawn = torch.searchsorted(p, draws[rows, at, None].double() * p[:, -1:], right=True).squeeze(-1)
+                for (_, _, letter, other, _, _), seen, h in zip(layers, tables, starts, strict=True):
+                    seen[rows, at] = F.linear(model.W_s(drawn), letter) + F.linear(h, other)
             scores[ids] -= logits.log_softmax(-1)[rows, drawn] / steps
             found[rows, at] = drawn
     return sequences, scores
@@ -1628,16 +1570,14 @@ EVAL_DRAW, SFT_DRAW = 1000, 2000  # numbers of decoding orders, apart from those
 COLUMNS = ("chosen", "rejected", "nll", "recovered", "entropy", "residues")  # of score_pairs
 
 def pair_logits(model: nn.Module, batch: PreferenceBatch, draw: int, args: Namespace, both: bool = True) -> tuple:
-    """logits (S, L, 21), sequences, designed, weights (each (S, L)) of a batch's chosen sequences, then (`both`) of its
-    rejected ones; decoding order number `draw` of each pair, the same for its two sequences."""
-    ids = torch.from_numpy(batch.items).to(batch.chosen.device)
+    """Logits (S, L, 21) of a batch's chosen sequences, then (`both`) of its rejected ones, in decoding order number
+    `draw` of each pair, the same for its two sequences; and log p of its sequences at --temperature (P, 2)."""
+    ids, times = torch.from_numpy(batch.items).to(batch.chosen.device), 2 if both else 1
     ranks = decoding_ranks(batch.designed, batch.geometry.valid[batch.owner], args.seed, ids, draw, args.decoding_order)
-    inputs = batch.owner, batch.chosen, ranks, batch.designed, batch.weights
-    if both:
-        others = batch.owner, batch.rejected, ranks, batch.designed, batch.weights
-        inputs = [torch.cat(two) for two in zip(inputs, others, strict=True)]
-    owner, sequences, ranks, designed, weights = inputs
-    return model(batch.geometry, owner, sequences, ranks, batch.encoded), sequences, designed, designed * weights
+    sequences = torch.cat([batch.chosen, batch.rejected][:times])
+    logits = model(batch.geometry, batch.owner.repeat(times), sequences, ranks.repeat(times, 1), batch.encoded)
+    weights = (batch.designed * batch.weights).repeat(times, 1)
+    return logits, sequence_logps(logits, sequences, weights, args.temperature).view(times, -1).T
 
 @torch.no_grad()
 def score_pairs(task: Task, ids: np.ndarray, draws: list[int] | None = None) -> Tensor:
@@ -1652,14 +1592,12 @@ def score_pairs(task: Task, ids: np.ndarray, draws: list[int] | None = None) -> 
         places = order[low : low + size]
         batch = task.collate(ids[places])
         for draw in draws:
-            logits, sequences, designed, weights = pair_logits(task.model, batch, draw, args)
-            chosen, rejected = sequence_logps(logits, sequences, weights, args.temperature).chunk(2)
-            logits, sequences, designed = (x[: len(places)] for x in (logits, sequences, designed))
-            logp = F.log_softmax(logits, dim=-1)
-            values = (-logp.gather(-1, sequences[..., None])[..., 0], logits.argmax(-1) == sequences,
-                      -(logp.exp() * logp).sum(-1), designed)
-            sums = [(v * designed).double().sum(1) for v in values]
-            table[torch.from_numpy(places)] += torch.stack([chosen, rejected, *sums], dim=1).cpu() / len(draws)
+            logits, logps = pair_logits(task.model, batch, draw, args)
+            logp = F.log_softmax(logits[: len(places)], dim=-1)
+            values = (-logp.gather(-1, batch.chosen[..., None])[..., 0], logp.argmax(-1) == batch.chosen,
+                      -(logp.exp() * logp).sum(-1), batch.designed)
+            sums = [(v * batch.designed).double().sum(1) for v in values]
+            table[torch.from_numpy(places)] += torch.column_stack([logps, *sums]).cpu() / len(draws)
         StepGuard.beat = time.monotonic()
     if ddp.world_size > 1:
         table = table.to(ddp.device)
@@ -1694,14 +1632,15 @@ def evaluate(task: Task) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         table = pair_table(task, task.val_ids, task.reference[task.val_ids, 0])
     return summarise(table, task.args.beta), table
 
-def structure_table(task: Task, table: dict[str, np.ndarray]) -> list[dict]:
-    """One row per structure file of the validation pairs."""
+def report_structures(task: Task, table: dict[str, np.ndarray]) -> None:
+    """structures.csv and the log: a row per structure file of the validation pairs, of their pair_table. (all ranks)"""
     group, rows = task.pairs.group[task.val_ids], []
     for number in np.unique(group):
         found = summarise({name: values[group == number] for name, values in table.items()}, task.args.beta)
         found = {name: f"{value:.6f}" for name, value in found.items()}
         rows.append({"structure": task.pairs.files[number], "pairs": (group == number).sum(), **found})
-    return rows
+        log0("  " + " ".join(f"{name}={value}" for name, value in rows[-1].items()))
+    on_rank0(task.ddp, write_file, Path(task.args.output_dir) / "structures.csv", csv_of(rows))
 
 def csv_of(rows: list[dict]) -> bytes:
     """`rows` as CSV, with their names."""
@@ -1716,16 +1655,13 @@ class Task:
     args: Namespace
     ddp: DDPContext
     model: ProteinMPNN
-    noise_level: float  # of the base weights, kept in what is saved
     pairs: Pairs
-    train_ids: np.ndarray
+    train_ids: np.ndarray | None  # None: nothing is trained
     val_ids: np.ndarray
     average: list[Tensor] = field(default_factory=list)  # EMA of the parameters
     encoded: dict[int, tuple] | None = None  # what the frozen encoder makes of each backbone, on the host
     reference: Tensor | None = None  # (pairs, orders, 2) float64: log p of both sequences; order 0 for validation
     history: list[dict] = field(default_factory=list)
-    def __post_init__(self) -> None:
-        self.average = [p.detach().clone() for p in self.model.parameters()]
     def collate(self, ids: np.ndarray) -> PreferenceBatch:
         """The pairs `ids`, on the device, with the frozen encoder's output."""
         batch = moved(self.pairs.collate(ids), self.ddp.device)
@@ -1749,12 +1685,9 @@ class Stage:
     first: int = 0  # optimizer steps of the stage before
     step: int = 0  # optimizer steps of this stage
     epoch: int = 0
-    position: int = 0  # global batches of this epoch
     best: dict | None = None
-    stale: int = 0  # epochs without gain
     peak: float = 0.0  # learning rate
     loss: float = 0.0  # sum over this epoch's pairs, at a checkpoint
-    pairs: int = 0  # of this epoch, on all ranks
 
 def make_step(task: Task, sampler: GlobalBatchSampler, epoch: int, batch: np.ndarray) -> tuple[list[tuple], int]:
     """This rank's part of a global batch (places in task.train_ids), and how many pairs that has. For each micro-batch:
@@ -1769,21 +1702,20 @@ def make_step(task: Task, sampler: GlobalBatchSampler, epoch: int, batch: np.nda
 def stage_loss(task: Task, model: nn.Module, stage: Stage, batch: PreferenceBatch, reference: Tensor) -> tuple:
     """Sum over a micro-batch's pairs of the stage's loss, and {name: (P,)} to log."""
     args, dpo = task.args, stage.name == "dpo"
-    draw = stage.epoch % task.args.num_orders if dpo else SFT_DRAW + stage.epoch
-    logits, sequences, designed, weights = pair_logits(model, batch, draw, args, both=dpo)
-    count, residues = len(batch.items), batch.designed.sum(1)
-    nll = 0.0
+    draw = stage.epoch % args.num_orders if dpo else SFT_DRAW + stage.epoch
+    logits, logps = pair_logits(model, batch, draw, args, both=dpo)
+    nll, residues = 0.0, batch.designed.sum(1)
     if not dpo or args.sft_weight:
-        nll = -sequence_logps(logits[:count], batch.chosen, batch.designed.float(), 1.0) / residues
+        nll = -sequence_logps(logits[: len(residues)], batch.chosen, batch.designed.float(), 1.0) / residues
     if not dpo:
         return (batch.weight * nll).sum(), {"loss": nll}
-    logps = torch.stack(sequence_logps(logits, sequences, weights, args.temperature).chunk(2), dim=1)
     rewards = args.beta * (logps - reference)
     margins = rewards[:, 0] - rewards[:, 1]
     losses = preference_loss(margins / args.beta, residues, batch.margin, args)
     whole = batch.weight * losses + args.sft_weight * nll
     if args.diversity_lambda:
-        whole = whole - args.diversity_lambda * diversity(logits, designed, args.temperature).view(2, -1).mean(0)
+        shares = diversity(logits, batch.designed.repeat(2, 1), args.temperature)
+        whole = whole - args.diversity_lambda * shares.view(2, -1).mean(0)
     return whole.sum(), {"loss": losses, "rewards/accuracies": (margins > 0).double(), "rewards/margins": margins}
 
 def stage_step(task: Task, model, stage: Stage, micro: list[tuple], pairs: int, log: RunLog, scaler) -> tuple:
@@ -1793,47 +1725,44 @@ def stage_step(task: Task, model, stage: Stage, micro: list[tuple], pairs: int, 
         with sync_gradients(model, number == len(micro)):
             loss, values = stage_loss(task, model, stage, batch, reference)
             # DDP averages over ranks: times ranks / pairs, that is the mean over the pairs of the whole step
-            loss = loss * bool(count)
-            scaler.scale(loss * (task.ddp.world_size / pairs)).backward()
+            scaler.scale(loss * (bool(count) * task.ddp.world_size / pairs)).backward()
         if count:
             log.add(count, **{name: (value.sum(), count) for name, value in values.items()})
             shown += values["loss"].detach().sum()
-        whole += loss.detach()
+            whole += loss.detach()
     return whole, shown
 
-def check_start(task: Task, micro: list[tuple], loss: Tensor) -> None:
-    """The first loss must be that of equal networks (ln 2, sigmoid): the reference is the network itself. Raises
-    RuntimeError: then something differs between the two. (all ranks)"""
-    margin = torch.cat([batch.margin[:count].cpu() for batch, count, _ in micro])
-    expected = preference_loss(torch.zeros(len(margin)), torch.ones(len(margin)), margin, task.args).double().sum()
-    sums = reduce_sums(task.ddp, {"found": loss, "expected": expected, "pairs": torch.tensor(len(margin))})
-    found, expected = (sums[name] / sums["pairs"] for name in ("found", "expected"))
-    limit = 1e-4 if task.model.dtype == torch.float32 else 0.05  # of numbers near 1
-    if not abs(found - expected) <= limit * max(1.0, expected):
+def check_start(task: Task, micro: list[tuple], loss: Tensor, pairs: int) -> None:
+    """RuntimeError unless the first loss is that of equal networks (ln 2, sigmoid), as these still are. (all ranks)"""
+    equal = [preference_loss(torch.zeros_like(batch.margin), batch.designed.sum(1), batch.margin, task.args)[:count]
+             for batch, count, _ in micro]
+    sums = {"found": loss / pairs, "expected": torch.cat(equal).double().sum() / pairs}
+    found, expected = reduce_sums(task.ddp, sums).values()
+    if not abs(found - expected) <= (1e-4 if task.model.dtype == torch.float32 else 0.05) * max(1.0, expected):
         raise RuntimeError(f"the first loss is {found:.6f}, that of equal networks is {expected:.6f}: network and "
                            "reference differ before training (weights, precision, decoding order?)")
     log0(f"first loss {found:.6f}, as it must be where network and reference are equal ({expected:.6f})")
 
 def save_official(task: Task, name: str) -> None:
-    """The model, averaged where that is asked for, in ProteinMPNN's own format. (rank 0 only)"""
-    with averaged_weights(task.model, task.average) if task.args.ema else contextlib.nullcontext():
-        state = official_file(task.model, task.noise_level)
+    """The model, averaged where that is asked for, as ProteinMPNN's own tools load it, and read_model. (rank 0 only)"""
+    model = unwrap(task.model)
+    with averaged_weights(model, task.average) if task.args.ema else contextlib.nullcontext():
+        weights = {n: v.detach().to("cpu", torch.float32, copy=True) for n, v in model.state_dict().items()}
+    state = {"num_edges": model.neighbours, "noise_level": model.noise_level, "model_state_dict": weights}
     atomic_write(Path(task.args.output_dir) / name, lambda file: torch.save(state, file))  # noqa: TID251
 
-def checkpoint(task: Task, stage: Stage, optimizer, guard: StepGuard, log: RunLog, total: int, best: bool,
-               done: bool) -> None:
+def checkpoint(task: Task, stage: Stage, optimizer, guard: StepGuard, log: RunLog, total: int, best: bool, done: bool):
     """Everything needed to go on bit by bit, written by rank 0. (all ranks)"""
     args, ddp, states = task.args, task.ddp, rng_states(task.ddp)
     StepGuard.beat = math.inf  # however long rank 0 takes
     if ddp.rank == 0:
         state = {
-            "format": 1, "script": "run_dpo_ddp.py", "args": vars(args), "world_size": ddp.world_size,
-            "global_batch": total, "model": task.model.state_dict(), "ema": task.average,
-            "reference": task.reference, "noise_level": task.noise_level,
-            "optimizer": optimizer.state_dict(), "scaler": guard.scaler.state_dict(),
-            "stage": vars(stage), "step": stage.first + stage.step, "epoch": stage.epoch, "done": done, "rng": states,
-            "history": task.history, "bad_steps": guard.bad_steps, "wandb_id": log.wandb_id,
-            "speed": (log.final_loss, log.speed), "wall_s": log.wall + time.monotonic() - log.started}
+            "format": 1, "script": "run_dpo_ddp.py", "args": vars(args), "world_size": ddp.world_size, "done": done,
+            "global_batch": total, "model": task.model.state_dict(), "ema": task.average, "reference": task.reference,
+            "optimizer": optimizer.state_dict(), "scaler": guard.scaler.state_dict(), "rng": states,
+            "stage": vars(stage), "step": stage.first + stage.step, "epoch": stage.epoch, "history": task.history,
+            "bad_steps": guard.bad_steps, "speed": (log.final_loss, log.speed), "wandb_id": log.wandb_id,
+            "wall_s": log.wall + time.monotonic() - log.started}
         if not save_checkpoint(args.output_dir, state, state["step"], args.keep_checkpoints, best) and done:
             raise OSError(f"the end of the run could not be saved: free space in {args.output_dir}, run again")
     barrier(ddp)
@@ -1841,8 +1770,7 @@ def checkpoint(task: Task, stage: Stage, optimizer, guard: StepGuard, log: RunLo
     log.reset()
 
 def finish_epoch(task: Task, stage: Stage, log: RunLog, mean: float, epochs: int) -> bool:
-    """Validate after an epoch of training loss `mean` and say how it went. True if the val loss is the best so far.
-    (all ranks)"""
+    """Validate after an epoch of training loss `mean`, and say so. True if it is the best so far. (all ranks)"""
     if stage.name == "sft":
         log0(f"warm start, epoch {stage.epoch}/{epochs}: {mean:.4f} nats per residue")
         return False
@@ -1850,8 +1778,7 @@ def finish_epoch(task: Task, stage: Stage, log: RunLog, mean: float, epochs: int
     value, step = metrics["loss"], stage.first + stage.step
     better = stage.best is None or value < stage.best["value"]
     if better:
-        stage.best = {"name": "val loss", "value": value, "step": step, "metrics": metrics}
-    stage.stale = 0 if better else stage.stale + 1
+        stage.best = {"name": "val loss", "value": value, "step": step}
     task.history.append({"step": step, "epoch": stage.epoch, **{f"val {n}": v for n, v in metrics.items()}})
     log.write(task.history[-1])
     log0(f"Epoch {stage.epoch} Summary:")
@@ -1874,81 +1801,77 @@ def train(task: Task, stage: Stage, log: RunLog, state: dict | None, total: int,
     trained = [p for p in task.model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.ndim > 1]},
               {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-    kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[args.optimizer]
-    optimizer = kind(groups, lr=stage.peak, weight_decay=args.weight_decay, fused=True)  # can skip on the device
-    guard = StepGuard(args, ddp, optimizer, task.model.dtype, log.started)
+    optimizer = getattr(torch.optim, args.optimizer)(groups, lr=stage.peak, weight_decay=args.weight_decay, fused=True)
+    guard = StepGuard(args, ddp, optimizer, task.model.dtype, log.started)  # a fused optimizer can skip on the device
+    task.average = task.average or [p.detach().clone() for p in task.model.parameters()]
     if state:
         optimizer.load_state_dict(state["optimizer"])
         guard.scaler.load_state_dict(state["scaler"])
         restore_rng(state["rng"], ddp, args.seed)
         task.model.load_state_dict(state["model"])
         task.average = [t.to(ddp.device) for t in state["ema"]]
-        guard.bad_steps, task.history = state["bad_steps"], state["history"]
+        guard.bad_steps, task.history, task.reference = state["bad_steps"], state["history"], state["reference"]
     model = wrap_ddp(torch.compile(task.model, dynamic=True) if args.compile else task.model, ddp)
     log0(f"{stage.name}: {len(lengths)} pairs, {epochs} epochs x {per_epoch} steps, peak learning rate {stage.peak:g}")
-    sampler.set_epoch(stage.epoch, stage.position)
     require_same(ddp, "the batches", sampler.fingerprint())
     reason, early, batches = "", False, None
     shown = torch.tensor(stage.loss * (ddp.rank == 0), dtype=torch.float64, device=ddp.device)  # this rank's part of it
     log.reset()
     while stage.step < steps and not reason and not early:
-        if stage.position == 0 or batches is None:  # an epoch starts, or goes on after a restart
-            sampler.set_epoch(stage.epoch, stage.position)
-            batches = (make_step(task, sampler, stage.epoch, batch) for batch in sampler.batches(stage.position))
+        position = stage.step % per_epoch
+        if position == 0 or batches is None:  # an epoch starts, or goes on after a restart
+            sampler.set_epoch(stage.epoch)
+            batches = (make_step(task, sampler, stage.epoch, batch) for batch in sampler.batches(position))
             if dpo:
                 log0(f"Epoch {stage.epoch + 1}/{epochs}")
-            bar = tqdm(total=per_epoch, initial=stage.position, desc="Training" if dpo else "Warm start",
+            bar = tqdm(total=per_epoch, initial=position, desc="Training" if dpo else "Warm start",
                        disable=ddp.rank > 0 or not sys.stderr.isatty())
         for group in optimizer.param_groups:
             group["lr"] = stage.peak * lr_at(stage.step, steps, warmup, schedule)
         micro, count = log.waiting(batches)
         loss, part = stage_step(task, model, stage, micro, count, log, guard.scaler)
         if dpo and stage.step == 0 and not args.reference_free:
-            check_start(task, micro, part)
-        shown, stage.pairs = shown + part, stage.pairs + count
-        items = [batch.items[:number] for batch, number, _ in micro]
-        norm, reason = guard.step(loss, stage.first + stage.step + 1, items)
+            check_start(task, micro, part, count)
+        shown += part
+        norm, reason = guard.step(loss, stage.first + stage.step + 1, [b.items[:n] for b, n, _ in micro])
         if args.ema:
             update_ema(task.average, list(task.model.parameters()), args.ema, stage.step)
-        stage.step, stage.position = stage.step + 1, stage.position + 1
+        stage.step += 1
         step, last, better = stage.first + stage.step, stage.step == steps, False
         bar.update()
         if stage.step % args.log_every == 0 or last:
             log.interval(step, stage.first + steps, stage.epoch, model, group["lr"], norm, phase=1 + dpo)
             bar.set_postfix(loss=log.final_loss, refresh=False)
-        due = stage.position == per_epoch
-        if due or reason or stage.step % args.save_every == 0:
+        due = position + 1 == per_epoch
+        save = due or reason or stage.step % args.save_every == 0
+        if save:
             stage.loss = reduce_sums(ddp, {"loss": shown})["loss"]
         if due:
             bar.close()
-            mean, shown = stage.loss / stage.pairs, torch.zeros_like(shown)
-            stage.epoch, stage.position, stage.loss, stage.pairs = stage.epoch + 1, 0, 0.0, 0
+            mean, shown = stage.loss / (per_epoch * total), torch.zeros_like(shown)
+            stage.epoch, stage.loss = stage.epoch + 1, 0.0
             if reason:  # the validation may take longer than there is time; the next step stops
                 checkpoint(task, stage, optimizer, guard, log, total, False, done=False)
             reason, better = "", finish_epoch(task, stage, log, mean, epochs)
-            early = 0 < args.early_stop_patience <= stage.stale
-        if due or reason or stage.step % args.save_every == 0:
+            early = dpo and 0 < args.early_stop_patience * per_epoch <= step - stage.best["step"]
+        if save:
             checkpoint(task, stage, optimizer, guard, log, total, better, done=dpo and (last or early))
         if due and dpo and ddp.rank == 0:
             for name in (f"checkpoint_epoch_{stage.epoch}.pt", "latest_model.pt", *["best_model.pt"] * better):
                 save_official(task, name)
     if early:
-        log0(f"stopped early: no better val loss in {stage.stale} epochs")
+        log0(f"stopped early: no better val loss in {args.early_stop_patience} epochs")
     guard.finish()
     return reason
 
-def start_preferences(task: Task, log: RunLog, state: dict | None) -> None:
-    """Score all pairs under the model as it stands, the reference; `state` has the scores of a run that goes on."""
-    args, ddp = task.args, task.ddp
-    if state:
-        task.reference = state["reference"]
-        return
-    if ddp.rank == 0:
-        save_official(task, "reference_model.pt")
+def start_preferences(task: Task, log: RunLog) -> None:
+    """Score all pairs under the model as it stands, the reference. (all ranks)"""
     task.average = [p.detach().clone() for p in task.model.parameters()]
-    task.reference = torch.zeros(len(task.pairs), args.num_orders, 2, dtype=torch.float64)
-    if not args.reference_free:
-        for draw in range(args.num_orders):
+    if task.ddp.rank == 0:
+        save_official(task, "reference_model.pt")
+    task.reference = torch.zeros(len(task.pairs), task.args.num_orders, 2, dtype=torch.float64)
+    if not task.args.reference_free:
+        for draw in range(task.args.num_orders):
             task.reference[task.train_ids, draw] = score_pairs(task, task.train_ids, [draw])[:, :2]
         task.reference[task.val_ids, 0] = score_pairs(task, task.val_ids)[:, :2]
     metrics, _ = evaluate(task)
@@ -1958,84 +1881,64 @@ def start_preferences(task: Task, log: RunLog, state: dict | None) -> None:
 
 # ---- Main ----------------------------------------------------------------------------------------
 
-def load_base(args: Namespace, ddp: DDPContext) -> tuple[ProteinMPNN, float]:
-    """The model with the base weights, on the device, and their noise level. (all ranks)"""
+def load_network(args: Namespace, ddp: DDPContext, *files: Path) -> tuple[ProteinMPNN, str]:
+    """The network in the first of `files` and the base weights that is there, on the device; its name. (all ranks)"""
     torch.manual_seed(args.seed)  # the same on all ranks
-    dtype, noise_level, path = resolve_precision(args.precision, ddp.device), 0.0, Path(args.base_model_dir)
-    path = path / f"{args.base_model_name}.pt"
-    if args.base_model_name == "random":
-        model = ProteinMPNN(dtype=dtype, device_type=ddp.device.type)
-    elif not path.exists():
-        raise ValueError(f"{path}: no such file. The weights are published at {WEIGHTS}: give their folder as "
+    base = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
+    name = next((str(path) for path in (*files, base) if path.exists()), args.base_model_name)
+    if name == args.base_model_name != "random":
+        raise ValueError(f"{base}: no such file. The weights are published at {WEIGHTS}: give their folder as "
                          "--base_model_dir; or --base_model_name random with --sft_epochs 20 to start without")
-    else:
-        weights, neighbours, noise_level = read_weights(path)
-        model = ProteinMPNN(neighbours, dtype, ddp.device.type)
-        model.load_state_dict(weights)
+    model = ProteinMPNN() if name == "random" else read_model(name)
+    model.dtype, model.device_type = resolve_precision(args.precision, ddp.device), ddp.device.type
     for module in (model.features, model.W_e, model.encoder_layers) if args.freeze_encoder else ():
         module.requires_grad_(False)
     weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     args.neighbours, args.base_key = model.neighbours, hashlib.sha256(weights).hexdigest()[:16]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    log0(f"{args.base_model_name}: {trained:,} trained parameters, {model.neighbours} neighbours, {dtype}")
-    return model.to(ddp.device), noise_level
+    log0(f"{name}: {trained:,} trained parameters, {model.neighbours} neighbours, {model.dtype}")
+    return model.to(ddp.device), name
 
-def load_policy(path: Path, model: ProteinMPNN, name: str) -> str:
-    """Load the weights in a file, if there is one, into the model, else the base model's `name`; what it is now."""
-    if not path.exists():
-        return name
-    weights, neighbours, _ = read_weights(path)
-    if neighbours != model.neighbours:
-        raise ValueError(f"{path} has {neighbours} neighbours; expected {model.neighbours}, as the base model has")
-    model.load_state_dict(weights)
-    return str(path)
-
-def write_scores(args: Namespace, ddp: DDPContext, task: Task) -> int:
-    """--score_only: log-probabilities, rewards and margin of each pair as CSV. The reference is reference_model.pt
-    beside --checkpoint, else the base model. (all ranks)"""
-    policy, ids = Path(args.checkpoint or Path(args.output_dir) / "best_model.pt"), np.arange(len(task.pairs))
-    base = load_policy(policy.with_name("reference_model.pt"), task.model, args.base_model_name)
-    reference = score_pairs(task, ids)[:, :2] * (not args.reference_free)
-    weights = load_policy(policy, task.model, args.base_model_name)
-    table = pair_table(task, ids, reference)
-    path = Path(args.out or Path(args.output_dir) / "scores.csv")
-    rows = [{"pair": task.pairs.names[i], **{name: f"{values[i]:.6f}" for name, values in table.items()}} for i in ids]
+def write_scores(task: Task, base: str, policy: Path) -> int:
+    """--score_only: log-probabilities, rewards and margin of each pair as CSV. `base` is the reference. (all ranks)"""
+    args, ddp, ids = task.args, task.ddp, task.val_ids
+    reference, neighbours = score_pairs(task, ids)[:, :2] * (not args.reference_free), args.neighbours
+    task.model, name = load_network(args, ddp, policy)
+    if args.neighbours != neighbours:
+        raise ValueError(f"{name} has {args.neighbours} neighbours; expected {neighbours}, as {base} has")
+    table, path = pair_table(task, ids, reference), Path(args.out or Path(args.output_dir) / "scores.csv")
+    rows = [{"pair": task.pairs.names[i], **{n: f"{values[i]:.6f}" for n, values in table.items()}} for i in ids]
     on_rank0(ddp, write_file, path, csv_of(rows))
-    metrics = " ".join(f"{name}={value:.4f}" for name, value in summarise(table, args.beta).items())
-    log0(f"{weights} against {base}: {metrics}")
-    log0(f"{len(rows)} pairs: {path}")
+    metrics = " ".join(f"{n}={value:.4f}" for n, value in summarise(table, args.beta).items())
+    log0(f"{len(rows)} pairs, {name} against {base}: {metrics}; {path}")
     return 0
 
-def write_designs(args: Namespace, ddp: DDPContext, model: ProteinMPNN) -> int:
+def write_designs(args: Namespace, ddp: DDPContext, model: ProteinMPNN, weights: str) -> int:
     """--sample: N sequences for --pdb_file as FASTA, after its own one; '/' between chains. (one process)"""
     if ddp.world_size > 1:
         raise ValueError("--sample works in one process: start it with python, without torchrun or mpiexec")
-    policy, chains = Path(args.checkpoint or Path(args.output_dir) / "best_model.pt"), read_structure(args.pdb_file)
-    weights, stem = load_policy(policy, model, args.base_model_name), Path(args.pdb_file).name.split(".")[0]
-    design_chains, fixed_chains, positions, ranges, fixed_positions = (split_places(getattr(args, name)) for name in (
-        "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges", "fixed_positions"))
-    names = design_chains or [next(name for name in chains if chains[name].letters)]
-    backbone = join_chains(args.pdb_file, chains, [*names, *(fixed_chains or [])])
-    ends = np.cumsum([len(chains[name].letters) for name in names])
-    labels, designed = backbone.labels[: ends[-1]], np.zeros(len(backbone.labels), bool)
-    designed[: ends[-1]] = mutable_mask(positions, ranges, labels) & ~mutable_mask(fixed_positions or [], None, labels)
+    row = {n: split_places(getattr(args, n)) for n in ("design_chains", "fixed_chains") if getattr(args, n)}
+    (_, names, _), backbone, count, designed = Collector(args).backbone(args.pdb_file, row)
+    designed[:count] &= ~mutable_mask(split_places(args.fixed_positions) or [], None, backbone.labels[:count])
     designed &= backbone.valid
     if not designed.any():
         raise ValueError(f"{args.pdb_file}: nothing is designed: all residues are fixed or lack atoms")
     arrays = featurise(backbone.coords, backbone.valid, backbone.numbers, backbone.chain_index, model.neighbours)
-    geometry = pad_geometry(arrays, np.array([0, len(designed)]), np.array([0]))
+    neighbours, *others = (torch.from_numpy(array)[None] for array in arrays.values())
+    geometry = Geometry(neighbours.long().clamp(min=0), neighbours >= 0, *others)
     native, free = torch.from_numpy(to_ids(backbone.letters).astype(np.int64)), torch.from_numpy(designed)
     inputs = [moved(value, ddp.device) for value in (geometry, native, free)]
-    drawn, scores = design(model, *inputs, args.sample, args.sample_temperature, args.seed, args.eval_batch_size)
-    drawn = drawn.cpu()
+    found = design(model, *inputs, args.sample, args.sample_temperature, args.seed, args.eval_batch_size)
+    drawn, scores = (x.cpu() for x in found)
+    stem = Path(args.pdb_file).name.split(".")[0]
     headers = [f"{stem} designed_chains={','.join(names)} designed_residues={designed.sum()} model={weights}"]
     for i, (ids, score) in enumerate(zip(drawn, scores.tolist(), strict=True)):
         recovery = (ids == native)[free].double().mean()
         headers.append(f"{stem}_{i} T={args.sample_temperature:g} seed={args.seed} {score=:.4f} {recovery=:.4f}")
-    text = ""
+    text, ends = "", np.searchsorted(backbone.chain_index, range(len(names) + 1))
     for header, ids in zip(headers, [native, *drawn], strict=True):
         letters = "".join(ALPHABET[i] for i in ids)
-        text += f">{header}\n{'/'.join(letters[a:b] for a, b in itertools.pairwise([0, *ends]))}\n"
+        text += f">{header}\n{'/'.join(letters[a:b] for a, b in itertools.pairwise(ends))}\n"
     path = Path(args.out or Path(args.output_dir) / "designs.fasta")
     write_file(path, text.encode())
     log0(f"{args.sample} sequences, mean score {scores.mean():.4f} nats per residue: {path}")
@@ -2049,28 +1952,29 @@ def main(args: Namespace) -> int:
             signal.signal(number, signal.SIG_DFL)
     keep_freed_memory()
     torch.set_float32_matmul_precision("high")  # what stays in fp32 runs on tensor cores
-    model, noise_level = load_base(args, ddp)
+    policy = Path(args.checkpoint or Path(args.output_dir) / "best_model.pt")  # its reference lies beside it
+    files = [policy] * (args.sample > 0) + [policy.with_name("reference_model.pt")] * args.score_only
+    model, name = load_network(args, ddp, *files)
     if args.sample:
-        return write_designs(args, ddp, model)
+        return write_designs(args, ddp, model, name)
     pairs = load_pairs(args, ddp)
     if args.score_only:
-        none = np.zeros(0, np.int64)
-        return write_scores(args, ddp, Task(args, ddp, model, noise_level, pairs, none, none))
+        return write_scores(Task(args, ddp, model, pairs, None, np.arange(len(pairs))), name, policy)
     state = open_run(args, ddp, SAME)
     if state and state["done"] and args.num_epochs == state["args"]["num_epochs"]:
         log0(f"the run in {args.output_dir} is finished, after {state['step']} steps: --fresh starts anew")
         return 0
     total, micro_steps = resolve_batch(args, ddp.world_size, state["global_batch"] if state else None)
     log = RunLog(args, ddp, state)
-    task = Task(args, ddp, model, noise_level, pairs, *split_pairs(args, ddp, pairs))
-    task.encoded = {} if args.freeze_encoder else None
+    task = Task(args, ddp, model, pairs, *split_pairs(args, ddp, pairs), encoded={} if args.freeze_encoder else None)
     log0(f"beta {args.beta:g}, temperature {args.temperature:g}, learning rate {args.lr:g}")
     stage, reason = Stage(**state["stage"]) if state else Stage("sft" if args.sft_epochs else "dpo"), ""
     if stage.name == "sft":
         reason = train(task, stage, log, state, total, micro_steps)
         stage, state = stage if reason else Stage("dpo", first=stage.step), None
     if not reason:
-        start_preferences(task, log, state)
+        if not state:
+            start_preferences(task, log)
         reason = train(task, stage, log, state, total, micro_steps)
     if reason:
         log.close("stopped", steps=stage.first + stage.step, reason=reason)
@@ -2082,15 +1986,12 @@ def main(args: Namespace) -> int:
     if ddp.rank == 0:  # also where a run was killed between its checkpoint and this file
         save_official(task, "best_model.pt")
     metrics, table = evaluate(task)
-    rows = structure_table(task, table)
-    on_rank0(ddp, write_file, Path(args.output_dir) / "structures.csv", csv_of(rows))
     log0(f"validation pairs by structure, at step {best['step']} (best val loss):")
-    for row in rows:
-        log0("  " + " ".join(f"{name}={value}" for name, value in row.items()))
+    report_structures(task, table)
     log.close("finished", steps=stage.first + stage.step, epochs=stage.epoch, samples_per_s=log.speed,
-              final_loss=log.final_loss, best_metric={n: stage.best[n] for n in ("name", "value", "step")},
+              final_loss=log.final_loss, best_metric=stage.best, metrics=metrics,
               baselines={f"{n} before training": v for n, v in task.history[0].items() if n.startswith("val")},
-              metrics=metrics, checkpoint=str(Path(args.output_dir) / "best_model.pt"))
+              checkpoint=str(Path(args.output_dir) / "best_model.pt"))
     log0(f"Training complete! Best validation loss: {stage.best['value']:.4f}. Models saved to: {args.output_dir}")
     log0(f"finished: {args.output_dir}/summary.json, curves.png, best_model.pt")
     return 0

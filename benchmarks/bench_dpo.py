@@ -319,7 +319,7 @@ class Ours:
         begin, ids = time.monotonic(), np.arange(len(pairs))
         data = script.load_pairs(args, ddp)
         self.once = {"parsing and features": (time.monotonic() - begin) / len(pairs)}
-        self.task = script.Task(args, ddp, model, 0.0, data, ids, ids[:0])
+        self.task = script.Task(args, ddp, model, data, ids, ids[:0])
         begin = time.monotonic()
         self.task.reference = script.score_pairs(self.task, ids, [0])[:, None, :2]
         self.once["reference"] = (time.monotonic() - begin) / len(pairs)

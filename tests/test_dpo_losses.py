@@ -142,14 +142,28 @@ def test_a_run_starts_at_the_known_loss(data, options, expected):
     assert first == pytest.approx(expected, abs=1e-6 if not options or "--temperature=1" in options else 1e-4)
 
 
+def test_margins_and_early_stop(data):
+    """IPO with margins: (margin / (residues beta) + 1 / (2 beta))^2, which does not fall at a rate of nothing."""
+    rows = [row | {"margin": 0.5} for row in json.loads((data / "pairs.json").read_text())]
+    (data / "margins.json").write_text(json.dumps(rows))
+    options = "--num_epochs=5", "--early_stop_patience=2", "--lr=1e-30"
+    found = run(data, f"--train_data={data}/margins.json", "--loss_type=ipo", *options)
+    losses = [row["val loss"] for row in found if "val loss" in row]
+    (held,) = {row["pdb_file"] for row in rows if row["pdb_file"][:-4] == json.loads(
+        (data / "out" / "split.json").read_text())["valid"][0].split(":")[0]}  # fmt: skip
+    residues = next(len(row["preferred_seq"]) for row in rows if row["pdb_file"] == held)
+    assert losses == [pytest.approx((0.5 / (residues * 0.1) + 5) ** 2, rel=1e-6)] * 4  # the start, the best, two more
+
+
 def test_a_difference_between_network_and_reference_is_found(data, monkeypatch, capfd):
     """Dropout, as in the original, in the step alone: the run must not start."""
-    plain = script.ProteinMPNN.decode
+    plain = script.ProteinMPNN.encode
 
-    def with_dropout(self, nodes, *rest):
-        return plain(self, torch.nn.functional.dropout(nodes, 0.1, torch.is_grad_enabled()), *rest)
+    def with_dropout(self, geometry):
+        nodes, edges = plain(self, geometry)
+        return torch.nn.functional.dropout(nodes, 0.1, torch.is_grad_enabled()), edges
 
-    monkeypatch.setattr(script.ProteinMPNN, "decode", with_dropout)
+    monkeypatch.setattr(script.ProteinMPNN, "encode", with_dropout)
     argv = [f"--train_data={data}/pairs.json", f"--cache_dir={data}/cache", f"--output_dir={data}/dropout",
             "--base_model_name=random", "--batch_size=6", "--wandb_mode=disabled", "--device=cpu"]  # fmt: skip
     assert script.launch(script.main, script.parse_args(argv)) == 1
