@@ -324,8 +324,6 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
     backend = choose_backend(args.backend, device)
     if "OMP_NUM_THREADS" not in env:
         torch.set_num_threads(max(1, cores // local_world_size))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, StepGuard.on_signal)
     log_all(f"Process {rank}/{world_size} started")
     if world_size > 1:
         address, port = find_master(env, world_size, local_world_size)
@@ -339,6 +337,8 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
             busy = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
             raise RuntimeError(busy if "EADDRINUSE" in str(error) else advice) from error
         log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # not before: no handler runs while init waits
+        signal.signal(number, StepGuard.on_signal)
     log_all(f"Using device: {device}")
     return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
 
@@ -377,7 +377,7 @@ def start_processes(main: Callable, args: argparse.Namespace) -> int:
     """Start --nproc ranks of `main` on this machine; passes signals on to them and their exit status back."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(probe.getsockname()[1]))
+        os.environ.update({"MASTER_PORT": str(probe.getsockname()[1])} | os.environ | {"MASTER_ADDR": "localhost"})
     context = torch.multiprocessing.spawn(run_process, (main, args), nprocs=args.nproc, join=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda n, _: [os.kill(p.pid, n) for p in context.processes if p.is_alive()])

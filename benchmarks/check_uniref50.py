@@ -89,7 +89,7 @@ def run(work: Path, nproc: int, *options: str) -> None:
 
 def train(args: argparse.Namespace, work: Path, name: str) -> dict:
     """The best held-out metrics of a run on `name`.fasta."""
-    run(work, args.nproc, f"--datafile={work}/{name}.fasta", f"--output_dir={work}/{name}", "--hidden_size=64",
+    run(work, args.nproc, f"--datafile={work}/{name}.fasta", f"--output_dir={work}/{name}", f"--hidden_size={args.width}",
         "--n_blocks_prot=3", "--n_heads=4", "--cond_dim=32", "--max_protein_len=68", "--dropout=0",
         "--global_batch_size=32", f"--batch_size={32 // args.nproc}", f"--n_iters={args.steps}", "--lr=4e-3",
         "--warmup=100", "--ema=0.999", "--log_freq=100", f"--eval_freq={args.steps}", "--eval_sequences=100000",
@@ -102,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=60_000, help="sequences of the chain")
     parser.add_argument("--steps", type=int, default=4000, help="optimizer steps of both runs")
+    parser.add_argument("--width", type=int, default=64, help="of the network")
     parser.add_argument("--samples", type=int, default=500, help="sequences drawn by each sampler")
     parser.add_argument("--nproc", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--seed", type=int, default=0, help="of the chain and its sequences")

@@ -22,7 +22,7 @@ import train_ddp
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
-PRELOAD += ["train_ddp", "run_train_uniref50_ddp", "run_dpo_ddp", "helpers"]
+PRELOAD += ["train_ddp", "run_train_uniref50_ddp", "run_dpo_ddp", "run_train_quantumgrav_ddp", "helpers"]
 
 
 class RankError(RuntimeError):

@@ -54,8 +54,17 @@ def tiny_run_dpo_ddp(folder: Path) -> list[str]:
         --precision=fp32""".split()
 
 
+def tiny_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
+    """300 small sets of six kinds, two tasks, eight epochs; no kinks (ReLU, maxima), at which a rounding can show."""
+    return f"""--cache_dir={folder}/cache --samples=300 --min_size=10 --max_size=20 --num_workers=1
+        --active_tasks=cls,dim --hidden_dim=16 --head_dim=0 --num_layers=2 --activation_type=gelu --pooling=mean,sum
+        --num_epochs=8 --global_batch_size=24 --batch_size=4 --lr=5e-3 --log_every=1 --save_every=4
+        --wandb_mode=disabled --device=cpu --precision=fp32""".split()
+
+
 TINY = {
-    "train_ddp": tiny_train_ddp, "run_train_uniref50_ddp": tiny_run_train_uniref50_ddp, "run_dpo_ddp": tiny_run_dpo_ddp,
+    "train_ddp": tiny_train_ddp, "run_train_uniref50_ddp": tiny_run_train_uniref50_ddp,
+    "run_dpo_ddp": tiny_run_dpo_ddp, "run_train_quantumgrav_ddp": tiny_run_train_quantumgrav_ddp,
 }  # fmt: skip
 
 
@@ -220,7 +229,7 @@ def test_number_of_processes_changes_nothing(script, whole, start, world_size):
     assert len(run.rows) == len(whole.rows)
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
         for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "nelbo", "ce@0.5", "unigram", "grad_norm",
-                    "val loss", "val rewards/margins"):  # fmt: skip
+                    "val loss", "val rewards/margins", "val cls/accuracy", "val dim/f1_macro"):  # fmt: skip
             if key in theirs:
                 tolerance = 1e-5 if theirs["step"] <= 50 or key == "loss" else 1e-3
                 assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), (theirs["step"], key)

@@ -56,9 +56,18 @@ def golden_run_dpo_ddp(folder: Path) -> list[str]:
         --output_dir={folder}/out""".split()
 
 
+def golden_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
+    """Twenty steps of two tasks with accumulation, on whole orders, one way, with dropout."""
+    return f"""--cache_dir={folder}/cache --samples=120 --min_size=12 --max_size=24 --num_workers=1
+        --split=0.7,0.15,0.15 --kinds=mink2,mink3,kr,layered --active_tasks=cls,manifold --graph=order
+        --gnn_layer_type=gcn --bidirectional=False --hidden_dim=16 --head_dim=8 --num_layers=2 --dropout=0.1
+        --num_epochs=5 --batch_size=10 --accumulation=2 --lr=3e-3 --log_every=1 --wandb_mode=disabled --device=cpu
+        --precision=fp32 --output_dir={folder}/out""".split()
+
+
 GOLDEN = {
     "train_ddp": golden_train_ddp, "run_train_uniref50_ddp": golden_run_train_uniref50_ddp,
-    "run_dpo_ddp": golden_run_dpo_ddp,
+    "run_dpo_ddp": golden_run_dpo_ddp, "run_train_quantumgrav_ddp": golden_run_train_quantumgrav_ddp,
 }  # fmt: skip
 
 
