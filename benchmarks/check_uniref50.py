@@ -89,11 +89,11 @@ def run(work: Path, nproc: int, *options: str) -> None:
 
 def train(args: argparse.Namespace, work: Path, name: str) -> dict:
     """The best held-out metrics of a run on `name`.fasta."""
-    run(work, args.nproc, f"--datafile={work}/{name}.fasta", f"--output_dir={work}/{name}", f"--hidden_size={args.width}",
-        "--n_blocks_prot=3", "--n_heads=4", "--cond_dim=32", "--max_protein_len=68", "--dropout=0",
-        "--global_batch_size=32", f"--batch_size={32 // args.nproc}", f"--n_iters={args.steps}", "--lr=4e-3",
-        "--warmup=100", "--ema=0.999", "--log_freq=100", f"--eval_freq={args.steps}", "--eval_sequences=100000",
-        "--snapshot_sampling=False", "--num_workers=0", "--wandb_mode=disabled")  # fmt: skip
+    run(work, args.nproc, f"--datafile={work}/{name}.fasta", f"--output_dir={work}/{name}",
+        f"--hidden_size={args.width}", "--n_blocks_prot=3", "--n_heads=4", "--cond_dim=32", "--max_protein_len=68",
+        "--dropout=0", "--global_batch_size=32", f"--batch_size={32 // args.nproc}", f"--n_iters={args.steps}",
+        "--lr=4e-3", "--warmup=100", "--ema=0.999", "--log_freq=100", f"--eval_freq={args.steps}",
+        "--eval_sequences=100000", "--snapshot_sampling=False", "--num_workers=0", "--wandb_mode=disabled")  # fmt: skip
     rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     return min((row for row in rows if "nelbo" in row), key=lambda row: row["nelbo"])
 
