@@ -1462,7 +1462,9 @@ def start_job(args: argparse.Namespace, role: str, seconds: float, on_line: Call
     options |= {"timeout": args.timeout} | ({"output_dir": args.output_dir} if args.output_dir else {})
     command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in options.items())]
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    job = subprocess.Popen(command + ["--quick"] * args.quick, start_new_session=True, errors="replace", **pipes)
+    env = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}  # these ranks take a free one
+    pipes |= dict(start_new_session=True, errors="replace", env=env)
+    job = subprocess.Popen(command + ["--quick"] * args.quick, **pipes)
 
     def kill() -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -12,6 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, forkserver, free_port, write_proteins, write_structures
@@ -236,6 +237,16 @@ def test_number_of_processes_changes_nothing(script, whole, start, world_size):
     assert sorted(run.trained_on().items()) != []
     for step, ids in whole.trained_on().items():
         assert sorted(run.trained_on()[step]) == sorted(ids), f"step {step} was made of other samples"
+
+
+def test_what_is_held_out_is_never_trained_on(whole):
+    """Counted over all ranks and steps, where a script keeps the numbers of its split."""
+    if not (whole.folder / "split.npz").exists():
+        pytest.skip("this script keeps names, or splits by content")
+    parts = np.load(whole.folder / "split.npz")
+    trained = {i for ids in whole.trained_on().values() for i in ids}
+    assert trained and trained <= {*parts["train"].tolist()}
+    assert not trained & {*parts["valid"].tolist(), *parts["test"].tolist()}
 
 
 @pytest.mark.parametrize("stop, statuses", [("1:9:9", {-9, 1}), ("0:15:15", {143}), ("1:61:9", {-9, 1})])

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -391,6 +392,17 @@ def test_kill_of_a_rank_ends_the_job(drive, launcher):
     begin = time.monotonic()
     assert job.wait(20) in ((1,) if launcher == "torchrun" else (1, 137)), job.text
     assert time.monotonic() - begin < 20
+    assert job.is_gone()
+
+
+def test_nproc_on_a_port_that_is_taken(start, task, tmp_path):
+    """MASTER_PORT is taken as it is: busy, it ends all ranks with its number in seconds."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = start([sys.executable, SCRIPT, "--nproc", "2", *task(tmp_path / "out")], MASTER_PORT=port)
+        assert job.wait(60) == 1 and f"port {port} is already in use on localhost" in job.text, job.text
     assert job.is_gone()
 
 
