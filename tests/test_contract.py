@@ -47,11 +47,11 @@ def tiny_run_train_uniref50_ddp(folder: Path) -> list[str]:
 
 
 def tiny_run_dpo_ddp(folder: Path) -> list[str]:
-    """60 pairs on generated helices: four epochs of warm start, then twelve of preferences, with averaged weights."""
+    """60 pairs on generated helices: three epochs of warm start, then six of preferences, with averaged weights."""
     write_structures(folder, 10, pairs=8, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random --val_fraction=0.25
-        --sft_epochs=4 --sft_lr=1e-3 --num_epochs=12 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=12
-        --batch_size=2 --ema=0.5 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
+        --sft_epochs=3 --sft_lr=1e-3 --num_epochs=6 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=6
+        --batch_size=1 --ema=0.5 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
         --precision=fp32""".split()
 
 
