@@ -688,16 +688,16 @@ class Messages:
     degrees with self-loops (Kipf and Welling 2017); mean and sum are those over the neighbours. Three kernels, one
     result: sparse products (CPU), index_add (elsewhere), products of sets padded to the largest ("dense")."""
     def __init__(self, batch: Batch, kind: str, kernel: str):
-        self.batch, self.kind, self.edges, self.own = batch, kind, {}, {}
+        self.batch, self.kind, self.edges, self.own, self.matrix = batch, kind, {}, {}, {}
         self.kernel = "index_add" if kernel == "sparse" and batch.features.device.type != "cpu" else kernel
         self.rows = torch.arange(len(batch.owner), device=batch.owner.device, dtype=torch.int32)
         ptr, col = {"past": batch.past_ptr, "future": batch.future_ptr}, {"past": batch.past, "future": batch.future}
         count = {way: ptr[way].diff() for way in ptr}
         self.row = {way: torch.repeat_interleave(self.rows, count[way], output_size=len(col[way])) for way in ptr}
         ones = torch.ones(len(self.rows), device=batch.owner.device)
-        for way, other in (("past", "future"), ("future", "past")):  # an edge i, j counts left[i] right[j]
+        for way, other in (("past", "future"), ("future", "past")) if kind != "none" else ():
             scale = (count[way] + 1).rsqrt() if kind == "gcn" else 1 / count[way].clamp(min=1)
-            left, right = scale if kind != "sum" else ones, scale if kind == "gcn" else ones
+            left, right = scale if kind != "sum" else ones, scale if kind == "gcn" else ones  # edge i, j: their product
             self.own[way] = scale.square()[:, None] if kind == "gcn" else None
             forth = left.index_select(0, self.row[way]) * right.index_select(0, col[way])
             back = right.index_select(0, self.row[other]) * left.index_select(0, col[other])
@@ -712,10 +712,11 @@ class Messages:
             return SparseProduct.apply(x.float(), self.own[way], *self.edges[way])
         if self.kernel == "dense":
             sets, longest = len(self.batch.ptr) - 1, self.batch.longest
-            at = self.place[self.row[way]] * longest + self.local[col]
-            matrix = value.new_zeros(sets * longest**2).index_copy(0, at, value).view(sets, longest, longest)
+            if way not in self.matrix:  # once for all layers
+                at = self.place[self.row[way]] * longest + self.local[col]
+                self.matrix[way] = value.new_zeros(sets * longest**2).index_copy(0, at, value).view(sets, longest, -1)
             padded = x.new_zeros(sets * longest, x.shape[1]).index_copy(0, self.place, x).view(sets, longest, -1)
-            found = (matrix.to(x.dtype) @ padded).flatten(0, 1).index_select(0, self.place)
+            found = (self.matrix[way].to(x.dtype) @ padded).flatten(0, 1).index_select(0, self.place)
         else:
             found = x.float().index_select(0, col) * value[:, None]
             found = torch.zeros_like(x, dtype=torch.float32).index_add(0, self.row[way], found)
@@ -728,8 +729,7 @@ class Messages:
                 back = torch.arange(len(x) + 1, dtype=torch.int32), b.owner.int(), torch.ones(len(x))
                 parts["sum"] = SparseProduct.apply(x.float(), None, b.ptr.int(), self.rows, back[2], *back)
             else:
-                zeros = x.new_zeros(len(sizes), x.shape[1], dtype=torch.float32)
-                parts["sum"] = zeros.index_add(0, b.owner, x.float())
+                parts["sum"] = torch.zeros_like(x[: len(sizes)], dtype=torch.float32).index_add(0, b.owner, x.float())
             parts["mean"] = parts["sum"] / sizes
         if "max" in kinds:
             parts["max"] = torch.segment_reduce(x.float(), "max", lengths=sizes[:, 0], axis=0, unsafe=True)
