@@ -114,33 +114,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 # ===== shared DDP block: begin (identical in every script; tests/test_shared_block.py) =====
-LAUNCHERS = {  # launcher: its variables for rank, world size, local rank, local world size
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "PALS": ("PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-}
-LOGGER = logging.getLogger("ddp")
-log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 alone
-
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors (exit status 2) that name the nearest known option."""
     source = ""  # "FILE: " while a --config file is being read
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
     def unknown(self, key: str) -> NoReturn:
-        known = [option.lstrip("-") for option in self._option_string_actions]
-        near = difflib.get_close_matches(key.rpartition(".")[2], known, 1, 0.5)
+        known, last = [option.lstrip("-") for option in self._option_string_actions], key.rpartition(".")[2]
+        near = difflib.get_close_matches(key, known, 1, 0.8) + difflib.get_close_matches(last, known, 1, 0.5)
         self.error(f"unknown option {key!r}; " + (f"the nearest known one is {near[0]!r}" if near else "see --help"))
 
 def boolean(text: str) -> bool:
     """True, yes, on, 1 or False, no, off, 0, in any case (argparse's type=bool takes 'False' for True)."""
-    value = str(text).lower()
-    if value not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+    if (value := str(text).lower()) not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         raise argparse.ArgumentTypeError(f"{text!r} is not one of True, False, yes, no, 1, 0")
     return value in ("true", "yes", "on", "1")
 
+LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # and the others' names for these
+             "Open MPI": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+             "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+             "PALS": ("PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+             "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")}
+# Who this process is among the ranks (numbers), where its tensors live (torch.device), and by what it was started.
+DDPContext = collections.namedtuple("DDPContext", "rank world_size local_rank local_world_size device backend launcher")
+LOGGER = logging.getLogger("ddp")
+log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 alone
 FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}  # --name or --name=False
 
 def add_ddp_arguments(parser: ArgumentParser, output_dir: str, wandb_project: str) -> None:
@@ -182,29 +180,25 @@ def split_tokens(parser: ArgumentParser, argv: list[str]) -> list[str]:
             key = "--" + key.removeprefix("--").replace("-", "_")
             if key not in options:
                 parser.unknown(key[2:])
-            wants_value = not equals and options[key].nargs is None
-            tokens.append(key + equals + value)
+            token, wants_value = key + equals + value, not equals and options[key].nargs is None
         elif wants_value:
-            tokens[-1], wants_value = f"{tokens[-1]}={token}", False
-        else:
-            tokens.append(token)
+            token, wants_value = f"{tokens.pop()}={token}", False
+        tokens.append(token)
     return tokens
 
 def read_config(parser: ArgumentParser, path: str) -> list[str]:
-    """A YAML or JSON file of (nested) keys as command-line tokens; unknown keys are errors."""
+    """A YAML or JSON file as tokens. In a section training: training.batch_size, or batch_size of its --help group."""
     import yaml
+    options, tokens, parser.source = parser._option_string_actions, [], f"{path}: "
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        tree = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        tree = (json.loads if path.endswith(".json") else yaml.safe_load)(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(" ".join(str(error).split()))
     if not isinstance(tree, dict):
         parser.error(f"holds {type(tree).__name__}, not a mapping of option names to values")
     groups = {(group.title or "").lower(): group._group_actions for group in parser._action_groups}
-    options, tokens = parser._option_string_actions, []
     def walk(node: dict, prefix: str, inside: list) -> None:
         for key, value in node.items():
-            # training.batch_size, or batch_size in a section that is named like its group in --help
             name = f"--{key}" if options.get(f"--{key}") in inside else f"--{prefix}{key}"
             if name not in options and isinstance(value, dict):
                 walk(value, f"{prefix}{key}.", groups.get(str(key).lower(), []))
@@ -214,16 +208,15 @@ def read_config(parser: ArgumentParser, path: str) -> list[str]:
                 value = ",".join(map(str, value)) if isinstance(value, list) else value
                 tokens.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
     walk(tree, "", [])
+    parser.parse_args(tokens)  # wrong values are errors of the file, too
+    parser.source = ""
     return tokens
 
 def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
     """The command line over a --config file over the defaults. `args.given`: names of what the user set."""
     tokens = split_tokens(parser, sys.argv[1:] if argv is None else argv)
     if configs := [token.partition("=")[2] for token in tokens if token.startswith("--config=")]:
-        parser.source = f"{configs[-1]}: "
-        file_tokens = read_config(parser, configs[-1])
-        parser.parse_args(file_tokens)  # for errors that name the file
-        parser.source, tokens = "", file_tokens + tokens
+        tokens = read_config(parser, configs[-1]) + tokens
     args, options = parser.parse_args(tokens), parser._option_string_actions
     args.given = sorted({options[name].dest for token in tokens if (name := token.partition("=")[0]) in options})
     for name in ("accumulation", "save_every", "log_every", "keep_checkpoints", "max_bad_steps"):
@@ -235,9 +228,6 @@ def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> ar
         parser.error(f"--lr_scaling {args.lr_scaling}: the fixed --global_batch_size does not grow with the ranks")
     args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
     return args
-
-# Who this process is among the ranks (numbers), where its tensors live (torch.device), and by what it was started.
-DDPContext = collections.namedtuple("DDPContext", "rank world_size local_rank local_world_size device backend launcher")
 
 def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, str]:
     """(rank, world size, local rank, local world size, launcher); `devices`: processes that this node can take."""
@@ -254,8 +244,7 @@ def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, s
                 from mpi4py import MPI
                 world = MPI.COMM_WORLD.Get_size()
         if launcher == "Hydra" and local is None:  # PALS and srun --mpi=pmi2 set PMI_RANK beside their own variables
-            place = LAUNCHERS["PALS" if env.get("PALS_LOCAL_RANKID") else "SLURM"]
-            local, local_world = number(place[2]), number(place[3])
+            local, local_world = map(number, LAUNCHERS["PALS" if env.get("PALS_LOCAL_RANKID") else "SLURM"][2:])
         if world is None:
             raise ValueError(f"{names[0]}={rank} is set but no world size is: export {names[1]}")
         if rank >= world:
@@ -272,9 +261,8 @@ def find_master(env: dict[str, str], world_size: int, local_world_size: int) -> 
     port = env.get("MASTER_PORT") or (str(20000 + int(job) % 20000) if job else "29500")
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"], port
-    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9]-ib,login1" -> "gpu03-ib"
-        first = re.split(r",(?![^\[]*\])", env["SLURM_JOB_NODELIST"])[0]  # at a comma that is in no bracket
-        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first), port
+    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9]-ib,login1" -> "gpu03-ib"; split at commas in no bracket
+        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", env["SLURM_JOB_NODELIST"])[0]), port
     if env.get("PBS_NODEFILE"):
         return Path(env["PBS_NODEFILE"]).read_text().split()[0], port
     if world_size > local_world_size:
@@ -288,17 +276,14 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if found is None or name not in ("auto", found.type):
         raise ValueError(f"--device {name}: this machine shows {found.type if found else 'no accelerator'}")
-    count = torch.accelerator.device_count()
-    if 1 < count <= local_rank:
+    if 1 < (count := torch.accelerator.device_count()) <= local_rank:
         raise ValueError(f"local rank {local_rank} has no device: {count} are visible: start at most {count} per node")
-    device = torch.device(found.type, local_rank if count > 1 else 0)
-    torch.accelerator.set_device_index(device.index)
-    return device
+    torch.accelerator.set_device_index(index := local_rank if count > 1 else 0)
+    return torch.device(found.type, index)
 
 def choose_backend(name: str, device: torch.device) -> str:
     """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
-    serves = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)
-    if serves != device.type:
+    if (serves := {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)) != device.type:
         raise ValueError(f"--backend {name} serves {serves} devices, the device is {device.type}: use --backend auto")
     if name == "gloo" or device.type == "cpu":
         return "gloo"
@@ -342,8 +327,7 @@ def setup_ddp(args: argparse.Namespace) -> DDPContext:
     log_all(f"Using device: {device}")
     return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
 
-def cleanup() -> None:
-    """Destroy the process group, once main has returned."""
+def cleanup() -> None:  # destroy the process group, once main has returned
     gc.collect()  # while a tensor or the DDP object is alive, gloo's threads abort one good exit in four
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -375,8 +359,7 @@ def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, 
 
 def start_processes(main: Callable, args: argparse.Namespace) -> int:
     """Start --nproc ranks of `main` on this machine; passes signals on to them and their exit status back."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
+    with socket.create_server(("localhost", 0)) as probe:
         os.environ.update({"MASTER_PORT": str(probe.getsockname()[1])} | os.environ | {"MASTER_ADDR": "localhost"})
     context = torch.multiprocessing.spawn(run_process, (main, args), nprocs=args.nproc, join=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -388,10 +371,8 @@ def start_processes(main: Callable, args: argparse.Namespace) -> int:
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0
 
-def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:
-    """One process of start_processes, with torchrun's variables."""
-    ranks = (local_rank, args.nproc, local_rank, args.nproc)
-    os.environ.update(zip(LAUNCHERS["torchrun"], map(str, ranks), strict=True))
+def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:  # of start_processes
+    os.environ.update(zip(LAUNCHERS["torchrun"], 2 * (str(local_rank), str(args.nproc)), strict=True))
     sys.exit(launch(main, args, spawned=True))
 
 def start_logging(rank: int) -> None:
@@ -401,8 +382,7 @@ def start_logging(rank: int) -> None:
     LOGGER.handlers[0].setFormatter(line)
     LOGGER.setLevel(logging.INFO)
 
-def log0(text: str) -> None:
-    """(rank 0 only)"""
+def log0(text: str) -> None:  # (rank 0 only)
     if getattr(LOGGER, "rank", 0) == 0:
         LOGGER.info(text)
 
@@ -413,18 +393,16 @@ def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[
         dist.all_reduce(packed)
     return dict(zip(sums, packed.tolist(), strict=True))
 
-def barrier(ddp: DDPContext) -> None:
-    """(all ranks) By an all-reduce: dist.barrier() would choose a device of its own on NCCL."""
-    reduce_sums(ddp, {"ranks": 1.0})
+def barrier(ddp: DDPContext) -> None:  # (all ranks)
+    reduce_sums(ddp, {"ranks": 1.0})  # dist.barrier() would choose a device of its own on NCCL
 
 def on_rank0(ddp: DDPContext, function: Callable, *args):
     """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
     outcome, error, StepGuard.beat = [None, None], None, math.inf  # however long rank 0 takes
-    if ddp.rank == 0:
-        try:
-            outcome[0] = function(*args)
-        except Exception as caught:
-            error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
+    try:
+        outcome[0] = function(*args) if ddp.rank == 0 else None
+    except Exception as caught:
+        error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
     if ddp.world_size > 1:
         dist.broadcast_object_list(outcome, src=0, device=ddp.device)
     StepGuard.beat = time.monotonic()
@@ -439,8 +417,7 @@ def require_same(ddp: DDPContext, what: str, value: bytes) -> None:
         raise RuntimeError(f"the ranks disagree on {what}: do all nodes see the same files and versions?")
 
 def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
-    """ids (B,) int64 -> (B, draws) float32, uniform in [0, 1): a function of (seed, epoch, sample id, draw) alone, the
-    same on any number of ranks and any device. SplitMix64 (Steele et al. 2014)."""
+    """ids (B,) int64 -> (B, draws) float32 in [0, 1) by seed, epoch, id, draw alone: SplitMix64 (Steele et al. 2014)"""
     def mix(x: torch.Tensor) -> torch.Tensor:  # int64 wraps; the masks make the shifts logical
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
         x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -449,8 +426,7 @@ def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: 
     for part in (seed, epoch, stream):
         state = mix(state * golden + part + 1)
     rows = mix(mix(ids.long() + state) * golden + 1)[:, None]
-    draw = torch.arange(1, draws + 1, device=ids.device)[None, :] * golden
-    return ((mix(rows + draw) >> 40) & 0xFFFFFF).float() / 2**24
+    return ((mix(rows + torch.arange(1, draws + 1, device=ids.device) * golden) >> 40) & 0xFFFFFF).float() / 2**24
 
 def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
     """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any world size."""
@@ -461,9 +437,8 @@ def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = 
     if total % cell and not kept:
         raise ValueError(f"--global_batch_size {total} is not a multiple of {world_size} ranks x --batch_size "
                          f"{args.batch_size} = {cell}")
-    accumulation = -(-total // cell)
+    micro = total / world_size / (accumulation := -(-total // cell))
     log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    micro = total / world_size / accumulation
     log0(f"global batch {total} = {world_size} ranks x {micro:g} x {accumulation} accumulation")
     return total, accumulation
 
@@ -476,16 +451,13 @@ def scaled_lr(lr: float, rule: str, world_size: int) -> float:
 
 def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
     """Factor on the rate at 0-based `step`: warm-up from above zero, then constant or decaying to zero at `total`."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, total - warmup)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
+    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
+    return (step + 1) / (warmup + 1) if step < warmup else decay
 
 class GlobalBatchSampler(DistributedSampler):
-    """Batches of an epoch as a function of (seed, epoch) alone, dealt to ranks and micro-batches.
-
-    The shuffled items are cut into global batches (what is left over waits for another epoch), each dealt round-robin
-    to the ranks and cut into micro_steps. Iterating yields this rank's micro-batches (int64 ids) from batch `start` on.
+    """The items, shuffled by (seed, epoch) alone, cut into global batches (what is left over waits for another epoch),
+    dealt round-robin to the ranks, cut into micro_steps. Yields this rank's micro-batches (int64 ids) from `start` on.
     `cut(ids, epoch)` may regroup the items of `window` batches into as many: length buckets, token or node budgets."""
     def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
                  cut: Callable | None = None):
@@ -500,8 +472,7 @@ class GlobalBatchSampler(DistributedSampler):
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
     def permuted(self, positions: np.ndarray) -> np.ndarray:
-        """Items at `positions` of the epoch's shuffle: a keyed Feistel network with cycle walking (Black and
-        Rogaway 2002) instead of torch.randperm, which takes 2 s and 480 MB for 60 M items on every rank."""
+        """Items at `positions` of the shuffle, by a Feistel network (randperm: 2 s, 480 MB a rank for 60 M items)."""
         half = max(1, ((self.n - 1).bit_length() + 1) // 2)
         mask, keys = (1 << half) - 1, np.random.SeedSequence([self.seed, self.epoch]).generate_state(8, np.uint64)
         items, walk = positions.astype(np.uint64), np.ones(len(positions), bool)
@@ -512,15 +483,14 @@ class GlobalBatchSampler(DistributedSampler):
                 mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
                 left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & np.uint64(mask))
             items[walk] = (left << np.uint64(half)) | right
-            walk = items >= self.n
+            walk = items >= self.n  # cycle walking (Black and Rogaway 2002)
         return items.astype(np.int64)
     def batches(self, start: int = 0) -> Iterator[np.ndarray]:
         """Global batches of the epoch from number `start` on. (the same on all ranks)"""
-        usable, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
-        first = start // self.window  # the window that holds batch `start`
-        windows = (np.arange(low, min(low + stride, usable)) for low in range(first * stride, usable, stride))
+        end, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
+        windows = (np.arange(low, min(low + stride, end)) for low in range(start // self.window * stride, end, stride))
         batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
-        return itertools.islice(batches, start - first * self.window, None)
+        return itertools.islice(batches, start % self.window, None)  # its first window holds batch `start`
     def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
         """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
         mine = batch[self.rank if rank is None else rank :: self.num_replicas]
@@ -545,8 +515,7 @@ def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
     wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
     return wrapped
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The module itself, without DDP's and torch.compile's wrappers."""
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:  # without DDP's and torch.compile's wrappers
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
     return model
@@ -556,8 +525,7 @@ def sync_gradients(model: torch.nn.Module, last: bool):
     wrapped = getattr(model, "_orig_mod", model)
     return contextlib.nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
 
-def resolve_precision(name: str, device: torch.device) -> torch.dtype:
-    """torch.float32, bfloat16 or float16 for --precision on `device`."""
+def resolve_precision(name: str, device: torch.device) -> torch.dtype:  # of --precision
     if name == "fp16" and device.type == "cpu":
         raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
     has_bf16 = device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -565,10 +533,8 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 class StepGuard:
-    """The end of an optimizer step, and what all ranks must agree on there: non-finite numbers, signals, the
-    time limit. One all-reduce of three numbers per step, read one step later so that nothing waits for it."""
-    signal = 0  # of this process, set by on_signal
-    beat = 0.0  # when this process last showed that it is not stuck
+    """The end of an optimizer step, and what all ranks agree on there: non-finite numbers, signals, the time limit."""
+    signal, beat = 0, 0.0  # of this process: the signal it got, and when it last showed that it is not stuck
     def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
                  dtype: torch.dtype, started: float):
         self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
@@ -581,24 +547,20 @@ class StepGuard:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
     @classmethod
     def on_signal(cls, number: int, _frame) -> None:
-        """Ask for a stop at the next step."""
+        """Ask for a stop at the next step; end a process stuck with a dead peer before the launcher's SIGKILL does."""
+        def watch() -> None:
+            while time.monotonic() - cls.beat < 20.0:
+                time.sleep(0.5)
+            os._exit(128 + number)
         if not cls.signal:
             cls.signal, cls.beat = number, time.monotonic()
-            threading.Thread(target=cls.watch, args=(number,), daemon=True).start()
-    @classmethod
-    def watch(cls, number: int, patience: float = 20.0) -> None:
-        """End a process that is stuck in a collective with a dead peer, before the launcher's SIGKILL does."""
-        while time.monotonic() - cls.beat < patience:
-            time.sleep(min(0.5, patience))
-        os._exit(128 + number)
+            threading.Thread(target=watch, daemon=True).start()
     def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
-        """Clip, update (skipped on the device if anything is not finite), agree. `ids`: this rank's samples.
-        Returns (gradient norm, why to stop or ''). Raises RuntimeError after max_bad_steps. (all ranks)"""
-        StepGuard.beat = time.monotonic()
+        """Clip, update if all is finite, agree: (gradient norm, why to stop or ''). `ids`: of this rank. (all ranks)"""
+        StepGuard.beat = now = time.monotonic()
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
-        flags = torch.tensor([0.0, StepGuard.signal, StepGuard.beat > self.deadline])
-        flags = flags.to(self.ddp.device, non_blocking=True)
+        flags = torch.tensor([0.0, StepGuard.signal, now > self.deadline]).to(self.ddp.device, non_blocking=True)
         # under a scaler a gradient that overflows is routine: it skips by itself
         flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
         if self.ddp.world_size > 1:
@@ -613,7 +575,7 @@ class StepGuard:
         self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
         return norm, reason
     def finish(self) -> str:
-        """Read the flags of the last step: what they ask for, the same on all ranks."""
+        """Read the flags of the last step: why to stop, the same on all ranks; RuntimeError after max_bad_steps."""
         if self.pending is None:
             return ""
         if self.event is not None:
@@ -630,14 +592,12 @@ class StepGuard:
                                f"samples of this rank in the last ones: {samples}")
         return signal.Signals(int(number)).name if number else "time limit" if late else ""
 
-def stop_status(reason: str) -> int:
-    """Last line and exit status of a run that stopped early, with its checkpoint written."""
+def stop_status(reason: str) -> int:  # status and last line of a run that stopped early, its checkpoint written
     resumes = "requeue me" if reason == "SIGUSR1" else f"stopped by {reason}: the same command goes on from here"
     log0(f"checkpoint written, {resumes}")
     return {"SIGTERM": 143, "SIGINT": 130}.get(reason, 0)
 
-def rng_states(ddp: DDPContext) -> list[dict]:
-    """Random state of every rank, for a checkpoint. (all ranks)"""
+def rng_states(ddp: DDPContext) -> list[dict]:  # random state of every rank, for a checkpoint (all ranks)
     state = {"cpu": torch.get_rng_state()}
     if ddp.device.type != "cpu":
         state[ddp.device.type] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
@@ -701,8 +661,7 @@ def load_checkpoint(path: str | Path) -> dict:
     except Exception as error:
         first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    state["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}
-    return state
+    return state | {"model": {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}}
 
 def find_checkpoint(directory: Path) -> str | None:
     """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
@@ -715,13 +674,12 @@ def find_checkpoint(directory: Path) -> str | None:
             warn(f"{error}: using the one before it")
     if files:
         raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or give --fresh")
-    return None
 
 def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
     """Prepare --output_dir; the checkpoint to resume from, if any: its arguments in `same` must be ours. (all ranks)"""
     folder = Path(args.output_dir)
     def prepare() -> str | None:
-        if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):
+        if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):  # torchrun's restarts go on
             aside = folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
             log0(f"--fresh: the run in {folder} was moved to {aside}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -730,14 +688,12 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
         for left in [*folder.glob(".*.tmp"), *folder.glob(".*.link")]:  # of a save that was killed
             left.unlink()
         return find_checkpoint(folder)
-    # torchrun's restarts of a --fresh run go on; the count may differ between nodes
-    restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]
+    restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]  # nodes may differ
     if (path := on_rank0(ddp, prepare)) is None:
         return None
     state = load_checkpoint(path)
     for name in same:
-        old, new = state["args"].get(name), getattr(args, name)
-        if old != new:
+        if (old := state["args"].get(name)) != (new := getattr(args, name)):
             raise ValueError(f"{folder} holds a run with --{name} {old!r}, this one has {new!r}: give another "
                              "--output_dir, or --fresh to move the old run aside")
     log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
@@ -803,20 +759,17 @@ class RunLog:
         sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
         seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
         means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums if sums[f"{n}/1"]}  # where there were any
-        # DDP's own timers: ns per step of gradient all-reduces, and the part that the backward pass hides
-        timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}
+        timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}  # ns per step
         exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
-        comm = max(0.0, exposed * 1e-9) * self.steps / seconds
-        if self.ddp.device.type == "cpu":  # peak memory: of the process, in kB (macOS: bytes)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
-        else:  # of the device's allocator
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
+        if self.ddp.device.type != "cpu":  # of the device's allocator, not of the process (in kB; macOS: bytes)
             peak = torch.accelerator.max_memory_allocated(self.ddp.device)
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": self.waited / seconds, "comm": comm,
-                  "mem_gb": peak / 1e9}
+        wait, comm = self.waited / seconds, max(0.0, exposed * 1e-9) * self.steps / seconds
+        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": wait, "comm": comm, "mem_gb": peak / 1e9}
         self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
         numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
         log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
-             f"{self.speed:.0f} data_wait={speeds['data_wait']:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}"
+             f"{self.speed:.0f} data_wait={wait:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}"
              + "".join(f" {n}={v:.6g}" for n, v in extra.items()))
         self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
         self.reset()
@@ -855,7 +808,6 @@ class RunLog:
             axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
             axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
         figure.savefig(self.folder / "curves.png", dpi=110)
-
 # ===== shared DDP block: end =====
 
 # ---- Checks --------------------------------------------------------------------------------------

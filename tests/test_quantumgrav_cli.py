@@ -461,6 +461,10 @@ def test_what_a_resumed_run_must_have_kept(run, tmp_path):
         assert text in said and "ValueError" in said, option
     more = run(tmp_path / "run", "--num_epochs=2", "--hidden_dim=4")
     assert "resuming" in more and "Starting training epoch 1" in more and "Starting training epoch 0" not in more
+    state = script.load_checkpoint(tmp_path / "run/latest.pt")
+    state["standing"]["peak"] = 0.25  # scaled by the ranks that the run began on: it stays, however often it is resumed
+    torch.save(state, tmp_path / "run/latest.pt")
+    assert "peak learning rate 0.25" in run(tmp_path / "run", "--num_epochs=3", "--hidden_dim=4")
 
 
 def test_a_split_without_labels_of_a_task_is_an_error(run, tmp_path):
