@@ -22,7 +22,8 @@ import train_ddp
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
-PRELOAD += ["train_ddp", "run_train_uniref50_ddp", "run_dpo_ddp", "run_train_quantumgrav_ddp", "helpers"]
+PRELOAD += ["train_ddp", "run_train_uniref50_ddp", "run_dpo_ddp", "run_train_quantumgrav_ddp"]
+PRELOAD += ["run_train_rebm_ddp", "helpers"]
 
 
 class RankError(RuntimeError):
@@ -144,6 +145,16 @@ def write_proteins(path: Path, count: int) -> None:
             while len(letters) < 20 + i * 7 % 41:
                 letters.append((letters[-1] * 3 + draw.choice((1, 1, 4))) % 6)
             file.write(f">protein_{i}\n{''.join('ACDEFGHIKLMNPQRSTVWY'[n] for n in letters)}\n")
+
+
+def write_digits(path: Path, train: int, test: int) -> None:
+    """scikit-learn's first digits (8 x 8), as an .npz of uint8 images."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images, ends = (images.reshape(-1, 8, 8) * 15).astype(np.uint8), (train, train + test)
+    (x_train, x_test, _), (y_train, y_test, _) = np.split(images, ends), np.split(labels, ends)
+    np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
 
 
 def write_structures(folder: Path, count: int, pairs: int = 6, least: int = 18, most: int = 40) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, forkserver, free_port, write_proteins, write_structures
+from helpers import ROOT, forkserver, free_port, write_digits, write_proteins, write_structures
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
 
@@ -63,9 +63,24 @@ def tiny_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
         --wandb_mode=disabled --device=cpu --precision=fp32""".split()
 
 
+def tiny_run_train_rebm_ddp(folder: Path) -> list[str]:
+    """450 digits, two epochs of each stage, smooth all through; random starts of the attack, R1, averaged weights."""
+    write_digits(folder / "digits.npz", 450, 60)
+    return f"""--indist_dataset=file --indist_ds_dir={folder}/digits.npz --model_type=SmallNet --width=4
+        --augm_type_classification=shift --augm_type_generation=none --outdist_max_samples=300 --valid_images=18
+        --attack.max_steps=2 --attack.step_size=0.3 --indist_attack_clf.max_steps=1 --indist_attack_clf.step_size=0.1
+        --indist_attack_clf.eps=0.15 --indist_attack_clf.random_start --image_log.num_steps=3
+        --image_log.num_samples=20 --at_epochs=2 --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw
+        --lr=3e-3 --r1reg=0.01 --AUC_th=0.6 --min_imgs_per_threshold=100 --ema=0.9 --global_batch_size=24
+        --batch_size=4 --eval_steps=2 --eval_restarts=2 --eval_images=40 --outdist_dataset_ood_detection=noise
+        --n_imgs_per_evaluation_log=600 --monitor_every=20 --log_every=1 --save_every=4 --wandb_mode=disabled
+        --device=cpu --precision=fp32""".split()
+
+
 TINY = {
     "train_ddp": tiny_train_ddp, "run_train_uniref50_ddp": tiny_run_train_uniref50_ddp,
     "run_dpo_ddp": tiny_run_dpo_ddp, "run_train_quantumgrav_ddp": tiny_run_train_quantumgrav_ddp,
+    "run_train_rebm_ddp": tiny_run_train_rebm_ddp,
 }  # fmt: skip
 
 
@@ -230,6 +245,7 @@ def test_number_of_processes_changes_nothing(script, whole, start, world_size):
     assert len(run.rows) == len(whole.rows)
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
         for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "nelbo", "ce@0.5", "unigram", "grad_norm",
+                    "bce", "auc", "val robust@0.15", "val frechet_pixels", "val adv_ood_auc noise",
                     "val loss", "val rewards/margins", "val cls/accuracy", "val dim/f1_macro"):  # fmt: skip
             if key in theirs:
                 tolerance = 1e-5 if theirs["step"] <= 50 or key == "loss" else 1e-3

@@ -65,9 +65,31 @@ def golden_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
         --precision=fp32 --output_dir={folder}/out""".split()
 
 
+def golden_run_train_rebm_ddp(folder: Path) -> list[str]:
+    """Ten steps of each stage: running statistics, gathered and then frozen, accumulation, AutoAugment."""
+    import numpy as np
+
+    draw, wave = np.random.default_rng(0), np.arange(16)
+    sizes = {"x_train": 100, "x_test": 20}
+    images = {name: draw.integers(0, 128, (n, 16, 16, 3), np.uint8) for name, n in sizes.items()}
+    labels = {f"y_{part[2:]}": np.arange(len(x)) % 4 for part, x in images.items()}
+    for name, x in images.items():  # a stripe of another width in each class
+        stripes = 60 + 60 * np.sin(wave * (1 + labels[f"y_{name[2:]}"])[:, None] / 3)
+        x += stripes.astype(np.uint8)[:, None, :, None]
+    np.savez(folder / "images.npz", **images, **labels)
+    return f"""--indist_dataset=file --indist_ds_dir={folder}/images.npz --outdist_dataset=blobs
+        --outdist_max_samples=100 --valid_images=20 --model_type=SmallNet --norm=batch --width=8 --attack.max_steps=3
+        --indist_attack_clf.max_steps=2 --image_log.num_steps=2 --image_log.num_samples=20 --at_epochs=1
+        --total_epochs=1 --at_lr=0.05 --lr=1e-2 --AUC_th=0.5 --min_imgs_per_threshold=16 --batch_size=4
+        --accumulation=2 --eval_steps=2 --eval_restarts=1 --eval_images=20
+        --outdist_dataset_ood_detection=noise --log_every=1 --wandb_mode=disabled --device=cpu
+        --precision=fp32 --output_dir={folder}/out""".split()
+
+
 GOLDEN = {
     "train_ddp": golden_train_ddp, "run_train_uniref50_ddp": golden_run_train_uniref50_ddp,
     "run_dpo_ddp": golden_run_dpo_ddp, "run_train_quantumgrav_ddp": golden_run_train_quantumgrav_ddp,
+    "run_train_rebm_ddp": golden_run_train_rebm_ddp,
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "DDP_TRAINING_GUIDE.md"
 SCRIPTS = sorted(p.name for p in ROOT.glob("*.py"))
 CONFIGS = sorted(f"configs/{p.name}" for p in ROOT.glob("configs/*") if p.is_file())
-MOST_LINES = 240
+MOST_LINES = 260
 PLACEHOLDERS = {"HOST0", "HOST", "MASTER_IP", "ADDRESS"}
 # What looks like a file of the repository in running text.
 OURS = (
@@ -336,7 +336,7 @@ def test_paths_and_links(path):
         file, _, anchor = target.partition("#")
         goal = (path.parent / file) if file else path
         assert goal.exists(), f"{path.name}: dead link {target}"
-        headings = re.findall(r"^#+ (.*)$", goal.read_text(encoding="utf-8"), re.M)
+        headings = re.findall(r"^#+ (.*)$", goal.read_text(encoding="utf-8") if anchor else "", re.M)
         slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
         assert not anchor or anchor in slugs, f"{path.name}: no heading for {target}"
 
