@@ -169,7 +169,7 @@ def test_config_errors_and_strings(tmp_path, capsys):
     tagged = script.parse_args([config(tmp_path / "c.yaml", 'training:\n  lr: !!float "3e-4"\n'), "--seed=3"])
     assert tagged.lr == 3e-4 and tagged.seed == 3
     said = refused(capsys, config(tmp_path / "c.yaml", "training:\n  batch_sise: 4\n"))
-    assert "training.batch_sise" in said and "'batch_size'" in said and "c.yaml" in said
+    assert "training.batch_sise" in said and "'training.batch_size'" in said and "c.yaml" in said
     assert "'hidden_dim'" in refused(capsys, "--hiden_dim=3") and "'num_layers'" in refused(capsys, "num_layer=3")
     assert "hidden_dim" in refused(capsys, config(tmp_path / "c.yaml", "model:\n  hidden_dim: wide\n"))
 
