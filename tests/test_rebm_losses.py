@@ -63,6 +63,14 @@ def test_ranks_have_the_gradients_of_one_process(tmp_path):
                     torch.testing.assert_close(theirs[name], ours[name], rtol=1e-5, atol=1e-6, msg=f"{name}, {case}")
 
 
+def test_gradients_are_reduced_once_in_a_step(tmp_path, monkeypatch):
+    """Only the last of the passes of a step (energy and classification, of two micro-batches) asks for it."""
+    asked, plain = [], rebm.sync_gradients
+    monkeypatch.setattr(rebm, "sync_gradients", lambda model, last: asked.append(last) or plain(model, last))
+    gradients(one_process(), tmp_path, 24)
+    assert asked == [not n for accumulation, *_ in CASES for n in range(2 * accumulation - 1, -1, -1)]
+
+
 def evaluated(ddp, folder) -> dict:
     task = make_task(ddp, folder)
     return rebm.evaluate(task, "test", None, "x", 0)
