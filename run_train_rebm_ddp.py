@@ -210,8 +210,8 @@ def check_options(p: ArgumentParser, args: Namespace) -> Namespace:
     for wrong, message in (
             (refused, f"not taken: {'; '.join(refused)}"),
             (inside != "digits" and not args.indist_ds_dir, f"--indist_dataset {inside} needs data.indist_ds_dir"),
-            (outside not in GENERATED and not args.outdist_std_dir,
-             f"--outdist_dataset {outside} needs data.outdist_std_dir"),
+            (outside not in GENERATED and not args.outdist_std_dir, f"outdist_dataset {outside} needs outdist_std_dir"),
+            (args.clf_attack_random_start and args.clf_attack_eps == math.inf, "random_start needs a radius: give eps"),
             (args.exclude and outside != "tinyimages", "--exclude is of --outdist_dataset tinyimages"),
             (kinds, f"--outdist_dataset_ood_detection {','.join(kinds)}: of {', '.join(GENERATED)}, or .npy files"),
             (args.attack_start_step > args.attack_max_steps, "--attack.start_step is above --attack.max_steps"),
@@ -223,7 +223,7 @@ def check_options(p: ArgumentParser, args: Namespace) -> Namespace:
             (args.zero and not args.use_ddp, "--zero needs --use_ddp True")):
         if wrong:
             p.error(message)
-    args.radii = args.radii or [args.clf_attack_eps]
+    args.radii = [r for r in args.radii or [args.clf_attack_eps] if r < math.inf]  # any image is in a ball without end
     args.stages = ["standard"] * bool(args.baseline_epochs) + {"both": ["at", "dat"]}.get(args.stage, [args.stage])
     return args
 
@@ -1845,7 +1845,7 @@ def measure_stage(task: Task, course: Namespace, log: RunLog, stage: str, over: 
     found, less = evaluate(task, "valid", log, stage, course.step), args.best_by == "frechet"
     course.history.append(now | {"T": float(course.T)} | {f"val {n}": value for n, value in found.items()})
     log.write(course.history[-1])
-    wanted = ("frechet", "fid") if less else "robust" if args.robust_eval else "clean"
+    wanted = ("frechet", "fid") if less else "robust" if args.robust_eval and args.radii else "clean"
     name, value = next((f"val {n}", value) for n, value in found.items() if n.startswith(wanted))
     old = course.best or {"name": ""}  # or of another metric
     better = old["name"] != name or (value < old["value"] if less else value > old["value"])
@@ -1963,7 +1963,7 @@ def main(args: Namespace) -> int:
     if ddp.world_size > 1:
         log0(f"Initialized DDP with {ddp.world_size} processes")
     torch.set_float32_matmul_precision("high")  # what stays in fp32 runs on tensor cores
-    data = load_data(args, ddp)
+    data, _ = load_data(args, ddp), feature_network(args, ddp.device)  # what either lacks is said before training
     if args.eval_only:
         on_rank0(ddp, os.makedirs, folder, 0o777, True)
         task = assemble(args, ddp, data, read_weights(args.ckpt_path))

@@ -28,16 +28,28 @@ def test_the_original_keys():
     assert (args.seed, args.backend, args.attack_step_size, args.clf_attack_eps) == (3, "gloo", 0.1, float("inf"))
 
 
+def test_features_that_cannot_be_had_are_said_before_training(tmp_path, capsys):
+    args = rebm.parse_args([f"--output_dir={tmp_path}/out", "--image_log.fid_features=no.pt", "--device=cpu"])
+    assert rebm.launch(rebm.main, args) == 1
+    assert "fid_features no.pt" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_a_ball_without_end_has_no_robust_accuracy():
+    assert rebm.parse_args(["indist_attack_clf.eps=inf"]).radii == []
+    assert rebm.parse_args(["radii=0.5,inf"]).radii == [0.5]
+
+
 @pytest.mark.parametrize("argv, message", [
     ("fixed_lr=True", "fixed_lr (it changed nothing"), ("attack.attack_type=adam", "attack is PGD"),
     ("clf_adv_weight=1", "another option"), ("n_imgs_per_image_log=5", "another option"), ("lr=-1", "above 0"),
     ("attack.max_step=5", "nearest known one is 'attack.max_steps'"), ("stage=dat", "model.ckpt_path"),
     ("model.model_type=resnet", "choose from 'WideResNet28x2'"), ("data.indist_dataset=cifar10", "indist_ds_dir"),
     ("attack.start_step=60", "above"), ("image_log.fid_features=inception", "fid_weights"), ("radii=0", "above 0"),
-    ("data.exclude=a.txt", "tinyimages")])  # fmt: skip
+    ("data.exclude=a.txt", "tinyimages"),
+    ("indist_attack_clf.random_start=True indist_attack_clf.eps=inf", "needs a radius")])  # fmt: skip
 def test_refused(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        rebm.parse_args([argv])
+        rebm.parse_args(argv.split())
     error = capsys.readouterr().err
     assert caught.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
 
