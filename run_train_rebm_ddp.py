@@ -757,9 +757,9 @@ def squared_gradient(model: EnergyClassifier, x: Tensor, energy: Callable) -> Te
     gradient, = torch.autograd.grad(energy(model(x, exact=True)).sum(), x, create_graph=True)
     return 0.5 * gradient.square().sum((1, 2, 3))
 
-# `count` images x (B, C, H, W) with labels y and numbers ids, in `places` of the global batch, to classify; where the
+# Images x (B, C, H, W) with labels y and numbers ids, in `places` of the global batch, to classify; where the
 # attack on them starts (or None); in stage 2 as many real images and labels, and OOD images.
-Micro = collections.namedtuple("Micro", "count places ids x y start real real_y outside")
+Micro = collections.namedtuple("Micro", "places ids x y start real real_y outside")
 
 def attacked(task: Task, x: Tensor, gain: Callable, *settings) -> Tensor:
     """What `pgd` makes of x in training: the model stays as it is, and the time is taken."""
@@ -1725,7 +1725,7 @@ def micro_batches(task: Task, samplers: dict[str, GlobalBatchSampler], step: int
                 more = (images(data.train, args.augm_type_generation, 2, *real), data.train.targets(real[1]),
                         images(data.outside, args.augm_type_generation, 3, *outside))
             here = torch.from_numpy(places).to(x.device)
-            micro.append(Micro(len(ids), here, ids, x, data.train.targets(ids), start, *more))
+            micro.append(Micro(here, ids, x, data.train.targets(ids), start, *more))
         yield micro
 
 def begin_stage(task: Task, course: Namespace, stage: str) -> None:
@@ -1768,7 +1768,7 @@ def train_step(task: Task, model: nn.Module, stage: str, T: int, micro: list[Mic
                 args.clf_attack_step_size, args.clf_attack_eps, args.clf_attack_norm, part.start)
             found["clf_loss"] = losses(model(x), part.y)
             backward(found["clf_loss"] * weight)
-        log.add(part.count, **{name: (value.detach().sum(), part.count) for name, value in found.items()})
+        log.add(len(part.ids), **{name: (value.detach().sum(), len(part.ids)) for name, value in found.items()})
     log.add(0, loss=(summed, 1 / ddp.world_size))
     return summed, scores
 
