@@ -18,6 +18,10 @@ LAUNCHER_NAMES = (
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-faults", action="store_true", help="every script x every fault, and all two-host runs")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for name in list(os.environ):
