@@ -20,6 +20,43 @@ LAUNCHER_NAMES = (
 
 def pytest_addoption(parser):
     parser.addoption("--all-faults", action="store_true", help="every script x every fault, and all two-host runs")
+    parser.addoption("--matrix", metavar="FILE", help="write what matrix() was told in this session to FILE (markdown)")
+
+
+ROWS: list[tuple] = []  # of the session: script, fault, outcome, seconds
+RUNNING: list[pytest.Item] = []  # the test that runs, last
+
+
+def pytest_runtest_setup(item):
+    RUNNING.append(item)
+
+
+@pytest.fixture(scope="session")
+def matrix():
+    """matrix(script, fault, outcome, seconds): a row of the table of faults, kept with the test that runs."""
+
+    def record(script: str, fault: str, outcome: str, seconds: float) -> None:
+        RUNNING[-1].user_properties.append(("fault", (script, fault, outcome, round(seconds, 1))))
+
+    return record
+
+
+def pytest_runtest_logreport(report):
+    """Rows travel with the report of their test; a failed test is a row as well."""
+    if report.when == "teardown":
+        ROWS.extend(tuple(value) for name, value in report.user_properties if name == "fault")
+    if report.failed:
+        ROWS.append((report.nodeid, report.when, "FAILED", round(report.duration, 1)))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    rows = [("script", "fault", "outcome", "seconds"), ("---",) * 4, *ROWS]
+    table = "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |\n" for row in rows)
+    if config.getoption("--matrix"):
+        Path(config.getoption("--matrix")).write_text(table)
+    if config.getoption("--all-faults"):
+        terminalreporter.write_sep("=", "scripts and faults")
+        terminalreporter.write(table)
 
 
 @pytest.fixture(autouse=True)
