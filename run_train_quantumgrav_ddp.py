@@ -1377,8 +1377,8 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
     state = load_checkpoint(path)
     for name in same:
         if (old := state["args"].get(name)) != (new := getattr(args, name)):
-            raise ValueError(f"{folder} holds a run with --{name} {old!r}, this one has {new!r}: give another "
-                             "--output_dir, or --fresh to move the old run aside")
+            raise ValueError(f"{folder} holds a run with {'data' if name == 'data_key' else '--' + name} {old!r}, this "
+                             f"one has {new!r}: give another --output_dir, or --fresh to move the old run aside")
     log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
     return state
 
@@ -1396,7 +1396,7 @@ class RunLog:
         changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
         log0(f"arguments that differ from the defaults: {changed or 'none'}")
         if ddp.rank == 0:
-            path, self.queue = self.folder / "metrics.jsonl", queue.SimpleQueue()
+            path, self.queue, self.unwritten = self.folder / "metrics.jsonl", queue.SimpleQueue(), b""
             path.touch()  # and drop records of steps that this run makes again
             rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
             rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
@@ -1463,8 +1463,9 @@ class RunLog:
         """One record to metrics.jsonl and wandb. (rank 0 writes)"""
         if self.ddp.rank == 0:
             row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            self.unwritten += (json.dumps(row) + "\n").encode()
+            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
+                self.unwritten = self.unwritten[file.write(self.unwritten) :]  # disk full: the rest waits
             if self.thread.is_alive():  # not when wandb is off
                 self.queue.put(row)
     def close(self, status: str, **fields) -> None:
@@ -1490,7 +1491,7 @@ class RunLog:
         for place, (name, points) in enumerate(curves.items(), 1):
             axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
             axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-        figure.savefig(self.folder / "curves.png", dpi=110)
+        atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
 # ===== shared DDP block: end =====
 
 # ---- Evaluate ------------------------------------------------------------------------------------

@@ -207,8 +207,7 @@ def check_options(p: ArgumentParser, args: Namespace) -> Namespace:
     """Ends with one line where options do not fit together."""
     kinds = [k for k in args.outdist_dataset_ood_detection if k not in GENERATED and not k.endswith((".npy", ".npz"))]
     inside, outside, refused = args.indist_dataset, args.outdist_dataset, getattr(args, "refused", [])
-    for wrong, message in (
-            (refused, f"not taken: {'; '.join(refused)}"),
+    for wrong, message in ((refused, f"not taken: {'; '.join(refused)}"),
             (inside != "digits" and not args.indist_ds_dir, f"--indist_dataset {inside} needs data.indist_ds_dir"),
             (outside not in GENERATED and not args.outdist_std_dir, f"outdist_dataset {outside} needs outdist_std_dir"),
             (args.clf_attack_random_start and args.clf_attack_eps == math.inf, "random_start needs a radius: give eps"),
@@ -618,9 +617,8 @@ def small_net(channels: int, size: int, width: int, norm: str) -> tuple[nn.Seque
         before = after
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * size**2, 128), nn.SiLU()), 128
 
-MODELS = {
-    **{f"WideResNet{name}": (wide_resnet, *map(int, name.split("x")))
-       for name in "28x2 28x10 28x20 34x10 34x20 40x10 70x16".split()},
+MODELS = {**{f"WideResNet{name}": (wide_resnet, *map(int, name.split("x")))
+             for name in "28x2 28x10 28x20 34x10 34x20 40x10 70x16".split()},
     "ResNet50ImageNet": (resnet50, 64), "WideResNet50x2ImageNet": (resnet50, 128), "SmallNet": (small_net,),
     "WideResNet50x4ImageNet": (resnet50, 256), "convnext_tiny": (convnext, 9, 96), "convnext_small": (convnext, 27, 96),
     "convnext_base": (convnext, 27, 128), "convnext_large": (convnext, 27, 192)}
@@ -1371,8 +1369,8 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
     state = load_checkpoint(path)
     for name in same:
         if (old := state["args"].get(name)) != (new := getattr(args, name)):
-            raise ValueError(f"{folder} holds a run with --{name} {old!r}, this one has {new!r}: give another "
-                             "--output_dir, or --fresh to move the old run aside")
+            raise ValueError(f"{folder} holds a run with {'data' if name == 'data_key' else '--' + name} {old!r}, this "
+                             f"one has {new!r}: give another --output_dir, or --fresh to move the old run aside")
     log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
     return state
 
@@ -1390,7 +1388,7 @@ class RunLog:
         changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
         log0(f"arguments that differ from the defaults: {changed or 'none'}")
         if ddp.rank == 0:
-            path, self.queue = self.folder / "metrics.jsonl", queue.SimpleQueue()
+            path, self.queue, self.unwritten = self.folder / "metrics.jsonl", queue.SimpleQueue(), b""
             path.touch()  # and drop records of steps that this run makes again
             rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
             rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
@@ -1457,8 +1455,9 @@ class RunLog:
         """One record to metrics.jsonl and wandb. (rank 0 writes)"""
         if self.ddp.rank == 0:
             row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            self.unwritten += (json.dumps(row) + "\n").encode()
+            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
+                self.unwritten = self.unwritten[file.write(self.unwritten) :]  # disk full: the rest waits
             if self.thread.is_alive():  # not when wandb is off
                 self.queue.put(row)
     def close(self, status: str, **fields) -> None:
@@ -1484,7 +1483,7 @@ class RunLog:
         for place, (name, points) in enumerate(curves.items(), 1):
             axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
             axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-        figure.savefig(self.folder / "curves.png", dpi=110)
+        atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
 # ===== shared DDP block: end =====
 
 # ---- Evaluate ------------------------------------------------------------------------------------
@@ -1827,8 +1826,7 @@ def checkpoint(task: Task, course: Namespace, guard: StepGuard, log: RunLog, tot
     share_statistics(task)
     if isinstance(guard.optimizer, Zero):  # then rank 0 has all of it, as a plain optimizer would
         guard.optimizer.consolidate_state_dict(0)
-    state = {
-        "format": 1, "script": "run_train_rebm_ddp.py", "args": vars(args), "world_size": ddp.world_size,
+    state = {"format": 1, "script": "run_train_rebm_ddp.py", "args": vars(args), "world_size": ddp.world_size,
         "global_batch": total, "step": course.step, "epoch": course.epoch, "course": vars(course), "done": done,
         "model": task.model.state_dict(), "ema": task.average, "scaler": guard.scaler.state_dict(),
         "optimizer": guard.optimizer.state_dict() if ddp.rank == 0 else None, "bad_steps": guard.bad_steps,

@@ -441,12 +441,13 @@ def cached(args: Namespace, ddp: DDPContext, folder: Path, make: Callable[[], di
     on_rank0(ddp, build)
 
 def load_data(args: Namespace, ddp: DDPContext) -> Corpus:
-    """The corpus of this run, built on rank 0 if it is not cached, memory-mapped on all ranks."""
+    """The corpus of this run, built on rank 0 if it is not cached, memory-mapped on all ranks. Sets args.data_key."""
     settings = "max_samples_phase1 max_samples_phase2 eval_fraction eval_samples max_chars skip_bad_data".split()
     sources = [[p, source_key(getattr(args, f"phase{p}_data"))] for p in needed_phases(args)]
     folder = cache_folder(args, "corpus", sources, [getattr(args, s) for s in settings])
     cached(args, ddp, folder, functools.partial(build_corpus, args))
     corpus = Corpus(folder)
+    args.data_key = corpus.key[:16]
     require_same(ddp, "the training data", corpus.key.encode())
     log0(f"data: {len(corpus.phase1)} texts in phase 1, {len(corpus.queries)} queries in phase 2, held out: "
          f"{len(corpus.eval_queries)} queries, {len(corpus.eval_documents)} documents")
@@ -1416,8 +1417,8 @@ def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -
     state = load_checkpoint(path)
     for name in same:
         if (old := state["args"].get(name)) != (new := getattr(args, name)):
-            raise ValueError(f"{folder} holds a run with --{name} {old!r}, this one has {new!r}: give another "
-                             "--output_dir, or --fresh to move the old run aside")
+            raise ValueError(f"{folder} holds a run with {'data' if name == 'data_key' else '--' + name} {old!r}, this "
+                             f"one has {new!r}: give another --output_dir, or --fresh to move the old run aside")
     log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
     return state
 
@@ -1435,7 +1436,7 @@ class RunLog:
         changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
         log0(f"arguments that differ from the defaults: {changed or 'none'}")
         if ddp.rank == 0:
-            path, self.queue = self.folder / "metrics.jsonl", queue.SimpleQueue()
+            path, self.queue, self.unwritten = self.folder / "metrics.jsonl", queue.SimpleQueue(), b""
             path.touch()  # and drop records of steps that this run makes again
             rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
             rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
@@ -1502,8 +1503,9 @@ class RunLog:
         """One record to metrics.jsonl and wandb. (rank 0 writes)"""
         if self.ddp.rank == 0:
             row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            self.unwritten += (json.dumps(row) + "\n").encode()
+            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
+                self.unwritten = self.unwritten[file.write(self.unwritten) :]  # disk full: the rest waits
             if self.thread.is_alive():  # not when wandb is off
                 self.queue.put(row)
     def close(self, status: str, **fields) -> None:
@@ -1529,7 +1531,7 @@ class RunLog:
         for place, (name, points) in enumerate(curves.items(), 1):
             axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
             axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-        figure.savefig(self.folder / "curves.png", dpi=110)
+        atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
 # ===== shared DDP block: end =====
 
 # ---- Evaluate ------------------------------------------------------------------------------------
@@ -1904,6 +1906,9 @@ def main(args: Namespace) -> int:
         log0("ddp_config.json lies here but is not read: give --config ddp_config.json")
     prepare_hub(args)
     corpus = load_data(args, ddp)
+    if state and (old := state["args"].get("data_key", args.data_key)) != args.data_key:
+        raise ValueError(f"{args.output_dir} holds a run with data {old!r}, this one has {args.data_key!r}: give "
+                         "another --output_dir, or --fresh to move the old run aside")
     teacher, name = (builtin_model(args, ddp, corpus, n) for n in (args.teacher_model, args.student_model))
     vectors = teacher_vectors(args, ddp, corpus, teacher)
     student = build_student(args, ddp, name, vectors.shape[1])

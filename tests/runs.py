@@ -86,9 +86,8 @@ TINY = {
 
 
 def nan_loss(number: float) -> None:
-    """From now on the losses of this rank are NaN, as they are passed to backward()."""
-    plain = torch.Tensor.backward
-    torch.Tensor.backward = lambda loss, *more, **options: plain(loss * math.nan, *more, **options)
+    """From now on the losses of this rank are NaN, as they come to backward()."""
+    torch.Tensor.backward = lambda loss, *more, **options: PLAIN_BACKWARD(loss * math.nan, *more, **options)
 
 
 def sound_loss(number: float) -> None:
@@ -96,11 +95,11 @@ def sound_loss(number: float) -> None:
 
 
 def no_memory(megabytes: float) -> None:
-    """The address space of this process may not grow by more than this; what it asks for next is too much."""
+    """The address space of this process may not grow by more than this; then it asks for more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + int(megabytes * 1e6)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    torch.ones(int(megabytes * 1e6))  # of 4 bytes each
+    torch.ones(int(megabytes * 1e6))  # 4 bytes each
 
 
 def clock_back(seconds: float) -> None:
@@ -109,37 +108,55 @@ def clock_back(seconds: float) -> None:
     time.time = lambda: plain() - seconds
 
 
+def fill_disk(number: float) -> None:
+    """No byte is left where the output folder is."""
+    with open(Path(os.environ["OUTPUT"]) / "filler", "wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+
+
+def free_disk(number: float) -> None:
+    (Path(os.environ["OUTPUT"]) / "filler").unlink()
+
+
 PLAIN_BACKWARD = torch.Tensor.backward
 DO: dict[str, Callable] = {
     "signal": lambda number: os.kill(os.getpid(), int(number)), "sleep": time.sleep, "nan": nan_loss,
-    "sound": sound_loss, "memory": no_memory, "clock": clock_back,
+    "sound": sound_loss, "memory": no_memory, "clock": clock_back, "fill": fill_disk, "free": free_disk,
 }  # fmt: skip
 
 
-def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
+def run_script(script: str, argv: list[str]) -> int:
     """One rank of `script`, its steps traced. FAULTS: [[rank, step, name in DO, argument], ...], after that step."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1), os.dup2(file, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    os.environ.update(env)
-    sys.argv, status = [f"{script}.py", *argv], 1
-    module = importlib.import_module(script)
-    plain, faults = module.StepGuard.step, json.loads(env.get("FAULTS", "[]"))
+    sys.argv = [f"{script}.py", *argv]
+    module, rank = importlib.import_module(script), int(os.environ["RANK"])
+    plain, faults = module.StepGuard.step, json.loads(os.environ["FAULTS"])
 
     def step(guard, loss, number, ids):
         result = plain(guard, loss, number, ids)
-        with open(env["TRACE"], "a") as trace:  # what this rank was trained on
-            trace.write(json.dumps([number, [int(i) for part in ids for i in part]]) + "\n")
-        for rank, when, what, argument in faults:
-            if [rank, when] == [int(env["RANK"]), number]:
+        with open(f"{os.environ['OUTPUT']}.trace-{rank}-of-{os.environ['WORLD_SIZE']}", "a") as trace:
+            trace.write(json.dumps([number, [int(i) for part in ids for i in part]]) + "\n")  # what it was trained on
+        for which, when, what, argument in faults:
+            if [which, when] == [rank, number]:
+                Path(f"{os.environ['OUTPUT']}.fault").write_text(str(time.monotonic()))
                 DO[what](argument)
         return result
 
     module.StepGuard.step = step
+    return module.launch(module.main, module.parse_args(argv))
+
+
+def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
+    file, status = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1
+    os.dup2(file, 1), os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update(env)
     try:
-        status = module.launch(module.main, module.parse_args(argv))
-    except SystemExit as stop:  # of the parser
-        status = stop.code
+        status = run_script(script, argv)
     except BaseException:  # a forked rank must not return into the server
         traceback.print_exc()
     sys.stdout.flush()
@@ -148,67 +165,74 @@ def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
 
 def serve(pipe) -> None:
     """Forks ranks for each request [(env, script, argv, output), ...]; answers their process ids, then how each ended:
-    (exit status, seconds after the start)."""
+    (exit status, when by the monotonic clock)."""
     import matplotlib.figure  # noqa: F401
     import sentence_transformers  # noqa: F401
     import sklearn.decomposition  # noqa: F401
 
     torch.set_num_threads(1)
     while (request := pipe.recv()) is not None:
-        pids, begin, ends = [], time.monotonic(), {}
+        pids, ends = [], {}
         for work in request:
             pids.append(os.fork())
             if pids[-1] == 0:
-                os.setsid()  # so that what a rank leaves behind is found by its session
+                os.setsid()  # what a rank leaves behind is found by its session
                 run_rank(*work)
         pipe.send(pids)
         while len(ends) < len(pids):
             pid, status = os.wait()
-            ends[pid] = (os.waitstatus_to_exitcode(status), time.monotonic() - begin)
+            ends[pid] = (os.waitstatus_to_exitcode(status), time.monotonic())
         pipe.send([ends[pid] for pid in pids])
 
 
+def survivors(pids: list[int], folder: Path) -> list[str]:
+    """Living processes of the sessions of these (ended) ranks, or with their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            started = f"OUTPUT={folder}" in (process / "environ").read_text(errors="replace").split("\0")
+            if (int(session) in pids or started) and state not in "ZX":
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
 class Server:
-    """start(...) gives a Run in progress; one at a time."""
+    """Starts ranks; one request at a time."""
 
     def __init__(self):
         self.pipe, theirs = forkserver().Pipe()
         self.process = forkserver().Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
 
-    def ranks(self, script: str, argv: list[str], folder: Path, world_size: int, faults=(), attempt=0, **env) -> list:
-        """The requests of one job of `world_size` ranks."""
+    def start(self, script: str, argv: list[str], folder: Path, world_size: int, faults=(), attempt=0, **env) -> None:
+        """A job of `world_size` ranks; wait() comes next."""
         works, port = [], free_port()
         for rank in range(world_size):
             own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
             own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
-            own |= {"FAULTS": json.dumps(faults), "TRACE": f"{folder}.trace-{rank}-of-{world_size}"} | env
+            own |= {"FAULTS": json.dumps(faults), "OUTPUT": folder} | env
             output = f"{folder}.rank{rank}-{attempt}.txt"
             works.append(({k: str(v) for k, v in own.items()}, script, [*argv, f"--output_dir={folder}"], output))
-        return works
-
-    def start(self, works: list) -> list[int]:
-        """Process ids of the ranks; wait() comes next."""
         self.pipe.send(works)
-        self.works = works
+        self.folder, self.outputs, self.begin = folder, [Path(work[3]) for work in works], time.monotonic()
         self.pids = self.pipe.recv()
-        return self.pids
 
-    def wait(self, seconds: float = 100.0) -> list[tuple[int, float]]:
-        """[(exit status, seconds after the start) of each rank]; AssertionError with their output if one goes on."""
-        late = not self.pipe.poll(seconds)
-        for pid in self.pids if late else ():
-            os.kill(pid, 9)
-        ends = self.pipe.recv()
-        texts = "\n".join(Path(work[3]).read_text()[-1500:] for work in self.works)
-        assert not late, f"still running after {seconds} s:\n{texts}"
-        return ends
+    def wait(self, seconds: float = 100.0) -> Run:
+        """The job at its end; AssertionError with its output if it goes on longer than that."""
+        if late := not self.pipe.poll(seconds):
+            for pid in self.pids:
+                os.kill(pid, 9)
+        ends, text = self.pipe.recv(), "\n".join(path.read_text() for path in self.outputs)
+        assert not late, f"still running after {seconds} s:\n{text[-3000:]}"
+        assert not (left := survivors(self.pids, self.folder)), left
+        return Run(self.folder, [status for status, _ in ends], text, self.begin, max(when for _, when in ends))
 
-    def run(self, script: str, argv: list[str], folder: Path, world_size: int, faults=(), attempt=0, **env) -> Run:
-        """A job from its start to its end."""
-        works = self.ranks(script, argv, folder, world_size, faults, attempt, **env)
-        self.start(works)
-        return Run(folder, self.wait(), works)
+    def run(self, *job, seconds: float = 100.0, **more) -> Run:
+        self.start(*job, **more)
+        return self.wait(seconds)
 
     def close(self) -> None:
         self.pipe.send(None)
@@ -219,10 +243,14 @@ class Server:
 class Run:
     """A finished run: exit statuses, output of every rank, its folder."""
 
-    def __init__(self, folder: Path, ends: list[tuple[int, float]] = (), works: list = ()):
-        self.folder, self.statuses = folder, [status for status, _ in ends]
-        self.seconds = max((seconds for _, seconds in ends), default=0.0)
-        self.text = "\n".join(Path(work[3]).read_text() for work in works)
+    def __init__(self, folder: Path, statuses=(), text: str = "", begin: float = 0.0, end: float = 0.0):
+        self.folder, self.statuses, self.text, self.begin, self.end = folder, list(statuses), text, begin, end
+
+    @property
+    def seconds(self) -> float:
+        """From the (last) fault to the end of the last rank; without a fault from the start."""
+        mark = Path(f"{self.folder}.fault")
+        return self.end - (float(mark.read_text()) if mark.exists() else self.begin)
 
     @property
     def rows(self) -> list[dict]:
@@ -259,3 +287,9 @@ def differences(a, b, path: str = "") -> list[str]:
     if isinstance(a, (list, tuple)) and len(a) == len(b):
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}[{i}]")]
     return [] if a == b else [path]
+
+
+if __name__ == "__main__":  # torchrun runs.py SCRIPT OPTIONS...: FAULTS are of the first attempt
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        os.environ["FAULTS"] = "[]"
+    sys.exit(run_script(sys.argv[1], sys.argv[2:]))

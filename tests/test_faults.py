@@ -1,0 +1,406 @@
+"""What happens to long runs, done to every script: how the run ends, in how many seconds, that it leaves no process
+behind, and that the same command afterwards ends, bit for bit, where the undisturbed run does.
+
+The test command has the core, each fault once. `python -m pytest tests/test_faults.py tests/test_two_hosts.py
+--all-faults --matrix FILE` has every script x every fault and writes the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT
+from runs import SCRIPTS, TINY, Run, Server, differences, state_of
+from test_launch import SIGNALS, TORCHRUN, Job, environment
+
+pytestmark = pytest.mark.timeout(400)
+NOT_COMPARED = {"wall_s", "speed", "wandb_id", "args"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, tmp_path_factory) -> Callable[[str], tuple[list[str], Run]]:
+    """undisturbed(script): the arguments of its tiny run, and that run on two processes, made once."""
+    made = {}
+
+    def call(name: str) -> tuple[list[str], Run]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            argv = TINY[name](folder)
+            made[name] = argv, server.run(name, argv, folder / "whole", 2)
+            assert made[name][1].statuses == [0, 0], made[name][1].text[-3000:]
+        return made[name]
+
+    return call
+
+
+class Case:
+    """A script, the folder of its run, and what is asserted of all runs."""
+
+    def __init__(self, name: str, folder: Path, server: Server, undisturbed: Callable):
+        self.name, self.folder, self.server, self.undisturbed = name, folder, server, undisturbed
+        self.argv, self.whole, self.attempts, self.seconds = *undisturbed(name), 0, 0.0
+        self.draw = random.Random(f"{name} {folder.name}")  # the same in every session
+
+    def run(self, faults=(), *more: str, statuses, within: float, **env) -> Run:
+        """A run with faults. It ends with one of `statuses` on each rank, `within` so many seconds of the fault."""
+        self.attempts += 1
+        argv = [*self.argv, *more]
+        run = self.server.run(self.name, argv, self.folder, 2, faults=faults, attempt=self.attempts, **env)
+        assert set(run.statuses) <= set(statuses), (run.statuses, run.text[-3000:])
+        assert run.seconds < within, run.text[-3000:]
+        self.seconds = max(self.seconds, run.seconds)
+        return run
+
+    def torchrun(self, tmp_path: Path, faults=(), *more: str, launcher: tuple = (), **env) -> Job:
+        """The same under torchrun, as the wrappers start it."""
+        command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", *SIGNALS, *launcher, f"{ROOT}/tests/runs.py"]
+        env = {"FAULTS": json.dumps(faults), "OUTPUT": self.folder, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1} | env
+        paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+        argv = [self.name, *self.argv, *more, f"--output_dir={self.folder}"]
+        return Job([*command, *argv], tmp_path / "job.txt", environment(PYTHONPATH=paths, **env))
+
+    def ended(self, job: Job, begin: float, status: int, within: float) -> None:
+        assert job.wait(within) == status, job.text[-3000:]
+        self.seconds = max(self.seconds, time.monotonic() - begin)
+        assert job.is_gone(), job.processes()
+
+    def same(self, run: Run, losses: bool = True) -> None:
+        """The end of the undisturbed run, in every bit; the same samples in every step."""
+        ours, theirs = state_of(run), state_of(self.whole)
+        for key in theirs.keys() - NOT_COMPARED:
+            assert not differences(ours[key], theirs[key], key)
+        assert run.trained_on() == self.whole.trained_on()
+        assert not losses or run.losses == self.whole.losses
+
+    def restart(self, **options) -> None:
+        """The same command, nothing in its way."""
+        Path(f"{self.folder}.fault").unlink(missing_ok=True)
+        self.attempts += 1
+        run = self.server.run(self.name, self.argv, self.folder, 2, attempt=self.attempts)
+        assert run.statuses == [0, 0] and "resuming" in run.text, run.text[-3000:]
+        self.same(run, **options)
+
+    def own_data(self, folder: Path) -> Path:
+        """Data of its own, which may be damaged: the file (that of run_train_quantumgrav_ddp.py has an undisturbed run
+        of its own, too: its tiny run generates its sets)."""
+        folder.mkdir()
+        self.argv = TINY[self.name](folder)
+        names = {"train_ddp": "pairs.jsonl", "run_train_uniref50_ddp": "proteins.fasta", "run_dpo_ddp": "pairs.json"}
+        names |= {"run_train_rebm_ddp": "digits.npz", "run_train_quantumgrav_ddp": "sets.npz"}
+        path = folder / names[self.name]
+        if self.name == "run_train_quantumgrav_ddp":
+            write_sets(path)
+            self.argv = [*self.argv, f"--files={path}", "--active_tasks=cset_type"]
+            self.argv = [a for a in self.argv if not a.startswith(("--samples", "--min_size", "--max_size"))]
+            self.whole = self.server.run(self.name, self.argv, folder / "whole", 2)
+            assert self.whole.statuses == [0, 0], self.whole.text[-3000:]
+        return path
+
+
+def write_sets(path: Path, count: int = 200, changed: int = -1, damaged: int = -1) -> None:
+    """Causal sets of three kinds; one in which a link is missing, one that is no order."""
+    script, rng = importlib.import_module("run_train_quantumgrav_ddp"), np.random.default_rng(1)
+    links = [script.links(script.make_order(("mink2", "kr", "layered")[i % 3], rng, 12, 0.0)) for i in range(count)]
+    edges = [np.stack(found.nonzero()) for found in links]
+    if changed >= 0:
+        edges[changed] = edges[changed][:, 1:]
+    if damaged >= 0:
+        edges[damaged] = np.array([[0, 1], [1, 0]])
+    np.savez(path, node_ptr=np.arange(count + 1) * 12, edge_ptr=np.cumsum([0, *(e.shape[1] for e in edges)]),
+             edge_index=np.concatenate(edges, axis=1), y_cset_type=np.arange(count) % 3 + 1)  # fmt: skip
+
+
+def change(path: Path) -> None:
+    """Other data of the same form."""
+    if path.name == "sets.npz":
+        return write_sets(path, changed=100)
+    if path.name == "digits.npz":
+        arrays = dict(np.load(path))
+        arrays["x_train"][200] = 255 - arrays["x_train"][200]
+        return np.savez(path, **arrays)
+    text = path.read_text()
+    rows = {"proteins.fasta": lambda: text + ">new\nACDEFGHIKLMNPQRSTVWYACDEF\n",
+            "pairs.jsonl": lambda: text + json.dumps({"query": "which is new", "positive": "this one is"}) + "\n",
+            "pairs.json": lambda: json.dumps(json.loads(text)[:-1])}  # fmt: skip
+    path.write_text(rows[path.name]())
+
+
+def damage(path: Path) -> str:
+    """A row in the middle is damaged; what must be said of it."""
+    if path.name == "sets.npz":
+        write_sets(path, damaged=100)
+        return r"sets.npz: set 100: "
+    if path.name == "digits.npz":
+        arrays = dict(np.load(path))
+        arrays["y_train"][200] = -3
+        np.savez(path, **arrays)
+        return r"digits.npz.*-3"
+    if path.name == "pairs.json":
+        rows = json.loads(path.read_text())
+        rows[40]["preferred_seq"] += "A"
+        path.write_text(json.dumps(rows))
+        return r"pairs.json.*row 40: preferred_seq has \d+ letters; expected \d+"
+    lines = path.read_text().splitlines()
+    number = 131 if path.name == "pairs.jsonl" else 2 * 300
+    lines[number - 1] = lines[number - 1][:20] + "#1"
+    path.write_text("\n".join(lines) + "\n")
+    return rf"{path.name}.*line {number}: "
+
+
+def mounted(folder: Path, options: str) -> None:
+    """A small file system of its own; the test is skipped where that is not allowed."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a file system ({done.stderr.strip()})")
+
+
+# ---- Faults: each returns its outcome for the table -----------------------------------------------------
+
+
+def rank_killed(case: Case, tmp_path: Path) -> str:
+    rank, step = case.draw.randrange(2), case.draw.randrange(5, 35)
+    case.run([[rank, step, "signal", 9]], statuses=(-9, 1), within=20)
+    case.restart()
+    return f"rank {rank} at step {step}: the other ends with 1; the same bits after a restart"
+
+
+def rank_killed_max_restarts(case: Case, tmp_path: Path) -> str:
+    rank, step = case.draw.randrange(2), case.draw.randrange(5, 35)
+    job = case.torchrun(tmp_path, [[rank, step, "signal", 9]], launcher=("--max-restarts=1",))
+    case.ended(job, time.monotonic(), 0, 120)
+    assert "resuming" in job.text
+    case.same(Run(case.folder))
+    return f"rank {rank} at step {step}: torchrun restarts, status 0, the same bits (seconds: of all)"
+
+
+def signal_to_launcher(case: Case, tmp_path: Path, number: int = signal.SIGTERM) -> str:
+    job = case.torchrun(tmp_path, [[rank, 9, "sleep", 2] for rank in (0, 1)])
+    job.wait_for("step=9/")
+    begin = time.monotonic()
+    job.process.send_signal(number)
+    case.ended(job, begin, 1, 60)
+    assert f"checkpoint written, {'requeue me' if number == signal.SIGUSR1 else 'stopped by SIGTERM'}" in job.text
+    case.restart()
+    return "checkpoint at the next step, status 1 of torchrun's agent; the same bits after a restart"
+
+
+def sigusr1_to_launcher(case: Case, tmp_path: Path) -> str:
+    return signal_to_launcher(case, tmp_path, signal.SIGUSR1)
+
+
+def signal_to_rank(case: Case, tmp_path: Path, number: int = signal.SIGTERM, status: int = 143) -> str:
+    rank, step = case.draw.randrange(2), case.draw.randrange(5, 35)
+    run = case.run([[rank, step, "signal", number]], statuses=(status,), within=20)
+    assert "checkpoint written, " in run.text and state_of(run)["step"] in (step + 1, step + 2)
+    case.restart()
+    return f"rank {rank} at step {step}: all save one step later, status {status}; the same bits after a restart"
+
+
+def sigusr1_to_rank(case: Case, tmp_path: Path) -> str:
+    return signal_to_rank(case, tmp_path, signal.SIGUSR1, 0)
+
+
+def wall_clock_limit(case: Case, tmp_path: Path) -> str:
+    run = case.run([[0, 20, "sleep", 6]], "--max_minutes=0.1", statuses=(0,), within=20)
+    assert "checkpoint written, stopped by time limit" in run.text and run.summary["status"] == "stopped"
+    case.restart()
+    return "--max_minutes: checkpoint, status 0; the same bits after a restart"
+
+
+def disk_full(case: Case, tmp_path: Path) -> str:
+    mounted(case.folder, f"size={6 * (case.whole.folder / 'latest.pt').stat().st_size + (2 << 20)}")
+    try:  # full from 9 to 15 and from 17 on; step 12's checkpoint is not written, step 16's is
+        faults = [[0, 9, "fill", 0], [0, 15, "free", 0], [0, 17, "fill", 0], [1, 22, "signal", 9]]
+        run = case.run(faults, statuses=(-9, 1), within=20)
+        assert "could not write" in run.text and "No space left" in run.text and "old file is untouched" in run.text
+        assert state_of(run)["step"] == 16
+        (case.folder / "filler").unlink()
+        case.restart(losses=False)  # metrics of the steps before are lost, and nothing else
+    finally:
+        subprocess.run(["umount", case.folder], check=True)
+    return "a warning, the old checkpoint is whole, training goes on; killed meanwhile: the same bits after a restart"
+
+
+def checkpoint_damaged(case: Case, tmp_path: Path) -> str:
+    for number, spoil in enumerate(("cut", "flip"), 1):
+        run = case.run([[0, 9 * number, "signal", 15]], statuses=(143,), within=20)
+        path = case.folder / "latest.pt"
+        content = bytearray(path.read_bytes())
+        if spoil == "flip":
+            content[len(content) // 2] ^= 4
+        path.write_bytes(content[: len(content) // 2] if spoil == "cut" else content)  # step_*.pt is the same file
+        assert state_of_bytes_is_refused(case, path)
+    run = case.run((), statuses=(0,), within=100)
+    assert "is damaged" in run.text and "using the one before it" in run.text
+    case.same(run)
+    return "cut, bit flipped: named, the one before it is taken; the same bits"
+
+
+def state_of_bytes_is_refused(case: Case, path: Path) -> bool:
+    with pytest.raises(ValueError, match="is damaged or no checkpoint"):
+        importlib.import_module(case.name).load_checkpoint(path)
+    return True
+
+
+def data_changed(case: Case, tmp_path: Path) -> str:
+    path = case.own_data(tmp_path / "own")
+    case.run([[0, 11, "signal", 15]], statuses=(143,), within=20)
+    before, kept = (case.folder / "latest.pt").read_bytes(), shutil.copy2(path, tmp_path / "kept")
+    change(path)
+    Path(f"{case.folder}.fault").unlink()
+    run = case.run((), statuses=(1,), within=60)
+    assert "holds a run with data " in run.text, run.text[-2000:]
+    assert (case.folder / "latest.pt").read_bytes() == before
+    shutil.copy2(kept, path)
+    case.restart()
+    return "an error that says so, status 1, the run is untouched; with the old file the same bits"
+
+
+def damaged_row(case: Case, tmp_path: Path) -> str:
+    said = damage(case.own_data(tmp_path / "own"))
+    run = case.run((), statuses=(1,), within=60)
+
+
+    assert re.search("ValueError.*" + said, run.text, re.DOTALL), run.text[-2000:]
+    assert not [*case.folder.glob("*.pt")]
+    return f"status 1 before training, names it: {re.search(said, run.text, re.DOTALL).group()[-60:]!r}"
+
+
+def nan_on_one_rank(case: Case, tmp_path: Path) -> str:
+    run = case.run([[1, 9, "nan", 0], [1, 10, "sound", 0]], statuses=(0,), within=100)
+    assert run.text.count("non-finite loss or gradient at step 10: the update was skipped on all ranks") == 1
+    assert all(torch.isfinite(t).all() for t in state_of(run)["model"].values() if t.is_floating_point())
+    assert len(run.losses) == len(case.whole.losses)
+    shutil.rmtree(case.folder)
+    for trace in case.folder.parent.glob(f"{case.folder.name}.*"):
+        trace.unlink()
+    run = case.run([[1, 12, "nan", 0]], "--max_bad_steps=3", statuses=(1,), within=20)
+    assert "3 steps in a row with a non-finite loss or gradient; samples of this rank" in run.text
+    assert state_of(run)["step"] == 12
+    case.restart()
+    return "once: skipped on all ranks; 3 in a row: status 1 with the samples' ids; the same bits after a restart"
+
+
+def slow_rank(case: Case, tmp_path: Path) -> str:
+    run = case.run([[1, 9, "sleep", 4], [0, 13, "sleep", 2]], statuses=(0,), within=100)
+    case.same(run)
+    return "the others wait, status 0, the same bits"
+
+
+def stuck_rank(case: Case, tmp_path: Path) -> str:
+    job = case.torchrun(tmp_path, [[1, 9, "sleep", 3600]], "--ddp_timeout_minutes=0.1")
+    job.wait_for("step=9/")
+    case.ended(job, time.monotonic(), 1, 6 + 30)
+    assert "Timed out" in job.text or "timed out" in job.text
+    case.restart()
+    return "--ddp_timeout_minutes 0.1: all end within 6 + 30 s, status 1; the same bits after a restart"
+
+
+def out_of_memory(case: Case, tmp_path: Path) -> str:
+    run = case.run([[1, 9, "memory", 64]], statuses=(1,), within=20)
+    assert "[RANK 1]" in run.text and "failed on rank 1" in run.text and "allocate memory" in run.text
+    case.restart()
+    return "rlimit on rank 1: status 1 with its number; the same bits after a restart"
+
+
+def wandb_without_network(case: Case, tmp_path: Path) -> str:
+    with socket.socket() as silent:  # accepts and never answers
+        silent.bind(("localhost", 0))
+        silent.listen(100)
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "WANDB_SILENT": "true", "HOME": tmp_path}
+        run = case.run((), "--wandb_mode=online", statuses=(0,), within=100, **env)
+    case.same(run)
+    return "status 0, training does not wait, the same bits (seconds: of all, at most 30 at the end)"
+
+
+def read_only_folder(case: Case, tmp_path: Path) -> str:
+    mounted(case.folder, "ro,size=1m")
+    try:
+        run = case.run((), statuses=(1,), within=60)
+        assert "not writable" in run.text or "Read-only file system" in run.text, run.text[-2000:]
+    finally:
+        subprocess.run(["umount", case.folder], check=True)
+    assert "step=1/" not in run.text
+    return "status 1 before training, says so"
+
+
+def two_jobs(case: Case, tmp_path: Path) -> str:
+    other = Case(case.name, case.folder.with_name("other"), case.server, case.undisturbed)
+    (tmp_path / "2").mkdir()
+    begin, jobs = time.monotonic(), [case.torchrun(tmp_path), other.torchrun(tmp_path / "2")]
+    for one, job in zip((case, other), jobs, strict=True):
+        one.ended(job, begin, 0, 200)
+        one.same(Run(one.folder))
+    return "at once on one node, --standalone: status 0, both the same bits"
+
+
+def port_taken(case: Case, tmp_path: Path) -> str:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port, begin = taken.getsockname()[1], time.monotonic()
+        command = [sys.executable, f"{ROOT}/{case.name}.py", *case.argv, "--nproc=2", f"--output_dir={case.folder}"]
+        job = Job(command, tmp_path / "job.txt", environment(MASTER_PORT=port))
+        case.ended(job, begin, 1, 60)
+    assert f"port {port} is already in use on localhost" in job.text and not case.folder.exists()
+    return "status 1, names the port, nothing written"
+
+
+def clock_set_back(case: Case, tmp_path: Path) -> str:
+    begin = time.monotonic()
+    faults = [[rank, 9, "clock", 7200] for rank in (0, 1)]
+    run = case.run(faults, "--max_minutes=30", statuses=(0,), within=100)
+    assert 0 < run.summary["wall_s"] < time.monotonic() - begin
+    assert all(row["samples/s"] > 0 and 0 <= row["data_wait"] <= 1 for row in run.rows if "samples/s" in row)
+    case.same(run)
+    return "two hours back: times stay positive, no early stop, the same bits"
+
+
+# each fault, and the script on which the core has it
+FAULTS = {
+    rank_killed: None, signal_to_rank: None,  # test_contract.py has these with every script
+    rank_killed_max_restarts: "run_train_quantumgrav_ddp", signal_to_launcher: None,  # test_launch.py
+    sigusr1_to_launcher: "run_train_quantumgrav_ddp", sigusr1_to_rank: "run_train_rebm_ddp",
+    wall_clock_limit: "run_train_uniref50_ddp", disk_full: "run_train_uniref50_ddp", checkpoint_damaged: "train_ddp",
+    data_changed: "train_ddp", damaged_row: "run_dpo_ddp", nan_on_one_rank: "run_train_uniref50_ddp",
+    slow_rank: "run_train_uniref50_ddp", stuck_rank: "run_train_quantumgrav_ddp", out_of_memory: "run_train_rebm_ddp",
+    wandb_without_network: "run_train_uniref50_ddp", read_only_folder: "run_dpo_ddp",
+    two_jobs: "run_train_quantumgrav_ddp", port_taken: "run_train_rebm_ddp", clock_set_back: "train_ddp",
+}  # fmt: skip
+
+
+def pytest_generate_tests(metafunc):
+    if "fault" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-faults")
+        cases = [(name, fault) for name in SCRIPTS for fault in FAULTS if everything or FAULTS[fault] == name]
+        metafunc.parametrize("name, fault", cases, ids=[f"{name}-{fault.__name__}" for name, fault in cases])
+
+
+def test_fault(name, fault, server, undisturbed, matrix, tmp_path):
+    case = Case(name, tmp_path / "run", server, undisturbed)
+    outcome = fault(case, tmp_path)
+    matrix(f"{name}.py", fault.__name__.replace("_", " "), outcome, case.seconds)
