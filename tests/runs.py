@@ -32,46 +32,46 @@ def tiny_train_ddp(folder: Path) -> list[str]:
             file.write(json.dumps(row) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --cache_dir={folder}/cache
         --teacher_model=builtin:lsa:32 --student_model=builtin:bert:1x32 --student_max_length=24 --projection_hidden=32
-        --eval_fraction=0.2 --global_batch_size=24 --batch_size=4 --phase1_epochs=4 --phase2_epochs=7 --phase1_lr=3e-3
+        --eval_fraction=0.2 --global_batch_size=24 --batch_size=4 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
         --phase2_lr=1e-3 --mine_negatives=3 --num_negatives=2 --log_every=1 --save_every=4 --wandb_mode=disabled
         --device=cpu --precision=fp32""".split()
 
 
 def tiny_run_train_uniref50_ddp(folder: Path) -> list[str]:
-    """800 sequences of simple structure, three epochs, the averaged weights evaluated and sampled on the way."""
+    """800 sequences of simple structure, two epochs, the averaged weights evaluated and sampled on the way."""
     write_proteins(folder / "proteins.fasta", 800)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16 --n_blocks_prot=2
-        --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --global_batch_size=24 --batch_size=4 --n_iters=70
-        --lr=0.02 --warmup=10 --ema=0.9 --log_freq=1 --snapshot_freq=4 --eval_freq=35 --eval_sequences=30 --eval_draws=1
+        --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --global_batch_size=24 --batch_size=4 --n_iters=45
+        --lr=0.02 --warmup=10 --ema=0.9 --log_freq=1 --snapshot_freq=4 --eval_freq=20 --eval_sequences=30 --eval_draws=1
         --samples_per_eval=3 --sample_length=10 --num_workers=1 --wandb_mode=disabled --device=cpu
         --precision=fp32""".split()
 
 
 def tiny_run_dpo_ddp(folder: Path) -> list[str]:
-    """60 pairs on generated helices: three epochs of warm start, then six of preferences, with averaged weights."""
+    """60 pairs on generated helices: two epochs of warm start, then three of preferences, with averaged weights."""
     write_structures(folder, 10, pairs=8, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random --val_fraction=0.25
-        --sft_epochs=3 --sft_lr=1e-3 --num_epochs=6 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=6
+        --sft_epochs=2 --sft_lr=1e-3 --num_epochs=3 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=6
         --batch_size=1 --ema=0.5 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
         --precision=fp32""".split()
 
 
 def tiny_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
-    """300 small sets of six kinds, two tasks, eight epochs; no kinks (ReLU, maxima), at which a rounding can show."""
+    """300 small sets of six kinds, two tasks, five epochs; no kinks (ReLU, maxima), at which a rounding can show."""
     return f"""--cache_dir={folder}/cache --samples=300 --min_size=10 --max_size=20 --num_workers=1
         --active_tasks=cls,dim --hidden_dim=16 --head_dim=0 --num_layers=2 --activation_type=gelu --pooling=mean,sum
-        --num_epochs=8 --global_batch_size=24 --batch_size=4 --lr=5e-3 --log_every=1 --save_every=4
+        --num_epochs=5 --global_batch_size=24 --batch_size=4 --lr=5e-3 --log_every=1 --save_every=4
         --wandb_mode=disabled --device=cpu --precision=fp32""".split()
 
 
 def tiny_run_train_rebm_ddp(folder: Path) -> list[str]:
-    """450 digits, two epochs of each stage, smooth all through; random starts of the attack, R1, averaged weights."""
+    """450 digits, an epoch and two of the stages, all smooth; random starts of the attack, R1, averaged weights."""
     write_digits(folder / "digits.npz", 450, 60)
     return f"""--indist_dataset=file --indist_ds_dir={folder}/digits.npz --model_type=SmallNet --width=4
         --augm_type_classification=shift --augm_type_generation=none --outdist_max_samples=300 --valid_images=18
         --attack.max_steps=2 --attack.step_size=0.3 --indist_attack_clf.max_steps=1 --indist_attack_clf.step_size=0.1
         --indist_attack_clf.eps=0.15 --indist_attack_clf.random_start --image_log.num_steps=3
-        --image_log.num_samples=20 --at_epochs=2 --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw
+        --image_log.num_samples=20 --at_epochs=1 --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw
         --lr=3e-3 --r1reg=0.01 --AUC_th=0.6 --min_imgs_per_threshold=100 --ema=0.9 --global_batch_size=24
         --batch_size=4 --eval_steps=2 --eval_restarts=2 --eval_images=40 --outdist_dataset_ood_detection=noise
         --n_imgs_per_evaluation_log=600 --monitor_every=20 --log_every=1 --save_every=4 --wandb_mode=disabled

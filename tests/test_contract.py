@@ -44,7 +44,7 @@ def test_two_processes_train(whole):
     state, losses = state_of(whole), whole.losses
     phases = [[r["loss"] for r in whole.rows if "loss" in r and r.get("phase") == p] for p in (None, 1, 2)]
     assert any(phases)
-    assert whole.summary["status"] == "finished" and whole.summary["steps"] == len(losses) > 50
+    assert whole.summary["status"] == "finished" and whole.summary["steps"] == len(losses) > 40
     for part in filter(None, phases):
         assert sum(part[-5:]) < 0.9 * sum(part[:5])
     assert all(torch.isfinite(t).all() for t in state["model"].values() if t.is_floating_point())
@@ -88,7 +88,7 @@ def test_what_is_held_out_is_never_trained_on(whole):
     assert not trained & {*parts["valid"].tolist(), *parts["test"].tolist()}
 
 
-@pytest.mark.parametrize("rank, step, number", [(1, 9, 9), (0, 15, 15), (1, 61, 9)])
+@pytest.mark.parametrize("rank, step, number", [(1, 9, 9), (0, 15, 15), (1, 31, 9)])
 def test_stopped_and_restarted_equals_undisturbed(script, whole, start, rank, step, number):
     """A rank killed, or told to stop, at a step in the middle: after the restart every bit is the same."""
     name, argv, folder = script
