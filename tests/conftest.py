@@ -42,7 +42,7 @@ def matrix():
 
 
 def pytest_runtest_logreport(report):
-    """Rows travel with the report of their test; a failed test is a row as well."""
+    """Rows travel with the report of their test, also from a worker of xdist; a failed test is a row as well."""
     if report.when == "teardown":
         ROWS.extend(tuple(value) for name, value in report.user_properties if name == "fault")
     if report.failed:

@@ -129,7 +129,7 @@ def all_faults(request):
 
 
 class Launch:
-    """The same torchrun command on both hosts; `-k`: an agent that does not end on SIGTERM is killed (guide, 3)."""
+    """The same torchrun command on both hosts; `-k`: an agent that SIGTERM does not end is killed (guide, 3)."""
 
     def __init__(self, hosts: Hosts, program: list[str], output: Path, nodes: str, read_only: Path | None, env: dict):
         endpoint = f"--rdzv-endpoint={hosts.a}:{next(hosts.ports)}"
