@@ -35,7 +35,7 @@ class Hosts:
     """Two namespaces, `a` and `b`, and a cable between them."""
 
     def __init__(self, folder: Path):
-        self.a, self.b = self.names = [f"h{x}-{os.getpid()}" for x in "ab"]  # c10d gives rank 0 to the first name
+        self.a, self.b = self.names = [f"ddp-{x}-{os.getpid()}" for x in "ab"]  # c10d gives rank 0 to the first name
         self.ports, self.file = itertools.count(29500), folder / "hosts"
         self.net = f"10.{64 + os.getpid() // 256 % 64}.{os.getpid() % 256}"
 
@@ -44,6 +44,9 @@ class Hosts:
         return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
     def build(self) -> None:
+        for path in Path("/run/netns").glob("ddp-[ab]-*"):  # of a session that was killed
+            if not Path("/proc", path.name.rpartition("-")[2]).exists():
+                self.remove(path.name)
         lines = ["127.0.0.1 localhost", *(f"{self.net}.{number} {name}" for number, name in enumerate(self.names, 1))]
         self.file.write_text("\n".join([*lines, ""]))
         for name in self.names:
@@ -76,8 +79,8 @@ class Hosts:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
-    def remove(self) -> None:
-        for name in self.names:
+    def remove(self, *names: str) -> None:
+        for name in names or self.names:
             if Path("/run/netns", name).exists():
                 self.kill(name)
                 self.ip("netns", "del", name)
