@@ -1,0 +1,603 @@
+"""How the five training scripts scale: processes of one machine, measured, and GPUs, predicted.
+
+    python benchmarks/scaling.py [--scripts train_ddp run_dpo_ddp ...] [--procs 1 2 4] [--rounds 5] [--seconds 4]
+
+The scripts run as they are: main() with real arguments, on small data and networks, one thread per process, on CPUs.
+All sides are processes that are there from the start and take turns, as speeds of a shared machine drift; ratios are
+of turns of the same round, a median with the smallest and the largest. A turn is several seconds of optimizer steps;
+what waits is stopped at the end of a step. Validation and checkpoints are not counted. Two kinds of sides:
+
+N independent   N processes at once, each with a world of its own: what N processes of this machine can do at most
+N DDP           one job of N ranks
+
+Work is what the batches really hold (tokens, residues, elements, images; padding does not count).
+
+weak scaling    the batch of a process is fixed; efficiency is DDP's rate over that of as many independent processes.
+                Once with the script's own accumulation; once with A, the least from there on of which the computed
+                communication is under 3 % of a step. There 2 processes must reach 0.95, or the exit status is 1
+strong scaling  the global batch is fixed (--global_batch_size); its ceiling: the rate of N independent over one's
+breakdown       where the milliseconds of a step of DDP go
+prediction      of GPUs, by a formula from counted parameters and operations; nothing of it was measured on GPUs
+
+--slow_rank MS delays the last rank of each DDP job before the end of every step: the efficiency must fall by as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 0.95  # efficiency of 2 processes
+SHARE = 0.03  # of a step, of computed communication, at A
+START = 240.0  # seconds at most until all processes of a side have made their first step
+COMMON = "--wandb_mode=disabled --device=cpu --precision=fp32 --save_every=1000000 --ddp_timeout_minutes=120"
+
+
+class Workload(NamedTuple):
+    """A script, the unit of its work, its batch per process, its own accumulation, further options, the work of each
+    of the items that a step names."""
+
+    script: str
+    unit: str
+    batch: int
+    accumulation: int
+    options: Callable[[Path], str]
+    work: Callable[[object], np.ndarray]
+
+
+def retrieval(folder: Path) -> str:
+    """Sentences of Python's own documentation, each with the next one; a BERT of 2 layers of 128."""
+    from pydoc_data.topics import topics
+
+    sentences = [" ".join(s.split()) for text in topics.values() for s in text.split(". ") if len(s) > 40]
+    with open(folder / "pairs.jsonl", "w") as file:
+        for query, positive in zip(sentences[::2], sentences[1::2], strict=False):
+            file.write(json.dumps({"query": query, "positive": positive}) + "\n")
+    return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --teacher_model=builtin:lsa:64
+        --student_model=builtin:bert:2x128 --student_max_length=48 --eval_samples=20 --eval_every=100000000
+        --phase1_epochs=100000 --phase2_epochs=100000"""
+
+
+def proteins(folder: Path) -> str:
+    """The shipped proteins, the network of the quickstart."""
+    return f"""--datafile={ROOT}/data/uniref_sample.fasta.gz --max_protein_len=256 --hidden_size=128 --n_blocks_prot=4
+        --n_heads=4 --cond_dim=64 --n_iters=100000000 --epochs=1000000 --eval_freq=100000000 --num_workers=1"""
+
+
+def structures(folder: Path) -> str:
+    """The shipped structures, ProteinMPNN at full size; 1.66 M parameters."""
+    return f"""--train_data={ROOT}/data/dpo/pairs.json --base_model_name=random --temperature=1 --num_orders=1
+        --val_fraction=0.1 --num_epochs=1000000 --reference_free"""
+
+
+def causal_sets(folder: Path) -> str:
+    """Sets of 64 to 128 elements, the default network."""
+    return "--samples=4000 --min_size=64 --max_size=128 --num_epochs=1000000"
+
+
+def digits(folder: Path) -> str:
+    """Stage 2 on scikit-learn's digits, from random weights: 4 attack steps on OOD images, 3 on those to classify."""
+    import torch
+
+    rebm = importlib.import_module("run_train_rebm_ddp")
+    options = ["--model_type=SmallNet", "--width=24"]
+    data = rebm.Data(*[None] * 5, {}, 10, 1, 8)
+    network = rebm.EnergyClassifier(rebm.parse_args(options), data, torch.float32, "cpu")
+    torch.save({"model": network.state_dict()}, folder / "start.pt")
+    return f"""{" ".join(options)} --stage=dat --model.ckpt_path={folder}/start.pt --attack.max_steps=4
+        --attack.start_step=4 --attack.step_size=0.2 --indist_attack_clf.max_steps=3 --outdist_max_samples=4000
+        --valid_images=100 --total_epochs=1000000 --n_imgs_per_evaluation_log=0"""
+
+
+def texts_of(task) -> np.ndarray:
+    return task.tokens.lengths[task.corpus.phase1]
+
+
+def pairs_of(task) -> np.ndarray:
+    negatives = (task.tokens.lengths[task.negatives] * (task.negatives >= 0)).sum(1)
+    return task.tokens.lengths[task.corpus.queries] + task.tokens.lengths[task.corpus.positives] + negatives
+
+
+def proteins_of(task) -> np.ndarray:
+    return np.minimum(task.train_set.lengths(np.arange(len(task.train_set))), task.args.max_protein_len)
+
+
+WORKLOADS = {
+    "train_ddp": Workload("train_ddp", "tokens", 64, 1, lambda f: retrieval(f) + " --skip_phase2", texts_of),
+    "train_ddp_phase2": Workload("train_ddp", "tokens", 32, 1, lambda f: retrieval(f) + " --skip_phase1", pairs_of),
+    "run_train_uniref50_ddp": Workload("run_train_uniref50_ddp", "residues", 2, 4, proteins, proteins_of),
+    "run_dpo_ddp": Workload("run_dpo_ddp", "residues", 2, 1, structures, lambda task: task.pairs.lengths),
+    "run_train_quantumgrav_ddp": Workload("run_train_quantumgrav_ddp", "elements", 64, 1, causal_sets,
+                                          lambda task: task.data.sizes),
+    "run_train_rebm_ddp": Workload("run_train_rebm_ddp", "images", 64, 1, digits,
+                                   lambda task: np.ones(len(task.data.train))),
+}  # fmt: skip
+DEFAULT = [name for name in WORKLOADS if name != "train_ddp_phase2"]
+
+
+# ---- In a rank -----------------------------------------------------------------------------------
+
+
+class Meter:
+    """Lets the steps of this process wait for their turn, and measures them."""
+
+    def __init__(self, pipe, module, workload: Workload, delay: float):
+        self.pipe, self.module, self.workload, self.delay = pipe, module, workload, delay
+        self.task = self.model = self.work = None
+        self.aside = 0.0  # seconds of this turn that do not count
+        self.waited = self.asked = 0.0
+        self.turn: dict = {}
+        for name in ("evaluate", "checkpoint"):
+            setattr(module, name, self.not_counted(getattr(module, name)))
+        self.plain_train, module.train = module.train, self.train
+        self.plain_wrap, module.wrap_ddp = module.wrap_ddp, self.wrap
+        self.plain_step, self.plain_waiting = module.StepGuard.step, module.RunLog.waiting
+        module.StepGuard.step = lambda guard, loss, number, ids: self.step(guard, loss, number, ids)
+        module.RunLog.waiting = lambda log, source: self.waiting(log, source)
+
+    def now(self) -> float:
+        return time.monotonic() - self.aside
+
+    def not_counted(self, function: Callable) -> Callable:
+        def called(*args, **options):
+            begin = time.monotonic()
+            try:
+                return function(*args, **options)
+            finally:
+                self.aside += time.monotonic() - begin
+
+        return called
+
+    def train(self, task, *more):
+        self.task = task
+        return self.plain_train(task, *more)
+
+    def wrap(self, model, ddp):
+        model = self.plain_wrap(model, ddp)
+        if ddp.world_size > 1:
+            model._set_ddp_runtime_logging_sample_rate(1)
+            self.model = model
+        return model
+
+    def waiting(self, log, source):
+        begin = self.now()
+        item = self.plain_waiting(log, source)
+        self.asked = self.now()
+        self.waited = self.asked - begin
+        return item
+
+    def step(self, guard, loss, number, ids):
+        """The script's own step, then, where a turn ends, its report and the wait for the next one."""
+        if self.delay:
+            time.sleep(self.delay)
+        begin = self.now()
+        result = self.plain_step(guard, loss, number, ids)
+        end, turn = self.now(), self.turn
+        if self.work is None:
+            self.work = np.asarray(self.workload.work(self.task), float)
+            parameters = sum(p.numel() for p in guard.parameters)
+            self.pipe.send({"parameters": parameters, "work": self.work})
+            self.next_turn()
+            return result
+        timers = self.model._get_ddp_logging_data() if self.model else {}  # of the step before
+        overlap, comm = (timers.get(f"backward_{n}_time", 0) / 1e9 for n in ("compute_comm_overlap", "comm"))
+        turn["ends"].append(end)
+        turn["work"].append(sum(float(self.work[np.asarray(part, int)].sum()) for part in ids))
+        turn["parts"].append([self.waited, begin - self.asked, comm, overlap, end - begin])
+        kind, amount = turn["asked"]
+        if len(turn["ends"]) >= amount if kind == "steps" else end - turn["begin"] >= amount:
+            if self.counter:
+                self.counter.__exit__(None, None, None)
+                turn["operations"], turn["flops"] = self.counter.operations, self.counter.flops
+            self.pipe.send(turn)
+            self.next_turn()
+        return result
+
+    def next_turn(self) -> None:
+        try:
+            asked = self.pipe.recv()
+        except EOFError:  # the driver is gone
+            os._exit(1)
+        self.aside, self.counter = 0.0, None
+        if asked[0] == "count":
+            asked, self.counter = ("steps", 1), counter()
+            self.counter.__enter__()
+        self.turn = {"asked": asked, "begin": time.monotonic(), "ends": [], "work": [], "parts": []}
+
+
+def counter():
+    """A mode that counts the operations that are called, and their FLOPs, backward passes included."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    class Counter(TorchDispatchMode):
+        operations, flops = 0, 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            self.operations += 1
+            if found := flop_registry.get(function._overloadpacket):
+                self.flops += found(*args, **(kwargs or {}), out_val=out)
+            return out
+
+    return Counter()
+
+
+def run_rank(pipe, name: str, env: dict[str, str], argv: list[str], delay: float, output: str) -> None:
+    """A process of a side: the script's main() until it is killed."""
+    os.setsid()  # what it starts is killed with it
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1), os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update(env)
+    workload, status = WORKLOADS[name], 1
+    sys.argv = [f"{workload.script}.py", *argv]
+    try:
+        module = importlib.import_module(workload.script)
+        Meter(pipe, module, workload, delay)
+        status = module.launch(module.main, module.parse_args(argv))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status or 1)  # it was not to end at all
+
+
+def reduce_rank(pipe, env: dict[str, str], count: int, seconds: float) -> None:
+    """A rank that all-reduces `count` float32 numbers in DDP's buckets: the median time of one such reduction."""
+    os.setsid()
+    os.environ.update(env)
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    buckets = [torch.zeros(n) for n in bucket_sizes(count)]
+    found = []
+    for _ in range(3 + max(5, int(200 * seconds / (1 + count / 1e5)))):
+        begin = time.perf_counter()
+        for handle in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            handle.wait()
+        found.append(time.perf_counter() - begin)
+    pipe.send(statistics.median(found[3:]))
+    signal.pause()
+
+
+def bucket_sizes(count: int) -> list[int]:
+    """Elements of DDP's gradient buckets, in the order of their reduction: 1 MiB, then 25 MiB each."""
+    first, size = (1 << 20) // 4, (25 << 20) // 4
+    rest = max(0, count - first)
+    return [min(count, first)] + [min(size, rest - low) for low in range(0, rest, size)]
+
+
+# ---- Sides ---------------------------------------------------------------------------------------
+
+
+class Failure(RuntimeError):
+    """A process ended, or took too long; what it wrote last."""
+
+
+class Side:
+    """Processes of a script: `ranks` worlds of one, or one world. Turns gather in `turns`."""
+
+    def __init__(self, bench: Bench, kind: str, ranks: int, accumulation: int):
+        self.kind, self.ranks, self.accumulation = kind, ranks, accumulation
+        self.bench, self.name = bench, f"{ranks} {kind}, A {accumulation}"
+        self.turns: list[dict | None] = []
+        self.pace = 0.0  # seconds of a step
+        self.files = [bench.folder / f"{self.name.replace(', ', '-').replace(' ', '-')}.{i}.txt" for i in range(ranks)]
+        batch, world = bench.workload.batch, ranks if kind == "DDP" else 1
+        argv = f"{bench.options} --batch_size={batch} --global_batch_size={batch * world * accumulation}".split()
+        port, works = free_port(), []
+        for rank, file in enumerate(self.files):
+            env = rank_variables(rank if world > 1 else 0, world, port)
+            output = file.with_suffix("" if world > 1 else f".{rank}")
+            late = bench.delay if world > 1 and rank == world - 1 else 0.0
+            works.append((bench.name, env, [*argv, f"--output_dir={output}"], late, str(file)))
+        self.pipes = [bench.start(run_rank, *work) for work in works]
+
+    def hear(self, seconds: float) -> list:
+        """What each process sends next."""
+        return listen(self.pipes, seconds, self.name, self.files)
+
+    def turn(self, seconds: float, record: bool = True) -> dict:
+        """One turn; steps of a job of several ranks are counted, so that none waits in a collective."""
+        job = self.kind == "DDP"
+        asked = ("steps", max(1, round(seconds / self.pace)) if self.pace else 2) if job else ("seconds", seconds)
+        for pipe in self.pipes:
+            pipe.send(asked)
+        reports = self.hear(20 * seconds + 60)
+        steps = sum(len(r["ends"]) for r in reports)
+        self.pace = sum(r["ends"][-1] - r["begin"] for r in reports) / steps
+        turn = {"rate": rate_of(reports), "step": self.pace, "ranks": reports}
+        if record:
+            self.turns.append(turn)
+        return turn
+
+
+def rate_of(reports: list[dict]) -> float:
+    """Work a second of all processes in the time in which all of them were at it."""
+    begin, end = max(r["begin"] for r in reports), min(r["ends"][-1] for r in reports)
+    done = 0.0
+    for r in reports:
+        total = np.cumsum([0.0, *r["work"]])
+        done += float(np.diff(np.interp([begin, end], [r["begin"], *r["ends"]], total))[0])
+    return done / (end - begin)
+
+
+def listen(pipes: list, seconds: float, name: str, files: list[Path]) -> list:
+    """One message of each process; Failure where one ends before, or `seconds` are over."""
+    found, deadline = {}, time.monotonic() + seconds
+    while len(found) < len(pipes):
+        ready = wait([p for i, p in enumerate(pipes) if i not in found], max(0.0, deadline - time.monotonic()))
+        try:
+            if not ready:
+                raise EOFError
+            found.update({pipes.index(pipe): pipe.recv() for pipe in ready})
+        except (EOFError, OSError) as error:
+            what = "a process ended" if ready else f"no answer in {seconds:.0f} s"
+            texts = "\n".join(file.read_text()[-1500:] for file in files if file.exists())
+            raise Failure(f"{name}: {what}\n{texts}") from error
+    return [found[i] for i in range(len(pipes))]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def rank_variables(rank: int, world: int, port: int) -> dict[str, str]:
+    values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    values |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    return {name: str(value) for name, value in values.items()}
+
+
+class Bench:
+    """The sides of one workload. As a context: at its end all processes are killed."""
+
+    def __init__(self, name: str, folder: Path, delay: float):
+        self.name, self.workload, self.folder, self.delay = name, WORKLOADS[name], folder, delay
+        self.processes: list = []
+        self.sides: dict[tuple, Side] = {}
+        self.options = f"{self.workload.options(folder)} {COMMON}"
+        if self.workload.script != "run_train_rebm_ddp":
+            self.options += f" --cache_dir={folder}/cache"
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error) -> None:
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has ended, or not yet made its group
+                process.kill()
+        for process in self.processes:
+            process.join(10)
+
+    def start(self, target: Callable, *args):
+        """A new process of the fork server; our end of its pipe."""
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(theirs, *args))  # may have children
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        return ours
+
+    def side(self, kind: str, ranks: int, accumulation: int) -> Side:
+        """The side, started if it is new. One process is one process: no DDP."""
+        key = ("independent" if ranks == 1 else kind, ranks, accumulation)
+        if key not in self.sides:
+            self.sides[key] = Side(self, *key)
+        return self.sides[key]
+
+    def reduction(self, count: int, ranks: int) -> float:
+        """Measured seconds of an all-reduce of `count` float32 numbers between `ranks` processes."""
+        port = free_port()
+        before = len(self.processes)
+        pipes = [self.start(reduce_rank, rank_variables(rank, ranks, port), count, 1.0) for rank in range(ranks)]
+        found = max(listen(pipes, 120.0, f"all-reduce between {ranks}", []))
+        for process in self.processes[before:]:
+            process.kill()
+        return found
+
+
+# ---- Measurement ---------------------------------------------------------------------------------
+
+
+def least_accumulation(compute: float, reduction: float, share: float) -> int:
+    """The least A with reduction / (A x compute + reduction) below `share`."""
+    return max(1, math.floor(reduction * (1 - share) / (share * compute)) + 1)
+
+
+def measure(name: str, folder: Path, options) -> dict:
+    """All turns of a workload, and what they were planned from."""
+    workload, several = WORKLOADS[name], [n for n in options.procs if n > 1]
+    with Bench(name, folder, options.slow_rank / 1000) as bench:
+        own = workload.accumulation
+        one = bench.side("independent", 1, own)
+        (first,) = one.hear(START)  # it also makes the caches
+        one.turn(1.0, record=False)
+        reductions = {n: bench.reduction(first["parameters"], n) for n in several}
+        gate = 2 if 2 in several else several[0] if several else 0
+        A = own
+        if gate:
+            pair = bench.side("independent", gate, own)
+            pair.hear(START)
+            pair.turn(1.0, record=False)
+            micro = pair.turn(options.seconds / 2, record=False)["step"] / own
+            A = max(own, least_accumulation(micro, reductions[gate], SHARE))
+        strong = math.lcm(*options.procs) * own  # micro-batches of the global batch
+        old = set(bench.sides.values())
+        order = [bench.side("independent", 1, strong)] if several else []
+        for n in options.procs:
+            if n > 1:
+                order.append(bench.side("DDP", n, strong // n))
+            for a in (own, A):
+                order += [bench.side("independent", n, a), bench.side("DDP", n, a)][: 1 if n == 1 else 2]
+                if n == 1:
+                    break  # one process alone is for the ceiling, with the script's own accumulation
+        order = list(dict.fromkeys(order))
+        for side in [s for s in order if s not in old]:
+            side.hear(START)
+        for side in order:  # warm-up; a step of each has told the pace of its job
+            side.turn(1.0, record=False), side.turn(1.0, record=False)
+        for number in range(options.rounds):
+            for side in order[:: 1 if number % 2 else -1]:
+                full = side.ranks == gate and side.accumulation == A
+                side.turn(options.seconds if full else options.seconds / 2)
+        for pipe in one.pipes:
+            pipe.send(("count", 1))
+        (counted,) = one.hear(120.0)
+    return {
+        "name": name, "unit": workload.unit, "own": own, "A": A, "gate": gate, "strong": strong,
+        "parameters": first["parameters"], "items": first["work"].tolist(), "reductions": reductions,
+        "micro": micro if gate else None, "sides": {key: side.turns for key, side in bench.sides.items()},
+        "flops_per_work": counted["flops"] / counted["work"][0], "operations": counted["operations"] / own,
+    }  # fmt: skip
+
+
+def ratios(found: dict, side: tuple, base: tuple) -> tuple[float, float, float]:
+    """Median, smallest and largest of the rates of `side` over those of `base`, round by round."""
+    values = [a["rate"] / b["rate"] for a, b in zip(found["sides"][side], found["sides"][base], strict=True)]
+    return statistics.median(values), min(values), max(values)
+
+
+def middle(found: dict, side: tuple, what: str = "rate") -> float:
+    return statistics.median(turn[what] for turn in found["sides"][side])
+
+
+def span(values: tuple[float, float, float]) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*values)
+
+
+def table(head: str, rows: list[str]) -> None:
+    print(f"\n| {head} |\n|{'---|' * (head.count('|') + 1)}")
+    print("\n".join(f"| {row} |" for row in rows), flush=True)
+
+
+def key(kind: str, ranks: int, accumulation: int) -> tuple:
+    return ("independent" if ranks == 1 else kind, ranks, accumulation)
+
+
+def report(found: dict, options) -> bool:
+    """The tables of a workload; whether the efficiency of 2 processes at A is high enough."""
+    own, A, gate, unit, good = found["own"], found["A"], found["gate"], found["unit"], True
+    several = [n for n in options.procs if n > 1]
+    size = 4 * found["parameters"]
+    print(f"\n## {found['name']}\n\n{found['parameters']:,} parameters, {size / 1e6:.1f} MB of gradients, "
+          f"{WORKLOADS[found['name']].batch} per process and micro-batch")  # fmt: skip
+    if not several:
+        print(f"{middle(found, key('', 1, own)):,.0f} {unit}/s in one process")
+        return True
+    for n, seconds in found["reductions"].items():
+        bus = 2 * (n - 1) / n * size / seconds / 1e9
+        at = [f"{seconds / (a * found['micro'] * n / gate + seconds):.1%} at A {a}" for a in sorted({own, A})]
+        print(f"all-reduce between {n}: measured {1000 * seconds:.2f} ms = 2 ({n} - 1) / {n} x {size / 1e6:.1f} MB / "
+              f"{bus:.2f} GB/s; computed share of a step {', '.join(at)}"
+              + ("" if n == gate else f" (micro-batches {n / gate:g} times as long as with {gate}: cores are shared)"
+                 if n > (os.cpu_count() or 1) else ""))  # fmt: skip
+    rows = []
+    for n in several:
+        for a in dict.fromkeys((own, A)):
+            value = ratios(found, key("DDP", n, a), key("independent", n, a))
+            verdict = ""
+            if n == 2 and a == A:
+                good = value[0] >= LIMIT
+                verdict = f"{'PASS' if good else 'FAIL'} (at least {LIMIT})"
+            rates = [f"{middle(found, key(k, n, a)):,.0f}" for k in ("independent", "DDP")]
+            rows.append(f"{n} | {a}{' = A' * (a == A)} | {' | '.join(rates)} | {span(value)} | {verdict}")
+    table(f"weak scaling: processes | accumulation | independent, {unit}/s | DDP, {unit}/s | efficiency | ", rows)
+    rows, base = [], key("DDP", 1, found["strong"])
+    for n in options.procs:
+        side = key("DDP", n, found["strong"] // n)
+        up = ratios(found, side, base)
+        top = ratios(found, key("independent", n, own), key("independent", 1, own)) if 1 in options.procs else None
+        ceiling = span(top) if top else "-"
+        rows.append(f"{n} | {found['strong'] // n} | {middle(found, side):,.0f} | {span(up)} | {ceiling} | "
+                    + (f"{up[0] / top[0]:.2f}" if top else "-"))  # fmt: skip
+    table(f"strong scaling, {found['strong']} micro-batches a step: processes | accumulation | {unit}/s | speed-up | "
+          "ceiling: as many independent / one | share of it", rows)  # fmt: skip
+    rows = []
+    for a in dict.fromkeys((own, A)):
+        rows.append(breakdown([t for t in found["sides"][key("DDP", gate, a)]], a))
+    table(f"a step of {gate} ranks, ms: accumulation | whole | forward + backward | communication | hidden behind "
+          "backward | exposed | waiting for data | clip, flags, optimizer | rest", rows)  # fmt: skip
+    return good
+
+
+def breakdown(turns: list[dict], accumulation: int) -> str:
+    """Means over the steps of all ranks and turns."""
+    reports = [r for turn in turns for r in turn["ranks"]]
+    steps = sum(len(r["ends"]) for r in reports)
+    whole = sum(r["ends"][-1] - r["begin"] for r in reports) / steps
+    wait_, busy, comm, overlap, end = np.array([p for r in reports for p in r["parts"]]).mean(0)
+    exposed = max(0.0, comm - overlap)
+    values = whole, busy - exposed, comm, overlap, exposed, wait_, end, whole - wait_ - busy - end
+    return f"{accumulation} | " + " | ".join(f"{1000 * v:.1f}" for v in values)
+
+
+# ---- Prediction ----------------------------------------------------------------------------------
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--scripts", nargs="+", default=DEFAULT, choices=WORKLOADS, metavar="NAME",
+                   help=f"of {', '.join(WORKLOADS)}")  # fmt: skip
+    p.add_argument("--procs", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes")
+    p.add_argument("--rounds", type=int, default=5, help="turns of each side; medians count")
+    p.add_argument("--seconds", type=float, default=4.0, help="of a turn of the two sides that must pass; others: half")
+    p.add_argument("--limit", type=float, default=30.0, help="minutes after which all is killed")
+    p.add_argument("--slow_rank", type=float, default=0.0, metavar="MS", help="see above")
+    p.add_argument("--json", metavar="FILE", help="write all turns")
+    options = p.parse_args()
+    options.procs = sorted(set(options.procs))
+    if options.procs[0] < 1 or options.rounds < 1 or options.seconds <= 0:
+        p.error("--procs and --rounds must be at least 1, --seconds above 0")
+    preload = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel"]
+    preload += dict.fromkeys(WORKLOADS[name].script for name in options.scripts)
+    if any(name.startswith("train_ddp") for name in options.scripts):
+        preload += ["sentence_transformers", "sklearn.decomposition"]
+    sys.path.insert(0, str(ROOT))
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ.update(PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    ensure_running()
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done after {options.limit:g} minutes (--limit)"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.alarm(max(1, int(60 * options.limit)))
+    begin, good, raw = time.monotonic(), True, []
+    print(f"{os.cpu_count()} cores, {options.rounds} rounds, turns of {options.seconds:g} and "
+          f"{options.seconds / 2:g} s, load {os.getloadavg()[0]:.1f} before the start", flush=True)  # fmt: skip
+    for name in options.scripts:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(name, Path(folder), options)
+        good &= report(found, options)
+        raw.append(found | {"sides": [{"side": side, "turns": turns} for side, turns in found["sides"].items()]})
+        if options.json:
+            Path(options.json).write_text(json.dumps(raw))
+    print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
