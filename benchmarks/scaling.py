@@ -46,6 +46,7 @@ from typing import NamedTuple
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+PROTEINS = ROOT / "data/uniref_sample.fasta.gz"
 LIMIT = 0.95  # efficiency of 2 processes
 SHARE = 0.03  # of a step, of computed communication, at A
 START = 240.0  # seconds at most until all processes of a side have made their first step
@@ -78,8 +79,8 @@ def retrieval(folder: Path) -> str:
 
 
 def proteins(folder: Path) -> str:
-    """The shipped proteins, the network of the quickstart."""
-    return f"""--datafile={ROOT}/data/uniref_sample.fasta.gz --max_protein_len=256 --hidden_size=128 --n_blocks_prot=4
+    """The shipped proteins; the network of the quickstart, half as wide."""
+    return f"""--datafile={PROTEINS} --max_protein_len=256 --hidden_size=64 --n_blocks_prot=4
         --n_heads=4 --cond_dim=64 --n_iters=100000000 --epochs=1000000 --eval_freq=100000000 --num_workers=1"""
 
 
@@ -124,8 +125,8 @@ def proteins_of(task) -> np.ndarray:
 WORKLOADS = {
     "train_ddp": Workload("train_ddp", "tokens", 64, 1, lambda f: retrieval(f) + " --skip_phase2", texts_of),
     "train_ddp_phase2": Workload("train_ddp", "tokens", 32, 1, lambda f: retrieval(f) + " --skip_phase1", pairs_of),
-    "run_train_uniref50_ddp": Workload("run_train_uniref50_ddp", "residues", 2, 4, proteins, proteins_of),
-    "run_dpo_ddp": Workload("run_dpo_ddp", "residues", 2, 1, structures, lambda task: task.pairs.lengths),
+    "run_train_uniref50_ddp": Workload("run_train_uniref50_ddp", "residues", 8, 4, proteins, proteins_of),
+    "run_dpo_ddp": Workload("run_dpo_ddp", "residues", 4, 1, structures, lambda task: task.pairs.lengths),
     "run_train_quantumgrav_ddp": Workload("run_train_quantumgrav_ddp", "elements", 64, 1, causal_sets,
                                           lambda task: task.data.sizes),
     "run_train_rebm_ddp": Workload("run_train_rebm_ddp", "images", 64, 1, digits,
@@ -204,6 +205,7 @@ class Meter:
         turn["work"].append(sum(float(self.work[np.asarray(part, int)].sum()) for part in ids))
         turn["parts"].append([self.waited, begin - self.asked, comm, overlap, end - begin])
         kind, amount = turn["asked"]
+        turn["cpu"] = time.process_time() - self.cpu
         if len(turn["ends"]) >= amount if kind == "steps" else end - turn["begin"] >= amount:
             if self.counter:
                 self.counter.__exit__(None, None, None)
@@ -221,6 +223,7 @@ class Meter:
         if asked[0] == "count":
             asked, self.counter = ("steps", 1), counter()
             self.counter.__enter__()
+        self.cpu = time.process_time()
         self.turn = {"asked": asked, "begin": time.monotonic(), "ends": [], "work": [], "parts": []}
 
 
@@ -326,7 +329,8 @@ class Side:
         reports = self.hear(20 * seconds + 60)
         steps = sum(len(r["ends"]) for r in reports)
         self.pace = sum(r["ends"][-1] - r["begin"] for r in reports) / steps
-        turn = {"rate": rate_of(reports), "step": self.pace, "ranks": reports}
+        cpu = sum(r["cpu"] for r in reports) / sum(sum(r["work"]) for r in reports)
+        turn = {"rate": rate_of(reports), "cpu": cpu, "step": self.pace, "ranks": reports}
         if record:
             self.turns.append(turn)
         return turn
@@ -476,9 +480,9 @@ def measure(name: str, folder: Path, options) -> dict:
     }  # fmt: skip
 
 
-def ratios(found: dict, side: tuple, base: tuple) -> tuple[float, float, float]:
+def ratios(found: dict, side: tuple, base: tuple, what: str = "rate") -> tuple[float, float, float]:
     """Median, smallest and largest of the rates of `side` over those of `base`, round by round."""
-    values = [a["rate"] / b["rate"] for a, b in zip(found["sides"][side], found["sides"][base], strict=True)]
+    values = [a[what] / b[what] for a, b in zip(found["sides"][side], found["sides"][base], strict=True)]
     return statistics.median(values), min(values), max(values)
 
 
@@ -525,8 +529,10 @@ def report(found: dict, options) -> bool:
                 good = value[0] >= LIMIT
                 verdict = f"{'PASS' if good else 'FAIL'} (at least {LIMIT})"
             rates = [f"{middle(found, key(k, n, a)):,.0f}" for k in ("independent", "DDP")]
-            rows.append(f"{n} | {a}{' = A' * (a == A)} | {' | '.join(rates)} | {span(value)} | {verdict}")
-    table(f"weak scaling: processes | accumulation | independent, {unit}/s | DDP, {unit}/s | efficiency | ", rows)
+            cpu, *_ = ratios(found, key("DDP", n, a), key("independent", n, a), "cpu")
+            rows.append(f"{n} | {a}{' = A' * (a == A)} | {' | '.join(rates)} | {span(value)} | {cpu:.2f} | {verdict}")
+    table(f"weak scaling: processes | accumulation | independent, {unit}/s | DDP, {unit}/s | efficiency | "
+          "CPU time, DDP / independent | ", rows)  # fmt: skip
     rows, base = [], key("DDP", 1, found["strong"])
     for n in options.procs:
         side = key("DDP", n, found["strong"] // n)
@@ -558,6 +564,218 @@ def breakdown(turns: list[dict], accumulation: int) -> str:
 
 # ---- Prediction ----------------------------------------------------------------------------------
 
+# Assumptions, of H100 GPUs
+TFLOPS = {"transformer": 300.0, "other": 110.0}  # achieved by matrix products in bf16; by the other networks
+LAUNCH = 5e-6  # seconds of an operation at least: its launch by the host
+BUS, HALF = 370e9, 36 * 2**20  # bytes a second of an all-reduce within a node (ring); size that reaches half of it
+NICS = {"one 200 Gb/s": 25e9, "eight 400 Gb/s": 400e9}  # bytes a second out of a node, of two nodes of 8
+NIC_HALF = 4 * 2**20
+BUSY = 0.03  # of the time of all-reduces that backward hides: what they take from its kernels
+MEMORY = 2.5e12  # bytes a second; the optimizer moves 28 per parameter
+DISK = 1e9  # bytes a second of a checkpoint: weights and two moments
+CLAIMS = {  # speed-ups that the documents of the original programs expect
+    "train_ddp": {4: "3.8", 8: "7 to 7.5"}, "run_train_uniref50_ddp": {4: "3.2", 8: "5.5"}, "run_dpo_ddp": {4: "3.3"},
+    "run_train_rebm_ddp": {4: "3.5", 8: "7"},
+}  # fmt: skip
+
+
+class Full(NamedTuple):
+    """A script at its defaults, for a GPU."""
+
+    parameters: int
+    counted: str  # how
+    batch: int
+    accumulation: int
+    flops: float  # of a micro-batch, forward and backward
+    operations: float  # of a micro-batch
+    speed: str  # in TFLOPS
+    save_every: int
+    deal: Callable[[int], tuple]  # number of ranks -> sampler, lengths of its items
+    lengths: str  # where they are from
+
+
+def sampler_of(module, lengths: np.ndarray, ranks: int, batch: int, micro: int, items: float, window: Callable,
+               cut: Callable) -> tuple:
+    """The script's sampler for `ranks`; `items` per row of the batch; window and cut for a global batch."""
+    total = ranks * batch * micro
+    count, context = int(total * items), module.DDPContext(0, ranks, 0, ranks, None, "gloo", "python")
+    return module.GlobalBatchSampler(len(lengths), count, micro, 0, context, window(count), cut(count, total)), lengths
+
+
+def full_train_ddp(module, found: dict) -> Full:
+    """all-mpnet-base-v2 and the head to 3,584 dimensions, on texts as MS MARCO has them."""
+    import torch
+    from transformers import MPNetConfig, MPNetModel
+
+    with torch.device("meta"):
+        model = MPNetModel(MPNetConfig(vocab_size=30527, max_position_embeddings=514), add_pooling_layer=False)
+        head = torch.nn.Sequential(torch.nn.Linear(768, 1536), torch.nn.LayerNorm(1536), torch.nn.Linear(1536, 3584))
+    lengths = np.random.default_rng(0).lognormal(math.log(75), 0.45, 400_000).clip(5, 384).astype(np.int64)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    flops = 64 * (6 * linear * lengths.mean() + 12 * 768 * 12 * (lengths.astype(float) ** 2).mean())
+
+    def deal(ranks: int) -> tuple:
+        return sampler_of(module, lengths, ranks, 64, 1, 1, lambda _: 32,
+                          lambda count, _: module.bucket_by_length(lengths, count, 0))  # fmt: skip
+
+    count = sum(p.numel() for part in (model, head) for p in part.parameters())
+    return Full(count, "MPNetModel of transformers on the meta device, head by its sizes", 64, 1, flops,
+                6 * found["operations"], "transformer", 500, deal,
+                "lognormal, median 75 tokens, sigma 0.45, at most 384")  # fmt: skip
+
+
+def full_run_train_uniref50_ddp(module, found: dict) -> Full:
+    import gzip
+
+    import torch
+
+    args = module.parse_args([])
+    with torch.device("meta"):
+        model = module.Denoiser(args, torch.float32)
+    sizes, most = [], args.max_protein_len
+    for record in gzip.open(PROTEINS, "rt").read().split(">")[1:]:
+        sizes.append(len("".join(record.split("\n")[1:])) + 2)
+    lengths = np.random.default_rng(0).choice(np.minimum(sizes, most), 400_000)
+    items = most / lengths.mean()
+    flops = args.batch_size * items * np.dot(model.flops, (lengths.mean(), (lengths.astype(float) ** 2).mean()))
+
+    def deal(ranks: int) -> tuple:
+        return sampler_of(module, lengths, ranks, args.batch_size, args.accumulation, items,
+                          lambda count: max(64, -(-4096 // count)),
+                          lambda count, total: module.bucket_by_tokens(
+                              lambda i: lengths[i], count, total, 0))  # fmt: skip
+
+    return Full(sum(p.numel() for p in model.parameters()), "the script's network on the meta device", args.batch_size,
+                args.accumulation, flops, 2 * found["operations"], "transformer", args.save_every, deal,
+                "of the shipped proteins, drawn again and again")  # fmt: skip
+
+
+def full_run_dpo_ddp(module, found: dict) -> Full:
+    args = module.parse_args(["--train_data=none"])
+    lengths = np.random.default_rng(0).choice(np.array(found["items"], np.int64), 100_000)
+
+    def deal(ranks: int) -> tuple:
+        return sampler_of(module, lengths, ranks, args.batch_size, 1, 1, lambda _: 8,
+                          lambda count, total: module.bucket_by_tokens(
+                              lambda i: lengths[i], count, max(1, total // args.batch_size), 0))  # fmt: skip
+
+    return Full(found["parameters"], "the network that was measured", args.batch_size, 1,
+                args.batch_size * lengths.mean() * found["flops_per_work"], found["operations"], "other",
+                args.save_every, deal, "of the pairs that were measured, drawn again and again")  # fmt: skip
+
+
+def full_run_train_quantumgrav_ddp(module, found: dict) -> Full:
+    args = module.parse_args([])
+    lengths = np.random.default_rng(0).integers(args.min_size, args.max_size + 1, 200_000)
+
+    def deal(ranks: int) -> tuple:
+        return sampler_of(module, lengths, ranks, args.batch_size, 1, 1, lambda count: max(16, -(-2048 // count)),
+                          lambda count, total: module.bucket_by_tokens(
+                              lambda i: lengths[i], count, max(1, total // args.batch_size), 0))  # fmt: skip
+
+    return Full(found["parameters"], "the network that was measured", args.batch_size, 1,
+                args.batch_size * lengths.mean() * found["flops_per_work"], found["operations"], "other",
+                args.save_every, deal, "evenly spread, as the generated sets are")  # fmt: skip
+
+
+def full_run_train_rebm_ddp(module, found: dict) -> Full:
+    """WideResNet-34-10, 16 CIFAR images a GPU, 50 attack steps on OOD images, 10 on those to classify."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    args = module.parse_args(["--model_type=WideResNet34x10"])
+    with torch.device("meta"):
+        model = module.EnergyClassifier(args, module.Data(*[None] * 5, {}, 10, 3, 32), torch.float32, "cpu")
+        with FlopCounterMode(display=False) as counted:
+            model(torch.empty(16, 3, 32, 32))
+    steps = args.attack_max_steps + args.clf_attack_max_steps
+    passes = 2 * steps + 9  # a step goes forward and to the input; three passes for the gradient of the weights
+    lengths = np.ones(50_000, np.int64)
+
+    def deal(ranks: int) -> tuple:
+        return sampler_of(module, lengths, ranks, 16, 1, 1, lambda _: 1, lambda count, _: None)
+
+    return Full(sum(p.numel() for p in model.parameters()), "the script's network on the meta device", 16, 1,
+                counted.get_total_flops() * passes, passes * 4 * 34, "other", args.save_every, deal,
+                "equal")  # fmt: skip
+
+
+def balance(full: Full, ranks: int, steps: int = 300) -> float:
+    """Efficiency that unequal work of the ranks leaves, by the script's own plan of batches: real work per padded
+    element of the slowest rank of each step, over the same of one rank."""
+    rates = []
+    for n in (1, ranks):
+        sampler, lengths = full.deal(n)
+        work = cost = 0.0
+        for _, batch in zip(range(steps), sampler.batches(), strict=False):
+            parts = [[lengths[part] for part in sampler.deal(batch, rank)] for rank in range(n)]
+            cost += n * max(sum(len(m) * m.max(initial=0) for m in mine) for mine in parts)
+            work += lengths[batch].sum()
+        rates.append(work / cost)
+    return rates[1] / rates[0]
+
+
+def reduce_seconds(size: float, ranks: int, nic: float | None) -> float:
+    """An all-reduce of a bucket of `size` bytes: 2 (n - 1) / n x size / B(size) within a node, then between two."""
+    node = min(ranks, 8)
+    seconds = 2 * (node - 1) / node * (size + HALF) / BUS
+    return seconds + (size + NIC_HALF) / nic if nic else seconds  # 2 (2 - 1) / 2 = 1
+
+
+def predict(name: str, found: dict) -> tuple[str, list[str]]:
+    """Parameters and step of one GPU, and rows of the table."""
+    full = globals()[f"full_{name}"](importlib.import_module(name), found)
+    micro = max(full.flops / (TFLOPS[full.speed] * 1e12), full.operations * LAUNCH)
+    update, saving = 28 * full.parameters / MEMORY, 12 * full.parameters / DISK / full.save_every
+    one, backward = full.accumulation * micro + update, micro * 2 / 3
+    sizes, rows = [4 * n for n in bucket_sizes(full.parameters)], []
+    for ranks, nic in (4, None), (8, None), (16, "one 200 Gb/s"), (16, "eight 400 Gb/s"):
+        done = ready = busy = 0.0
+        for size in sizes:  # a bucket goes when its gradients are there and the one before it is through
+            ready += backward * size / sum(sizes)
+            seconds = reduce_seconds(size, ranks, NICS.get(nic))
+            done, busy = max(done, ready) + seconds, busy + seconds
+        exposed = max(0.0, done - backward)
+        communication = one / (one + exposed + BUSY * min(busy, backward))
+        straggler, serial = balance(full, ranks), 1.0
+        place = f"2 nodes, {nic} each" if nic else "1 node"
+        claim = CLAIMS.get(name, {}).get(ranks, "-")
+        rows.append(f"{name} | {ranks}, {place} | {communication:.3f} | {straggler:.3f} | {serial:.1f} | "
+                    f"{ranks * communication * straggler * serial:.1f} | {claim}")  # fmt: skip
+    bound = "operations launched" if full.operations * LAUNCH >= micro else "FLOPs"
+    said = (f"{name}: {full.parameters / 1e6:.2f} M parameters ({full.counted}), {full.accumulation} micro-batches of "
+            f"{full.batch}, {full.flops / 1e9:,.0f} GFLOP and {full.operations:.0f} operations each: "
+            f"{1000 * micro:.1f} ms ({bound}); checkpoints {saving / (one + saving):.1%} of the time; lengths {full.lengths}")  # fmt: skip
+    return said, rows
+
+
+def show_predictions(results: list[dict]) -> None:
+    print(f"""
+## Prediction for GPUs
+
+Predicted, not measured. Fixed batch per GPU, against one GPU: speed-up = GPUs x communication x straggler x serial.
+communication   t / (t + exposed + {BUSY} x hidden all-reduces), t = accumulation x micro-batch + optimizer; micro-batch
+                = max(FLOPs / speed, operations x {LAUNCH * 1e6:g} us); two thirds of it are backward. Buckets of 1 MiB,
+                then 25 MiB, one after the other, each when its gradients are there: 2 (n - 1) / n x bytes / B, B = bus
+                x bytes / (bytes + half). Exposed: what goes on after backward. Only the last micro-batch communicates
+straggler       real work per padded element of the slowest rank, over that of one GPU, in the script's plan of batches
+serial          1: rank 0 alone writes checkpoints and nothing else, every --save_every steps, as one GPU does (their
+                share of the time is below); evaluation is on all ranks
+Assumed: H100, {TFLOPS["transformer"]:g} TFLOP/s achieved by transformers in bf16, {TFLOPS["other"]:g} by other networks;
+bus {BUS / 1e9:g} GB/s within a node, half of it at {HALF >> 20} MiB; two nodes with {" or ".join(NICS)} NICs each, half of
+that at {NIC_HALF >> 20} MiB; memory {MEMORY / 1e12:g} TB/s; checkpoints (weights, two moments) at {DISK / 1e9:g} GB/s; \
+fp32 gradients;
+batches are never waited for.
+""")
+    rows = []
+    for found in results:
+        if found["name"] != "train_ddp_phase2":
+            said, more = predict(found["name"], found)
+            rows += more
+            print(f"- {said}")
+    table("script | GPUs | communication | straggler | serial | predicted speed-up | expected by the original's "
+          "documents", rows)  # fmt: skip
+
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -581,20 +799,24 @@ def main() -> int:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ.update(PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    # semaphores of the killed processes (tqdm has some) are cleaned up at the end, without a word
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
     ensure_running()
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done after {options.limit:g} minutes (--limit)"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.alarm(max(1, int(60 * options.limit)))
-    begin, good, raw = time.monotonic(), True, []
+    begin, good, raw, results = time.monotonic(), True, [], []
     print(f"{os.cpu_count()} cores, {options.rounds} rounds, turns of {options.seconds:g} and "
           f"{options.seconds / 2:g} s, load {os.getloadavg()[0]:.1f} before the start", flush=True)  # fmt: skip
     for name in options.scripts:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(name, Path(folder), options)
         good &= report(found, options)
+        results.append(found)
         raw.append(found | {"sides": [{"side": side, "turns": turns} for side, turns in found["sides"].items()]})
         if options.json:
             Path(options.json).write_text(json.dumps(raw))
+    show_predictions(results)
     print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes")
     return 0 if good else 1
 
