@@ -85,8 +85,12 @@ def proteins(folder: Path) -> str:
 
 
 def structures(folder: Path) -> str:
-    """The shipped structures, ProteinMPNN at full size; 1.66 M parameters."""
-    return f"""--train_data={ROOT}/data/dpo/pairs.json --base_model_name=random --temperature=1 --num_orders=1
+    """The pairs of the six shortest shipped structures; ProteinMPNN at full size."""
+    short, data = ("1EJG", "1LCD", "1ORC", "1A8O", "1UBI", "1A7G"), ROOT / "data/dpo"
+    rows = [row for row in json.loads((data / "pairs.json").read_text()) if row["pdb_file"].startswith(short)]
+    rows = [row | {"pdb_file": str(data / row["pdb_file"])} for row in rows]
+    (folder / "pairs.json").write_text(json.dumps(rows))
+    return f"""--train_data={folder}/pairs.json --base_model_name=random --temperature=1 --num_orders=1
         --val_fraction=0.1 --num_epochs=1000000 --reference_free"""
 
 
@@ -490,6 +494,12 @@ def middle(found: dict, side: tuple, what: str = "rate") -> float:
     return statistics.median(turn[what] for turn in found["sides"][side])
 
 
+def balance_of(turns: list[dict]) -> float:
+    """Work of the mean rank over that of the rank that has most, summed over steps."""
+    work = np.concatenate([np.array([r["work"] for r in turn["ranks"]]) for turn in turns], axis=1)  # (ranks, steps)
+    return float(work.mean(0).sum() / work.max(0).sum())
+
+
 def span(values: tuple[float, float, float]) -> str:
     return "{:.2f} ({:.2f} to {:.2f})".format(*values)
 
@@ -528,11 +538,13 @@ def report(found: dict, options) -> bool:
             if n == 2 and a == A:
                 good = value[0] >= LIMIT
                 verdict = f"{'PASS' if good else 'FAIL'} (at least {LIMIT})"
+            even = balance_of(found["sides"][key("DDP", n, a)])
             rates = [f"{middle(found, key(k, n, a)):,.0f}" for k in ("independent", "DDP")]
             cpu, *_ = ratios(found, key("DDP", n, a), key("independent", n, a), "cpu")
-            rows.append(f"{n} | {a}{' = A' * (a == A)} | {' | '.join(rates)} | {span(value)} | {cpu:.2f} | {verdict}")
+            rows.append(f"{n} | {a}{' = A' * (a == A)} | {' | '.join(rates)} | {span(value)} | {cpu:.2f} | {even:.3f} "
+                        f"| {verdict}")
     table(f"weak scaling: processes | accumulation | independent, {unit}/s | DDP, {unit}/s | efficiency | "
-          "CPU time, DDP / independent | ", rows)  # fmt: skip
+          "CPU time per unit, DDP / independent | balance: mean / largest work of a rank | ", rows)  # fmt: skip
     rows, base = [], key("DDP", 1, found["strong"])
     for n in options.procs:
         side = key("DDP", n, found["strong"] // n)
@@ -700,7 +712,7 @@ def full_run_train_rebm_ddp(module, found: dict) -> Full:
                 "equal")  # fmt: skip
 
 
-def balance(full: Full, ranks: int, steps: int = 300) -> float:
+def planned_balance(full: Full, ranks: int, steps: int = 300) -> float:
     """Efficiency that unequal work of the ranks leaves, by the script's own plan of batches: real work per padded
     element of the slowest rank of each step, over the same of one rank."""
     rates = []
@@ -737,7 +749,7 @@ def predict(name: str, found: dict) -> tuple[str, list[str]]:
             done, busy = max(done, ready) + seconds, busy + seconds
         exposed = max(0.0, done - backward)
         communication = one / (one + exposed + BUSY * min(busy, backward))
-        straggler, serial = balance(full, ranks), 1.0
+        straggler, serial = planned_balance(full, ranks), 1.0
         place = f"2 nodes, {nic} each" if nic else "1 node"
         claim = CLAIMS.get(name, {}).get(ranks, "-")
         rows.append(f"{name} | {ranks}, {place} | {communication:.3f} | {straggler:.3f} | {serial:.1f} | "
@@ -745,7 +757,8 @@ def predict(name: str, found: dict) -> tuple[str, list[str]]:
     bound = "operations launched" if full.operations * LAUNCH >= micro else "FLOPs"
     said = (f"{name}: {full.parameters / 1e6:.2f} M parameters ({full.counted}), {full.accumulation} micro-batches of "
             f"{full.batch}, {full.flops / 1e9:,.0f} GFLOP and {full.operations:.0f} operations each: "
-            f"{1000 * micro:.1f} ms ({bound}); checkpoints {saving / (one + saving):.1%} of the time; lengths {full.lengths}")  # fmt: skip
+            f"{1000 * micro:.1f} ms ({bound}); checkpoints {saving / (one + saving):.1%} of the time; "
+            f"lengths {full.lengths}")  # fmt: skip
     return said, rows
 
 
@@ -761,11 +774,10 @@ communication   t / (t + exposed + {BUSY} x hidden all-reduces), t = accumulatio
 straggler       real work per padded element of the slowest rank, over that of one GPU, in the script's plan of batches
 serial          1: rank 0 alone writes checkpoints and nothing else, every --save_every steps, as one GPU does (their
                 share of the time is below); evaluation is on all ranks
-Assumed: H100, {TFLOPS["transformer"]:g} TFLOP/s achieved by transformers in bf16, {TFLOPS["other"]:g} by other networks;
-bus {BUS / 1e9:g} GB/s within a node, half of it at {HALF >> 20} MiB; two nodes with {" or ".join(NICS)} NICs each, half of
-that at {NIC_HALF >> 20} MiB; memory {MEMORY / 1e12:g} TB/s; checkpoints (weights, two moments) at {DISK / 1e9:g} GB/s; \
-fp32 gradients;
-batches are never waited for.
+Assumed: H100, {TFLOPS["transformer"]:g} TFLOP/s achieved by transformers in bf16, {TFLOPS["other"]:g} by the others;
+bus {BUS / 1e9:g} GB/s within a node, half of it at {HALF >> 20} MiB; two nodes with {" or ".join(NICS)} NICs each,
+half of that at {NIC_HALF >> 20} MiB; memory {MEMORY / 1e12:g} TB/s; checkpoints (weights, two moments) at
+{DISK / 1e9:g} GB/s; gradients in fp32; batches are never waited for.
 """)
     rows = []
     for found in results:
