@@ -385,9 +385,7 @@ class Bench:
         self.name, self.workload, self.folder, self.delay = name, WORKLOADS[name], folder, delay
         self.processes: list = []
         self.sides: dict[tuple, Side] = {}
-        self.options = f"{self.workload.options(folder)} {COMMON}"
-        if self.workload.script != "run_train_rebm_ddp":
-            self.options += f" --cache_dir={folder}/cache"
+        self.options = f"{self.workload.options(folder)} {COMMON} --cache_dir={folder}/cache"
 
     def __enter__(self) -> Bench:
         return self
@@ -834,4 +832,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Failure as error:
+        sys.exit(str(error))
