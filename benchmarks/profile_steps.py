@@ -6,8 +6,8 @@
 One process, one thread, fp32, on a CPU. A run starts as a user starts it; from the step after the first --warm on,
 torch.profiler records --steps steps, then the run is told to stop as by SIGTERM. Another run without the profiler takes
 the same steps: what the profiler costs is the difference between both columns of steps/s. Phase 1 and 2 of train_ddp.py
-and stages 1 and 2 of run_train_rebm_ddp.py are runs of their own. Two tables: shares of the time, and the most
-expensive operators.
+and stages 1 and 2 of run_train_rebm_ddp.py are runs of their own (stage 2 starts from what stage 1 has left). Two
+tables: shares of the time, and the most expensive operators. Where a run fails the exit status is 1.
 
 Shares are of the wall time of the recorded steps and add up to 100 %. data: all that happens until the next batch is
 there, whatever it is (RunLog.waiting). optimizer: all of the gradient clipping, the agreement on the step, the fused
@@ -48,14 +48,15 @@ RUNS = {  # name: script, its arguments beside COMMON
     "run_train_quantumgrav_ddp": ("run_train_quantumgrav_ddp", """--config=configs/config_quantumgrav_quickstart.yaml
         --ablation=False --samples=3000 --num_epochs=9999"""),
     "run_train_rebm_ddp, stage 1": ("run_train_rebm_ddp", """--config=configs/config_rebm_quickstart.yaml
-        --baseline_epochs=0 --at_epochs=9999"""),
+        --baseline_epochs=0 --stage=at --at_epochs=9999"""),
     "run_train_rebm_ddp, stage 2": ("run_train_rebm_ddp", """--config=configs/config_rebm_quickstart.yaml
-        --baseline_epochs=0 --at_epochs=0 --total_epochs=9999 --attack.start_step=10"""),
+        --baseline_epochs=0 --stage=dat --total_epochs=9999 --attack.start_step=10
+        --model.ckpt_path={work}/stage_1-1/latest.pt"""),
 }  # fmt: skip
 REGIONS = {"data": ("waiting",), "optimizer": ("step", "update_ema"), "pause": (
     "evaluate", "checkpoint", "validate", "finish_epoch", "end_epoch", "measure_stage", "save_official",
     "save_weights")}  # fmt: skip
-OPERATORS = {  # category: what its operators are called, after aten:: (sparse products: see category())
+OPERATORS = {  # category: what its operators are called, after aten::
     "matrix products": r"(add)?mm|(badd)?bmm|add(bmm|mv|r)|mv|dot|linear|matmul|einsum|ger|outer|_addmm_activation",
     "attention": r".*(scaled_dot_product|_attention).*",
     "convolutions": r".*conv.*",
@@ -77,11 +78,13 @@ SHARES = [*list(OPERATORS)[:6], "element-wise, sums", "optimizer", "data", "book
 # ---- One run, in a process of its own ----
 def category(event) -> str:
     """Of an operator that is in none of REGIONS."""
+    above = event
+    while above is not None:
+        if re.search("sparse|^SparseProduct", above.name):  # the latter is a Function of run_train_quantumgrav_ddp.py
+            return "copies, indexing, sparse"  # and all below it: a product with a sparse matrix is an aten::addmm, too
+        above = above.cpu_parent
     if not event.name.startswith("aten::"):
         return "bookkeeping"  # autograd's nodes: what they do is done by operators below them
-    above = event.cpu_parent
-    if above is not None and above.name.startswith("aten::") and "sparse" in above.name:
-        return "copies, indexing, sparse"  # products with a sparse matrix go through addmm
     name = event.name.removeprefix("aten::")
     if name.endswith("_backward") and not re.search("select|slice|index|embedding|scatter|gather|unfold|pad", name):
         name = name.removesuffix("_backward").removesuffix("_data").removesuffix("_backward")
@@ -165,7 +168,9 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
 def start(args: argparse.Namespace, name: str, work: Path, profiled: bool) -> dict:
     script, argv = RUNS[name]
     result, log = work / "result.json", work / "log.txt"
-    argv = [*argv.split(), *COMMON.split(), f"--cache_dir={work}/cache", f"--output_dir={work}/{profiled}"]
+    place = name.rpartition(", ")[2].replace(" ", "_")
+    argv = [*argv.format(work=work).split(), *COMMON.split(), f"--cache_dir={work}/cache"]
+    argv.append(f"--output_dir={work}/{place}-{int(profiled)}")
     command = [sys.executable, __file__, "--role=run", f"--name={name}", f"--result={result}", f"--warm={args.warm}"]
     command += [f"--steps={args.steps}", f"--profiled={int(profiled)}", "--", *argv]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -177,7 +182,7 @@ def start(args: argparse.Namespace, name: str, work: Path, profiled: bool) -> di
             job.terminate()
             job.wait()
     if status:
-        sys.exit(f"{name}: exit status {status}\n" + "\n".join(log.read_text().splitlines()[-15:]))
+        raise RuntimeError(f"{name}: exit status {status}\n" + "\n".join(log.read_text().splitlines()[-15:]))
     return json.loads(result.read_text())
 
 
@@ -196,7 +201,7 @@ def operator_rows(found: dict, steps: int, count: int | None) -> list[str]:
             f"| {seconds / found['seconds']:.1%} |" for kind, name, calls, seconds in rows]  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     scripts = list(dict.fromkeys(script for script, _ in RUNS.values()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", default=scripts, choices=scripts, metavar="NAME",
@@ -214,10 +219,10 @@ def main() -> None:
     if args.role == "run":
         found = record(RUNS[args.name][0], args.argv, args.warm, args.steps, bool(args.profiled))
         args.result.write_text(json.dumps(found))
-        return
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = [name for name, (script, _) in RUNS.items() if script in args.scripts]
-    tables, records = {}, []
+    tables, records, failed = {}, [], 0
     print(f"1 process x 1 thread, {args.steps} steps after {args.warm}; per cent of the wall time of a step\n")
     print(f"| run | steps/s | profiled | {' | '.join(SHARES)} |\n|{'---|' * (3 + len(SHARES))}", flush=True)
     with tempfile.TemporaryDirectory() as work:
@@ -225,10 +230,15 @@ def main() -> None:
             place = Path(work, RUNS[name][0])  # runs of a script share its cache
             place.mkdir(exist_ok=True)
             speeds = []
-            for profiled in (False, True):
-                found = start(args, name, place, profiled)
-                speeds.append(args.steps / found["seconds"])
-                subprocess.run(["rm", "-rf", place / str(profiled)], check=True)
+            try:
+                for profiled in (False, True):
+                    found = start(args, name, place, profiled)
+                    speeds.append(args.steps / found["seconds"])
+            except RuntimeError as error:  # the others go on
+                failed = 1
+                print(f"| {name} | failed {'| ' * (2 + len(SHARES))}", flush=True)
+                print(error, file=sys.stderr)
+                continue
             parts = shares(found)
             tables[name] = operator_rows(found, args.steps, None if args.operators else 5)
             records.append({"run": name, "steps_per_s": speeds[0], "profiled": speeds[1], "shares": parts})
@@ -238,8 +248,9 @@ def main() -> None:
     for name, rows in tables.items():
         print("\n".join(f"| {name} {row}" for row in rows))
     if args.json:
-        args.json.write_text(json.dumps(records))
+        args.json.write_text(json.dumps(records, indent=1))
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

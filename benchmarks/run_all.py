@@ -68,7 +68,8 @@ PARTS = {
         ((": (ours|compiled)", 1.5),)),
     "profile": Part(
         "all", "profile_steps.py", "profile_steps.py --steps 2 --scripts run_train_quantumgrav_ddp", 15),
-    "scaling": Part("all", "scaling.py", "scaling.py", 20, records=False),
+    "scaling": Part(
+        "all", "scaling.py", "scaling.py --scripts train_ddp --procs 1 2 --rounds 1 --seconds 1", 35, records=False),
 }  # fmt: skip
 PACKAGES = "torch numpy sentence-transformers transformers accelerate torch_geometric scikit-learn torchattacks".split()
 
@@ -96,7 +97,7 @@ def machine() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {
         "CPU": f"{cpu}, {len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "memory": f"{memory:.0f} GiB", "OS": f"{system}, {platform.system()} {platform.release()}",
+        "memory": f"{memory:.0f} GiB", "OS": f"{system}, {platform.system()} {platform.release().partition('-')[0]}",
         "Python": platform.python_version(),
     }  # fmt: skip
     for name in PACKAGES:
@@ -168,17 +169,18 @@ def run_part(name: str, args: argparse.Namespace, facts: dict) -> str:
             try:
                 facts["status"] = job.wait(60 * (args.minutes or part.minutes))
             except subprocess.TimeoutExpired:
-                facts["status"] = f"over its {args.minutes or part.minutes:g} minutes"
+                facts["status"] = f"not done after {args.minutes or part.minutes:g} minutes"
             finally:
                 stop(job)
         found, failure = (path.read_text().strip() for path in texts)
         if facts["status"] == 0 and part.records:
             facts["records"] = json.loads(records.read_text())
     facts |= {"seconds": time.monotonic() - begin, "gflops": [*facts["gflops"], matmul_gflops()]}
-    text = f"{found}\n" if found else ""
-    if facts["status"]:
-        text += f"\n**Failed: {facts['status']}.** Its last messages:\n\n```\n{failure[-2500:]}\n```\n"
-    return text
+    text = re.sub("^#", "##", f"{found}\n" if found else "", flags=re.M)  # headings below that of the section
+    if facts["status"] != 0:
+        status = facts["status"] if isinstance(facts["status"], str) else f"exit status {facts['status']}"
+        text += f"\n**Failed: {status}.** Its last messages:\n\n```\n{failure[-2500:]}\n```\n"
+    return text.replace(str(ROOT), ".").replace(sys.executable, "python")
 
 
 # ---- The file ----
@@ -204,8 +206,11 @@ def summary(sections: dict) -> list[str]:
     rows, profile = [], sections["profile"][0]["records"] if "profile" in sections else []
     for name, part in PARTS.items():
         facts = sections[name][0] if name in sections else {"status": "not run yet"}
-        if facts["status"]:
-            rows.append(f"| {part.script} | part {name} | | {facts['status']} | | |")
+        if facts["status"] == "not run yet":
+            rows.append(f"| {part.script} | part {name} is not run yet | | | | |")
+        elif facts["status"] != 0:
+            rows.append(f"| {part.script} | **part {name} failed: {facts['status']}** | | | | |")
+        if facts["status"] != 0:
             continue
         groups: dict[tuple, list[float]] = {}
         for record in facts["records"] if name != "profile" else ():
@@ -240,6 +245,10 @@ def render(head: dict, sections: dict) -> str:
         lines += [f"| {name} | `{facts['command']}` | {facts['seconds']:.0f} | {facts['status']} | {speeds} "
                   f"| {facts['busy']:.0%} |"]  # fmt: skip
     lines += ["", "busy before: what other programs took of the CPUs in the second before the part.\n"]
+    speeds = [speed for facts, _ in sections.values() for speed in facts["gflops"]]
+    if min(speeds) < 0.9 * max(speeds) or any(facts["busy"] > 0.1 for facts, _ in sections.values()):
+        lines += ["**The machine was not idle, or not always as fast: these ratios are less certain than their "
+                  "spread.**\n"]  # fmt: skip
     for name, (facts, text) in sections.items():
         lines += [f"## {name}\n\n`{facts['command']}`\n"]
         if facts["differs"]:
@@ -310,7 +319,7 @@ def main() -> int:
         if not args.only:
             head["gflops"] = [head["gflops"][0], facts["gflops"][-1]]
         write(out, render(head, sections))
-        failed += [name] * bool(facts["status"])
+        failed += [name] * (facts["status"] != 0)
         print(f"{name}: {facts['seconds']:.0f} s, exit status {facts['status']}", flush=True)
     print(f"{time.monotonic() - begin:.0f} s in all: {out}" + f"; failed: {', '.join(failed)}" * bool(failed))
     return 1 if failed else 0
