@@ -267,7 +267,8 @@ def read_file(path: Path) -> tuple[dict, dict]:
         raise ValueError(f"{path} is not a file of this program, or is cut off: run it without --only")
     sections = {}
     for name in PARTS:
-        found = re.search(rf"^## {name}\n\n`.*`\n\n(.*?)\n+^<!-- facts (\{{.*\}}) -->$", text, re.M | re.S)
+        pattern = rf"^## {name}\n\n`[^\n]*`\n\n(.*?)\n+<!-- facts ([^\n]*) -->$"
+        found = re.search(pattern, text, re.M | re.S)
         if found:
             facts = json.loads(found[2])
             sections[name] = (facts, found[1].removeprefix(f"**{facts['differs']}**\n\n"))
