@@ -384,7 +384,14 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def compare(args: argparse.Namespace, folder: Path) -> None:
+def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
+    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
+    rows = zip(mine, theirs, ratios, strict=True)
+    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+
+
+def compare(args: argparse.Namespace, folder: Path) -> list[dict]:
+    """Both sides in alternation; prints the table. Returns the rounds."""
     context, pipes = multiprocessing.get_context("spawn"), {}
     for side in ("port", "ours"):
         pipes[side], theirs = context.Pipe()
@@ -396,7 +403,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         pipes[side].send(request)
         return pipes[side].recv()
 
-    notes = []
+    notes, records = [], []
     print(f"1 process x {args.threads} thread, {args.rounds} rounds of {args.seconds:g} s for each side\n")
     print("| residues | batch of ours | port, pairs/s | run_dpo_ddp.py, pairs/s | ratio |\n|---|---|---|---|---|")
     for length in args.lengths:
@@ -415,11 +422,14 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
             print(
                 f"| {length} | {size} | {spread(found[0])} | {spread(found[size])} | {spread(ratios, 1)} |", flush=True
             )
+            name = f"{length} residues, batch {size}"
+            records += rounds_of(name, "port of the original", "pairs/s", found[size], found[0], ratios)
         costs = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in once.items())
         notes.append(f"{length} residues: log-probabilities equal to {difference:.0e}; once per pair: {costs}")
     for pipe in pipes.values():
         pipe.send(())
     print("\n" + "\n".join(notes))
+    return records
 
 
 def main() -> None:
@@ -431,9 +441,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of both sides")
     parser.add_argument("--flush_denormal", action="store_true", help="both sides: let the CPU round them to zero")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        compare(args, Path(folder))
+        found = compare(args, Path(folder))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import multiprocessing
 import statistics
 import sys
@@ -171,6 +172,12 @@ def spread(values: list[float], digits: int) -> str:
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
+def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
+    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
+    rows = zip(mine, theirs, ratios, strict=True)
+    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="alternating runs of all sides")
@@ -178,8 +185,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["32-128", "2048"], help="elements of a set")
     parser.add_argument("--models", nargs="+", default=["1x32", "3x64"], help="layers x width")
     parser.add_argument("--sets", type=int, default=2000, help="sets (of 1,024 elements or more: 96)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
     args = parser.parse_args()
-    context, sides = multiprocessing.get_context("spawn"), ("ours", "memory", "files")
+    context, sides, records = multiprocessing.get_context("spawn"), ("ours", "memory", "files"), []
     print(f"batches of {BATCH}, {args.rounds} rounds of {args.seconds:g} s, sets/s\n")
     print("| elements | links | model | ours | port, memory | ratio | port, files | ratio |\n|" + "---|" * 8)
     with tempfile.TemporaryDirectory() as folder:
@@ -215,7 +223,12 @@ def main() -> None:
             cells = [size, f"{links:,.0f}", model, spread(found["ours"], digits)]
             for side in sides[1:]:
                 cells += [spread(found[side], digits), spread(ratios[side], 1)]
+                other = f"torch_geometric's loop, sets in {side}"
+                records += rounds_of(f"{size} elements, {model}", other, "sets/s", found["ours"], found[side],
+                                     ratios[side])  # fmt: skip
             print(f"| {' | '.join(cells)} |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import argparse
 import copy
 import inspect
 import itertools
+import json
 import multiprocessing
 import statistics
 import sys
@@ -212,8 +213,14 @@ def profile(side: str, options) -> None:
     print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45))
 
 
-def measure(sides: list[str], options) -> None:
-    """Rows of the table for one setting."""
+def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
+    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
+    rows = zip(mine, theirs, ratios, strict=True)
+    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+
+
+def measure(sides: list[str], options) -> list[dict]:
+    """Rows of the table for one setting. Returns the rounds."""
     if not (difference := compare(options)) < 1e-5:
         sys.exit(f"the two attacks differ by {difference:.1e} in a pixel")
     context, pipes, found = multiprocessing.get_context("spawn"), {}, {side: [] for side in sides}
@@ -227,12 +234,17 @@ def measure(sides: list[str], options) -> None:
         found[side].append(pipes[side].recv())
     for pipe in pipes.values():
         pipe.send(False)
+    records, speeds = [], {side: [options.batch / cpu for _, cpu in values] for side, values in found.items()}
     for side, values in found.items():
         wall, cpu = ([options.batch / v[i] for v in values] for i in (0, 1))
         ratios = [theirs[1] / mine[1] for mine, theirs in zip(values, found[sides[0]], strict=True)]
         print(f"| {options.model}, {options.size} px, batch {options.batch}, T {options.T} | {side} "
               f"| {statistics.median(wall):.1f} | {statistics.median(cpu):.1f} ({min(cpu):.1f} to {max(cpu):.1f}) "
               f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |", flush=True)  # fmt: skip
+        if side != sides[0]:
+            name = f"{options.model}, {options.size} px, batch {options.batch}, T {options.T}: {side}"
+            records += rounds_of(name, sides[0], "images per CPU second", speeds[side], speeds[sides[0]], ratios)
+    return records
 
 
 def main() -> None:
@@ -243,8 +255,9 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=5, help="turns of each side; medians count")
     p.add_argument("--sides", nargs="+", default=["original", "ours", "compiled", "floor"], choices=SIDES)
     p.add_argument("--profile", choices=SIDES)
+    p.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
     options = p.parse_args()
-    rebm.LOGGER.rank = 1  # says nothing
+    rebm.LOGGER.rank, records = 1, []  # says nothing
     if not options.profile:
         print(f"{torch.get_num_threads()} threads, {options.rounds} turns of {options.seconds:g} s, torch "
               f"{torch.__version__}\n\n| setting | side | images/s | images per CPU second (range) "
@@ -255,7 +268,9 @@ def main() -> None:
         if options.profile:
             profile(options.profile, options)
         else:
-            measure(options.sides, options)
+            records += measure(options.sides, options)
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

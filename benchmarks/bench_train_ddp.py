@@ -129,8 +129,15 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def compare(args: argparse.Namespace, work: Path) -> None:
-    """Both sides in alternation; prints the tables."""
+def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
+    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
+    rows = zip(mine, theirs, ratios, strict=True)
+    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+
+
+def compare(args: argparse.Namespace, work: Path) -> list[dict]:
+    """Both sides in alternation; prints the tables. Returns the rounds."""
+    other_side, found = "SentenceTransformerTrainer", []
     ours(args, work, "warm", 1, ["--max_steps=1"])  # builds models, tokens and vectors that both sides use
     builtin = sorted(work.glob("cache/builtin-bert-*"), key=lambda p: (p / "model.safetensors").stat().st_size)
     (work / "models.json").write_text(json.dumps({"student": str(builtin[0]), "teacher": str(builtin[1])}))
@@ -145,12 +152,18 @@ def compare(args: argparse.Namespace, work: Path) -> None:
             other.append(theirs(args, work, f"theirs{phase}-{i}", phase, [f"--steps={count}"])[0])
         ratio = [a / b for a, b in zip(mine, other, strict=True)]
         print(f"| phase {phase}: {loss} | {spread(mine)} | {spread(other)} | {spread(ratio)} |", flush=True)
-    if args.epochs:
+        found += rounds_of(f"phase {phase}: {loss}", other_side, "samples/s", mine, other, ratio)
+    mine, other = [], []
+    for i in range(args.epochs):
         for folder in work.glob("cache/teacher-*"):
             shutil.rmtree(folder)
-        mine = ours(args, work, "ours-epochs", 1, ["--phase1_epochs=3"])[1]
-        other = theirs(args, work, "theirs-epochs", 1, ["--steps=0", "--encode"])[1]
-        print(f"\n| wall seconds, three epochs with the teacher | {mine:.0f} | {other:.0f} | {other / mine:.2f} |")
+        mine.append(ours(args, work, f"ours-epochs{i}", 1, ["--phase1_epochs=3"])[1])
+        other.append(theirs(args, work, f"theirs-epochs{i}", 1, ["--steps=0", "--encode"])[1])
+    if args.epochs:
+        name, ratio = "three epochs with the teacher", [b / a for a, b in zip(mine, other, strict=True)]
+        print(f"\n| wall seconds, {name} | {spread(mine)} | {spread(other)} | {spread(ratio)} |")
+        found += rounds_of(name, other_side, "seconds", mine, other, ratio)
+    return found
 
 
 def main() -> None:
@@ -160,7 +173,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run (a third of them in phase 2)")
     parser.add_argument("--rows", type=int, default=3000, help="documentation entries that are read")
     parser.add_argument("--batch", type=int, default=64, help="samples per process and step")
-    parser.add_argument("--epochs", action="store_true", help="also three epochs with the teacher (minutes)")
+    parser.add_argument("--epochs", type=int, nargs="?", const=1, default=0, metavar="ROUNDS",
+                        help="also three epochs with the teacher (minutes), once or in ROUNDS rounds")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
     parser.add_argument("--role", default="compare", choices=("compare", "trainer"), help=argparse.SUPPRESS)
     for name in ("--work", "--result"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
@@ -170,7 +185,9 @@ def main() -> None:
     if args.role == "trainer":
         return trainer(args)
     with tempfile.TemporaryDirectory() as work:
-        compare(args, args.work or Path(work))
+        found = compare(args, args.work or Path(work))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

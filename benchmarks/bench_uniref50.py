@@ -381,8 +381,14 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
-def compare(args: argparse.Namespace, work: Path) -> None:
-    """Both sides in alternation; prints the table."""
+def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
+    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
+    rows = zip(mine, theirs, ratios, strict=True)
+    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+
+
+def compare(args: argparse.Namespace, work: Path) -> list[dict]:
+    """Both sides in alternation; prints the table. Returns the rounds."""
     sequences = draw_sequences(args.sequences, 42) if args.lengths == "uniref50" else read_fasta(Path(args.lengths))
     lengths = [len(sequence) for sequence in sequences]
     fasta = work / "sequences.fasta"
@@ -413,9 +419,13 @@ def compare(args: argparse.Namespace, work: Path) -> None:
             mfu = [100 * r["residues/s"] * need / p["peak"] for r, p in zip(rounds, port, strict=True)]
             padding = statistics.mean(r["padding"] for r in rounds)
             print(f"| {side} | {spread([r['residues/s'] for r in rounds])} | {padding:.1%} | {spread(mfu, 1)} % |")
-    if not args.port_only:
-        pairs = zip(sides["run_train_uniref50_ddp.py"], port, strict=True)
-        print(f"| ratio | {spread([a['residues/s'] / b['residues/s'] for a, b in pairs], 2)} | | |")
+    if args.port_only:
+        return []
+    mine, other = ([r["residues/s"] for r in rounds] for rounds in sides.values())
+    ratios = [a / b for a, b in zip(mine, other, strict=True)]
+    print(f"| ratio | {spread(ratios, 2)} | | |")
+    name = f"{args.config} model, lengths of {Path(args.lengths).name}"
+    return rounds_of(name, "port of the original", "real residues/s", mine, other, ratios)
 
 
 def main() -> None:
@@ -432,6 +442,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=20_000, help="how many are drawn")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--port_only", action="store_true", help="the port alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
     parser.add_argument("options", nargs="*", help="after --: more options of run_train_uniref50_ddp.py")
     parser.add_argument("--role", default="compare", choices=("compare", "port"), help=argparse.SUPPRESS)
     for name in ("--work", "--result", "--weights"):
@@ -441,7 +452,9 @@ def main() -> None:
         return port(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as work:
-        compare(args, args.work or Path(work))
+        found = compare(args, args.work or Path(work))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
