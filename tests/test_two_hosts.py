@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from runs import SCRIPTS, TINY, Run, Server, differences, run_rank, state_of
+from runs import SCRIPTS, TINY, Run, Server, differences, state_of
 from test_launch import TORCHRUN, Job, environment
 
 FAST = "run_train_quantumgrav_ddp"  # the script of the normal test command
@@ -164,15 +164,14 @@ class Launch:
 
 @pytest.fixture
 def launch(hosts, tmp_path):
-    """launch(script, argv, folder, ...): a Launch. `faults`: those of runs.py, by way of the last lines here."""
+    """launch(script, argv, folder, ...): a Launch; with `faults` and traces by way of runs.py."""
     launches = []
 
-    def call(script, argv, folder, nodes="2", faults=None, attempt=0, read_only=None) -> Launch:
+    def call(script, argv, folder, nodes="2", faults=None, read_only=None) -> Launch:
         program, env = [str(ROOT / f"{script}.py")], {}
         if faults is not None:
-            program = [str(Path(__file__).resolve())]
-            env = {"SCRIPT": script, "FOLDER": folder, "ATTEMPT": attempt, "FAULTS": json.dumps(faults)}
-            env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+            program = [str(ROOT / "tests" / "runs.py"), script]
+            env = {"OUTPUT": folder, "FAULTS": json.dumps(faults), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
         program += [*argv, f"--output_dir={folder}"]
         output = tmp_path / f"launch{len(launches)}"
         launches.append(Launch(hosts, program, output, nodes, read_only, env))
@@ -191,26 +190,21 @@ def steps_made(folder: Path, whom: str) -> int:
     return len(trace.read_text().splitlines()) if trace.exists() else 0
 
 
-def wait_until(what, seconds: float, launch: Launch, folder: Path) -> float:
+def wait_until(what, seconds: float, launch: Launch) -> float:
     """Seconds until what() is true; AssertionError with all output after `seconds`."""
     begin = time.monotonic()
     while not what():
-        if time.monotonic() - begin > seconds:
-            raise AssertionError(f"not within {seconds} s:\n{launch.text[-2000:]}\n{output_of(folder)[-3000:]}")
+        assert time.monotonic() - begin < seconds, f"not within {seconds} s:\n{launch.text[-5000:]}"
         time.sleep(0.05)
     return time.monotonic() - begin
-
-
-def output_of(folder: Path) -> str:
-    return "\n".join(file.read_text() for file in sorted(folder.parent.glob(f"{folder.name}.rank*.txt")))
 
 
 def middle_of_training(launch, script, folder: Path, *more: str, nodes: str = "2") -> Launch:
     """A launch of which rank 1 has made 23 of its 45 to 54 steps; one takes 0.3 s now."""
     name, argv, _ = script
     jobs = launch(name, [*argv, *more], folder, nodes, SLOW)
-    wait_until(lambda: steps_made(folder, "1-of-2") >= 23 or jobs.ended(), 100, jobs, folder)
-    assert not jobs.ended(), jobs.text[-2000:] + output_of(folder)[-3000:]
+    wait_until(lambda: steps_made(folder, "1-of-2") >= 23 or jobs.ended(), 100, jobs)
+    assert not jobs.ended(), jobs.text[-5000:]
     return jobs
 
 
@@ -219,9 +213,8 @@ def ends_as_undisturbed(launch, script, folder: Path, whole: Run) -> None:
     name, argv, _ = script
     before = steps_made(folder, "0-of-2")
     assert before < len(whole.losses)
-    again = launch(name, argv, folder, "2", [], attempt=1)
-    assert again.wait() == [0, 0], output_of(folder)[-3000:]
-    assert "resuming" in output_of(folder)
+    again = launch(name, argv, folder, faults=[])
+    assert again.wait() == [0, 0] and "resuming" in again.text, again.text[-5000:]
     run = Run(folder)
     ours, theirs = state_of(run), state_of(whole)
     for key in theirs.keys() - {"wall_s", "speed", "wandb_id", "args"}:
@@ -269,13 +262,13 @@ def test_cut_link(script, whole, hosts, launch, matrix):
     jobs = middle_of_training(launch, script, target, f"--ddp_timeout_minutes={TIMEOUT / 60}")
     assert len(jobs.ranks()) >= 2
     hosts.cable("down")
-    seconds = wait_until(lambda: not jobs.ranks(), TIMEOUT + 30, jobs, target)
+    seconds = wait_until(lambda: not jobs.ranks(), TIMEOUT + 30, jobs)
     print(f"{name}: ranks ended {seconds:.1f} s after the cut, with a limit of {TIMEOUT:g} s")
-    assert seconds > TIMEOUT / 2 and output_of(target).count("failed on rank") == 2
-    wait_until(lambda: not hosts.processes(hosts.a), 20, jobs, target)  # it has the store: nobody to wait for
+    assert seconds > TIMEOUT / 2 and jobs.text.count("failed on rank") == 2
+    wait_until(lambda: not hosts.processes(hosts.a), 20, jobs)  # it has the store: nobody to wait for
     outlived = bool(hosts.processes(hosts.b))
     jobs.jobs[1].process.terminate()
-    wait_until(lambda: not hosts.processes(), 10, jobs, target)
+    wait_until(lambda: not hosts.processes(), 10, jobs)
     statuses = jobs.wait(5)
     assert 0 not in statuses
     hosts.cable("up")
@@ -290,7 +283,7 @@ def test_dead_host(script, whole, hosts, launch, matrix, all_faults):
     target = folder / "dead"
     jobs = middle_of_training(launch, script, target)
     hosts.kill(hosts.b)
-    seconds = wait_until(lambda: not hosts.processes(), 15, jobs, target)
+    seconds = wait_until(lambda: not hosts.processes(), 15, jobs)
     assert jobs.wait(5)[0] == 1
     ends_as_undisturbed(launch, script, target, whole)
     matrix(name, "host b killed", "host a ended with 1, resumed bit-equal", seconds)
@@ -303,9 +296,9 @@ def test_elastic(script, whole, hosts, launch, matrix, all_faults):
     jobs = middle_of_training(launch, script, target, nodes="1:2")
     begin = time.monotonic()
     hosts.kill(hosts.b)
-    assert jobs.jobs[0].wait(150) == 0, output_of(target)[-3000:]
+    assert jobs.jobs[0].wait(150) == 0, jobs.text[-5000:]
     seconds = time.monotonic() - begin
-    assert not hosts.processes() and "resuming" in output_of(target)
+    assert not hosts.processes() and "resuming" in jobs.text
     run, plan, first, second = Run(target), whole.trained_on(), {}, {}
     assert run.summary["status"] == "finished" and run.summary["world_size"] == 1
     for trace in folder.glob("elastic.trace-*"):
@@ -319,10 +312,3 @@ def test_elastic(script, whole, hosts, launch, matrix, all_faults):
             assert sorted(ids) == sorted(plan[step])
     assert run.losses == pytest.approx(whole.losses, rel=1e-4)
     matrix(name, "host b killed, --nnodes=1:2", f"host a alone from step {start}, status 0, same samples", seconds)
-
-
-if __name__ == "__main__":  # what torchrun starts where a test needs faults and traces: a rank of tests/runs.py
-    name, folder, attempt = os.environ["SCRIPT"], os.environ["FOLDER"], os.environ["ATTEMPT"]
-    whom = "{RANK}-of-{WORLD_SIZE}".format(**os.environ)
-    own = dict(os.environ, OUTPUT=folder)
-    run_rank(own, name, sys.argv[1:], f"{folder}.rank{whom}-{attempt}.txt")
