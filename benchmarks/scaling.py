@@ -49,6 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROTEINS = ROOT / "data/uniref_sample.fasta.gz"
 LIMIT = 0.95  # efficiency of 2 processes
 SHARE = 0.03  # of a step, of computed communication, at A
+COUNTED = 24  # steps of which the operations are counted
 START = 240.0  # seconds at most until all processes of a side have made their first step
 COMMON = "--wandb_mode=disabled --device=cpu --precision=fp32 --save_every=1000000 --ddp_timeout_minutes=120"
 
@@ -95,8 +96,8 @@ def structures(folder: Path) -> str:
 
 
 def causal_sets(folder: Path) -> str:
-    """Sets of 64 to 128 elements, the default network."""
-    return "--samples=4000 --min_size=64 --max_size=128 --num_epochs=1000000"
+    """Sets of nearly one size, as the work per element grows with it; the default network."""
+    return "--samples=4000 --min_size=112 --max_size=128 --num_epochs=1000000"
 
 
 def digits(folder: Path) -> str:
@@ -225,7 +226,7 @@ class Meter:
             os._exit(1)
         self.aside, self.counter = 0.0, None
         if asked[0] == "count":
-            asked, self.counter = ("steps", 1), counter()
+            asked, self.counter = ("steps", asked[1]), counter()
             self.counter.__enter__()
         self.cpu = time.process_time()
         self.turn = {"asked": asked, "begin": time.monotonic(), "ends": [], "work": [], "parts": []}
@@ -338,6 +339,15 @@ class Side:
         if record:
             self.turns.append(turn)
         return turn
+
+
+    def count(self, steps: int) -> tuple[float, float]:
+        """Operations of a step, and FLOPs per unit of work, counted over `steps` steps of each process."""
+        for pipe in self.pipes:
+            pipe.send(("count", steps))
+        reports = self.hear(60 + 20 * steps * self.pace)
+        flops, work = (sum(np.sum(r[name]) for r in reports) for name in ("flops", "work"))
+        return statistics.mean(r["operations"] for r in reports) / steps, float(flops / work)
 
 
 def rate_of(reports: list[dict]) -> float:
@@ -471,14 +481,14 @@ def measure(name: str, folder: Path, options) -> dict:
             for side in order[:: 1 if number % 2 else -1]:
                 full = side.ranks == gate and side.accumulation == A
                 side.turn(options.seconds if full else options.seconds / 2)
-        for pipe in one.pipes:
-            pipe.send(("count", 1))
-        (counted,) = one.hear(120.0)
+        operations, flops = one.count(COUNTED)
+        ratio = bench.side("DDP", gate, A).count(COUNTED)[1] / bench.side("independent", gate, A).count(COUNTED)[1] \
+            if gate else None
     return {
         "name": name, "unit": workload.unit, "own": own, "A": A, "gate": gate, "strong": strong,
         "parameters": first["parameters"], "items": first["work"].tolist(), "reductions": reductions,
         "micro": micro if gate else None, "sides": {key: side.turns for key, side in bench.sides.items()},
-        "flops_per_work": counted["flops"] / counted["work"][0], "operations": counted["operations"] / own,
+        "flops_per_work": flops, "operations": operations / own, "flops_ratio": ratio,
     }  # fmt: skip
 
 
@@ -543,6 +553,8 @@ def report(found: dict, options) -> bool:
                         f"| {verdict}")
     table(f"weak scaling: processes | accumulation | independent, {unit}/s | DDP, {unit}/s | efficiency | "
           "CPU time per unit, DDP / independent | balance: mean / largest work of a rank | ", rows)  # fmt: skip
+    print(f"\nFLOPs per unit of work over {COUNTED} steps of {gate} ranks at A, DDP / independent: "
+          f"{found['flops_ratio']:.2f} (not 1: batches differ, or what pairs share is computed on several ranks)")
     rows, base = [], key("DDP", 1, found["strong"])
     for n in options.procs:
         side = key("DDP", n, found["strong"] // n)
