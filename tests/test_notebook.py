@@ -1,0 +1,69 @@
+"""docs/train_ddp_example.ipynb is what docs/make_notebook.py says, runs from top to bottom, and cleans up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+pytest.importorskip("nbclient", reason="no nbclient: pip install -r requirements-dev.txt")
+import make_notebook  # noqa: E402
+
+
+def files() -> set[Path]:
+    """What lies in the repository, apart from caches of Python and the tests."""
+    caches = {".git", "__pycache__", ".pytest_cache", ".ruff_cache"}
+    return {path for path in ROOT.rglob("*") if not caches & {*path.relative_to(ROOT).parts}}
+
+
+@pytest.fixture
+def cpu(tmp_path, monkeypatch):
+    """The environment of a machine without a GPU, whose temporary folder is ours."""
+    for name, value in {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", None)  # read TMPDIR again
+    return tmp_path
+
+
+@pytest.mark.timeout(900)  # it starts four trainings; a cell has 300 s
+def test_notebook_runs(cpu):
+    before = files()
+    command = [sys.executable, str(ROOT / "docs" / "make_notebook.py"), "--check"]
+    found = subprocess.run(command, env=os.environ, cwd=cpu, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert files() == before and not list(cpu.iterdir()), "the notebook wrote outside its temporary folder, or left it"
+
+
+@pytest.mark.timeout(400)
+def test_failing_cell_leaves_no_process(cpu):
+    """A cell that raises while its training goes on: the cell is named, and its processes are ended by the cell."""
+    notebook = make_notebook.build()
+    wanted = ("import torch", "def run(", "SCRIPT =")
+    setup = [next(cell for cell in notebook.cells if text in cell.source) for text in wanted]
+    launch = "torchrun --standalone --nproc_per_node=2 {SCRIPT} --num_epochs 100000 --patience 100000"
+    # the first line of output is compared with a number, which is a TypeError
+    fault = make_notebook.new_code_cell(f'run(f"{launch} --output_dir $WORK/endless", stop_at=1)')
+    notebook.cells = [*setup, fault]
+    with pytest.raises(RuntimeError) as caught:
+        make_notebook.execute(notebook)
+    text = str(caught.value)
+    assert text.startswith("cell 4 (code, after ") and "TypeError" in text, text
+    assert "left running" not in text, text
+    assert not list(cpu.iterdir())
+
+
+def test_differences_are_seen():
+    """Another source, a missing cell, one too many, and an output that must be the same."""
+    made, kept = make_notebook.build(), make_notebook.build()
+    assert make_notebook.differing(made, kept) == ""
+    kept.cells[3].source += "\n"
+    assert make_notebook.differing(made, kept).startswith("cell 4 (code, after ")
+    assert "cell 3" in make_notebook.differing(made, kept | {"cells": made.cells[:2]})
+    extra = make_notebook.new_code_cell("1")
+    assert "1 cells" in make_notebook.differing(made, kept | {"cells": [*made.cells, extra]})
