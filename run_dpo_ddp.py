@@ -1645,8 +1645,8 @@ class Stage:
 def make_step(task: Task, sampler: GlobalBatchSampler, epoch: int, batch: np.ndarray) -> tuple[list[tuple], int]:
     """This rank's part of a global batch (places in task.train_ids), and how many pairs that has. For each micro-batch:
     itself, its pairs (0: it stands in where this rank has none), their log p of the reference (P, 2) float64."""
-    parts, micro = sampler.deal(batch), []
-    for part in parts:
+    mine, micro = np.array_split(batch, task.ddp.world_size)[task.ddp.rank], []  # a block: it shares its backbones
+    for part in np.array_split(mine, sampler.micro_steps):
         ids = task.train_ids[part if len(part) else batch[:1]]
         reference = None if task.reference is None else task.reference[ids, epoch % task.args.num_orders]
         micro.append((task.collate(ids), len(part), moved(reference, task.ddp.device)))

@@ -600,3 +600,18 @@ def test_shipped_data(tmp_path):
     assert 0.08 <= changed.min() and changed.max() <= 0.25 and 0.15 < changed.mean() < 0.2
     for one, other in zip(batch.chosen, batch.rejected, strict=True):
         assert torch.equal(one.bincount(minlength=21), other.bincount(minlength=21)), "the same composition"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_a_rank_gets_pairs_of_the_same_backbones(world_size):
+    """12 structures of 4 pairs each: every pair once, and hardly a backbone is encoded by more than one rank."""
+    backbone, got, encoded = np.repeat(np.arange(12), 4), [], 0
+    for rank in range(world_size):
+        ddp = one_process()._replace(rank=rank, world_size=world_size)
+        sampler = script.GlobalBatchSampler(48, 48, 2, 0, ddp)
+        task = SimpleNamespace(ddp=ddp, train_ids=np.arange(48), reference=None, collate=lambda ids: ids)
+        micro, total = script.make_step(task, sampler, 0, np.arange(48))
+        assert total == 48 and [len(ids) for ids, _, _ in micro] == [count for _, count, _ in micro]
+        got += [i for ids, _, _ in micro for i in ids]
+        encoded += len(np.unique(backbone[np.concatenate([ids for ids, _, _ in micro])]))
+    assert sorted(got) == list(range(48)) and encoded < 12 + world_size
