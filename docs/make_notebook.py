@@ -69,12 +69,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+ROOT = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "run_train_quantumgrav_ddp.py").exists())
+sys.path.insert(0, str(ROOT))
+''')
+
+code('''
 import matplotlib.pyplot as plt
 import torch
 from IPython.display import Image
 
-ROOT = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "run_train_quantumgrav_ddp.py").exists())
-sys.path.insert(0, str(ROOT))
 import run_train_quantumgrav_ddp as script
 
 folder = tempfile.TemporaryDirectory(prefix="ddp-example-")  # removed at the end
@@ -125,8 +128,11 @@ def run(command: str, stop_at: str = "", status: int = 0) -> list[str]:
     return lines
 
 def show(lines: list[str], pattern: str) -> None:
-    """The lines in which the regular expression is found."""
-    print(*(line for line in lines if re.search(pattern, line)), sep="\\n")
+    """The lines in which the regular expression is found; there must be some."""
+    found = [line for line in lines if re.search(pattern, line)]
+    if not found:
+        raise LookupError("\\n".join([*lines[-40:], f"no line with {pattern!r}"]))
+    print(*found, sep="\\n")
 ''')
 
 text("""
@@ -273,11 +279,11 @@ def read(run_folder: str) -> tuple[dict, dict]:
     rows = [json.loads(line) for line in (WORK / run_folder / "metrics.jsonl").read_text().splitlines()]
     return tuple({row["step"]: row[name] for row in rows if name in row} for name in ("loss", "val loss"))
 
-figure, axis = plt.subplots(figsize=(6, 2.8), dpi=70, layout="constrained")
-for name, label, style in (("torchrun", f"{RANKS} processes", "-"), ("launch", "1 process", "--")):
-    train, valid = read(name)
-    axis.plot(train.keys(), train.values(), f"C0{style}", label=f"training, {label}")
-    axis.plot(valid.keys(), valid.values(), f"C1{style}", label=f"validation, {label}")
+figure, axis = plt.subplots(figsize=(6, 2.8), dpi=60, layout="constrained")
+for name, label, width, colors in (("torchrun", f"{RANKS} process(es)", 4, ("skyblue", "gold")),
+                                   ("launch", "1 process", 1, ("navy", "firebrick"))):
+    for curve, part, color in zip(read(name), ("training", "validation"), colors, strict=True):
+        axis.plot(curve.keys(), curve.values(), color, linewidth=width, label=f"{part}, {label}")
 axis.set(xlabel="optimizer step", ylabel="nats per set")
 axis.legend(fontsize="small")
 plt.show()
@@ -303,9 +309,10 @@ text("""
 ## 6. Stop and resume
 
 SIGTERM (`kill`, a queue's warning), SIGINT (Ctrl-C) and SIGUSR1 are agreed on by all ranks at the end of a step; then a
-checkpoint is written and the run stops. The same command goes on from there, in the middle of an epoch too. On a CPU
-the numbers are then the same, bit by bit, as without the stop, also where another launcher was used; on GPUs some
-kernels add in a varying order.
+checkpoint is written and the run stops. The same command goes on from there, in the middle of an epoch too. The numbers
+are then those of a run without the stop, here of the one that torchrun started: on a CPU bit by bit with two processes,
+up to rounding with three, since DDP orders the gradients anew after a start and a sum of three depends on the order. On
+GPUs some kernels add in a varying order, too.
 """)
 
 code('''

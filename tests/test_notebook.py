@@ -44,7 +44,7 @@ def test_notebook_runs(cpu):
 def test_failing_cell_leaves_no_process(cpu):
     """A cell that raises while its training goes on: the cell is named, and its processes are ended by the cell."""
     notebook = make_notebook.build()
-    wanted = ("import torch", "def run(", "SCRIPT =")
+    wanted = ("sys.path.insert", "import torch", "def run(", "SCRIPT =")
     setup = [next(cell for cell in notebook.cells if text in cell.source) for text in wanted]
     launch = "torchrun --standalone --nproc_per_node=2 {SCRIPT} --num_epochs 100000 --patience 100000"
     # the first line of output is compared with a number, which is a TypeError
@@ -53,7 +53,7 @@ def test_failing_cell_leaves_no_process(cpu):
     with pytest.raises(RuntimeError) as caught:
         make_notebook.execute(notebook)
     text = str(caught.value)
-    assert text.startswith("cell 4 (code, after ") and "TypeError" in text, text
+    assert text.startswith("cell 5 (code, after ") and "TypeError" in text, text
     assert "left running" not in text, text
     assert not list(cpu.iterdir())
 
