@@ -170,7 +170,7 @@ def test_simple_is_an_approximation_and_its_distance_is_known(record_property):
     for method in ("simple", "first_hitting"):
         found = counts(draw(chain, empty(8000, 4), method, steps=4), 3)
         distance[method] = np.abs(found / found.sum() - chain.law(4)).sum() / 2
-        record_property(f"total_variation_{method}", round(distance[method], 4))
+        record_property(f"total_variation_{method}", round(float(distance[method]), 4))
     assert distance["first_hitting"] < 0.04 and 0.1 < distance["simple"] < 0.6
 
 
