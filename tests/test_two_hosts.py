@@ -26,7 +26,7 @@ from test_launch import TORCHRUN, Job, environment
 FAST = "run_train_quantumgrav_ddp"  # the script of the normal test command
 TIMEOUT = 6.0  # seconds: --ddp_timeout_minutes of the runs whose link is cut
 SLOW = [[1, step, "sleep", 0.3] for step in range(20, 60)]  # FAULTS: time to do something in the middle of a run
-CLOCKS = {"samples/s", "nodes/s", "tokens/s", "data_wait", "comm", "mem_gb", "mfu", "slowest_rank"}  # of metrics.jsonl
+CLOCKS = set("samples/s nodes/s tokens/s data_wait comm mem_gb mfu ranks slowest_rank".split())  # of metrics.jsonl
 RUN_OWN = {"args", "wall_s", "samples_per_s", "checkpoint"}  # of summary.json
 pytestmark = pytest.mark.timeout(300)
 
@@ -273,8 +273,10 @@ def test_cut_link(script, whole, hosts, launch, matrix):
     assert 0 not in statuses
     hosts.cable("up")
     ends_as_undisturbed(launch, script, target, whole)
-    agents = f"statuses {statuses}" + ", agent of host b killed by timeout -k" * outlived
-    matrix(name, f"link cut, limit {TIMEOUT:g} s", f"ranks ended, {agents}; resumed bit-equal", seconds)
+    killed = statuses[1] == -signal.SIGKILL
+    end = "ended by itself" if not outlived else "killed by timeout -k" if killed else "ended by SIGTERM"
+    outcome = f"ranks ended, agent of host b {end}; resumed bit-equal"
+    matrix(name, f"link cut, limit {TIMEOUT:g} s", outcome, seconds)
 
 
 def test_dead_host(script, whole, hosts, launch, matrix, all_faults):
