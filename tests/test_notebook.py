@@ -26,7 +26,7 @@ def files() -> set[Path]:
 @pytest.fixture
 def cpu(tmp_path, monkeypatch):
     """The environment of a machine without a GPU, whose temporary folder is ours."""
-    values = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | dict.fromkeys(("TMPDIR", "JUPYTER_RUNTIME_DIR"), tmp_path)
+    values = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": tmp_path, "JUPYTER_RUNTIME_DIR": tmp_path}
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("tempfile.tempdir", None)  # read TMPDIR again
