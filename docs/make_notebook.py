@@ -414,25 +414,23 @@ def processes(mark: str) -> dict[int, str]:
     return found
 
 
-def end_processes(mark: str, seconds: float = 10.0) -> list[str]:
-    """Kills what is left of a run; returns the command lines of what had not ended by itself."""
-    deadline = time.monotonic() + seconds
-    while (left := processes(mark)) and time.monotonic() < deadline:
+def end_processes(mark: str, spared: set[int]) -> list[str]:
+    """Kills what is left of a run; returns the command lines of what had not ended by itself within seconds."""
+    deadline, commands = time.monotonic() + 5, []
+    while left := {pid: command for pid, command in processes(mark).items() if pid not in spared}:
+        if time.monotonic() > deadline:
+            commands = commands or list(left.values())
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
-    commands = list(left.values())
-    while left:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-        left = processes(mark)
     return commands
 
 
 def execute(notebook: nbformat.NotebookNode, timeout: int = 300) -> None:
     """Runs all cells in a new kernel, as from docs/; fills in the outputs. RuntimeError names the cell that raises, and
     says which processes were left running, all of which are ended."""
-    mark, failed = os.urandom(8).hex(), None
+    mark, failed, left = os.urandom(8).hex(), None, []
     with tempfile.TemporaryDirectory(prefix="make-notebook-") as folder:
         # of the kernel: its files, its history, and what the cells write
         env = os.environ | {MARK: mark, "TMPDIR": folder, "IPYTHONDIR": folder, "JUPYTER_RUNTIME_DIR": folder}
@@ -443,6 +441,7 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 300) -> None:
         )  # fmt: skip
         try:
             with client.setup_kernel(env=env):
+                kernel = {*processes(mark)}
                 for number, cell in enumerate(notebook.cells):
                     begin = time.monotonic()
                     try:
@@ -451,8 +450,9 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 300) -> None:
                         trace = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # no colours
                         failed = f"{name_of(notebook, number)}, after {time.monotonic() - begin:.0f} s: {trace}"
                         break
+                left = end_processes(mark, kernel)  # while the kernel lives: its end closes the pipes of its runs
         finally:
-            left = end_processes(mark)
+            end_processes(mark, set())
     if failed or left:
         raise RuntimeError("\n".join(filter(None, [failed, *(f"left running: {command}" for command in left)])))
 
