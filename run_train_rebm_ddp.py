@@ -19,9 +19,8 @@ Logged metrics (over all ranks, in nats; in --output_dir with best.pt, latest.pt
     loss = bce_weight * bce + clf_weight * clf_loss + r1reg * r1; T: attack steps; auc: real against attacked images
     val, test: clean, robust@R (accuracy in balls of radius R), ood_auc KIND, adv_ood_auc (attacked), frechet_pixels
     ranks: seconds a step of each part (s_*) and samples/s of the fastest, mean and slowest rank
-Differences from the original: all ranks evaluate, every item once; the AUC is pooled; the evaluation attack is stronger
-than the training attack; orders of the three data streams differ, by epoch and seed; attacks use the module itself, its
-parameters without gradient; best weights are chosen on images held out of the training set.
+Differences from the original: all ranks evaluate, every item once, under a stronger attack; the AUC is pooled; data are
+ordered by epoch and seed; attacks use the bare module; best weights are chosen on images held out of the training set.
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         ("use_batchnorm", bool, False, "stage 2 goes on with batch statistics, instead of frozen ones"),
         ("use_convstem", bool, True, "ConvNeXt: small convolutions for the patches"),
         ("normalize_input", bool, True, "subtract mean, divide by deviation, inside the model"))
-    section("attack", "attack_", *attack("max_steps", 50, 0.1, math.inf),
-        ("start_step", whole, 0, "T at the start of stage 2"))
+    section("attack", "attack_", *attack("max_steps", 50, 0.1, math.inf), ("start_step", whole, 0, "T at its start"))
     section("indist_attack_clf", "clf_attack_", *attack("max_steps", 10, 0.1, 0.5),
         ("random_start", bool, False, "start from a random point of the ball"))
     section("image_log", "image_", *attack("num_steps", 32, 0.2, math.inf),
@@ -664,8 +662,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     state, keys = load_checkpoint(path), ("ema", "model", "ema_state_dict", "model_state_dict", "state_dict")
     state = next((state[key] for key in keys if isinstance(state.get(key), dict) and state[key]), state)
     wrappers = re.compile(r"^((module|_orig_mod|base_model)\.)+")
-    found = {wrappers.sub("", name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    found.pop("n_averaged", None)
+    found = {wrappers.sub("", n): t for n, t in state.items() if isinstance(t, Tensor) and not n.endswith("n_averaged")}
     if not found:
         raise ValueError(f"{path}: no weights there; expected a checkpoint or a state_dict")
     return found
@@ -1188,6 +1185,11 @@ def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
     ids = None if ddp.device.type == "cpu" else [ddp.device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
     wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
+    # the first backward pass fixes the order of 3 ranks' sums: one of zeros, so that a resume does not change it
+    zero, wrapped.module = sum((p * 0).sum() for p in model.parameters() if p.requires_grad), torch.nn.Identity()
+    wrapped(zero).backward()
+    wrapped.module = model
+    wrapped.zero_grad(set_to_none=True)
     return wrapped
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:  # without DDP's and torch.compile's wrappers

@@ -513,6 +513,11 @@ def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
     ids = None if ddp.device.type == "cpu" else [ddp.device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
     wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
+    # the first backward pass fixes the order of 3 ranks' sums: one of zeros, so that a resume does not change it
+    zero, wrapped.module = sum((p * 0).sum() for p in model.parameters() if p.requires_grad), torch.nn.Identity()
+    wrapped(zero).backward()
+    wrapped.module = model
+    wrapped.zero_grad(set_to_none=True)
     return wrapped
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:  # without DDP's and torch.compile's wrappers
