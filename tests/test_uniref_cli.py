@@ -80,7 +80,7 @@ def test_wrong_uses_are_refused(trained, tmp_path):
     assert "--hidden_size 32, this one has 64" in call(*plain, "--hidden_size=64", status=1)
     write_proteins(tmp_path / "other.fasta", 200)
     other = (f"--datafile={tmp_path / 'other.fasta'}", f"--cache_dir={tmp_path / 'cache'}", "--val_ratio=0.2")
-    assert "--data_key" in call(*plain, *other, status=1)
+    assert "holds a run with data " in call(*plain, *other, status=1)
     assert "prepared with 0.2" in call(*plain, "--val_ratio=0.1", status=1)
     checkpoint = f"--checkpoint={trained / 'run' / 'best.pt'}"
     said = call("--sample=2", checkpoint, "--sample_length=100", f"--out={tmp_path / 'x'}", status=1)
