@@ -23,6 +23,17 @@ def pytest_addoption(parser):
     parser.addoption("--matrix", metavar="FILE", help="write what matrix() was told in this session to FILE (markdown)")
 
 
+HEAD = """# Every script x every fault
+
+`python -m pytest tests/test_faults.py tests/test_two_hosts.py --all-faults --matrix FILE` writes this table; here on
+{cores} CPU cores with torch {torch}, gloo, Linux, as root. Seconds are from the (last) fault to the end of the last
+rank, or of the whole run where it goes on. In every row no process is left; "the same bits" means that weights,
+optimizer, random states, losses, and the samples of every step are those of the run that nothing happened to.
+
+Not tested here, for want of the machines: faults of GPUs and of their networks (NCCL, xccl; a device that is lost),
+file systems over a network (stale handles, no hard links), the signals of a real batch queue (sent by hand here).
+
+"""
 ROWS: list[tuple] = []  # of the session: script, fault, outcome, seconds
 RUNNING: list[pytest.Item] = []  # the test that runs, last
 
@@ -53,7 +64,10 @@ def pytest_terminal_summary(terminalreporter, config):
     rows = [("script", "fault", "outcome", "seconds"), ("---",) * 4, *ROWS]
     table = "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |\n" for row in rows)
     if config.getoption("--matrix"):
-        Path(config.getoption("--matrix")).write_text(table)
+        import torch
+
+        head = HEAD.format(cores=os.cpu_count(), torch=torch.__version__)
+        Path(config.getoption("--matrix")).write_text(head + table)
     if config.getoption("--all-faults"):
         terminalreporter.write_sep("=", "scripts and faults")
         terminalreporter.write(table)
