@@ -270,9 +270,6 @@ def test_plain_python(alone):
     [
         pytest.param([*TORCHRUN, "--standalone", "--nproc_per_node=2"], id="torchrun"),
         pytest.param([sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"], id="launch"),
-        pytest.param(
-            [sys.executable, "-m", "torch.distributed.launch", "--use-env", "--nproc_per_node=2"], id="launch-use-env"
-        ),
     ],
 )
 def test_torch_launchers(start, task, alone, tmp_path, launcher):
