@@ -15,9 +15,11 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -249,8 +251,11 @@ def checkpoint_damaged(case: Case, tmp_path: Path) -> str:
         run = case.run([[0, 9 * number, "signal", 15]], statuses=(143,), within=20)
         path = case.folder / "latest.pt"
         content = bytearray(path.read_bytes())
-        if spoil == "flip":
-            content[len(content) // 2] ^= 4
+        if spoil == "flip":  # in the middle of the largest tensor (a zip has padding, too, where it does no harm)
+            with zipfile.ZipFile(path) as archive:
+                member = max(archive.infolist(), key=lambda info: info.file_size)
+            name, extra = struct.unpack_from("<HH", content, member.header_offset + 26)
+            content[member.header_offset + 30 + name + extra + member.file_size // 2] ^= 4
         path.write_bytes(content[: len(content) // 2] if spoil == "cut" else content)  # step_*.pt is the same file
         assert state_of_bytes_is_refused(case, path)
     run = case.run((), statuses=(0,), within=100)
@@ -299,7 +304,7 @@ def nan_on_one_rank(case: Case, tmp_path: Path) -> str:
         trace.unlink()
     run = case.run([[1, 12, "nan", 0]], "--max_bad_steps=3", statuses=(1,), within=20)
     assert "3 steps in a row with a non-finite loss or gradient; samples of this rank" in run.text
-    assert state_of(run)["step"] == 12
+    assert 4 <= state_of(run)["step"] <= 12
     case.restart()
     return "once: skipped on all ranks; 3 in a row: status 1 with the samples' ids; the same bits after a restart"
 
