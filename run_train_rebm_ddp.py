@@ -311,7 +311,7 @@ def read_arrays(path: str, labelled: bool) -> dict[str, tuple[np.ndarray, np.nda
         pixels = x[:, None] if x.ndim == 3 else x if x.ndim != 4 or x.shape[1] in (1, 3) else x.transpose(0, 3, 1, 2)
         shape = pixels.shape if x.dtype == np.uint8 and pixels.ndim == 4 else (0, 0)
         if shape[1] not in (1, 3) or shape[2] != shape[3] or 0 in shape:
-            raise ValueError(f"{path}: x_{part} is {x.dtype} of shape {x.shape}; expected uint8 (N, S, S, channels 1, 3)")
+            raise ValueError(f"{path}: x_{part}: {x.dtype} of shape {x.shape}; expected uint8 (N, S, S, channels 1, 3)")
         if labelled and (y.shape != x.shape[:1] or y.dtype.kind not in "iu" or y.min() < 0):
             raise ValueError(f"{path}: y_{part} is {y.dtype} of shape {y.shape}, its least value "
                              f"{min(y.flat, default=0)}; expected {len(x)} integers from 0")
