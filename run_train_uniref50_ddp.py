@@ -1457,7 +1457,7 @@ class RunLog:
         except ImportError:
             return warn("no curves.png: pip install matplotlib")
         curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
-        for row in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines()):
+        for row in map(json.loads, re.findall(r".*}\n", (self.folder / "metrics.jsonl").read_text())):  # whole records
             for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
                 curves[name].append((row["step"], row[name]))
         height = max(1, -(-len(curves) // 3))

@@ -263,7 +263,7 @@ def run_rank(pipe, name: str, env: dict[str, str], argv: list[str], delay: float
         module = importlib.import_module(workload.script)
         Meter(pipe, module, workload, delay)
         status = module.launch(module.main, module.parse_args(argv))
-    except BaseException:
+    except BaseException:  # a forked process must not return into the forkserver; its log has the traceback
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(status or 1)  # it was not to end at all

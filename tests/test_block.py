@@ -1475,6 +1475,16 @@ def interval_record(ctx, folder):
     return log.final_loss, lines
 
 
+def test_half_a_record_does_not_stop_the_end(tmp_path):
+    """As a full disk leaves it."""
+    log = RunLog(run_args(tmp_path), one_process(), None)
+    log.write({"step": 1, "loss": 0.5})
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 2, "lo')
+    log.close("finished", steps=1)
+    assert (tmp_path / "curves.png").exists() and (tmp_path / "summary.json").exists()
+
+
 def test_interval_is_a_mean_over_all_ranks(tmp_path):
     (first, lines), (second, silent) = run_ranks(2, interval_record, str(tmp_path))
     (record,) = rows_of(tmp_path)  # rank 0 alone writes
