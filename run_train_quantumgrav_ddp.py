@@ -1491,10 +1491,11 @@ class RunLog:
         for row in map(json.loads, re.findall(r".*}\n", (self.folder / "metrics.jsonl").read_text())):  # whole records
             for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
                 curves[name].append((row["step"], row[name]))
-        height = max(1, -(-len(curves) // 3))
-        figure = Figure(figsize=(12, 2.6 * height), layout="constrained")
+        rows = max(1, -(-len(curves) // 3))  # margins are given, as finding good ones takes as long as drawing
+        figure = Figure((12, 2.6 * rows))
+        figure.subplots_adjust(0.06, 0.2 / rows, 0.99, 1 - 0.12 / rows, wspace=0.25, hspace=0.5)
         for place, (name, points) in enumerate(curves.items(), 1):
-            axis = figure.add_subplot(height, 3, place, title=name, xlabel="optimizer step")
+            axis = figure.add_subplot(rows, 3, place, title=name, xlabel="optimizer step")
             axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
         atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
 # ===== shared DDP block: end =====

@@ -10,11 +10,16 @@ what waits is stopped at the end of a step. Validation and checkpoints are not c
 N independent   N processes at once, each with a world of its own: what N processes of this machine can do at most
 N DDP           one job of N ranks
 
-Work is what the batches really hold (tokens, residues, elements, images; padding does not count).
+Each process of a side makes the same number of steps in a turn, and the turn is over with the last of them: work that
+is dealt out equally cannot be done sooner. Work is what the batches really hold (tokens, residues, elements, images;
+padding does not count). A rate is the work of all over the time of the turn.
 
 weak scaling    the batch of a process is fixed; efficiency is DDP's rate over that of as many independent processes.
                 Once with the script's own accumulation; once with A, the least from there on of which the computed
-                communication is under 3 % of a step. There 2 processes must reach 0.95, or the exit status is 1
+                communication is under 3 % of a step and a step takes two seconds: cores of a shared machine are
+                not equally fast at any moment, and each step waits for the slower. There 2 processes must reach
+                0.95, or the exit status is 1. Beside it the same with the speeds of the processes added up, as if a
+                faster one could take over from a slower
 strong scaling  the global batch is fixed (--global_batch_size); its ceiling: the rate of N independent over one's
 breakdown       where the milliseconds of a step of DDP go
 prediction      of GPUs, by a formula from counted parameters and operations; nothing of it was measured on GPUs
@@ -49,7 +54,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROTEINS = ROOT / "data/uniref_sample.fasta.gz"
 LIMIT = 0.95  # efficiency of 2 processes
 SHARE = 0.03  # of a step, of computed communication, at A
-COUNTED = 24  # steps of which the operations are counted
+STEP = 2.0  # seconds of a step at A
+COUNTED = 16  # micro-batches of which the operations are counted
 START = 240.0  # seconds at most until all processes of a side have made their first step
 COMMON = "--wandb_mode=disabled --device=cpu --precision=fp32 --save_every=1000000 --ddp_timeout_minutes=120"
 
@@ -67,7 +73,7 @@ class Workload(NamedTuple):
 
 
 def retrieval(folder: Path) -> str:
-    """Sentences of Python's own documentation, each with the next one; a BERT of 2 layers of 128."""
+    """Sentences of Python's own documentation, each with the next one; a BERT of 4 layers of 256."""
     from pydoc_data.topics import topics
 
     sentences = [" ".join(s.split()) for text in topics.values() for s in text.split(". ") if len(s) > 40]
@@ -75,7 +81,7 @@ def retrieval(folder: Path) -> str:
         for query, positive in zip(sentences[::2], sentences[1::2], strict=False):
             file.write(json.dumps({"query": query, "positive": positive}) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --teacher_model=builtin:lsa:64
-        --student_model=builtin:bert:2x128 --student_max_length=48 --eval_samples=20 --eval_every=100000000
+        --student_model=builtin:bert:4x256 --student_max_length=48 --eval_samples=20 --eval_every=100000000
         --phase1_epochs=100000 --phase2_epochs=100000"""
 
 
@@ -101,7 +107,7 @@ def causal_sets(folder: Path) -> str:
 
 
 def digits(folder: Path) -> str:
-    """Stage 2 on scikit-learn's digits, from random weights: 4 attack steps on OOD images, 3 on those to classify."""
+    """Stage 2 on scikit-learn's digits, from random weights: 16 attack steps on OOD images, 8 on those to classify."""
     import torch
 
     rebm = importlib.import_module("run_train_rebm_ddp")
@@ -109,8 +115,8 @@ def digits(folder: Path) -> str:
     data = rebm.Data(*[None] * 5, {}, 10, 1, 8)
     network = rebm.EnergyClassifier(rebm.parse_args(options), data, torch.float32, "cpu")
     torch.save({"model": network.state_dict()}, folder / "start.pt")
-    return f"""{" ".join(options)} --stage=dat --model.ckpt_path={folder}/start.pt --attack.max_steps=4
-        --attack.start_step=4 --attack.step_size=0.2 --indist_attack_clf.max_steps=3 --outdist_max_samples=4000
+    return f"""{" ".join(options)} --stage=dat --model.ckpt_path={folder}/start.pt --attack.max_steps=16
+        --attack.start_step=16 --attack.step_size=0.2 --indist_attack_clf.max_steps=8 --outdist_max_samples=4000
         --valid_images=100 --total_epochs=1000000 --n_imgs_per_evaluation_log=0"""
 
 
@@ -209,9 +215,8 @@ class Meter:
         turn["ends"].append(end)
         turn["work"].append(sum(float(self.work[np.asarray(part, int)].sum()) for part in ids))
         turn["parts"].append([self.waited, begin - self.asked, comm, overlap, end - begin])
-        kind, amount = turn["asked"]
         turn["cpu"] = time.process_time() - self.cpu
-        if len(turn["ends"]) >= amount if kind == "steps" else end - turn["begin"] >= amount:
+        if len(turn["ends"]) >= turn["asked"][1]:
             if self.counter:
                 self.counter.__exit__(None, None, None)
                 turn["operations"], turn["flops"] = self.counter.operations, self.counter.flops
@@ -326,23 +331,23 @@ class Side:
         return listen(self.pipes, seconds, self.name, self.files)
 
     def turn(self, seconds: float, record: bool = True) -> dict:
-        """One turn; steps of a job of several ranks are counted, so that none waits in a collective."""
-        job = self.kind == "DDP"
-        asked = ("steps", max(1, round(seconds / self.pace)) if self.pace else 2) if job else ("seconds", seconds)
+        """One turn: the same number of steps for each process."""
+        asked = ("steps", max(1, round(seconds / self.pace)) if self.pace else 2)
         for pipe in self.pipes:
             pipe.send(asked)
         reports = self.hear(20 * seconds + 60)
         steps = sum(len(r["ends"]) for r in reports)
         self.pace = sum(r["ends"][-1] - r["begin"] for r in reports) / steps
         cpu = sum(r["cpu"] for r in reports) / sum(sum(r["work"]) for r in reports)
-        turn = {"rate": rate_of(reports), "cpu": cpu, "step": self.pace, "ranks": reports}
+        turn = {"rate": rate_of(reports), "speeds": speeds_of(reports), "cpu": cpu, "step": self.pace, "ranks": reports}
         if record:
             self.turns.append(turn)
         return turn
 
 
-    def count(self, steps: int) -> tuple[float, float]:
-        """Operations of a step, and FLOPs per unit of work, counted over `steps` steps of each process."""
+    def count(self) -> tuple[float, float]:
+        """Operations of a step, and FLOPs per unit of work, counted over a few steps of each process."""
+        steps = max(2, COUNTED // self.accumulation)
         for pipe in self.pipes:
             pipe.send(("count", steps))
         reports = self.hear(60 + 20 * steps * self.pace)
@@ -351,7 +356,13 @@ class Side:
 
 
 def rate_of(reports: list[dict]) -> float:
-    """Work a second of all processes in the time in which all of them were at it."""
+    """Work of all processes a second, from the first one's begin to the last one's end."""
+    seconds = max(r["ends"][-1] for r in reports) - min(r["begin"] for r in reports)
+    return sum(sum(r["work"]) for r in reports) / seconds
+
+
+def speeds_of(reports: list[dict]) -> float:
+    """Sum of the speeds of all processes in the time in which all of them were at it."""
     begin, end = max(r["begin"] for r in reports), min(r["ends"][-1] for r in reports)
     done = 0.0
     for r in reports:
@@ -461,17 +472,16 @@ def measure(name: str, folder: Path, options) -> dict:
             pair.hear(START)
             pair.turn(1.0, record=False)
             micro = pair.turn(options.seconds / 2, record=False)["step"] / own
-            A = max(own, least_accumulation(micro, reductions[gate], SHARE))
+            A = max(own, least_accumulation(micro, reductions[gate], SHARE), math.ceil(STEP / micro))
+            A = min(A, int(0.8 * len(first["work"])) // (gate * workload.batch))  # some of the samples are held out
         strong = math.lcm(*options.procs) * own  # micro-batches of the global batch
         old = set(bench.sides.values())
         order = [bench.side("independent", 1, strong)] if several else []
         for n in options.procs:
             if n > 1:
                 order.append(bench.side("DDP", n, strong // n))
-            for a in (own, A):
+            for a in (own, A) if n == gate else (own,):
                 order += [bench.side("independent", n, a), bench.side("DDP", n, a)][: 1 if n == 1 else 2]
-                if n == 1:
-                    break  # one process alone is for the ceiling, with the script's own accumulation
         order = list(dict.fromkeys(order))
         for side in [s for s in order if s not in old]:
             side.hear(START)
@@ -481,9 +491,8 @@ def measure(name: str, folder: Path, options) -> dict:
             for side in order[:: 1 if number % 2 else -1]:
                 full = side.ranks == gate and side.accumulation == A
                 side.turn(options.seconds if full else options.seconds / 2)
-        operations, flops = one.count(COUNTED)
-        ratio = bench.side("DDP", gate, A).count(COUNTED)[1] / bench.side("independent", gate, A).count(COUNTED)[1] \
-            if gate else None
+        operations, flops = one.count()
+        ratio = bench.side("DDP", gate, A).count()[1] / bench.side("independent", gate, A).count()[1] if gate else None
     return {
         "name": name, "unit": workload.unit, "own": own, "A": A, "gate": gate, "strong": strong,
         "parameters": first["parameters"], "items": first["work"].tolist(), "reductions": reductions,
@@ -540,7 +549,7 @@ def report(found: dict, options) -> bool:
                  if n > (os.cpu_count() or 1) else ""))  # fmt: skip
     rows = []
     for n in several:
-        for a in dict.fromkeys((own, A)):
+        for a in dict.fromkeys((own, A) if n == gate else (own,)):
             value = ratios(found, key("DDP", n, a), key("independent", n, a))
             verdict = ""
             if n == 2 and a == A:
@@ -549,11 +558,12 @@ def report(found: dict, options) -> bool:
             even = balance_of(found["sides"][key("DDP", n, a)])
             rates = [f"{middle(found, key(k, n, a)):,.0f}" for k in ("independent", "DDP")]
             cpu, *_ = ratios(found, key("DDP", n, a), key("independent", n, a), "cpu")
-            rows.append(f"{n} | {a}{' = A' * (a == A)} | {' | '.join(rates)} | {span(value)} | {cpu:.2f} | {even:.3f} "
-                        f"| {verdict}")
-    table(f"weak scaling: processes | accumulation | independent, {unit}/s | DDP, {unit}/s | efficiency | "
-          "CPU time per unit, DDP / independent | balance: mean / largest work of a rank | ", rows)  # fmt: skip
-    print(f"\nFLOPs per unit of work over {COUNTED} steps of {gate} ranks at A, DDP / independent: "
+            added = span(ratios(found, key("DDP", n, a), key("independent", n, a), "speeds"))
+            rows.append(f"{n} | {a}{' = A' * (a == A)} | {' | '.join(rates)} | {span(value)} | {added} | {cpu:.2f} | "
+                        f"{even:.3f} | {verdict}")
+    table(f"weak scaling: processes | accumulation | independent, {unit}/s | DDP, {unit}/s | efficiency | of added "
+          "speeds | CPU time per unit, DDP / independent | balance: mean / largest work of a rank | ", rows)
+    print(f"\nFLOPs per unit of work over some steps of {gate} ranks at A, DDP / independent: "
           f"{found['flops_ratio']:.2f} (not 1: batches differ, or what pairs share is computed on several ranks)")
     rows, base = [], key("DDP", 1, found["strong"])
     for n in options.procs:
@@ -642,7 +652,7 @@ def full_train_ddp(module, found: dict) -> Full:
 
     count = sum(p.numel() for part in (model, head) for p in part.parameters())
     return Full(count, "MPNetModel of transformers on the meta device, head by its sizes", 64, 1, flops,
-                6 * found["operations"], "transformer", 500, deal,
+                3 * found["operations"], "transformer", 500, deal,  # 12 layers, of 4 that were counted
                 "lognormal, median 75 tokens, sigma 0.45, at most 384")  # fmt: skip
 
 

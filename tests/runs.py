@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from helpers import ROOT, forkserver, free_port, write_digits, write_proteins, write_structures
+from matplotlib.figure import Figure
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
 
@@ -48,10 +49,10 @@ def tiny_run_train_uniref50_ddp(folder: Path) -> list[str]:
 
 
 def tiny_run_dpo_ddp(folder: Path) -> list[str]:
-    """60 pairs on generated helices: two epochs of warm start, then three of preferences, with averaged weights."""
+    """60 pairs on generated helices: two epochs of warm start, then two of preferences, with averaged weights."""
     write_structures(folder, 10, pairs=8, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random --val_fraction=0.25
-        --sft_epochs=2 --sft_lr=1e-3 --num_epochs=3 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=6
+        --sft_epochs=2 --sft_lr=1e-3 --num_epochs=2 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=6
         --batch_size=1 --ema=0.5 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
         --precision=fp32""".split()
 
@@ -131,8 +132,11 @@ DO: dict[str, Callable] = {
 
 
 def run_script(script: str, argv: list[str]) -> int:
-    """One rank of `script`, its steps traced. FAULTS: [[rank, step, name in DO, argument], ...], after that step."""
+    """One rank of `script`, its steps traced. FAULTS: [[rank, step, name in DO, argument], ...], after that step.
+    Pictures are empty files, as drawing them takes a third of such a run; not with PICTURES in the environment."""
     sys.argv = [f"{script}.py", *argv]
+    if "PICTURES" not in os.environ:
+        Figure.savefig = lambda figure, file, **options: None
     module, rank = importlib.import_module(script), int(os.environ["RANK"])
     plain, faults = module.StepGuard.step, json.loads(os.environ["FAULTS"])
 
@@ -166,7 +170,6 @@ def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
 def serve(pipe) -> None:
     """Forks ranks for each request [(env, script, argv, output), ...]; answers their process ids, then how each ended:
     (exit status, when by the monotonic clock)."""
-    import matplotlib.figure  # noqa: F401
     import sentence_transformers  # noqa: F401
     import sklearn.decomposition  # noqa: F401
 

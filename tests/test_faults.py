@@ -60,10 +60,10 @@ def undisturbed(server, tmp_path_factory) -> Callable[[str], tuple[list[str], Ru
 class Case:
     """A script, the folder of its run, and what is asserted of all runs."""
 
-    def __init__(self, name: str, folder: Path, server: Server, undisturbed: Callable):
+    def __init__(self, name: str, folder: Path, server: Server, undisturbed: Callable, fault: str):
         self.name, self.folder, self.server, self.undisturbed = name, folder, server, undisturbed
         self.argv, self.whole, self.attempts, self.seconds = *undisturbed(name), 0, 0.0
-        self.draw = random.Random(f"{name} {folder.name}")  # the same in every session
+        self.draw = random.Random(f"{name} {fault}")  # the same in every session
 
     def run(self, faults=(), *more: str, statuses, within: float, **env) -> Run:
         """A run with faults. It ends with one of `statuses` on each rank, `within` so many seconds of the fault."""
@@ -183,14 +183,14 @@ def mounted(folder: Path, options: str) -> None:
 
 
 def rank_killed(case: Case, tmp_path: Path) -> str:
-    rank, step = case.draw.randrange(2), case.draw.randrange(5, 35)
+    rank, step = case.draw.randrange(2), case.draw.randrange(5, 30)
     case.run([[rank, step, "signal", 9]], statuses=(-9, 1), within=20)
     case.restart()
     return f"rank {rank} at step {step}: the other ends with 1; the same bits after a restart"
 
 
 def rank_killed_max_restarts(case: Case, tmp_path: Path) -> str:
-    rank, step = case.draw.randrange(2), case.draw.randrange(5, 35)
+    rank, step = case.draw.randrange(2), case.draw.randrange(5, 30)
     job = case.torchrun(tmp_path, [[rank, step, "signal", 9]], launcher=("--max-restarts=1",))
     case.ended(job, time.monotonic(), 0, 120)
     assert "resuming" in job.text
@@ -214,7 +214,7 @@ def sigusr1_to_launcher(case: Case, tmp_path: Path) -> str:
 
 
 def signal_to_rank(case: Case, tmp_path: Path, number: int = signal.SIGTERM, status: int = 143) -> str:
-    rank, step = case.draw.randrange(2), case.draw.randrange(5, 35)
+    rank, step = case.draw.randrange(2), case.draw.randrange(5, 30)
     run = case.run([[rank, step, "signal", number]], statuses=(status,), within=20)
     assert "checkpoint written, " in run.text and state_of(run)["step"] in (step + 1, step + 2)
     case.restart()
@@ -354,7 +354,7 @@ def read_only_folder(case: Case, tmp_path: Path) -> str:
 
 
 def two_jobs(case: Case, tmp_path: Path) -> str:
-    other = Case(case.name, case.folder.with_name("other"), case.server, case.undisturbed)
+    other = Case(case.name, case.folder.with_name("other"), case.server, case.undisturbed, "other")
     (tmp_path / "2").mkdir()
     begin, jobs = time.monotonic(), [case.torchrun(tmp_path), other.torchrun(tmp_path / "2")]
     for one, job in zip((case, other), jobs, strict=True):
@@ -406,6 +406,6 @@ def pytest_generate_tests(metafunc):
 
 
 def test_fault(name, fault, server, undisturbed, matrix, tmp_path):
-    case = Case(name, tmp_path / "run", server, undisturbed)
+    case = Case(name, tmp_path / "run", server, undisturbed, fault.__name__)
     outcome = fault(case, tmp_path)
     matrix(f"{name}.py", fault.__name__.replace("_", " "), outcome, case.seconds)

@@ -200,7 +200,7 @@ def wait_until(what, seconds: float, launch: Launch) -> float:
 
 
 def middle_of_training(launch, script, folder: Path, *more: str, nodes: str = "2") -> Launch:
-    """A launch of which rank 1 has made 23 of its 45 to 54 steps; one takes 0.3 s now."""
+    """A launch of which rank 1 has made 23 of its 36 to 54 steps; one takes 0.3 s now."""
     name, argv, _ = script
     jobs = launch(name, [*argv, *more], folder, nodes, SLOW)
     wait_until(lambda: steps_made(folder, "1-of-2") >= 23 or jobs.ended(), 100, jobs)
