@@ -223,6 +223,7 @@ def test_master_is_this_node_or_an_error():
         ("nccl", "xpu", "--backend nccl serves .*, the device is xpu"),
         ("xccl", "cpu", "--backend xccl serves .*, the device is cpu"),
         ("ccl", "cuda", "--backend ccl serves .*, the device is cuda"),
+        ("ccl", "cpu", "--backend ccl serves .*, the device is cpu"),
         ("xpu", "cpu", "--backend xpu serves .*, the device is cpu"),
     ],
 )

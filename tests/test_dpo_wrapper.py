@@ -148,7 +148,7 @@ def family(name: str) -> tuple[str | None, list[str]]:
 
 @pytest.mark.parametrize("name, launcher", [("Open MPI", "Open MPI"), ("MPICH", "Hydra")])
 def test_mpiexec(name, launcher, tmp_path):
-    """Four ranks, each with its own number, in one run; and `ccl` on CPUs is refused by name."""
+    """Four ranks, each with its own number, in one run."""
     mpiexec, placed = family(name)
     if mpiexec is None:
         pytest.skip(f"{name}'s mpiexec is not installed (Debian: apt-get install openmpi-bin mpich)")
@@ -158,11 +158,7 @@ def test_mpiexec(name, launcher, tmp_path):
                "--num_orders=1", "--wandb_mode=disabled", "--device=cpu"]  # fmt: skip
     env = os.environ | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
 
-    def start(*options: str):
-        call = [mpiexec, *placed, *command, *options]
-        return subprocess.run(call, env=env, capture_output=True, text=True, timeout=90)
-
-    result = start()
+    result = subprocess.run([mpiexec, *placed, *command], env=env, capture_output=True, text=True, timeout=90)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     for rank in range(4):
         assert f"Initialized DDP: rank={rank}, world_size=4, local_rank={rank}" in result.stdout
@@ -170,5 +166,3 @@ def test_mpiexec(name, launcher, tmp_path):
     assert "Batch size per GPU: 1, Total batch size: 4" in result.stdout
     summary = json.loads(Path(tmp_path, "out", "summary.json").read_text())
     assert summary["world_size"] == 4 and summary["backend"] == "gloo"
-    result = start("--backend=ccl", "--fresh")
-    assert result.returncode != 0 and "--backend ccl serves xpu devices, the device is cpu" in result.stdout

@@ -389,12 +389,13 @@ def clock_set_back(case: Case, tmp_path: Path) -> str:
 FAULTS = {
     rank_killed: None, signal_to_rank: None,  # test_contract.py has these with every script
     rank_killed_max_restarts: "run_train_quantumgrav_ddp", signal_to_launcher: None,  # test_launch.py
-    sigusr1_to_launcher: "run_train_quantumgrav_ddp", sigusr1_to_rank: "run_train_rebm_ddp",
-    wall_clock_limit: "run_train_uniref50_ddp", disk_full: "run_train_uniref50_ddp", checkpoint_damaged: "train_ddp",
-    data_changed: "train_ddp", damaged_row: "run_dpo_ddp", nan_on_one_rank: "run_train_uniref50_ddp",
-    slow_rank: "run_train_uniref50_ddp", stuck_rank: "run_train_quantumgrav_ddp", out_of_memory: "run_train_rebm_ddp",
-    wandb_without_network: "run_train_uniref50_ddp", read_only_folder: "run_dpo_ddp",
-    two_jobs: "run_train_quantumgrav_ddp", port_taken: "run_train_rebm_ddp", clock_set_back: "train_ddp",
+    sigusr1_to_launcher: "run_train_quantumgrav_ddp", sigusr1_to_rank: "run_train_quantumgrav_ddp",
+    wall_clock_limit: "run_train_quantumgrav_ddp", disk_full: "run_train_uniref50_ddp",
+    checkpoint_damaged: "train_ddp", data_changed: "train_ddp", damaged_row: "run_dpo_ddp",
+    nan_on_one_rank: "run_train_uniref50_ddp", slow_rank: "run_train_quantumgrav_ddp",
+    stuck_rank: "run_train_quantumgrav_ddp", out_of_memory: "run_train_rebm_ddp",
+    wandb_without_network: "run_train_quantumgrav_ddp", read_only_folder: "run_dpo_ddp",
+    two_jobs: "run_train_quantumgrav_ddp", port_taken: None, clock_set_back: "train_ddp",  # port: test_launch.py
 }  # fmt: skip
 
 

@@ -6,8 +6,6 @@ python tests/test_golden.py --update [SCRIPT ...] rewrites tests/golden/*.json; 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -94,11 +92,11 @@ GOLDEN = {
 
 
 def measure(script: str) -> dict:
+    from helpers import call_script  # which needs ROOT in sys.path
+
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / f"{script}.py"), *GOLDEN[script](Path(folder))]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        status, text = call_script(script, *GOLDEN[script](Path(folder)))
+        assert status == 0, text[-3000:]
         rows = [json.loads(line) for line in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()]
     keys = ("loss", "infonce", "distance", "kl", "grad_norm", "lr")
     return {"steps": [{k: row[k] for k in ("step", *keys) if k in row} for row in rows if "loss" in row]}

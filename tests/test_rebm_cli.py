@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, write_digits
+from helpers import ROOT, call_script, write_digits
 
 import run_train_rebm_ddp as rebm
 
@@ -63,16 +60,15 @@ def test_one_process_by_data_parallel(tmp_path):
         total_epochs=1 attack.max_steps=1 indist_attack_clf.max_steps=1 at_optimizer=adamw at_lr=1e-2 batch_size=10
         eval_images=30 eval_steps=2 eval_restarts=1 image_log.num_samples=20 image_log.num_steps=2 device=cpu seed=1
         outdist_dataset_ood_detection=noise wandb_mode=disabled log_every=5 keep_samples=True""".split()
-    def call(rank: int, *more: str) -> subprocess.CompletedProcess:
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, str(ROOT / "run_train_rebm_ddp.py"), *base, *more], env=env, timeout=100,
-                              capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return done
+    def call(rank: int, *more: str) -> str:
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        status, text = call_script("run_train_rebm_ddp", *base, *more, **env)
+        assert status == 0, text[-3000:]
+        return text
     out = tmp_path / "out"
-    text = call(0, "use_ddp=False", f"output_dir={out}").stdout
+    text = call(0, "use_ddp=False", f"output_dir={out}")
     assert "DataParallel over 1 devices" in text and "finished:" in text
-    assert "nothing to do" in call(1, "use_ddp=False", f"output_dir={out}").stdout
+    assert "nothing to do" in call(1, "use_ddp=False", f"output_dir={out}")
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary["baselines"]) == {"at"} and (out / "samples_dat.png").exists() and (out / "samples.npz").exists()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

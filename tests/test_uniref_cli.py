@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, write_proteins
+from helpers import call_script, write_proteins
 
 SMALL = """--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_protein_len=64 --batch_size=8 --accum=1
     --n_iters=6 --lr=5e-3 --warmup=2 --eval_freq=3 --eval_sequences=10 --samples_per_eval=2 --sample_length=8
@@ -18,11 +15,9 @@ SMALL = """--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_pr
 
 def call(*options: str, status: int = 0) -> str:
     """Output of a run on the CPU that must end with `status`."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "run_train_uniref50_ddp.py"), "--device=cpu", *map(str, options)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    found, text = call_script("run_train_uniref50_ddp", "--device=cpu", *options)
+    assert found == status, text[-3000:]
+    return text
 
 
 @pytest.fixture(scope="module")
