@@ -5,9 +5,9 @@
 Let nothing else run meanwhile; on two cores it takes about 55 minutes. Each part is a program of its own with a time
 limit. Where one fails its section shows how, the others run all the same, and the exit status is 1. The file is written
 anew after each part, so that an interruption loses no more than the part that is running. --only replaces these
-sections of the file and keeps the others: a section that comes from other code, settings or another machine than the
-head of the file says so. --quick: one round of the smallest settings, to see that everything works; its figures say
-nothing, and go to RESULTS_quick.md.
+sections of the file and keeps the others: a section that comes from other scripts or configs, settings or another
+machine than the head of the file says so. --quick: one round of the smallest settings, to see that everything works;
+its figures say nothing, and go to RESULTS_quick.md.
 
 Ratios are how many times faster the script is than what it is compared with, of both sides in the same round, of which
 the median, the smallest and the largest are shown. What was wanted of a ratio was set before the script was written.
@@ -81,10 +81,10 @@ def git(*command: str) -> str:
     return found.stdout.strip() if not found.returncode else "unknown"
 
 
-def code_hash() -> str:
-    """Of all that is measured, whatever git says of it."""
+def code_hash(*patterns: str) -> str:
+    """Of the files, whatever git says of them."""
     found = hashlib.sha256()
-    for path in sorted(p for pattern in ("*.py", "benchmarks/*.py", "configs/*.yaml") for p in ROOT.glob(pattern)):
+    for path in sorted(p for pattern in patterns for p in ROOT.glob(pattern)):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
 
@@ -134,7 +134,8 @@ def busy() -> float:
 def identity(args: argparse.Namespace, out: Path) -> dict:
     changed = [line for line in git("status", "--porcelain").splitlines() if not line.endswith(out.name)]
     return {
-        "machine": machine(), "commit": git("rev-parse", "HEAD")[:12], "code": code_hash(), "clean": not changed,
+        "machine": machine(), "commit": git("rev-parse", "HEAD")[:12], "code": code_hash("*.py", "configs/*.yaml"),
+        "clean": not changed,
         "quick": args.quick, "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "gflops": [],
     }  # fmt: skip
 
@@ -159,7 +160,8 @@ def run_part(name: str, args: argparse.Namespace, facts: dict) -> str:
     words = shlex.split(part.quick if args.quick else part.command)
     env = {"OMP_NUM_THREADS": "1"} if name == "rebm" else {}
     shown = " ".join([*(f"{n}={v}" for n, v in env.items()), "python", f"benchmarks/{words[0]}", *words[1:]])
-    facts |= {"command": shown, "busy": busy(), "gflops": [matmul_gflops()], "status": "interrupted", "records": []}
+    facts |= {"command": shown, "program": code_hash(f"benchmarks/{words[0]}"), "busy": busy(),
+              "gflops": [matmul_gflops()], "status": "interrupted", "records": []}  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         texts, records = [Path(work, n) for n in ("stdout", "stderr")], Path(work, "records.json")
         command = [sys.executable, ROOT / "benchmarks" / words[0], *words[1:]]
@@ -240,10 +242,12 @@ def render(head: dict, sections: dict) -> str:
               f"code {head['code']} |", f"| date | {head['date']} |\n"]  # fmt: skip
     lines += ["| script | compared with | work | ratio: median (min to max) | wanted | reached |\n|" + "---|" * 6]
     lines += [*summary(sections), ""]
-    lines += ["| part | command | seconds | exit status | GFLOP/s before, after | busy before |\n|" + "---|" * 6]
+    lines += ["| part | command | its code | seconds | exit status | GFLOP/s before, after | busy before |\n|"
+              + "---|" * 7]
     for name, (facts, _) in sections.items():
         speeds = ", ".join(f"{g:.0f}" for g in facts["gflops"])
-        lines += [f"| {name} | `{facts['command']}` | {facts['seconds']:.0f} | {facts['status']} | {speeds} "
+        lines += [f"| {name} | `{facts['command']}` | {facts['program']} | {facts['seconds']:.0f} "
+                  f"| {facts['status']} | {speeds} "
                   f"| {facts['busy']:.0%} |"]  # fmt: skip
     lines += ["", "busy before: what other programs took of the CPUs in the second before the part.\n"]
     speeds = [speed for facts, _ in sections.values() for speed in facts["gflops"]]

@@ -1,6 +1,6 @@
 """How the five training scripts scale: processes of one machine, measured, and GPUs, predicted.
 
-    python benchmarks/scaling.py [--scripts train_ddp run_dpo_ddp ...] [--procs 1 2 4] [--rounds 5] [--seconds 4]
+    python benchmarks/scaling.py [--scripts train_ddp run_dpo_ddp ...] [--procs 1 2 4] [--rounds 5] [--seconds 8]
 
 The scripts run as they are: main() with real arguments, on small data and networks, one thread per process, on CPUs.
 All sides are processes that are there from the start and take turns, as speeds of a shared machine drift; ratios are
@@ -16,10 +16,10 @@ padding does not count). A rate is the work of all over the time of the turn.
 
 weak scaling    the batch of a process is fixed; efficiency is DDP's rate over that of as many independent processes.
                 Once with the script's own accumulation; once with A, the least from there on of which the computed
-                communication is under 3 % of a step and a step takes two seconds: cores of a shared machine are
-                not equally fast at any moment, and each step waits for the slower. There 2 processes must reach
-                0.95, or the exit status is 1. Beside it the same with the speeds of the processes added up, as if a
-                faster one could take over from a slower
+                communication is under 3 % of a step and a step takes four seconds (or as many of the samples as
+                there are): cores of a shared machine are not equally fast at any moment, and each step waits for
+                the slower. There 2 processes must reach 0.95, or the exit status is 1. Beside it the same with the
+                speeds of the processes added up, as if a faster one could take over from a slower
 strong scaling  the global batch is fixed (--global_batch_size); its ceiling: the rate of N independent over one's
 breakdown       where the milliseconds of a step of DDP go
 prediction      of GPUs, by a formula from counted parameters and operations; nothing of it was measured on GPUs
@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROTEINS = ROOT / "data/uniref_sample.fasta.gz"
 LIMIT = 0.95  # efficiency of 2 processes
 SHARE = 0.03  # of a step, of computed communication, at A
-STEP = 2.0  # seconds of a step at A
+STEP = 4.0  # seconds of a step at A
 COUNTED = 16  # micro-batches of which the operations are counted
 START = 240.0  # seconds at most until all processes of a side have made their first step
 COMMON = "--wandb_mode=disabled --device=cpu --precision=fp32 --save_every=1000000 --ddp_timeout_minutes=120"
@@ -471,7 +471,7 @@ def measure(name: str, folder: Path, options) -> dict:
             pair = bench.side("independent", gate, own)
             pair.hear(START)
             pair.turn(1.0, record=False)
-            micro = pair.turn(options.seconds / 2, record=False)["step"] / own
+            micro = pair.turn(options.seconds / 4, record=False)["step"] / own
             A = max(own, least_accumulation(micro, reductions[gate], SHARE), math.ceil(STEP / micro))
             A = min(A, int(0.8 * len(first["work"])) // (gate * workload.batch))  # some of the samples are held out
         strong = math.lcm(*options.procs) * own  # micro-batches of the global batch
@@ -487,10 +487,11 @@ def measure(name: str, folder: Path, options) -> dict:
             side.hear(START)
         for side in order:  # warm-up; a step of each has told the pace of its job
             side.turn(1.0, record=False), side.turn(1.0, record=False)
+        pair = [side for side in order if side.ranks == gate and side.accumulation == A]
         for number in range(options.rounds):
-            for side in order[:: 1 if number % 2 else -1]:
-                full = side.ranks == gate and side.accumulation == A
-                side.turn(options.seconds if full else options.seconds / 2)
+            forth = 1 if number % 2 else -1
+            for side in [s for s in order if s not in pair][::forth] + 2 * pair[::forth]:
+                side.turn(options.seconds if side in pair else options.seconds / 4)
         operations, flops = one.count()
         ratio = bench.side("DDP", gate, A).count()[1] / bench.side("independent", gate, A).count()[1] if gate else None
     return {
@@ -503,7 +504,9 @@ def measure(name: str, folder: Path, options) -> dict:
 
 def ratios(found: dict, side: tuple, base: tuple, what: str = "rate") -> tuple[float, float, float]:
     """Median, smallest and largest of the rates of `side` over those of `base`, round by round."""
-    values = [a[what] / b[what] for a, b in zip(found["sides"][side], found["sides"][base], strict=True)]
+    ours, theirs = found["sides"][side], found["sides"][base]  # some sides have two turns in a round
+    turns = max(len(ours), len(theirs))
+    values = [ours[i * len(ours) // turns][what] / theirs[i * len(theirs) // turns][what] for i in range(turns)]
     return statistics.median(values), min(values), max(values)
 
 
@@ -814,8 +817,8 @@ def main() -> int:
     p.add_argument("--scripts", nargs="+", default=DEFAULT, choices=WORKLOADS, metavar="NAME",
                    help=f"of {', '.join(WORKLOADS)}")  # fmt: skip
     p.add_argument("--procs", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes")
-    p.add_argument("--rounds", type=int, default=5, help="turns of each side; medians count")
-    p.add_argument("--seconds", type=float, default=4.0, help="of a turn of the two sides that must pass; others: half")
+    p.add_argument("--rounds", type=int, default=5, help="turns of each side; two in each for those that must pass")
+    p.add_argument("--seconds", type=float, default=8.0, help="of a turn of the two that must pass; others: a quarter")
     p.add_argument("--limit", type=float, default=30.0, help="minutes after which all is killed")
     p.add_argument("--slow_rank", type=float, default=0.0, metavar="MS", help="see above")
     p.add_argument("--json", metavar="FILE", help="write all turns")
@@ -839,7 +842,7 @@ def main() -> int:
     signal.alarm(max(1, int(60 * options.limit)))
     begin, good, raw, results = time.monotonic(), True, [], []
     print(f"{os.cpu_count()} cores, {options.rounds} rounds, turns of {options.seconds:g} and "
-          f"{options.seconds / 2:g} s, load {os.getloadavg()[0]:.1f} before the start", flush=True)  # fmt: skip
+          f"{options.seconds / 4:g} s, load {os.getloadavg()[0]:.1f} before the start", flush=True)  # fmt: skip
     for name in options.scripts:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(name, Path(folder), options)

@@ -21,6 +21,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -42,19 +43,18 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server, tmp_path_factory) -> Callable[[str], tuple[list[str], Run]]:
-    """undisturbed(script): the arguments of its tiny run, and that run on two processes, made once."""
-    made = {}
+def undisturbed(server, tmp_path_factory) -> Callable[[str], tuple[list[str], Callable[[], Run]]]:
+    """undisturbed(script): the arguments of its tiny run, and what makes that run on two processes, once."""
+    made, folder = {}, cache(tmp_path_factory.mktemp)
+    argv = cache(lambda name: TINY[name](folder(name)))
 
-    def call(name: str) -> tuple[list[str], Run]:
+    def whole(name: str) -> Run:
         if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            argv = TINY[name](folder)
-            made[name] = argv, server.run(name, argv, folder / "whole", 2)
-            assert made[name][1].statuses == [0, 0], made[name][1].text[-3000:]
+            made[name] = server.run(name, argv(name), folder(name) / "whole", 2)
+            assert made[name].statuses == [0, 0], made[name].text[-3000:]
         return made[name]
 
-    return call
+    return lambda name: (argv(name), partial(whole, name))
 
 
 class Case:
@@ -62,8 +62,13 @@ class Case:
 
     def __init__(self, name: str, folder: Path, server: Server, undisturbed: Callable, fault: str):
         self.name, self.folder, self.server, self.undisturbed = name, folder, server, undisturbed
-        self.argv, self.whole, self.attempts, self.seconds = *undisturbed(name), 0, 0.0
+        self.argv, self.made, self.attempts, self.seconds = *undisturbed(name), 0, 0.0
         self.draw = random.Random(f"{name} {fault}")  # the same in every session
+
+    @property
+    def whole(self) -> Run:
+        """The run that nothing happens to; made when it is first asked for."""
+        return self.made()
 
     def run(self, faults=(), *more: str, statuses, within: float, **env) -> Run:
         """A run with faults. It ends with one of `statuses` on each rank, `within` so many seconds of the fault."""
@@ -116,8 +121,9 @@ class Case:
             write_sets(path)
             self.argv = [*self.argv, f"--files={path}", "--active_tasks=cset_type"]
             self.argv = [a for a in self.argv if not a.startswith(("--samples", "--min_size", "--max_size"))]
-            self.whole = self.server.run(self.name, self.argv, folder / "whole", 2)
-            assert self.whole.statuses == [0, 0], self.whole.text[-3000:]
+            whole = self.server.run(self.name, self.argv, folder / "whole", 2)
+            assert whole.statuses == [0, 0], whole.text[-3000:]
+            self.made = lambda: whole
         return path
 
 
@@ -393,7 +399,7 @@ FAULTS = {
     wall_clock_limit: "run_train_quantumgrav_ddp", disk_full: "run_train_uniref50_ddp",
     checkpoint_damaged: "train_ddp", data_changed: "train_ddp", damaged_row: "run_dpo_ddp",
     nan_on_one_rank: "run_train_uniref50_ddp", slow_rank: "run_train_quantumgrav_ddp",
-    stuck_rank: "run_train_quantumgrav_ddp", out_of_memory: "run_train_rebm_ddp",
+    stuck_rank: "run_train_quantumgrav_ddp", out_of_memory: "run_train_quantumgrav_ddp",
     wandb_without_network: "run_train_quantumgrav_ddp", read_only_folder: "run_dpo_ddp",
     two_jobs: "run_train_quantumgrav_ddp", port_taken: None, clock_set_back: "train_ddp",  # port: test_launch.py
 }  # fmt: skip
