@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers, also with --import-mode=importlib
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share the cores
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "PALS_", "SLURM_", "PBS_", "TORCHELASTIC_")
 LAUNCHER_NAMES = (
