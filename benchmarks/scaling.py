@@ -216,7 +216,7 @@ class Meter:
         turn["work"].append(sum(float(self.work[np.asarray(part, int)].sum()) for part in ids))
         turn["parts"].append([self.waited, begin - self.asked, comm, overlap, end - begin])
         turn["cpu"] = time.process_time() - self.cpu
-        if len(turn["ends"]) >= turn["asked"][1]:
+        if len(turn["ends"]) >= turn["steps"]:
             if self.counter:
                 self.counter.__exit__(None, None, None)
                 turn["operations"], turn["flops"] = self.counter.operations, self.counter.flops
@@ -226,15 +226,15 @@ class Meter:
 
     def next_turn(self) -> None:
         try:
-            asked = self.pipe.recv()
+            steps, count = self.pipe.recv()
         except EOFError:  # the driver is gone
             os._exit(1)
         self.aside, self.counter = 0.0, None
-        if asked[0] == "count":
-            asked, self.counter = ("steps", asked[1]), counter()
+        if count:
+            self.counter = counter()
             self.counter.__enter__()
         self.cpu = time.process_time()
-        self.turn = {"asked": asked, "begin": time.monotonic(), "ends": [], "work": [], "parts": []}
+        self.turn = {"steps": steps, "begin": time.monotonic(), "ends": [], "work": [], "parts": []}
 
 
 def counter():
@@ -332,9 +332,9 @@ class Side:
 
     def turn(self, seconds: float, record: bool = True) -> dict:
         """One turn: the same number of steps for each process."""
-        asked = ("steps", max(1, round(seconds / self.pace)) if self.pace else 2)
+        asked = max(1, round(seconds / self.pace)) if self.pace else 2
         for pipe in self.pipes:
-            pipe.send(asked)
+            pipe.send((asked, False))
         reports = self.hear(20 * seconds + 60)
         steps = sum(len(r["ends"]) for r in reports)
         self.pace = sum(r["ends"][-1] - r["begin"] for r in reports) / steps
@@ -344,12 +344,11 @@ class Side:
             self.turns.append(turn)
         return turn
 
-
     def count(self) -> tuple[float, float]:
         """Operations of a step, and FLOPs per unit of work, counted over a few steps of each process."""
         steps = max(2, COUNTED // self.accumulation)
         for pipe in self.pipes:
-            pipe.send(("count", steps))
+            pipe.send((steps, True))
         reports = self.hear(60 + 20 * steps * self.pace)
         flops, work = (sum(np.sum(r[name]) for r in reports) for name in ("flops", "work"))
         return statistics.mean(r["operations"] for r in reports) / steps, float(flops / work)

@@ -133,7 +133,8 @@ DO: dict[str, Callable] = {
 
 def run_script(script: str, argv: list[str]) -> int:
     """One rank of `script`, its steps traced. FAULTS: [[rank, step, name in DO, argument], ...], after that step.
-    Pictures are empty files, as drawing them takes a third of such a run; not with PICTURES in the environment."""
+    Nothing is drawn, which takes a third of such a run: curves.png is an empty file.
+    With PICTURES in the environment all is drawn."""
     sys.argv = [f"{script}.py", *argv]
     if "PICTURES" not in os.environ:
         Figure.savefig = lambda figure, file, **options: None

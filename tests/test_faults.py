@@ -293,8 +293,6 @@ def data_changed(case: Case, tmp_path: Path) -> str:
 def damaged_row(case: Case, tmp_path: Path) -> str:
     said = damage(case.own_data(tmp_path / "own"))
     run = case.run((), statuses=(1,), within=60)
-
-
     assert re.search("ValueError.*" + said, run.text, re.DOTALL), run.text[-2000:]
     assert not [*case.folder.glob("*.pt")]
     return f"status 1 before training, names it: {re.search(said, run.text, re.DOTALL).group()[-60:]!r}"
