@@ -1651,8 +1651,11 @@ class Stage:
 def make_step(task: Task, sampler: GlobalBatchSampler, epoch: int, batch: np.ndarray) -> tuple[list[tuple], int]:
     """This rank's part of a global batch (places in task.train_ids), and how many pairs that has. For each micro-batch:
     itself, its pairs (0: it stands in where this rank has none), their log p of the reference (P, 2) float64."""
-    mine, micro = np.array_split(batch, task.ddp.world_size)[task.ddp.rank], []  # a block: it shares its backbones
-    for part in np.array_split(mine, sampler.micro_steps):
+    lengths, ranks, micro = task.pairs.lengths[task.train_ids[batch]], task.ddp.world_size, []
+    # a block for each rank, as its pairs share backbones; of as many residues, as batches are sorted by length
+    ends = np.searchsorted(lengths.cumsum() - lengths / 2, lengths.sum() * np.arange(1, ranks) / ranks)
+    ends = np.minimum(ends, len(batch) - min(sampler.micro_steps, len(batch) // ranks) * np.arange(ranks - 1, 0, -1))
+    for part in np.array_split(np.split(batch, ends)[task.ddp.rank], sampler.micro_steps):
         ids = task.train_ids[part if len(part) else batch[:1]]
         reference = None if task.reference is None else task.reference[ids, epoch % task.args.num_orders]
         micro.append((task.collate(ids), len(part), moved(reference, task.ddp.device)))

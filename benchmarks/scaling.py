@@ -92,10 +92,11 @@ def proteins(folder: Path) -> str:
 
 
 def structures(folder: Path) -> str:
-    """The pairs of the six shortest shipped structures; ProteinMPNN at full size."""
+    """Pairs of the six shortest shipped structures, their sequences shifted four ways; ProteinMPNN at full size."""
     short, data = ("1EJG", "1LCD", "1ORC", "1A8O", "1UBI", "1A7G"), ROOT / "data/dpo"
     rows = [row for row in json.loads((data / "pairs.json").read_text()) if row["pdb_file"].startswith(short)]
-    rows = [row | {"pdb_file": str(data / row["pdb_file"])} for row in rows]
+    rows = [{name: str(data / value) if name == "pdb_file" else value[k:] + value[:k] for name, value in row.items()}
+            for row in rows for k in (0, 10, 20, 30)]  # fmt: skip
     (folder / "pairs.json").write_text(json.dumps(rows))
     return f"""--train_data={folder}/pairs.json --base_model_name=random --temperature=1 --num_orders=1
         --val_fraction=0.1 --num_epochs=1000000 --reference_free"""

@@ -602,16 +602,43 @@ def test_shipped_data(tmp_path):
         assert torch.equal(one.bincount(minlength=21), other.bincount(minlength=21)), "the same composition"
 
 
+def dealt(lengths: np.ndarray, world_size: int) -> list[list[np.ndarray]]:
+    """The micro-batches of each rank, two to a step, of a batch of pairs of these lengths; stand-ins left out."""
+    found = []
+    for rank in range(world_size):
+        ddp, ids = one_process()._replace(rank=rank, world_size=world_size), np.arange(len(lengths))
+        sampler = SimpleNamespace(micro_steps=2)
+        task = SimpleNamespace(ddp=ddp, train_ids=ids, reference=None, collate=lambda ids: ids,
+                               pairs=SimpleNamespace(lengths=lengths))  # fmt: skip
+        micro, total = script.make_step(task, sampler, 0, ids)
+        assert total == len(lengths) and all(len(ids) == max(count, 1) for ids, count, _ in micro)
+        found.append([ids[:count] for ids, count, _ in micro])
+    assert np.concatenate(sum(found, [])).tolist() == list(range(len(lengths)))
+    return found
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_a_rank_gets_pairs_of_the_same_backbones(world_size):
-    """12 structures of 4 pairs each: every pair once, and hardly a backbone is encoded by more than one rank."""
-    backbone, got, encoded = np.repeat(np.arange(12), 4), [], 0
-    for rank in range(world_size):
-        ddp = one_process()._replace(rank=rank, world_size=world_size)
-        sampler = script.GlobalBatchSampler(48, 48, 2, 0, ddp)
-        task = SimpleNamespace(ddp=ddp, train_ids=np.arange(48), reference=None, collate=lambda ids: ids)
-        micro, total = script.make_step(task, sampler, 0, np.arange(48))
-        assert total == 48 and [len(ids) for ids, _, _ in micro] == [count for _, count, _ in micro]
-        got += [i for ids, _, _ in micro for i in ids]
-        encoded += len(np.unique(backbone[np.concatenate([ids for ids, _, _ in micro])]))
-    assert sorted(got) == list(range(48)) and encoded < 12 + world_size
+    """12 structures of 4 pairs each: hardly a backbone is encoded by more than one rank."""
+    backbone = np.repeat(np.arange(12), 4)
+    found = dealt(np.full(48, 50), world_size)
+    assert sum(len(np.unique(backbone[np.concatenate(micro)])) for micro in found) < 12 + world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_ranks_get_as_many_residues(world_size):
+    """Pairs of a batch are sorted by length: of equal counts the last rank would have half as much again."""
+    lengths = np.repeat(np.arange(40, 160, 10), 8)
+    loads = [lengths[np.concatenate(micro)].sum() for micro in dealt(lengths, world_size)]
+    assert max(loads) - np.mean(loads) <= lengths.max() / 2 + 1, loads
+
+
+@pytest.mark.parametrize("lengths", [[60, 78, 131, 131], [10, 10, 10, 900], [5, 300, 300, 300, 300, 300, 300, 301]])
+def test_every_rank_has_a_pair(lengths):
+    """Also where the short ones have fewer residues than a long one; every micro-batch, if there are enough."""
+    counts = [[len(ids) for ids in micro] for micro in dealt(np.array(lengths), 4)]
+    assert all(max(micro) for micro in counts) and (len(lengths) < 8 or all(min(micro) for micro in counts)), counts
+
+
+def test_fewer_pairs_than_ranks():
+    assert sorted(len(np.concatenate(micro)) for micro in dealt(np.array([50, 60]), 4)) == [0, 0, 1, 1]
