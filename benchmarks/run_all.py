@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py [--only NAME ...] [--out benchmarks/RESULTS.md] [--quick]
 
-Let nothing else run meanwhile; on two cores it takes about 55 minutes. Each part is a program of its own with a time
+Let nothing else run meanwhile; on two cores it takes about 85 minutes. Each part is a program of its own with a time
 limit. Where one fails its section shows how, the others run all the same, and the exit status is 1. The file is written
 anew after each part, so that an interruption loses no more than the part that is running. --only replaces these
 sections of the file and keeps the others: a section that comes from other scripts or configs, settings or another
@@ -69,7 +69,7 @@ PARTS = {
     "profile": Part(
         "all", "profile_steps.py", "profile_steps.py --steps 2 --scripts run_train_quantumgrav_ddp", 15),
     "scaling": Part(
-        "all", "scaling.py --limit 40", "scaling.py --scripts train_ddp --procs 1 2 --rounds 1 --seconds 1", 42,
+        "all", "scaling.py --limit 55", "scaling.py --scripts train_ddp --procs 1 2 --rounds 1 --seconds 1", 57,
         records=False),
 }  # fmt: skip
 PACKAGES = "torch numpy sentence-transformers transformers accelerate torch_geometric scikit-learn torchattacks".split()

@@ -1,11 +1,11 @@
 """How the five training scripts scale: processes of one machine, measured, and GPUs, predicted.
 
-    python benchmarks/scaling.py [--scripts train_ddp run_dpo_ddp ...] [--procs 1 2 4] [--rounds 5] [--seconds 8]
+    python benchmarks/scaling.py [--scripts train_ddp run_dpo_ddp ...] [--procs 1 2 4] [--rounds 5] [--seconds 4]
 
 The scripts run as they are: main() with real arguments, on small data and networks, one thread per process, on CPUs.
 All sides are processes that are there from the start and take turns, as speeds of a shared machine drift; ratios are
-of turns of the same round, a median with the smallest and the largest. A turn is several seconds of optimizer steps;
-what waits is stopped at the end of a step. Validation and checkpoints are not counted. Two kinds of sides:
+of neighbouring turns, a median with the smallest and the largest. A turn is some seconds of optimizer steps; what
+waits is stopped at the end of a step. Validation and checkpoints are not counted. Two kinds of sides:
 
 N independent   N processes at once, each with a world of its own: what N processes of this machine can do at most
 N DDP           one job of N ranks
@@ -18,8 +18,10 @@ weak scaling    the batch of a process is fixed; efficiency is DDP's rate over t
                 Once with the script's own accumulation; once with A, the least from there on of which the computed
                 communication is under 3 % of a step and a step takes four seconds (or as many of the samples as
                 there are): cores of a shared machine are not equally fast at any moment, and each step waits for
-                the slower. There 2 processes must reach 0.95, or the exit status is 1. Beside it the same with the
-                speeds of the processes added up, as if a faster one could take over from a slower
+                the slower. There 2 processes must reach 0.95, or the exit status is 1; as single turns of a shared
+                machine differ by tens of per cent, these two sides have six pairs of turns in a round, and the
+                interval that holds the true median in 95 of 100 cases is shown. Beside it the same with the speeds of
+                the processes added up, as if a faster one could take over from a slower
 strong scaling  the global batch is fixed (--global_batch_size); its ceiling: the rate of N independent over one's
 breakdown       where the milliseconds of a step of DDP go
 prediction      of GPUs, by a formula from counted parameters and operations; nothing of it was measured on GPUs
@@ -55,6 +57,7 @@ PROTEINS = ROOT / "data/uniref_sample.fasta.gz"
 LIMIT = 0.95  # efficiency of 2 processes
 SHARE = 0.03  # of a step, of computed communication, at A
 STEP = 4.0  # seconds of a step at A
+PAIRS = 6  # turns in a round of the sides that must pass
 COUNTED = 16  # micro-batches of which the operations are counted
 START = 240.0  # seconds at most until all processes of a side have made their first step
 COMMON = "--wandb_mode=disabled --device=cpu --precision=fp32 --save_every=1000000 --ddp_timeout_minutes=120"
@@ -471,7 +474,7 @@ def measure(name: str, folder: Path, options) -> dict:
             pair = bench.side("independent", gate, own)
             pair.hear(START)
             pair.turn(1.0, record=False)
-            micro = pair.turn(options.seconds / 4, record=False)["step"] / own
+            micro = pair.turn(options.seconds / 2, record=False)["step"] / own
             A = max(own, least_accumulation(micro, reductions[gate], SHARE), math.ceil(STEP / micro))
             A = min(A, int(0.8 * len(first["work"])) // (gate * workload.batch))  # some of the samples are held out
         strong = math.lcm(*options.procs) * own  # micro-batches of the global batch
@@ -490,8 +493,10 @@ def measure(name: str, folder: Path, options) -> dict:
         pair = [side for side in order if side.ranks == gate and side.accumulation == A]
         for number in range(options.rounds):
             forth = 1 if number % 2 else -1
-            for side in [s for s in order if s not in pair][::forth] + 2 * pair[::forth]:
-                side.turn(options.seconds if side in pair else options.seconds / 4)
+            for side in [s for s in order if s not in pair][::forth]:
+                side.turn(options.seconds / 2)
+            for side in (pair + pair[::-1]) * (PAIRS // 2):
+                side.turn(options.seconds)
         operations, flops = one.count()
         ratio = bench.side("DDP", gate, A).count()[1] / bench.side("independent", gate, A).count()[1] if gate else None
     return {
@@ -502,12 +507,26 @@ def measure(name: str, folder: Path, options) -> dict:
     }  # fmt: skip
 
 
-def ratios(found: dict, side: tuple, base: tuple, what: str = "rate") -> tuple[float, float, float]:
-    """Median, smallest and largest of the rates of `side` over those of `base`, round by round."""
-    ours, theirs = found["sides"][side], found["sides"][base]  # some sides have two turns in a round
+def paired(found: dict, side: tuple, base: tuple, what: str = "rate") -> list[float]:
+    """Rates of `side` over those of `base`, turn by turn, sorted."""
+    ours, theirs = found["sides"][side], found["sides"][base]  # some sides have several turns in a round
     turns = max(len(ours), len(theirs))
-    values = [ours[i * len(ours) // turns][what] / theirs[i * len(theirs) // turns][what] for i in range(turns)]
-    return statistics.median(values), min(values), max(values)
+    return sorted(ours[i * len(ours) // turns][what] / theirs[i * len(theirs) // turns][what] for i in range(turns))
+
+
+def ratios(found: dict, side: tuple, base: tuple, what: str = "rate") -> tuple[float, float, float]:
+    """Median, smallest and largest of paired()."""
+    values = paired(found, side, base, what)
+    return statistics.median(values), values[0], values[-1]
+
+
+def interval(values: list[float]) -> str:
+    """What holds the true median in at least 95 of 100 cases, by ranks of the sorted values (sign test)."""
+    low, below = 0, 0.5 ** len(values)  # the chance that no more than `low` values are below the median
+    while below + math.comb(len(values), low + 1) * 0.5 ** len(values) <= 0.025:
+        low += 1
+        below += math.comb(len(values), low) * 0.5 ** len(values)
+    return f"{values[low]:.2f} to {values[-1 - low]:.2f}" if below <= 0.025 else "too few turns"
 
 
 def middle(found: dict, side: tuple, what: str = "rate") -> float:
@@ -557,7 +576,8 @@ def report(found: dict, options) -> bool:
             verdict = ""
             if n == 2 and a == A:
                 good = value[0] >= LIMIT
-                verdict = f"{'PASS' if good else 'FAIL'} (at least {LIMIT})"
+                within = interval(paired(found, key("DDP", n, a), key("independent", n, a)))
+                verdict = f"{'PASS' if good else 'FAIL'} (at least {LIMIT}); 95 % interval {within}"
             even = balance_of(found["sides"][key("DDP", n, a)])
             rates = [f"{middle(found, key(k, n, a)):,.0f}" for k in ("independent", "DDP")]
             cpu, *_ = ratios(found, key("DDP", n, a), key("independent", n, a), "cpu")
@@ -817,8 +837,8 @@ def main() -> int:
     p.add_argument("--scripts", nargs="+", default=DEFAULT, choices=WORKLOADS, metavar="NAME",
                    help=f"of {', '.join(WORKLOADS)}")  # fmt: skip
     p.add_argument("--procs", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes")
-    p.add_argument("--rounds", type=int, default=5, help="turns of each side; two in each for those that must pass")
-    p.add_argument("--seconds", type=float, default=8.0, help="of a turn of the two that must pass; others: a quarter")
+    p.add_argument("--rounds", type=int, default=5, help="turns of each side; those that must pass have six in each")
+    p.add_argument("--seconds", type=float, default=4.0, help="of a turn of the two that must pass; others: half")
     p.add_argument("--limit", type=float, default=30.0, help="minutes after which all is killed")
     p.add_argument("--slow_rank", type=float, default=0.0, metavar="MS", help="see above")
     p.add_argument("--json", metavar="FILE", help="write all turns")
@@ -842,7 +862,7 @@ def main() -> int:
     signal.alarm(max(1, int(60 * options.limit)))
     begin, good, raw, results = time.monotonic(), True, [], []
     print(f"{os.cpu_count()} cores, {options.rounds} rounds, turns of {options.seconds:g} and "
-          f"{options.seconds / 4:g} s, load {os.getloadavg()[0]:.1f} before the start", flush=True)  # fmt: skip
+          f"{options.seconds / 2:g} s, load {os.getloadavg()[0]:.1f} before the start", flush=True)  # fmt: skip
     for name in options.scripts:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(name, Path(folder), options)
