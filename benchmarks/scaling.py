@@ -4,8 +4,8 @@
 
 The scripts run as they are: main() with real arguments, on small data and networks, one thread per process, on CPUs.
 All sides are processes that are there from the start and take turns, as speeds of a shared machine drift; ratios are
-of neighbouring turns, a median with the smallest and the largest. A turn is some seconds of optimizer steps; what
-waits is stopped at the end of a step. Validation and checkpoints are not counted. Two kinds of sides:
+of turns of the same round, a median with the smallest and the largest. A turn is some seconds of optimizer steps;
+what waits is stopped at the end of a step. Validation and checkpoints are not counted. Two kinds of sides:
 
 N independent   N processes at once, each with a world of its own: what N processes of this machine can do at most
 N DDP           one job of N ranks
@@ -19,9 +19,9 @@ weak scaling    the batch of a process is fixed; efficiency is DDP's rate over t
                 communication is under 3 % of a step and a step takes four seconds (or as many of the samples as
                 there are): cores of a shared machine are not equally fast at any moment, and each step waits for
                 the slower. There 2 processes must reach 0.95, or the exit status is 1; as single turns of a shared
-                machine differ by tens of per cent, these two sides have six pairs of turns in a round, and the
-                interval that holds the true median in 95 of 100 cases is shown. Beside it the same with the speeds of
-                the processes added up, as if a faster one could take over from a slower
+                machine differ by tens of per cent, these two sides have six turns in a round, in neighbouring
+                pairs, and the interval that holds the true median in 95 of 100 cases is shown. Beside it the same
+                with the speeds of the processes added up, as if a faster one could take over from a slower
 strong scaling  the global batch is fixed (--global_batch_size); its ceiling: the rate of N independent over one's
 breakdown       where the milliseconds of a step of DDP go
 prediction      of GPUs, by a formula from counted parameters and operations; nothing of it was measured on GPUs
