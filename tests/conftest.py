@@ -48,7 +48,7 @@ def matrix():
     """matrix(script, fault, outcome, seconds): a row of the table of faults, kept with the test that runs."""
 
     def record(script: str, fault: str, outcome: str, seconds: float) -> None:
-        RUNNING[-1].user_properties.append(("fault", (script, fault, outcome, round(seconds, 1))))
+        RUNNING[-1].user_properties.append(("fault", (f"{script}.py", fault, outcome, round(seconds, 1))))
 
     return record
 
@@ -62,7 +62,7 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    rows = [("script", "fault", "outcome", "seconds"), ("---",) * 4, *ROWS]
+    rows = [("script", "fault", "outcome", "seconds"), ("---",) * 4, *sorted(ROWS)]  # workers end in any order
     table = "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |\n" for row in rows)
     if config.getoption("--matrix"):
         import torch

@@ -416,4 +416,4 @@ def pytest_generate_tests(metafunc):
 def test_fault(name, fault, server, undisturbed, matrix, tmp_path):
     case = Case(name, tmp_path / "run", server, undisturbed, fault.__name__)
     outcome = fault(case, tmp_path)
-    matrix(f"{name}.py", fault.__name__.replace("_", " "), outcome, case.seconds)
+    matrix(name, fault.__name__.replace("_", " "), outcome, case.seconds)
