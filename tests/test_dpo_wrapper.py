@@ -139,16 +139,16 @@ def test_aurora_outside_of_a_job(run):
 
 
 def family(name: str) -> tuple[str | None, list[str]]:
-    """The mpiexec of a family, and how it places four ranks on this machine."""
+    """The mpiexec of a family, and how it places two ranks on this machine."""
     if name == "MPICH":
-        return shutil.which("mpiexec.hydra") or shutil.which("mpiexec.mpich"), ["-n", "4", "-ppn", "4"]
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4", "--map-by", "ppr:4:node"]
+        return shutil.which("mpiexec.hydra") or shutil.which("mpiexec.mpich"), ["-n", "2", "-ppn", "2"]
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", "--map-by", "ppr:2:node"]
     return shutil.which("mpiexec.openmpi"), options
 
 
 @pytest.mark.parametrize("name, launcher", [("Open MPI", "Open MPI"), ("MPICH", "Hydra")])
 def test_mpiexec(name, launcher, tmp_path):
-    """Four ranks, each with its own number, in one run."""
+    """Two ranks, each with its own number, in one run."""
     mpiexec, placed = family(name)
     if mpiexec is None:
         pytest.skip(f"{name}'s mpiexec is not installed (Debian: apt-get install openmpi-bin mpich)")
@@ -160,9 +160,9 @@ def test_mpiexec(name, launcher, tmp_path):
 
     result = subprocess.run([mpiexec, *placed, *command], env=env, capture_output=True, text=True, timeout=90)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    for rank in range(4):
-        assert f"Initialized DDP: rank={rank}, world_size=4, local_rank={rank}" in result.stdout
+    for rank in range(2):
+        assert f"Initialized DDP: rank={rank}, world_size=2, local_rank={rank}" in result.stdout
     assert result.stdout.count("finished:") == 1 and f"started by {launcher}" in result.stdout
-    assert "Batch size per GPU: 1, Total batch size: 4" in result.stdout
+    assert "Batch size per GPU: 1, Total batch size: 2" in result.stdout
     summary = json.loads(Path(tmp_path, "out", "summary.json").read_text())
-    assert summary["world_size"] == 4 and summary["backend"] == "gloo"
+    assert summary["world_size"] == 2 and summary["backend"] == "gloo"
