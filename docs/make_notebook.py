@@ -200,7 +200,7 @@ config = {
              "output": str(WORK / "cache")},
     "model": {"hidden_dim": 16, "num_layers": 2, "head_dim": 16, "activation_type": "gelu",
               "pooling_layers": ["mean", "sum"]},
-    "training": {"num_epochs": 20, "batch_size": 4, "optimizer_kwargs": {"lr": 1e-2},
+    "training": {"num_epochs": 20, "batch_size": 12, "optimizer_kwargs": {"lr": 1e-2},
                  "lr_scheduler_type": "ConstantLR"},
     "validation": {"batch_size": 40},
     "early_stopping": {"mode": "any", "patience": 3, "tasks": {
@@ -225,7 +225,7 @@ show([re.sub(" samples/s=.*", " ...", line) for line in several], r"step=(5|10|1
 
 text("""
 **Option 2, `torch.distributed.launch`**, the older name of the same launcher. Here with one process, to compare: the
-batch of a step stays 24, since `global_batch_size` says so, and is made of six micro-batches of four.
+batch of a step stays 24, since `global_batch_size` says so, and is made of two micro-batches of twelve.
 """)
 
 code('''
