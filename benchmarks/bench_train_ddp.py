@@ -80,6 +80,7 @@ def trainer(args: argparse.Namespace) -> None:
     """One training of SentenceTransformerTrainer, as its documentation writes it. (every rank runs this)"""
     import numpy as np
     import sentence_transformers as st
+    import torch
     from datasets import Dataset
     from sentence_transformers.sentence_transformer import losses
     from transformers import TrainerCallback
@@ -125,6 +126,10 @@ def trainer(args: argparse.Namespace) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         samples = (clock.last - clock.first) * args.batch * int(os.environ.get("WORLD_SIZE", 1))
         args.result.write_text(json.dumps({"samples_per_s": samples / (clock.end - clock.begin)}))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # while its objects live, gloo's threads abort one good end of a process in four
 
 
 def spread(values: list[float]) -> str:
