@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py [--only NAME ...] [--out benchmarks/RESULTS.md] [--quick]
 
-Let nothing else run meanwhile; on two cores it takes about 85 minutes. Each part is a program of its own with a time
+Let nothing else run meanwhile; on two cores it takes 60 to 85 minutes. Each part is a program of its own with a time
 limit. Where one fails its section shows how, the others run all the same, and the exit status is 1. The file is written
 anew after each part, so that an interruption loses no more than the part that is running. --only replaces these
 sections of the file and keeps the others: a section that comes from other scripts or configs, settings or another
