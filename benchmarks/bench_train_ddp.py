@@ -51,7 +51,7 @@ def torchrun(nproc: int, command: list[str], log: Path) -> float:
         call = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *command]
         status = subprocess.run(call, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT).returncode
     if status:  # the ranks' own last words, before torchrun's
-        said = log.read_text().partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
+        said = log.read_text().partition("] failed (exitcode: ")[0]
         sys.exit(f"exit status {status}: see {log}\n" + "\n".join(said.splitlines()[-40:]))
     return time.monotonic() - begin
 
@@ -129,7 +129,7 @@ def trainer(args: argparse.Namespace) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # while its objects live, gloo's threads abort one good end of a process in four
+    os._exit(0)  # while its objects live, gloo's threads abort some processes that have ended well
 
 
 def spread(values: list[float]) -> str:
@@ -188,6 +188,8 @@ def main() -> None:
     parser.add_argument("--phase", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--encode", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.measured < 1:
+        parser.error(f"--measured {args.measured}: at least 1 epoch after the first is measured")
     if args.role == "trainer":
         return trainer(args)
     with tempfile.TemporaryDirectory() as work:

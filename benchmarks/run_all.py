@@ -50,7 +50,7 @@ class Part(NamedTuple):
 PARTS = {
     "train_ddp": Part(
         "train_ddp.py", "bench_train_ddp.py --rounds 5 --rows 800 --epochs",
-        "bench_train_ddp.py --rounds 1 --rows 100 --batch 8", 30,
+        "bench_train_ddp.py --rounds 1 --rows 300 --batch 8", 30,
         (("phase", 2.0), ("three epochs", 5.0))),
     "uniref50": Part(
         "run_train_uniref50_ddp.py", "bench_uniref50.py --rounds 5 --steps 3",

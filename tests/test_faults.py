@@ -399,7 +399,7 @@ def clock_set_back(case: Case, tmp_path: Path) -> str:
 FAULTS = {
     rank_killed: None, signal_to_rank: None,  # test_contract.py has these with every script
     rank_killed_max_restarts: "run_train_quantumgrav_ddp", signal_to_launcher: None,  # test_launch.py has SIGTERM
-    sigusr1_to_launcher: None, sigusr1_to_rank: "run_train_quantumgrav_ddp",
+    sigusr1_to_launcher: "run_train_quantumgrav_ddp", sigusr1_to_rank: "run_train_quantumgrav_ddp",
     wall_clock_limit: "run_train_quantumgrav_ddp", disk_full: "run_train_uniref50_ddp",
     checkpoint_damaged: "train_ddp", data_changed: "train_ddp", damaged_row: "run_dpo_ddp",
     nan_on_one_rank: "run_train_uniref50_ddp", slow_rank: "run_train_quantumgrav_ddp",
