@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 from helpers import ROOT, call_script, write_digits
@@ -59,7 +60,7 @@ def test_one_process_by_data_parallel(tmp_path):
         augm_type_classification=shift augm_type_generation=none valid_images=20 outdist_max_samples=60 at_epochs=1
         total_epochs=1 attack.max_steps=1 indist_attack_clf.max_steps=1 at_optimizer=adamw at_lr=1e-2 batch_size=10
         eval_images=30 eval_steps=2 eval_restarts=1 image_log.num_samples=20 image_log.num_steps=2 device=cpu seed=1
-        outdist_dataset_ood_detection=noise wandb_mode=disabled log_every=5 keep_samples=True""".split()
+        outdist_dataset_ood_detection=noise wandb_mode=disabled log_every=2 keep_samples=True""".split()
     def call(rank: int, *more: str) -> str:
         env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
         status, text = call_script("run_train_rebm_ddp", *base, *more, **env)
@@ -73,10 +74,12 @@ def test_one_process_by_data_parallel(tmp_path):
     assert set(summary["baselines"]) == {"at"} and (out / "samples_dat.png").exists() and (out / "samples.npz").exists()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     timed = [row["ranks"] for row in rows if "ranks" in row]
-    for row in timed:  # the parts of a step make the step
-        parts = sum(row[f"s_{name}"]["mean"] for name in ("data", "attack", "compute", "comm", "update", "other"))
-        assert parts == pytest.approx(row["s_step"]["mean"], rel=0.1)
-    assert len(timed) > 3
+    made = []  # what the parts of a step make of the step; a pause of the machine between two of them leaves a gap
+    for row in timed:
+        parts = [row[f"s_{name}"]["mean"] for name in ("data", "attack", "compute", "update", "other", "comm")]
+        made.append(sum(parts) / row["s_step"]["mean"])
+        assert all(part > 0 for part in parts[:5])
+    assert len(made) == 10 and statistics.median(made) > 0.95 and max(made) < 1.001
     call(0, "use_ddp=False", "eval_only=True", f"model.ckpt_path={out}/dat.pth", f"output_dir={tmp_path}/eval")
     again = json.loads((tmp_path / "eval" / "report.json").read_text())
     assert again == pytest.approx(summary["test"], rel=1e-6)
