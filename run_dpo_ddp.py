@@ -1647,6 +1647,7 @@ class Stage:
     best: dict | None = None
     peak: float = 0.0  # learning rate
     loss: float = 0.0  # sum over this epoch's pairs, at a checkpoint
+    owed: bool = False  # the epoch's validation has yet to be made
 
 def make_step(task: Task, sampler: GlobalBatchSampler, epoch: int, batch: np.ndarray) -> tuple[list[tuple], int]:
     """This rank's part of a global batch (places in task.train_ids), and how many pairs that has. For each micro-batch:
@@ -1779,7 +1780,18 @@ def train(task: Task, stage: Stage, log: RunLog, state: dict | None, total: int,
     reason, early, batches = "", False, None
     shown = torch.tensor(stage.loss * (ddp.rank == 0), dtype=torch.float64, device=ddp.device)  # this rank's part of it
     log.reset()
-    while stage.step < steps and not reason and not early:
+    while not reason:
+        if stage.owed:  # also first of all in a run that was stopped before it
+            mean, shown = stage.loss / (per_epoch * total), torch.zeros_like(shown)
+            stage.epoch, stage.loss, stage.owed = stage.epoch + 1, 0.0, False
+            better = finish_epoch(task, stage, log, mean, epochs)
+            early = dpo and 0 < args.early_stop_patience * per_epoch <= stage.first + stage.step - stage.best["step"]
+            checkpoint(task, stage, optimizer, guard, log, total, better, done=dpo and (early or stage.step >= steps))
+            if dpo and ddp.rank == 0:
+                for name in (f"checkpoint_epoch_{stage.epoch}.pt", "latest_model.pt", *["best_model.pt"] * better):
+                    save_official(task, name)
+        if early or stage.step >= steps:
+            break
         position = stage.step % per_epoch
         if position == 0 or batches is None:  # an epoch starts, or goes on after a restart
             sampler.set_epoch(stage.epoch)
@@ -1799,28 +1811,20 @@ def train(task: Task, stage: Stage, log: RunLog, state: dict | None, total: int,
         if args.ema:
             update_ema(task.average, list(task.model.parameters()), args.ema, stage.step)
         stage.step += 1
-        step, last, better = stage.first + stage.step, stage.step == steps, False
+        step, last = stage.first + stage.step, stage.step == steps
         bar.update()
         if stage.step % args.log_every == 0 or last:
             log.interval(step, stage.first + steps, stage.epoch, model, group["lr"], norm, phase=1 + dpo)
             bar.set_postfix(loss=log.final_loss, refresh=False)
-        due = position + 1 == per_epoch
-        save = due or reason or stage.step % args.save_every == 0
-        if save:
-            stage.loss = reduce_sums(ddp, {"loss": shown})["loss"]
-        if due:
+        stage.owed = position + 1 == per_epoch
+        if stage.owed:  # a stop comes before it, as it may take longer than there is time
             bar.close()
-            mean, shown = stage.loss / (per_epoch * total), torch.zeros_like(shown)
-            stage.epoch, stage.loss = stage.epoch + 1, 0.0
-            if reason:  # the validation may take longer than there is time; the next step stops
-                checkpoint(task, stage, optimizer, guard, log, total, False, done=False)
-            reason, better = "", finish_epoch(task, stage, log, mean, epochs)
-            early = dpo and 0 < args.early_stop_patience * per_epoch <= step - stage.best["step"]
+            reason = reason or guard.finish()
+        save = reason or not stage.owed and stage.step % args.save_every == 0
+        if save or stage.owed:
+            stage.loss = reduce_sums(ddp, {"loss": shown})["loss"]
         if save:
-            checkpoint(task, stage, optimizer, guard, log, total, better, done=dpo and (last or early))
-        if due and dpo and ddp.rank == 0:
-            for name in (f"checkpoint_epoch_{stage.epoch}.pt", "latest_model.pt", *["best_model.pt"] * better):
-                save_official(task, name)
+            checkpoint(task, stage, optimizer, guard, log, total, best=False, done=False)
     if early:
         log0(f"stopped early: no better val loss in {args.early_stop_patience} epochs")
     guard.finish()

@@ -1652,6 +1652,7 @@ class Standing:
     fall: float = 1.0
     peak: float = 0.0  # learning rate, by the number of ranks that the run began on
     history: list[dict] = field(default_factory=list)
+    owed: bool = False  # the epoch's validation has yet to be made
 
 class EarlyStopping:
     """Patience over several tasks, {name: rule}, each with its metric, mode min or max, delta to be exceeded, grace
@@ -1811,7 +1812,14 @@ def train(task: Task, log: RunLog, state: dict | None, parts: dict, total: int, 
     log.reset()
     reason, batches, nodes = "", None, 0
     stop = bool(state and state["done"] and standing.stopping and standing.stopping["left"] <= 0)
-    while standing.step < steps and not reason and not stop:
+    while not reason:
+        if standing.owed:  # also first of all in a run that was stopped before it
+            standing.owed, (stop, better), nodes = False, end_epoch(task, standing, log, parts["valid"]), 0
+            checkpoint(task, standing, guard, log, total, better, done=stop or standing.step >= steps)
+            if args.checkpoint_at and standing.epoch % args.checkpoint_at == 0:
+                on_rank0(ddp, save_weights, task, f"checkpoint_epoch_{standing.epoch}.pt")
+        if stop or standing.step >= steps:
+            break
         if position == 0 or batches is None:  # an epoch starts, or goes on after a restart
             sampler.set_epoch(standing.epoch, position)
             batches = (deal_sets(task, sampler, ids, batch) for batch in sampler.batches(position))
@@ -1837,16 +1845,12 @@ def train(task: Task, log: RunLog, state: dict | None, parts: dict, total: int, 
             log.interval(standing.step, steps, standing.epoch, model, group["lr"], norm, **{"nodes/s": rate})
             nodes = 0
         standing.epoch, position = divmod(standing.step, per_epoch)
-        due, better = position == 0, False
-        if due:
-            if reason:  # the validation may take longer than there is time; the next step stops
-                checkpoint(task, standing, guard, log, total, False, done=False)
-            reason, (stop, better) = "", end_epoch(task, standing, log, parts["valid"])
-        if reason or due or standing.step % args.save_every == 0:
-            checkpoint(task, standing, guard, log, total, better, done=last or stop)
+        standing.owed = position == 0
+        if standing.owed:  # a stop comes before it, as it may take longer than there is time
+            reason = reason or guard.finish()
+        if reason or not standing.owed and standing.step % args.save_every == 0:
+            checkpoint(task, standing, guard, log, total, best=False, done=False)
             nodes = 0
-        if due and args.checkpoint_at and standing.epoch % args.checkpoint_at == 0:
-            on_rank0(ddp, save_weights, task, f"checkpoint_epoch_{standing.epoch}.pt")
     log0(f"stopped early, after epoch {standing.epoch - 1}" if stop else f"{standing.epoch} epochs done")
     guard.finish()
     bar.close()

@@ -1669,7 +1669,7 @@ Task = collections.namedtuple("Task", "args ddp model net average data clock")
 def new_course(ranks: int = 1) -> Namespace:
     """Where training stands. stage: place in args.stages; window, pending: AUC of steps at this T, not yet in."""
     return Namespace(step=0, epoch=0, stage=0, stage_step=0, T=0, window=[], images_at_T=0, pending=[], best=None,
-                     history=[], results={}, ranks=ranks)  # ranks that began the run: learning rates are scaled by them
+                     history=[], results={}, ranks=ranks, owed=False)  # ranks scale learning rates; owed: an evaluation
 
 def advance(args: Namespace, course: Namespace, auc: float, total: int) -> None:
     """Take in the AUC of a step of `total` images: T grows where its mean is enough, or after enough images."""
@@ -1842,7 +1842,7 @@ def measure_stage(task: Task, course: Namespace, log: RunLog, stage: str, over: 
     """Metrics on the images held out; are they the best of the last stage so far? Where the stage is over, also on the
     test set, which has chosen nothing, and its weights. RuntimeError where stage 1 has learnt nothing. (all ranks)"""
     args, now = task.args, {"step": course.step, "epoch": course.epoch, "phase": STAGES[stage]}
-    found, less = evaluate(task, "valid", log, stage, course.step), args.best_by == "frechet"
+    found, course.owed, less = evaluate(task, "valid", log, stage, course.step), False, args.best_by == "frechet"
     course.history.append(now | {"T": float(course.T)} | {f"val {n}": value for n, value in found.items()})
     log.write(course.history[-1])
     wanted = ("frechet", "fid") if less else "robust" if args.robust_eval and args.radii else "clean"
@@ -1890,6 +1890,8 @@ def train(task: Task, course: Namespace, log: RunLog, state: dict | None, total:
     cadence, reason = -(-args.n_imgs_per_evaluation_log // total), ""
     log.reset(), task.clock.read()
     while not reason and not stage_over(args, course, steps):
+        if course.owed:  # an evaluation; also first of all in a run that was stopped before it
+            checkpoint(task, course, guard, log, total, measure_stage(task, course, log, stage, False))
         lr = peak * lr_at(course.stage_step, steps, min(args.warmup_steps, steps), schedule)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -1920,12 +1922,10 @@ def train(task: Task, course: Namespace, log: RunLog, state: dict | None, total:
             log_ranks(task, model, log, course)
             log.interval(course.step, course.step - course.stage_step + steps, course.epoch, model, lr, norm, **extra)
             task.clock.read()  # not counted: the time of logging
-        due = cadence and course.stage_step % cadence == 0 and not over
-        if due and reason:  # the evaluation may take longer than there is time
+        course.owed = cadence > 0 and course.stage_step % cadence == 0 and not over
+        reason = reason or (guard.finish() if course.owed or over else "")  # a stop comes before an evaluation
+        if reason or not course.owed and not over and course.step % args.save_every == 0:
             checkpoint(task, course, guard, log, total)
-        better = due and measure_stage(task, course, log, stage, False)
-        if reason or due or course.step % args.save_every == 0 and not over:
-            checkpoint(task, course, guard, log, total, better)
     if not reason:
         checkpoint(task, course, guard, log, total, measure_stage(task, course, log, stage, True))
     guard.finish(), bar.close()
@@ -1976,7 +1976,7 @@ def main(args: Namespace) -> int:
         return 0
     total, micro_steps = resolve_batch(args, ddp.world_size, state and state["global_batch"])
     log, task = RunLog(args, ddp, state), assemble(args, ddp, data, state and state["model"])
-    course, reason = Namespace(**state["course"]) if state else new_course(ddp.world_size), ""
+    course, reason = Namespace(**vars(new_course(ddp.world_size)) | (state["course"] if state else {})), ""
     if state:
         torch._foreach_copy_(list(task.average.values()), [t.to(ddp.device) for t in state["ema"].values()])
         restore_rng(state["rng"], ddp, args.seed)

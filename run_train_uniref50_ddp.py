@@ -1737,6 +1737,7 @@ class Progress:
     peak: float = 0.0  # learning rate
     warmup: int = 0
     history: list[dict] = field(default_factory=list)  # of the metrics
+    owed: bool = False  # the evaluation after this step has yet to be made
     def plan(self, args: Namespace, ddp: DDPContext, steps: int) -> None:
         """Peak learning rate and warm-up of a new run on this many ranks (they stay on others)."""
         self.peak = scaled_lr(args.lr, args.lr_scaling, ddp.world_size)
@@ -1828,7 +1829,13 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
     pool = ThreadPoolExecutor(max(1, args.num_workers))
     log.reset()
     reason, batches, residues, flops = "", None, 0, 0.0
-    while progress.step < steps and not reason:
+    while not reason:
+        if progress.owed:  # also first of all in a run that was stopped before it
+            with averaged_weights(task.model, task.average):
+                progress.owed, better = False, validate(task, progress, log)
+            checkpoint(task, progress, guard, log, total, better, done=progress.step >= steps)
+        if progress.step >= steps:
+            break
         if position == 0 or batches is None:  # an epoch starts, or goes on after a restart
             sampler.set_epoch(progress.epoch, position)
             make = functools.partial(deal_step, task, sampler, progress.epoch)
@@ -1861,14 +1868,11 @@ def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: 
                     extra["gpu_util"] = torch.cuda.utilization(ddp.device) / 100
             log.interval(progress.step, steps, progress.epoch, model, group["lr"], norm, **extra)
         progress.epoch, position = divmod(progress.step, per_epoch)
-        due, better = last or progress.step % args.eval_freq == 0, False
-        if due:
-            if reason:  # the evaluation may take longer than there is time; the next step stops
-                checkpoint(task, progress, guard, log, total, False, done=False)
-            with averaged_weights(task.model, task.average):
-                reason, better = "", validate(task, progress, log)
-        if reason or due or progress.step % args.save_every == 0:
-            checkpoint(task, progress, guard, log, total, better, done=last)
+        progress.owed = last or progress.step % args.eval_freq == 0
+        if progress.owed:  # a stop comes before it, as it may take longer than there is time
+            reason = reason or guard.finish()
+        if reason or not progress.owed and progress.step % args.save_every == 0:
+            checkpoint(task, progress, guard, log, total, best=False, done=False)
     guard.finish()
     bar.close()
     pool.shutdown(cancel_futures=True)

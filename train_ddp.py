@@ -1623,6 +1623,7 @@ class Phase:
     best: dict | None = None
     stale: int = 0  # evaluations without gain
     peak: float = 0.0  # learning rate
+    owed: bool = False  # the evaluation after this step has yet to be made
 
 def phase1_batches(task: Task, sampler: GlobalBatchSampler, epoch: int) -> Iterator[list]:
     """Per optimizer step, this rank's micro-batches (items, groups, targets), ready on the device."""
@@ -1786,7 +1787,26 @@ def train(task: Task, phase: Phase, state: dict | None, total: int, micro_steps:
     bar = tqdm(total=steps, initial=phase.step, desc=f"phase {number}", disable=ddp.rank > 0 or not sys.stderr.isatty())
     student.train()
     reason, batches = "", None
-    while phase.step < steps and not reason:
+    while not reason:
+        if phase.owed:  # also first of all in a run that was stopped before it
+            metrics, step = evaluate(task), phase.first + phase.step
+            name, value = next(iter(metrics.items()))
+            better = phase.best is None or value > phase.best["value"]
+            if better:
+                phase.best = {"name": name, "value": value, "step": step, "metrics": metrics}
+            phase.stale, phase.owed = 0 if better else phase.stale + 1, False
+            task.history.append({"step": step, "epoch": phase.epoch, "phase": number, **metrics})
+            log.write(task.history[-1])
+            shown = show_metrics(metrics, task.teacher) + " (best so far)" * better
+            log0(f"phase {number} step {step} held-out: {shown}")
+            log.reset()
+            early = 0 < args.early_stop_patience <= phase.stale
+            checkpoint(task, phase, optimizer, guard, total, better, done=early or phase.step >= steps)
+            if early:
+                log0(f"phase {number} stopped early: no gain in {phase.stale} evaluations")
+                break
+        if phase.step >= steps:
+            break
         if phase.position == 0 or batches is None:  # an epoch starts, or goes on after a restart
             sampler.set_epoch(phase.epoch, phase.position)
             batches = prefetch(make_batches(task, sampler, phase.epoch), ddp.device)
@@ -1805,29 +1825,11 @@ def train(task: Task, phase: Phase, state: dict | None, total: int, micro_steps:
             log.interval(step, phase.first + steps, phase.epoch, model, group["lr"], norm, phase=number)
         if phase.position == per_epoch:
             phase.epoch, phase.position = phase.epoch + 1, 0
-        due = last or (phase.step % args.eval_every == 0 if args.eval_every else phase.position == 0)
-        better = False
-        if due:
-            if reason:  # the evaluation may take longer than there is time; the next step stops
-                checkpoint(task, phase, optimizer, guard, total, False, done=False)
-            reason = ""
-            metrics = evaluate(task)
-            name, value = next(iter(metrics.items()))
-            better = phase.best is None or value > phase.best["value"]
-            if better:
-                phase.best = {"name": name, "value": value, "step": step, "metrics": metrics}
-            phase.stale = 0 if better else phase.stale + 1
-            task.history.append({"step": step, "epoch": phase.epoch, "phase": number, **metrics})
-            log.write(task.history[-1])
-            shown = show_metrics(metrics, task.teacher) + " (best so far)" * better
-            log0(f"phase {number} step {step} held-out: {shown}")
-            log.reset()
-        early = 0 < args.early_stop_patience <= phase.stale
-        if reason or due or phase.step % args.save_every == 0:
-            checkpoint(task, phase, optimizer, guard, total, better, done=early or last)
-        if early:
-            log0(f"phase {number} stopped early: no gain in {phase.stale} evaluations")
-            break
+        phase.owed = last or (phase.step % args.eval_every == 0 if args.eval_every else phase.position == 0)
+        if phase.owed:  # a stop comes before it, as it may take longer than there is time
+            reason = reason or guard.finish()
+        if reason or not phase.owed and phase.step % args.save_every == 0:
+            checkpoint(task, phase, optimizer, guard, total, best=False, done=False)
     guard.finish()
     bar.close()
     return reason

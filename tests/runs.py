@@ -271,6 +271,11 @@ class Run:
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
 
+    @property
+    def evaluated(self) -> list[int]:
+        """Steps after which something was held out."""
+        return sorted({row["step"] for row in self.rows if row["step"] and not {"samples/s", "ranks"} & {*row}})
+
     def trained_on(self) -> dict[int, list[int]]:
         """{step: ids over all ranks}; of a step that was made twice (after a kill) the last time counts."""
         steps: dict[int, list[int]] = {}
