@@ -273,7 +273,7 @@ class Run:
 
     @property
     def evaluated(self) -> list[int]:
-        """Steps after which something was held out."""
+        """Steps after which held-out figures were recorded."""
         return sorted({row["step"] for row in self.rows if row["step"] and not {"samples/s", "ranks"} & {*row}})
 
     def trained_on(self) -> dict[int, list[int]]:
