@@ -188,6 +188,8 @@ def run_part(name: str, args: argparse.Namespace, facts: dict) -> str:
 
 # ---- The file ----
 def spread(values: list[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f} (one round)"
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
