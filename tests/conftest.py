@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, no launcher's variables, the script's log back in place."""
+"""What every test starts from: one thread, no variables of launchers, wandb or the hub, the script's log in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # helpers, also with --import-mode=importlib
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share the cores
 
-LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "PALS_", "SLURM_", "PBS_", "TORCHELASTIC_")
-LAUNCHER_NAMES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCCL_TIMEOUT WANDB_MODE WANDB_API_KEY".split()
-)
+PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "PALS_", "SLURM_", "PBS_", "TORCHELASTIC_", "WANDB_")
+NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCCL_TIMEOUT".split()
+NAMES += "HF_ENDPOINT HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE".split()
+
+
+def unwanted() -> list[str]:
+    """Variables of the environment that change what is tested."""
+    return [name for name in os.environ if name in NAMES or name.startswith(PREFIXES)]
+
+
+for variable in unwanted():  # before the hub's libraries are imported, and before fixtures of a module start processes
+    del os.environ[variable]
 
 
 def pytest_addoption(parser):
@@ -76,9 +84,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
-            monkeypatch.delenv(name)
+    for name in unwanted():  # what an earlier test left
+        monkeypatch.delenv(name)
     logger = logging.getLogger("ddp")
     handlers, propagate, level = logger.handlers, logger.propagate, logger.level
     logger.rank = 0
