@@ -44,22 +44,22 @@ def code(source: str, *tags: str) -> None:
 text("""
 # Training with DDP, by example
 
-A graph network learns to tell what made a causal set, a finite partial order: a sprinkling into spacetime or one of
+A graph network learns to tell how a causal set, a finite partial order, was made: a sprinkling into spacetime or one of
 several imitations. `run_train_quantumgrav_ddp.py` trains it on several processes with DistributedDataParallel (DDP),
-one process per GPU, or a few on the CPU where there is none. This notebook checks the machine, writes a
+one process per GPU, or a few on the CPU where there is none. This notebook checks the machine, makes data, writes a
 configuration, launches the training in three ways, reads what it wrote, and stops and resumes a run.
 
 It runs from top to bottom, in a clone of this repository with `requirements-dev.txt` installed, and writes only into
 a temporary folder. The data are tiny so that each cell takes seconds; the
 [quickstart](../README.md#scripts) trains properly. Everything said here in short is in the
-[DDP training guide](DDP_TRAINING_GUIDE.md).
+[DDP training guide](DDP_TRAINING_GUIDE.md#16-run_train_quantumgrav_ddppy).
 
 Training processes are started *from* the notebook, not *in* it: DDP needs one process per GPU, and a cell is one
 process. To keep to certain GPUs, set `CUDA_VISIBLE_DEVICES=3,4,5` before the notebook server starts.
 """)
 
 code('''
-import inspect
+import argparse
 import json
 import os
 import re
@@ -68,6 +68,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 ROOT = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "run_train_quantumgrav_ddp.py").exists())
 sys.path.insert(0, str(ROOT))
@@ -75,6 +76,7 @@ sys.path.insert(0, str(ROOT))
 
 code('''
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from IPython.display import Image
 
@@ -86,8 +88,8 @@ WORK = Path(folder.name)
 
 gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 RANKS = min(gpus, 2) if gpus else 2
-DEVICE = "" if gpus else " --device cpu"
-if not gpus:  # so does torchrun; with the same for all launchers sums are rounded alike
+DEVICE = "auto" if gpus else "cpu"
+if not gpus:  # torchrun does so, too; with the same for all launchers sums are rounded alike
     os.environ["OMP_NUM_THREADS"] = "1"
 
 print(f"{RANKS} processes on the {'accelerator' if gpus else 'CPU'}")
@@ -100,14 +102,13 @@ temporary folder. Where a cell fails or is interrupted, the launcher gets SIGTER
 
 code('''
 PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}  # of this kernel
-LAUNCHED = {name for names in script.LAUNCHERS.values() for name in names}  # left by a batch queue: not for our runs
+LEFT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PALS_", "PMI_", "SLURM_")  # by a batch queue: not for our runs
 
 def run(command: str, stop_at: str = "", status: int = 0) -> list[str]:
     """Lines of output, without the time of day. SIGTERM is sent after the first line that holds `stop_at`."""
-    command += DEVICE
     print(f"$ {command}")
     program, *words = [os.path.expandvars(word) for word in shlex.split(command)]
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(LEFT)}
     process = subprocess.Popen([*PROGRAMS[program], *words], cwd=ROOT, env=env, start_new_session=True, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = []
@@ -144,7 +145,7 @@ and the speed-up is predicted. Here only the names of the checks are shown.
 """)
 
 code('''
-lines = run("python test_ddp_setup.py --quick")
+lines = run(f"python test_ddp_setup.py --quick --device {DEVICE}")
 for line in lines:
     if found := re.match(r"(OK|WARN|FAIL) +([a-z -]+): ", line):
         print(f"{found[1]:<6}{found[2]}" if found[1] == "OK" else line)
@@ -155,8 +156,8 @@ text("""
 
 ```
 a step:    a global batch -> dealt to the ranks -> each rank: forward and backward on its part
-                          -> gradients averaged over the ranks -> the same update on all ranks
-an epoch:  all ranks train -> all ranks validate, each its part -> rank 0 decides -> one broadcast: go on or stop
+                          -> gradients summed over the ranks -> the same update on all ranks
+an epoch:  all ranks train -> all ranks validate, each its part -> all have the same metrics: go on or stop
 ```
 
 **Which rank holds which samples.** An epoch is shuffled and cut into global batches from (seed, epoch) alone; each
@@ -165,47 +166,43 @@ the three ranks hold together exactly what one process holds, and no sample come
 """)
 
 code('''
-def samplers(ranks: int) -> list:
-    contexts = [script.DDPContext(r, ranks, r, ranks, torch.device("cpu"), "gloo", "notebook") for r in range(ranks)]
-    return [script.GlobalBatchSampler(24, 6, 1, 42, context) for context in contexts]
+options = argparse.Namespace(seed=42, batch_size=6, global_batch_size=6)
+
+def sampler(rank: int, ranks: int):
+    with mock.patch.multiple(torch.distributed, get_rank=lambda: rank, get_world_size=lambda: ranks):
+        return script.GlobalBatchSampler(np.arange(24), options, state=None)
 
 for epoch in range(2):
-    for ranks in (3, 1):
-        for rank, sampler in enumerate(samplers(ranks)):
-            sampler.set_epoch(epoch)
-            print(f"epoch {epoch}, rank {rank} of {ranks}:", *([int(i) for i in batch] for batch in sampler))
+    for rank, ranks in [(0, 3), (1, 3), (2, 3), (0, 1)]:
+        mine = sampler(rank, ranks)
+        mine.set_epoch(epoch)
+        print(f"epoch {epoch}, rank {rank} of {ranks}:", *(ids.tolist() for ids, whole_batch in mine))
 ''', "same")
 
 text("""
 **Who evaluates, who decides.** All ranks validate and test, each set once: the figures do not depend on the number of
-ranks, and no GPU waits for another's validation. *Rank 0 decides* (better? stop? not finite?) and one broadcast tells
-all, so that the ranks cannot part. This is all of it:
+ranks, and no GPU waits for another's validation. The log-probabilities are summed over the ranks, so that all have the
+same metrics. Each decides by them (better? stop?), and so all decide alike. Rank 0 writes the files.
+
+## 3. Make data, write a configuration, launch it
+
+The data are made once, by a tool. `--config` takes YAML or JSON, with sections as here or without; the command line
+wins over it. [configs/config_quantumgrav_ddp.yaml](../configs/config_quantumgrav_ddp.yaml) has the options with a
+comment each.
 """)
 
 code('''
-print(inspect.getsource(script.decide))
-''', "same")
+lines = run("python tools/make_causal_sets.py --out $WORK/sets --samples 600 --min_size 16 --max_size 32 "
+            "--split 0.6 0.2 0.2 --workers 1")
+show(lines, r"to train|cls")
 
-text("""
-## 3. Write a configuration, launch it
-
-`--config` takes YAML or JSON, nested as here or flat; the command line wins over it.
-[configs/config_quantumgrav_ddp.yaml](../configs/config_quantumgrav_ddp.yaml) has every key with a comment.
-""")
-
-code('''
 config = {
-    "parallel": {"world_size": RANKS, "backend": "auto"},
-    "data": {"samples": 600, "min_size": 16, "max_size": 32, "split": [0.6, 0.2, 0.2], "n_processes": 1,
-             "output": str(WORK / "cache")},
-    "model": {"hidden_dim": 16, "num_layers": 2, "head_dim": 16, "activation_type": "gelu",
-              "pooling_layers": ["mean", "sum"]},
-    "training": {"num_epochs": 20, "batch_size": 12, "optimizer_kwargs": {"lr": 1e-2},
-                 "lr_scheduler_type": "ConstantLR"},
-    "validation": {"batch_size": 40},
-    "early_stopping": {"mode": "any", "patience": 3, "tasks": {
-        "cls": {"metric": "loss", "mode": "min", "delta": 0.05, "grace_period": 2, "init_best_score": 10.0}}},
-    "global_batch_size": 24, "lr_scaling": "none", "precision": "fp32", "log_every": 1, "wandb_mode": "disabled",
+    "parallel": {"world_size": RANKS, "backend": "auto", "device": DEVICE},
+    "data": {"data": str(WORK / "sets")},
+    "model": {"hidden_dim": 16, "num_layers": 2, "head_dim": 16, "pooling": ["mean", "sum"]},
+    "training": {"num_epochs": 20, "batch_size": 12, "global_batch_size": 24, "lr": 1e-2, "schedule": "constant",
+                 "precision": "fp32", "log_every": 1},
+    "early_stopping": {"stop_metrics": ["loss"], "delta": 0.05, "grace": 2, "patience": 3},
 }
 (WORK / "ddp_config.json").write_text(json.dumps(config, indent=1))
 SCRIPT = "run_train_quantumgrav_ddp.py --config $WORK/ddp_config.json"
@@ -218,9 +215,9 @@ text("""
 
 code('''
 several = run(f"torchrun --standalone --nproc_per_node={RANKS} {SCRIPT} --output_dir $WORK/torchrun")
-show(sorted(several), r"Process \\d/\\d started|Initialized DDP|Using device")
-show(several, r"global batch|samples:|Total batch size: |parameters")
-show([re.sub(" samples/s=.*", " ...", line) for line in several], r"step=(5|10|15)/")  # speeds follow
+show(sorted(several), r"Process \\d/\\d started|Initializing DDP")
+show(several, r"ranks, |samples:|Total batch size: |parameters")
+show([re.sub(" samples_per_s=.*", " ...", line) for line in several], r"step=(5|10|15) ")  # speeds follow
 ''')
 
 text("""
@@ -230,11 +227,11 @@ batch of a step stays 24, since `global_batch_size` says so, and is made of two 
 
 code('''
 one = run(f"python -m torch.distributed.launch --standalone --nproc_per_node=1 {SCRIPT} --output_dir $WORK/launch")
-show(one, r"Process \\d/\\d started|global batch")
+show(one, r"Process \\d/\\d started|Total batch size")
 ''')
 
 text("""
-**Option 3, multiprocessing**: plain Python starts the processes, with `--nproc 3` or, as `world_size` says so in this
+**Option 3, plain Python**: it starts torchrun, with `--nproc_per_node 3` or, as `world_size` says so in this
 configuration, without it. It is used in section 6. On a cluster:
 [several machines](DDP_TRAINING_GUIDE.md#3-several-machines),
 [SLURM and PBS](DDP_TRAINING_GUIDE.md#4-batch-queues-slurm-and-pbs).
@@ -243,61 +240,56 @@ configuration, without it. It is used in section 6. On a cluster:
 
 | Key | Meaning |
 |---|---|
-| `parallel.world_size` | processes that plain Python starts; under torchrun its own number wins |
+| `parallel.world_size` | processes that plain Python starts; the number of a launcher, or of `--nproc_per_node`, wins |
 | `parallel.backend` | `auto`: NCCL on NVIDIA GPUs, XCCL on Intel's, gloo on CPUs |
 | `parallel.master_addr`, `parallel.master_port` | where the ranks meet, if neither a launcher nor the environment says it; on one machine a free port is found |
 | `training.batch_size` | sets **per GPU** and micro-batch: 64 on 3 GPUs make steps of 192 |
-| `global_batch_size` | sets per step on any number of GPUs, instead; the accumulation follows: ranks x batch size x accumulation. A multiple of ranks x batch size |
-| `lr_scaling` | factor on the rate where the batch grows with N ranks: `none` 1, `linear` N, `sqrt` √N, `conservative` N up to 6; not with a fixed `global_batch_size` |
-| `early_stopping.tasks` | for each task that is watched: `metric` (loss, accuracy, f1_macro, f1_weighted, ece), `mode` (min, max), `delta` by which it must get better, `grace_period` in epochs, `init_best_score` to beat |
-| `early_stopping.mode` | `any` or `all` of these tasks must get better |
-| `early_stopping.patience` | epochs without gain, once all grace periods are over, that end the run |
+| `training.global_batch_size` | sets per step on any number of GPUs, instead: each rank then makes as many micro-batches as that takes |
+| `early_stopping.stop_metrics` | what is watched, such as `loss`, `cls/f1_weighted`, `dim/accuracy`; the first chooses `best.pt` |
+| `early_stopping.stop_mode` | `any` or `all` of them must get better, by more than `delta` |
+| `early_stopping.patience` | epochs without gain that end the run; the first `grace` epochs do not count |
 
-A wrong key or value is one line and exit status 2, before any process group starts. `parse_args` is what reads the
-command line:
+A wrong key or value is one line and exit status 2 (under a launcher: 1), before any process group starts.
 """)  # noqa: E501 (tables have long rows)
 
 code('''
-sys.argv[0] = "run_train_quantumgrav_ddp.py"  # the name in messages
-try:
-    script.parse_args(["--config", str(WORK / "ddp_config.json"), "--training.batchsize", "8"])
-except SystemExit as end:
-    print("exit status", end.code)
+show(run(f"python {SCRIPT} --training.batchsize 8", status=2), "error")
 ''')
 
 text("""
 ## 5. Read what a run wrote
 
 `metrics.jsonl` has every log line at full precision, a JSON object per line; `summary.json` what came out, with all
-arguments; `curves.png` every curve. The loss of two processes and that of one are the same up to rounding, which
+options; `curves.png` every curve. The loss of two processes and that of one are the same up to rounding, which
 training amplifies slowly.
 """)
 
 code('''
-def read(run_folder: str) -> tuple[dict, dict]:
-    """({step: training loss}, {step: validation loss}) of a run."""
+def read(run_folder: str, name: str) -> dict:
+    """{step: value} of a number that a run has logged."""
     rows = [json.loads(line) for line in (WORK / run_folder / "metrics.jsonl").read_text().splitlines()]
-    return tuple({row["step"]: row[name] for row in rows if name in row} for name in ("loss", "val loss"))
+    return {row["step"]: row[name] for row in rows if name in row}
 
 figure, axis = plt.subplots(figsize=(6, 2.8), dpi=60, layout="constrained")
-for name, label, width, colors in (("torchrun", f"{RANKS} process(es)", 4, ("skyblue", "gold")),
-                                   ("launch", "1 process", 1, ("navy", "firebrick"))):
-    for curve, part, color in zip(read(name), ("training", "validation"), colors, strict=True):
-        axis.plot(curve.keys(), curve.values(), color, linewidth=width, label=f"{part}, {label}")
+for run_folder, label, width, colors in (("torchrun", f"{RANKS} process(es)", 4, ("skyblue", "gold")),
+                                         ("launch", "1 process", 1, ("navy", "firebrick"))):
+    for name, color in zip(("loss", "val/loss"), colors, strict=True):
+        curve = read(run_folder, name)
+        axis.plot(curve.keys(), curve.values(), color, linewidth=width, label=f"{name}, {label}")
 axis.set(xlabel="optimizer step", ylabel="nats per set")
 axis.legend(fontsize="small")
 plt.show()
 
-a, b = read("torchrun")[0], read("launch")[0]
 steps = (1, 2, 3, 15, 30)
 print("step     ", *(f"{step:>10}" for step in steps))
-for ranks, losses in ((RANKS, a), (1, b)):
+for ranks, run_folder in ((RANKS, "torchrun"), (1, "launch")):
+    losses = read(run_folder, "loss")
     print(f"{ranks} rank(s)", *(f"{losses[step]:>10.6f}" for step in steps))
 ''')
 
 code('''
 summary = json.loads((WORK / "torchrun/summary.json").read_text())
-for name in ("status", "steps", "epochs", "world_size", "backend", "best_metric", "baselines"):
+for name in ("status", "steps", "world_size", "best", "baselines"):
     print(f"{name:<12}", summary[name])
 ''')
 
@@ -311,68 +303,69 @@ text("""
 SIGTERM (`kill`, a queue's warning), SIGINT (Ctrl-C) and SIGUSR1 are agreed on by all ranks at the end of a step; then a
 checkpoint is written and the run stops. The same command goes on from there, in the middle of an epoch too. The numbers
 are then those of a run without the stop, here of the one that torchrun started, on a CPU bit by bit; on GPUs some
-kernels add in a varying order.
+kernels add in a varying order. (torchrun ends with 1 after a signal, whatever the statuses of its ranks.)
 """)
 
 code('''
-command = f"python {SCRIPT} --nproc {RANKS} --output_dir $WORK/stopped"
-show(run(command, stop_at="Starting training epoch 1", status=143), r"checkpoint written")
+command = f"python {SCRIPT} --output_dir $WORK/stopped"
+show(run(command, stop_at="Starting training epoch 1", status=1 if RANKS > 1 else 143), r"stopped by")
 print()
 again = run(command)
 show(again, r"resuming")
 
-a, b = read("torchrun")[0], read("stopped")[0]
+a, b = read("torchrun", "loss"), read("stopped", "loss")
 print(f"{len(a)} and {len(b)} steps; largest difference of a loss: {max(abs(a[s] - b[s]) for s in a):g}")
-a, b = (script.load_checkpoint(WORK / name / "final_model.pt")["model"] for name in ("torchrun", "stopped"))
+a, b = (script.load_checkpoint(WORK / name / "latest.pt")["model"] for name in ("torchrun", "stopped"))
 print(f"largest difference of a weight: {max((a[n] - b[n]).abs().max().item() for n in a):g}")
 ''')
 
 text("""
 Give another `--output_dir` for another run, or `--fresh`, which moves the old one aside. On another number of ranks a
 run goes on too: the global batch stays, and no sample is repeated or skipped. `--max_minutes` stops in time for a
-queue that sends no signal. More: [resume](DDP_TRAINING_GUIDE.md#10-resume),
+queue that sends no signal. More: [resume](DDP_TRAINING_GUIDE.md#16-run_train_quantumgrav_ddppy),
 [signals](DDP_TRAINING_GUIDE.md#11-signals-exit-statuses-requeue-time-limits).
 
 ## 7. Early stopping, and the test phase
 
-After each epoch rank 0 compares the watched metrics with their best; `patience left` counts down. `best.pt` holds the
-weights of the best epoch, and the test phase loads them.
+After each epoch the watched metrics are compared with their best. `best.pt` holds the weights of the best epoch, and
+the test phase loads them.
 """)
 
 code('''
-show(several, r"early stopping|better model|stopped early|testing phase|best model found")
+show(several, r"better model|Stopped early|testing phase")
 ''')
 
 text("""
-`report.json` has the test set's metrics beside baselines (always the most frequent kind; logistic regression on seven
-global statistics), by size, and who was taken for whom. On so few sets it shows that all works, and little else.
+`summary.json` has the test set's metrics beside the accuracy of baselines: always the commonest kind, and logistic
+regression on seven global statistics. `confusion_cls.png` shows which kind was taken for which. On so few sets it shows
+that all works, and little else.
 """)
 
 code('''
-report = json.loads((WORK / "torchrun/report.json").read_text())
-names = report["classes"]["cls"]
-print(f"{report['sets']} test sets{'':<11}loss  accuracy  f1_weighted")
-for name, row in {**report["baselines"]["cls"], "this network": report["test"]["cls"]}.items():
-    print(f"{name:<20}{row['loss']:>8.3f}{row['accuracy']:>10.3f}{row['f1_weighted']:>13.3f}")
-print("\\ntrue \\\\ found", *(f"{name:>11}" for name in names))
-for name, row in zip(names, report["test"]["cls"]["confusion"], strict=True):
-    print(f"{name:<12}", *(f"{count:>11}" for count in row))
+for name, accuracy in {**summary["baselines"]["cls"], "this network": summary["test"]["cls/accuracy"]}.items():
+    print(f"{name:<20}{accuracy:.3f}")
 ''')
 
+code('''
+Image(WORK / "torchrun/confusion_cls.png", width=400)
+''', "dropped")
+
 text("""
+To use another network, metric or loss: [change the script](DDP_TRAINING_GUIDE.md#17-change-the-script).
+
 ## 8. When something fails
 
 | What you see | What to do |
 |---|---|
-| address already in use | `--standalone`, or `--master_port=29501`; `--nproc` finds a free port |
+| address already in use | `--standalone`, or `--master_port=29501`; `--nproc_per_node` of the script finds a free port |
 | only one GPU is visible | `export CUDA_VISIBLE_DEVICES=3,4,5`, and `nvidia-smi -L` |
-| NCCL timeout | the first error of another rank is above it; if a start is slow, `--ddp_timeout_minutes 120` |
+| NCCL timeout | the first error of another rank is above it; if a start is slow, `--timeout_minutes 120` |
 | NCCL does not start | `NCCL_DEBUG=INFO`, `NCCL_SOCKET_IFNAME=eth0`, or `--backend gloo` |
-| hangs at start | see which ranks came (`Process 3/8 started`); `MASTER_ADDR`, firewall; `--ddp_timeout_minutes 2` makes it an error |
-| out of memory | smaller `batch_size` with the same `global_batch_size`: the steps stay the same |
-| other results than before | the same seed, ranks and threads (`OMP_NUM_THREADS=1`) give the same bits on a CPU; on GPUs the last digits vary |
-| slow | `data_wait` and `comm` in the log line say whether it is the disk or the network |
-| "holds a run with --…, this one has …" | the folder belongs to another run: another `--output_dir`, or `--fresh` |
+| hangs at start | see which ranks came (`Process 3/8 started`); `MASTER_ADDR`, firewall; `--timeout_minutes 2` makes it an error |
+| out of memory | smaller `batch_size` with the same `global_batch_size`: the steps stay the same; in validation smaller `eval_edges` |
+| other results than before | the same seed, ranks and threads (`OMP_NUM_THREADS=1`) give the same bits on a CPU; on GPUs `--deterministic` |
+| slow | `data_wait` in the log line above 0.05: `--num_workers 2` |
+| "the checkpoint does not fit" | the folder belongs to another run: another `--output_dir`, or `--fresh` |
 | `AttributeError: epoch`, `RuntimeError: device_ids`, `KeyError` in `validator.data` | another program, the `TrainerDDP` class of the causal-set package, is running |
 
 All of them at length: [troubleshooting](DDP_TRAINING_GUIDE.md#14-troubleshooting).

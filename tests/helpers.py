@@ -147,6 +147,7 @@ def run_program(argv: list[str], env: dict[str, str], output: str) -> None:
     os.environ.clear(), os.environ.update(env)
     sys.argv, status = argv, 0
     train_ddp.torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    multiprocessing.set_start_method("fork", force=True)  # of its own workers, as in a real process
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
@@ -220,6 +221,17 @@ def write_structures(folder: Path, count: int, pairs: int = 6, least: int = 18, 
             texts = ["".join("ACDEFGHIKLMNPQRSTVWY"[k] for k in ids) for ids in (own, other)]
             rows.append({"pdb_file": f"helix{number}.pdb", "preferred_seq": texts[0], "unpreferred_seq": texts[1]})
     (folder / "pairs.json").write_text(json.dumps(rows))
+
+
+def write_causal_sets(folder: Path, *options: str) -> None:
+    """What `python tools/make_causal_sets.py --out FOLDER OPTIONS` writes."""
+    tools = str(ROOT / "tools")
+    if tools not in sys.path:
+        sys.path.insert(0, tools)
+    import make_causal_sets
+
+    args = make_causal_sets.parse_args([f"--out={folder}", "--workers=1", *options])
+    make_causal_sets.make_folder(args)
 
 
 def mutated_pairs(folder: Path) -> list[dict]:

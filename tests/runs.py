@@ -7,8 +7,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -16,7 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from helpers import ROOT, forkserver, free_port, write_digits, write_proteins, write_structures
+from form import BANNER
+from helpers import (
+    ROOT,
+    forkserver,
+    free_port,
+    write_causal_sets,
+    write_digits,
+    write_proteins,
+    write_structures,
+)
 from matplotlib.figure import Figure
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
@@ -58,11 +69,11 @@ def tiny_run_dpo_ddp(folder: Path) -> list[str]:
 
 
 def tiny_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
-    """300 small sets of six kinds, two tasks, five epochs; no kinks (ReLU, maxima), at which a rounding can show."""
-    return f"""--cache_dir={folder}/cache --samples=300 --min_size=10 --max_size=20 --num_workers=1
-        --active_tasks=cls,dim --hidden_dim=16 --head_dim=0 --num_layers=2 --activation_type=gelu --pooling=mean,sum
-        --num_epochs=5 --global_batch_size=24 --batch_size=4 --lr=5e-3 --log_every=1 --save_every=4
-        --wandb_mode=disabled --device=cpu --precision=fp32""".split()
+    """300 small sets of six kinds, two tasks, five epochs of nine steps; an evaluation has 7 batches or more."""
+    write_causal_sets(folder / "sets", "--samples=300", "--min_size=10", "--max_size=20")
+    return f"""--data={folder}/sets --tasks cls dim --hidden_dim=16 --head_dim=16 --num_layers=2 --num_epochs=5
+        --global_batch_size=24 --batch_size=4 --lr=5e-3 --eval_edges=150 --num_workers=1 --log_every=1
+        --save_every=4 --wandb_mode=disabled --device=cpu --precision=fp32""".split()
 
 
 def tiny_run_train_rebm_ddp(folder: Path) -> list[str]:
@@ -84,6 +95,68 @@ TINY = {
     "run_dpo_ddp": tiny_run_dpo_ddp, "run_train_quantumgrav_ddp": tiny_run_train_quantumgrav_ddp,
     "run_train_rebm_ddp": tiny_run_train_rebm_ddp,
 }  # fmt: skip
+# What is drawn on each rank differs between numbers of ranks, so it is added where that does not matter.
+DROPOUT = {"run_train_quantumgrav_ddp": ["--dropout=0.1"]}
+
+
+class OldForm:
+    """What the tests must know of a script that is not yet rewritten."""
+
+    processes, timeout = "--nproc", "--ddp_timeout_minutes"
+    refused = 1  # exit status of a run that cannot work
+    not_compared = {"wall_s", "speed", "wandb_id", "args"}  # in a checkpoint
+    clocks = {*"samples/s nodes/s tokens/s data_wait comm mem_gb mfu ranks slowest_rank".split()}  # in metrics.jsonl
+    run_own = {"args", "wall_s", "samples_per_s", "checkpoint"}  # in summary.json
+    once = "command:"  # rank 0 alone says it
+    failed = "failed on rank"
+    damaged = "is damaged", "using the one before it"
+    full = "could not write", "No space left", "old file is untouched"
+
+    @staticmethod
+    def step(number: int) -> str:
+        """How the log line of a step begins."""
+        return f"step={number}/"
+
+    @staticmethod
+    def stopped(reason: str) -> str:
+        return f"checkpoint written, {'requeue me' if reason == 'SIGUSR1' else f'stopped by {reason}'}"
+
+    @staticmethod
+    def joined(rank: int, world_size: int, local_rank: int) -> list[str]:
+        return [f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}"]
+
+
+class NewForm:
+    """The same of a script of the new form."""
+
+    processes, timeout = "--nproc_per_node", "--timeout_minutes"
+    refused = 2
+    not_compared = {"wandb_id", "args", "log_size"}
+    clocks = {"samples_per_s", "data_wait"}
+    run_own = {"args", "seconds"}
+    once = "Starting distributed training..."
+    failed = "ERROR: Traceback"
+    damaged = ("latest.pt is damaged: trying the one before it",)
+    full = "no latest.pt at step 12, the run goes on: ", "No space left"
+
+    @staticmethod
+    def step(number: int) -> str:
+        return f"step={number} "
+
+    @staticmethod
+    def stopped(reason: str) -> str:
+        return f"stopped by {reason}: the same command goes on from the checkpoint"
+
+    @staticmethod
+    def joined(rank: int, world_size: int, local_rank: int) -> list[str]:
+        return [f"[RANK {rank}] ", f"Process {rank}/{world_size} started", f"Initializing DDP for rank {rank}..."]
+
+
+def form_of(script: str) -> type:
+    """OldForm or NewForm."""
+    if BANNER in (ROOT / f"{script}.py").read_text():
+        return NewForm
+    return OldForm
 
 
 def nan_loss(number: float) -> None:
@@ -124,11 +197,35 @@ def free_disk(number: float) -> None:
     (Path(os.environ["OUTPUT"]) / "filler").unlink()
 
 
+def signal_in_evaluation(number: float) -> None:
+    """This process gets the signal as soon as an evaluation has begun."""
+    plain = torch.nn.Module.eval
+
+    def begin(model):
+        torch.nn.Module.eval = plain
+        os.kill(os.getpid(), int(number))
+        return plain(model)
+
+    torch.nn.Module.eval = begin
+
+
 PLAIN_BACKWARD = torch.Tensor.backward
 DO: dict[str, Callable] = {
     "signal": lambda number: os.kill(os.getpid(), int(number)), "sleep": time.sleep, "nan": nan_loss,
     "sound": sound_loss, "memory": no_memory, "clock": clock_back, "fill": fill_disk, "free": free_disk,
+    "evaluation": signal_in_evaluation,
 }  # fmt: skip
+
+
+def after_step(number: int, ids: list[int]) -> None:
+    """Write down what this rank was trained on in the step, then do the FAULTS that come after it."""
+    rank, output = int(os.environ["RANK"]), os.environ["OUTPUT"]
+    with open(f"{output}.trace-{rank}-of-{os.environ['WORLD_SIZE']}", "a") as trace:
+        trace.write(json.dumps([number, ids]) + "\n")
+    for which, when, what, argument in json.loads(os.environ["FAULTS"]):
+        if [which, when] == [rank, number]:
+            Path(f"{output}.fault").write_text(str(time.monotonic()))
+            DO[what](argument)
 
 
 def run_script(script: str, argv: list[str]) -> int:
@@ -138,21 +235,50 @@ def run_script(script: str, argv: list[str]) -> int:
     sys.argv = [f"{script}.py", *argv]
     if "PICTURES" not in os.environ:
         Figure.savefig = lambda figure, file, **options: None
-    module, rank = importlib.import_module(script), int(os.environ["RANK"])
-    plain, faults = module.StepGuard.step, json.loads(os.environ["FAULTS"])
+    if form_of(script) is NewForm:
+        return run_new_script(script)
+    module = importlib.import_module(script)
+    plain = module.StepGuard.step
 
     def step(guard, loss, number, ids):
         result = plain(guard, loss, number, ids)
-        with open(f"{os.environ['OUTPUT']}.trace-{rank}-of-{os.environ['WORLD_SIZE']}", "a") as trace:
-            trace.write(json.dumps([number, [int(i) for part in ids for i in part]]) + "\n")  # what it was trained on
-        for which, when, what, argument in faults:
-            if [which, when] == [rank, number]:
-                Path(f"{os.environ['OUTPUT']}.fault").write_text(str(time.monotonic()))
-                DO[what](argument)
+        after_step(number, [int(i) for part in ids for i in part])
         return result
 
     module.StepGuard.step = step
     return module.launch(module.main, module.parse_args(argv))
+
+
+def run_new_script(script: str) -> int:
+    """One rank. Nothing in a step is replaced: the sampler is listened to, and every rank calls RunLog.write once
+    after each step, before the ranks agree on a stop.
+
+    The script is imported anew, as it takes the time, its parent and its name from the process that it starts in."""
+    sys.modules.pop(script, None)
+    module = importlib.import_module(script)
+    deal = module.GlobalBatchSampler.__iter__
+    write = module.RunLog.write
+    dealt: dict[int, list[int]] = {}  # {step: ids}; workers ask for it before its time
+
+    def listen(sampler):
+        first = sampler.epoch * sampler.steps + sampler.start
+        for number, (ids, whole) in enumerate(deal(sampler)):
+            step = first + number // sampler.accumulation + 1
+            dealt.setdefault(step, []).extend(ids.tolist())
+            yield ids, whole
+
+    def write_and_tell(log, row):
+        write(log, row)
+        if "lr" in row:  # of a step, and not of an evaluation
+            after_step(row["step"], dealt.pop(row["step"]))
+
+    module.GlobalBatchSampler.__iter__ = listen
+    module.RunLog.write = write_and_tell
+    try:
+        module.launch(module.parse_args, module.main)
+    except SystemExit as end:
+        return end.code
+    raise AssertionError("launch() ends the process")
 
 
 def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
@@ -160,6 +286,7 @@ def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
     os.dup2(file, 1), os.dup2(file, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)  # of a rank's own workers, as in a real process
     try:
         status = run_script(script, argv)
     except BaseException:  # a forked rank must not return into the server
@@ -171,8 +298,10 @@ def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
 def serve(pipe) -> None:
     """Forks ranks for each request [(env, script, argv, output), ...]; answers their process ids, then how each ended:
     (exit status, when by the monotonic clock)."""
+    import matplotlib.font_manager  # noqa: F401
     import sentence_transformers  # noqa: F401
     import sklearn.decomposition  # noqa: F401
+    import sklearn.metrics  # noqa: F401
 
     torch.set_num_threads(1)
     while (request := pipe.recv()) is not None:
@@ -186,6 +315,10 @@ def serve(pipe) -> None:
         while len(ends) < len(pids):
             pid, status = os.wait()
             ends[pid] = (os.waitstatus_to_exitcode(status), time.monotonic())
+            if ends[pid][0] == 2:  # a launcher, too, sees this after a while, and ends the others
+                time.sleep(0.5)
+                for other in set(pids) - set(ends):
+                    os.kill(other, signal.SIGTERM)
         pipe.send([ends[pid] for pid in pids])
 
 
@@ -208,7 +341,7 @@ class Server:
 
     def __init__(self):
         self.pipe, theirs = forkserver().Pipe()
-        self.process = forkserver().Process(target=serve, args=(theirs,), daemon=True)
+        self.process = forkserver().Process(target=serve, args=(theirs,))  # ranks have children: no daemon
         self.process.start()
 
     def start(self, script: str, argv: list[str], folder: Path, world_size: int, faults=(), attempt=0, **env) -> None:
@@ -274,7 +407,8 @@ class Run:
     @property
     def evaluated(self) -> list[int]:
         """Steps after which held-out figures were recorded."""
-        return sorted({row["step"] for row in self.rows if row["step"] and not {"samples/s", "ranks"} & {*row}})
+        of_steps = {"samples/s", "ranks", "samples_per_s"}
+        return sorted({row["step"] for row in self.rows if row["step"] and not of_steps & {*row}})
 
     def trained_on(self) -> dict[int, list[int]]:
         """{step: ids over all ranks}; of a step that was made twice (after a kill) the last time counts."""
@@ -299,6 +433,18 @@ def differences(a, b, path: str = "") -> list[str]:
     if isinstance(a, (list, tuple)) and len(a) == len(b):
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}[{i}]")]
     return [] if a == b else [path]
+
+
+def apart(form: type, ours: Run, theirs: Run) -> list[str]:
+    """Places where the checkpoints of two runs differ, without what is of one run alone. (A new form's learning rate
+    is set anew in each step: after the last one it may be that of the options.)"""
+    states = [state_of(ours), state_of(theirs)]
+    if form is NewForm:
+        for state in states:
+            for group in state["optimizer"]["param_groups"]:
+                group.pop("lr")
+    kept = states[1].keys() - form.not_compared
+    return [place for key in kept for place in differences(states[0][key], states[1][key], key)]
 
 
 if __name__ == "__main__":  # torchrun runs.py SCRIPT OPTIONS...: FAULTS are of the first attempt

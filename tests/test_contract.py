@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from runs import SCRIPTS, TINY, Run, Server, differences, state_of
+from helpers import call_script
+from runs import DROPOUT, SCRIPTS, TINY, NewForm, Run, Server, apart, form_of, state_of
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,19 @@ def whole(script, start):
 
 
 @pytest.fixture(scope="module")
+def to_stop(script, whole, start):
+    """(arguments, undisturbed run) of the runs on two processes that are stopped: with dropout, where there is one."""
+    name, argv, folder = script
+    if name not in DROPOUT:
+        return argv, whole
+    argv = [*argv, *DROPOUT[name]]
+    run = start(name, argv, folder / "dropout", 2)
+    assert run.statuses == [0, 0], run.text[-3000:]
+    assert run.losses != whole.losses
+    return argv, run
+
+
+@pytest.fixture(scope="module")
 def three(script, start):
     """The undisturbed run on three: with more than two ranks the order of a sum matters."""
     name, argv, folder = script
@@ -48,8 +62,31 @@ def test_every_script_has_a_tiny_run():
     assert set(SCRIPTS) == set(TINY), "a training script without an entry in TINY, or an entry without its script"
 
 
-def test_two_processes_train(whole):
+def check_old_files(run: Run) -> None:
+    keys = "script status steps epochs wall_s world_size backend device samples_per_s final_loss best_metric baselines"
+    assert set((keys + " checkpoint args").split()) <= set(run.summary)
+    assert set(run.summary["best_metric"]) == {"name", "value", "step"}
+    left = [p.name for p in run.folder.iterdir() if p.name.startswith(".")]
+    assert not left, "temporary files of more than one writer"
+    assert run.text.count("finished:") == 1
+
+
+def check_new_files(run: Run) -> None:
+    keys = "status steps best test baselines script seconds world_size torch args"
+    assert set(keys.split()) <= set(run.summary)
+    assert run.summary["world_size"] == 2
+    best = run.summary["best"]
+    assert best["value"] == min(row["val/loss"] for row in run.rows if "val/loss" in row)
+    assert torch.load(run.folder / "best.pt", weights_only=True)["step"] == best["step"]
+    assert {"latest.pt", "previous.pt"} <= {path.name for path in run.folder.iterdir()}
+    assert not [*run.folder.glob("*.tmp")]
+    assert [row["step"] for row in run.rows if "loss" in row] == [*range(1, run.summary["steps"] + 1)]
+    assert run.text.count("Training and testing completed successfully!") == 1
+
+
+def test_two_processes_train(script, whole):
     """Steps are made, weights move, the loss falls, one rank writes, the summary is complete."""
+    form = form_of(script[0])
     state, losses = state_of(whole), whole.losses
     phases = [[r["loss"] for r in whole.rows if "loss" in r and r.get("phase") == p] for p in (None, 1, 2)]
     assert any(phases)
@@ -58,15 +95,12 @@ def test_two_processes_train(whole):
         assert sum(part[-5:]) < (0.9 if len(part) > 20 else 1.0) * sum(part[:5])
     assert all(torch.isfinite(t).all() for t in state["model"].values() if t.is_floating_point())
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in state["model"])
-    keys = "script status steps epochs wall_s world_size backend device samples_per_s final_loss best_metric baselines"
-    assert set((keys + " checkpoint args").split()) <= set(whole.summary)
-    assert set(whole.summary["best_metric"]) == {"name", "value", "step"}
-    left = [p.name for p in whole.folder.iterdir() if p.name.startswith(".")]
-    assert not left, "temporary files of more than one writer"
-    assert whole.text.count("finished:") == 1 and whole.text.count("command:") == 1
+    check_new_files(whole) if form is NewForm else check_old_files(whole)
+    assert whole.text.count(form.once) == 1
     assert (whole.folder / "curves.png").read_bytes()[1:4] == b"PNG"
     for rank in (0, 1):
-        assert f"Initialized DDP: rank={rank}, world_size=2, local_rank={rank}" in whole.text
+        for text in form.joined(rank, 2, rank):
+            assert text in whole.text
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -79,46 +113,52 @@ def test_number_of_processes_changes_nothing(script, whole, three, start, world_
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
         for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "nelbo", "ce@0.5", "unigram", "grad_norm",
                     "bce", "auc", "val robust@0.15", "val frechet_pixels", "val adv_ood_auc noise",
-                    "val loss", "val rewards/margins", "val cls/accuracy", "val dim/f1_macro"):  # fmt: skip
+                    "val loss", "val rewards/margins",
+                    "val/loss", "val/loss_se", "val/cls/accuracy", "val/dim/f1_macro", "skipped"):  # fmt: skip
             if key in theirs:
-                tolerance = 1e-5 if key == "loss" else 1e-4 if theirs["step"] <= 50 else 1e-3
+                tolerance = 1e-5 if key in ("loss", "val/loss") else 1e-4 if theirs["step"] <= 50 else 1e-3
                 assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), (theirs["step"], key)
     assert sorted(run.trained_on().items()) != []
     for step, ids in whole.trained_on().items():
         assert sorted(run.trained_on()[step]) == sorted(ids), f"step {step} was made of other samples"
 
 
-def test_what_is_held_out_is_never_trained_on(whole):
-    """Counted over all ranks and steps, where a script keeps the numbers of its split."""
-    if not (whole.folder / "split.npz").exists():
+def test_what_is_held_out_is_never_trained_on(script, whole):
+    """Counted over all ranks and steps, where a script keeps the numbers of its split, or its data does."""
+    splits = [*script[2].glob("*/split.npy")]
+    if splits:
+        split = np.load(splits[0])
+        parts = {part: np.flatnonzero(split == number) for number, part in enumerate(["train", "valid", "test"])}
+    elif (whole.folder / "split.npz").exists():
+        parts = np.load(whole.folder / "split.npz")
+    else:
         pytest.skip("this script keeps names, or splits by content")
-    parts = np.load(whole.folder / "split.npz")
     trained = {i for ids in whole.trained_on().values() for i in ids}
     assert trained and trained <= {*parts["train"].tolist()}
     assert not trained & {*parts["valid"].tolist(), *parts["test"].tolist()}
 
 
 @pytest.mark.parametrize("world_size, ends", [(2, [(1, 9, 9), (0, 15, 15), (0, -1, 15)]), (3, [(2, 31, 9)])])
-def test_stopped_and_restarted_equals_undisturbed(script, whole, three, start, world_size, ends):
+def test_stopped_and_restarted_equals_undisturbed(script, to_stop, three, start, world_size, ends):
     """A rank killed, or told to stop, in the middle, again and again, and in the last step, before the evaluation of
     the end: after the restarts every bit is the same."""
     name, argv, folder = script
-    target, whole = folder / f"stopped-{world_size}", three if world_size == 3 else whole
+    argv, whole = to_stop if world_size == 2 else (argv, three)
+    form, target = form_of(name), folder / f"stopped-{world_size}"
     last = state_of(whole)["step"]
     for attempt, (rank, step, number) in enumerate(ends):
         broken = start(name, argv, target, world_size, [[rank, step % last, "signal", number]], attempt=attempt)
         assert set(broken.statuses) <= ({143} if number == 15 else {-9, 1}), broken.text[-3000:]
-        assert number != 15 or "checkpoint written, stopped by SIGTERM" in broken.text
+        assert number != 15 or form.stopped("SIGTERM") in broken.text
         if step < 0:
             assert state_of(broken)["step"] == last
             assert last not in broken.evaluated and last in whole.evaluated
         assert ("resuming" in broken.text) == (attempt > 0)
     run = start(name, argv, target, world_size, attempt=len(ends))
     assert run.statuses == [0] * world_size and "resuming" in run.text, run.text[-3000:]
-    ours, theirs = state_of(run), state_of(whole)
-    for key in theirs.keys() - {"wall_s", "speed", "wandb_id", "args"}:
-        assert not differences(ours[key], theirs[key], key)
+    assert not apart(form, run, whole)
     assert run.losses == whole.losses
+    assert run.summary.get("test") == whole.summary.get("test")
     assert run.trained_on() == whole.trained_on()
 
 
@@ -144,18 +184,73 @@ def test_resumed_on_another_world_size(script, whole, start):
 def test_finished_run_says_so(script, whole, start):
     name, argv, _ = script
     before = (whole.folder / "latest.pt").read_bytes()
+    rows, tested = whole.rows, whole.summary.get("test")
     run = start(name, argv, whole.folder, 2, attempt=1)
-    assert run.statuses == [0, 0] and "is finished" in run.text
+    assert run.statuses == [0, 0]
     assert (whole.folder / "latest.pt").read_bytes() == before
+    if form_of(name) is NewForm:  # it tests again, and nothing else
+        last = whole.summary["steps"]
+        assert f"resuming {whole.folder}/latest.pt at step {last}" in run.text
+        assert NewForm.step(last) not in run.text
+        assert run.rows == rows
+        assert run.summary["test"] == tested
+    else:
+        assert "is finished" in run.text
+
+
+def refused(run: Run) -> str:
+    """The one line of a run that cannot work; the server ends the other rank, as a launcher does."""
+    assert set(run.statuses) <= {2, -15}, run.text[-3000:]
+    assert "Traceback" not in run.text
+    said = [line for line in run.text.splitlines() if ": error: " in line]
+    assert len(said) == 1, run.text[-3000:]
+    return said[0]
+
+
+def test_options_changed_on_resume(script, start):
+    """What can change is said and applied; what cannot is refused, and the run is untouched."""
+    name, argv, folder = script
+    if form_of(name) is not NewForm:
+        pytest.skip("not yet of the new form")
+    target = folder / "changed"
+    assert set(start(name, argv, target, 2, [[0, 11, "signal", 15]]).statuses) == {143}
+    kept = state_of(Run(target))
+    assert kept["step"] == 12
+
+    said = refused(start(name, [*argv, "--hidden_dim=8"], target, 2, attempt=1))
+    assert "--fresh" in said and "does not fit" in said
+    others = {"script": "other.py", "format": -1}
+    for key, value in others.items():
+        torch.save({**kept, key: value}, target / "latest.pt")
+        said = refused(start(name, argv, target, 2, attempt=2))
+        assert f"latest.pt has {key} {value}, not {kept[key]}" in said and "--fresh" in said
+    torch.save(kept, target / "latest.pt")
+
+    faults = [[1, 19, "signal", 15]]
+    run = start(name, [*argv, "--weight_decay=0.25"], target, 2, faults, attempt=3)
+    assert set(run.statuses) == {143}, run.text[-3000:]
+    assert run.text.count("--weight_decay 0.25, it was 5e-05") == 1
+    groups = state_of(run)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_bad_arguments_and_help_start_nothing(name, capsys):
-    module = importlib.import_module(name)
     for argv, status in (["--no_such_option=1"], 2), (["--batch_size=many"], 2), (["--help"], 0):
-        with pytest.raises(SystemExit) as caught:
-            module.parse_args(argv)
-        output = capsys.readouterr()
-        assert caught.value.code == status and not module.dist.is_initialized()
-        assert len(output.err.strip().splitlines()) == (1 if status else 0)
-        assert not status or argv[0][2:].partition("=")[0] in output.err
+        if form_of(name) is NewForm:
+            ended, text = call_script(name, *argv)
+            assert "[RANK" not in text
+        else:
+            module = importlib.import_module(name)
+            with pytest.raises(SystemExit) as caught:
+                module.parse_args(argv)
+            ended, text = caught.value.code, capsys.readouterr().err
+            assert not module.dist.is_initialized()
+        assert ended == status
+        if status:
+            assert len(text.strip().splitlines()) == 1
+            assert argv[0][2:].partition("=")[0] in text
+        elif form_of(name) is NewForm:
+            assert text.startswith("usage: ") and "--batch_size" in text
+        else:
+            assert not text

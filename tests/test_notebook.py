@@ -32,7 +32,8 @@ def cpu(tmp_path, monkeypatch):
 def test_notebook_runs(cpu):
     clone, temporary = cpu / "clone", cpu / "temporary"
     temporary.mkdir()
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("docs/*.ipynb")]:  # all that it needs
+    needed = ("*.py", "tools/*.py", "docs/*.py", "docs/*.ipynb")
+    for path in [path for pattern in needed for path in ROOT.glob(pattern)]:
         (clone / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, clone / path.relative_to(ROOT))
     before = {path: path.stat().st_mtime_ns for path in clone.rglob("*")}

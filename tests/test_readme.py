@@ -1,7 +1,7 @@
 """README.md, docs/ and configs/ against what is there: scripts, configs, paths, and every command.
 
 A command is parsed by the parser of the script that it runs, after launchers and wrappers are taken off. In
-commands a placeholder must be one of PLACEHOLDERS.
+commands a placeholder must be one of PLACEHOLDERS. Commands of tools/ go through the tool's own parser.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,19 +20,20 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "DDP_TRAINING_GUIDE.md"
 SCRIPTS = sorted(p.name for p in ROOT.glob("*.py"))
+TOOLS = sorted(f"tools/{p.name}" for p in ROOT.glob("tools/*.py"))
+BANNER = "# " + "=" * 98  # around the shared block: parse_args() of such a script reads sys.argv
 CONFIGS = sorted(f"configs/{p.name}" for p in ROOT.glob("configs/*") if p.is_file())
 MOST_LINES = 200
 PLACEHOLDERS = {"HOST0", "HOST", "MASTER_IP", "ADDRESS"}
 # What looks like a file of the repository in running text.
 OURS = (
-    r"(?:configs|scripts|docs|tests|benchmarks|data)/[\w./-]+|"
+    r"(?:configs|scripts|tools|docs|tests|benchmarks|data(?!/causal_sets))/[\w./-]+|"
     r"[\w-]+\.(?:py|sh|toml|md)|requirements[\w-]*\.txt|\.ci/run"
 )
 NAMES_SECTION = "## 15. Names in the original documents"
 # Files and folders of users that commands name; they are not part of the repository.
 USER_PATHS = set("./my_teacher ./my_student ./my_models ddp_config.json texts.txt pairs.jsonl check.json".split())
 USER_PATHS |= set("configs/my_ddp_config.yaml pairs.json best_model.pt scores.csv complex.cif scored.json".split())
-USER_PATHS |= set("polynomial.zarr,grid.zarr".split())
 DEFAULTS = {  # the options that users of train_ddp.py know by name, and their defaults
     "teacher_model": "infly/inf-retriever-v1-pro", "student_model": "sentence-transformers/all-mpnet-base-v2",
     "use_projection": True, "batch_size": 64, "phase1_epochs": 1, "phase2_epochs": 3, "phase1_lr": 2e-5,
@@ -146,6 +148,8 @@ def run_of(words: list[str]) -> tuple[list[str], str, list[str]] | None:
                 values.append(rest.pop(0))
             assert not values or values[0].isdigit(), f"run_ddp.sh {values}: a number of processes comes first"
             return before, "train_ddp.py", [f"--use_projection={v}" for v in values[1:]] + rest
+        if word in TOOLS:
+            return before, word, rest
         if word.endswith(".py"):  # tests/ and benchmarks/ have parsers of their own
             return None if "/" in word.removeprefix("./") else (before, Path(word).name, rest)
     return None
@@ -181,6 +185,8 @@ def commands_of(path: Path) -> list[str]:
         lines = re.findall(r"^# *(?:Run: )?((?:\./(?:scripts/)?run_|torchrun |python ).*)$", text, re.M)
     else:
         docstring = importlib.import_module(path.stem).__doc__
+        if BANNER in text:
+            return re.findall(r"^ {4}((?:python|torchrun|mpiexec) .*)$", docstring, re.M)
         run = re.search(r"^Run\n((?: +.*\n)+)", docstring, re.M)
         lines = [re.split(r"\s{2,}", line.strip())[0] for line in run[1].splitlines()] if run else []
     return [line for line in dict.fromkeys(lines) if run_of(next(split_commands(line), [""]))]
@@ -209,18 +215,32 @@ def parse(line: str, capsys):
     """The arguments that a command line gives to the script it runs."""
     (words,) = split_commands(line)
     _, script, arguments = run_of(words)
-    assert script in SCRIPTS, f"no script {script}: {line}"
+    assert script in SCRIPTS + TOOLS, f"no script {script}: {line}"
+    arguments = [argument.rstrip("\\") for argument in arguments]
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     try:
-        return importlib.import_module(Path(script).stem).parse_args([a.rstrip("\\") for a in arguments])
+        if BANNER in (ROOT / script).read_text(encoding="utf-8"):
+            return parse_sys_argv(module, [script, *arguments])
+        return module.parse_args(arguments)
     except SystemExit:
         pytest.fail(f"{line}\n{capsys.readouterr().err}")
+
+
+def parse_sys_argv(script, words: list[str]):
+    """The arguments of a script whose parse_args() takes none, and which raises its own error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        try:
+            return script.parse_args()
+        except script.InputError as error:
+            pytest.fail(f"{words}\n{error}")
 
 
 def test_commands_are_found():
     """The extraction sees the documents: what it does not see, it cannot check."""
     assert len(commands_of(README)) >= 10 and len(commands_of(GUIDE)) >= 40
     for path in DOCUMENTS:
-        if path.suffix in (".yaml", ".sh") or path.name == "train_ddp.py":
+        if path.suffix in (".yaml", ".sh") or path.name in ("train_ddp.py", "run_train_quantumgrav_ddp.py"):
             assert commands_of(path), f"{path.name} shows no command"
 
 
@@ -323,8 +343,10 @@ def test_first_commands():
 def test_paths_and_links(path):
     """Files that the text names exist, and links point at files and headings that exist."""
     text = path.read_text(encoding="utf-8")
-    body, _, names = text.partition(NAMES_SECTION)
-    assert names or path == README
+    body, _, rest = text.partition(NAMES_SECTION)
+    assert rest or path == README
+    names, heading, after = rest.partition("\n## ")
+    body += heading + after
     body += "".join(row.split("|", 2)[2] for row in names.splitlines(keepends=True) if row.startswith("|"))  # our names
     for line in body.splitlines():
         for name in re.findall(rf"`(?:python |\./)?({OURS})(?: [^`]*)?`", line):
@@ -345,4 +367,4 @@ def test_nothing_is_announced_as_to_come(path):
 
 @pytest.mark.parametrize("path", [README, GUIDE, *(ROOT / c for c in CONFIGS)], ids=lambda p: p.name)
 def test_every_figure_is_filled_in(path):
-    assert re.findall(r"@@.*?@@", path.read_text(encoding="utf-8")) == []
+    assert re.findall(r"@@\w+@@", path.read_text(encoding="utf-8")) == []

@@ -1,0 +1,735 @@
+"""run_train_quantumgrav_ddp.py: known answers, and what a user sees of a run."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import yaml
+from sklearn import metrics
+from torch import nn
+
+import run_train_quantumgrav_ddp as script
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
+SMALL = "--hidden_dim=16 --head_dim=8 --num_layers=2 --device=cpu".split()
+CLASSES = {"cls": list("abcdef"), "dim": list("234")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """240 small causal sets of six kinds, as the tool makes them."""
+    out = tmp_path_factory.mktemp("data") / "sets"
+    options = "--samples=240 --min_size=8 --max_size=16 --workers=1".split()
+    command = [sys.executable, str(ROOT / "tools" / "make_causal_sets.py"), f"--out={out}"]
+    subprocess.run([*command, *options], check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def arguments(*options):
+    with mock.patch.object(sys, "argv", ["script", *options]):
+        return script.parse_args()
+
+
+def load(folder):
+    return script.CausalSets(folder, ["cls", "dim"], [0, 1, 2, 3])
+
+
+def network(*options):
+    """With norms and biases that are not what they start as."""
+    torch.manual_seed(0)
+    model = script.CausalSetNet(arguments(*SMALL, *options), CLASSES)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    return model.eval()
+
+
+def batch_of(folder, ids):
+    return load(folder)[np.array(ids), np.array(ids)]
+
+
+def past_matrix(batch):
+    """(N, N) float64: 1 at [i, j] where j is in the past of i and the two have an edge."""
+    matrix = torch.zeros(len(batch.features), len(batch.features), dtype=torch.float64)
+    later = torch.repeat_interleave(batch.past_degree.long())
+    matrix[later, batch.past.long()] = 1
+    return matrix
+
+
+# --------------------------------------------------------------------------------------------------
+# Network
+
+MODELS = {
+    "mean": [],
+    "sum": ["--messages=sum"],
+    "gcn": ["--messages=gcn"],
+    "none": ["--messages=none"],
+    "one way": ["--bidirectional=no", "--skip=no", "--pooling", "max"],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_set_is_judged_by_itself_and_by_its_order(folder, name):
+    """Alone as among others, and whatever its elements are called."""
+    model = network(*MODELS[name])
+    ids = [4, 40, 11, 0, 23]
+    batch = batch_of(folder, ids)
+    together = model(batch)
+    assert not torch.allclose(together["cls"][0], together["cls"][1], atol=1e-2)
+    for row, number in enumerate(ids):
+        alone = model(batch_of(folder, [number]))
+        for task in CLASSES:
+            assert torch.allclose(alone[task][0], together[task][row], rtol=1e-5, atol=1e-5)
+
+    rng = np.random.default_rng(1)
+    ends = batch.sizes.cumsum(0)
+    places = []
+    for size, end in zip(batch.sizes.tolist(), ends.tolist(), strict=True):
+        places.append(torch.from_numpy(rng.permutation(size)) + end - size)
+    order = torch.cat(places)
+    matrix = past_matrix(batch)[order][:, order]
+    moved = batch._replace(
+        features=batch.features[order],
+        past=matrix.nonzero()[:, 1].int(),
+        past_degree=matrix.sum(1).int(),
+        future=matrix.T.nonzero()[:, 1].int(),
+        future_degree=matrix.sum(0).int(),
+    )
+    found = model(moved)
+    for task in CLASSES:
+        assert torch.allclose(found[task], together[task], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["past", "future"])
+@pytest.mark.parametrize("kind", ["mean", "sum", "gcn"])
+def test_messages_and_their_gradient_against_dense_matrices(folder, kind, way):
+    """As a sparse product (CPU), and by index_add (elsewhere)."""
+    batch = batch_of(folder, range(6))
+    matrix = past_matrix(batch)
+    ways = [(batch.past, batch.past_degree), (batch.future, batch.future_degree)]
+    if way == "future":
+        matrix = matrix.T
+        ways.reverse()
+    degree = matrix.sum(1, keepdim=True)
+    if kind == "mean":
+        matrix = matrix / degree.clamp(min=1)
+    elif kind == "gcn":
+        matrix = (matrix + torch.eye(len(matrix))) / ((degree + 1) * (degree.T + 1)).sqrt()
+    x = torch.randn(len(matrix), 5, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(len(matrix), 5, generator=torch.Generator().manual_seed(1))
+
+    neighbours = script.Neighbours(kind, *ways[0], *ways[1])
+    assert neighbours.matrix is not None
+    for _ in ("sparse product", "index_add"):
+        inputs = x.clone().requires_grad_()
+        found = neighbours(inputs)
+        found.backward(gradient)
+        assert torch.allclose(found.double(), matrix @ x.double(), rtol=1e-5, atol=1e-5)
+        expected = matrix.T @ gradient.double()
+        assert torch.allclose(inputs.grad.double(), expected, rtol=1e-5, atol=1e-5)
+        neighbours.matrix = None
+
+
+def test_gcn_is_that_of_torch_geometric(folder):
+    conv = pytest.importorskip("torch_geometric.nn").GCNConv(4, 16)
+    nn.init.normal_(conv.bias)
+    options = ["--messages=gcn", "--bidirectional=no", "--skip=no"]
+    layer = script.MessageLayer(4, 1, arguments(*SMALL, *options))
+    layer.norm = nn.Identity()
+    layer.linear.weight.data = conv.lin.weight.data.clone()
+    layer.linear.bias.data = conv.bias.data.clone()
+
+    batch = batch_of(folder, range(12))
+    later = torch.repeat_interleave(batch.past_degree.long())
+    expected = F.relu(conv(batch.features, torch.stack([batch.past.long(), later])))
+    past = (batch.past, batch.past_degree)
+    future = (batch.future, batch.future_degree)
+    found = layer(batch.features, [script.Neighbours("gcn", *past, *future)])
+    assert torch.allclose(found, expected, atol=1e-5)
+
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert torch.allclose(layer.linear.weight.grad, conv.lin.weight.grad, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(layer.linear.bias.grad, conv.bias.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_pooling_against_a_loop(folder):
+    batch = batch_of(folder, [8, 1, 30, 17])
+    x = torch.randn(len(batch.features), 5) - 2  # maxima below 0, too
+    expected = []
+    for rows in x.split(batch.sizes.tolist()):
+        size = torch.tensor([math.log(len(rows))])
+        expected.append(torch.cat([rows.sum(0), rows.amax(0), rows.mean(0), size]))
+    found = script.pool(x, batch.sizes, ["sum", "max", "mean"])
+    assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_elements_that_tie_share_the_gradient_of_the_maximum(sign):
+    """torch.segment_reduce gives each of them the whole, where the gradient is negative."""
+    x = torch.tensor([[3.0], [3.0], [1.0], [2.0], [2.0], [2.0]], requires_grad=True)
+    script.pool(x, torch.tensor([3, 3]), ["max"])[:, :1].backward(torch.full((2, 1), sign))
+    shares = torch.tensor([1 / 2, 1 / 2, 0, 1 / 3, 1 / 3, 1 / 3])
+    assert torch.allclose(x.grad[:, 0], sign * shares)
+
+
+def test_dropout():
+    """Each element by itself, with this probability; the others grow so that the mean stays."""
+    ones = torch.ones(401, 501)
+    torch.manual_seed(1)
+    found = script.dropout(ones, 0.3)
+    torch.manual_seed(1)
+    assert torch.equal(found, script.dropout(ones, 0.3))
+    assert not torch.equal(found, script.dropout(ones, 0.3))
+    kept = (found > 0).double()
+    assert torch.allclose(found, (kept / 0.7).float())
+    deviation = (0.21 / kept.numel()) ** 0.5
+    assert abs(kept.mean() - 0.7) < 5 * deviation
+    flat = kept.flatten()
+    for shift in (1, 2, 3, 4, 501):
+        assert abs((flat[shift:] * flat[:-shift]).mean() - 0.49) < 5 * deviation
+
+    layer = script.MessageLayer(4, 0, arguments(*SMALL, "--messages=none", "--dropout=0.5"))
+    x = torch.randn(50, 4)
+    assert (layer(x, []) == 0).float().mean() > 0.3
+    assert torch.equal(layer.eval()(x, []), layer(x, []))
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss and metrics
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_shares_of_the_loss_add_up_to_the_mean(parts):
+    """However a batch is dealt, with missing labels; against the closed form in float64."""
+    rng = np.random.default_rng(parts)
+    labels = rng.integers(-1, 3, (11, 2))
+    labels[3:8, 1] = -1  # a whole part may have no label of a task
+    logits = [rng.normal(size=(11, 3)), rng.normal(size=(11, 4))]
+    expected = 0.0
+    gradients = []
+    for column, x in enumerate(logits):
+        known = labels[:, column] >= 0
+        probabilities = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+        right = np.zeros_like(x)
+        right[known, labels[known, column]] = 1
+        expected -= np.log(probabilities[right > 0]).mean()
+        gradients.append((probabilities * known[:, None] - right) / known.sum())
+
+    tensors = {}
+    for task, x in zip("ab", logits, strict=True):
+        tensors[task] = torch.tensor(x, requires_grad=True)
+    total = 0.0
+    for rows in np.array_split(rng.permutation(11), parts):
+        counts = torch.tensor((labels >= 0).sum(0))
+        batch = SimpleNamespace(labels=torch.tensor(labels[rows]), counts=counts)
+        share = script.share_of_loss({task: x[rows] for task, x in tensors.items()}, batch)
+        share.backward()
+        total += share.item()
+    assert total == pytest.approx(expected, abs=1e-12)
+    for x, gradient in zip(tensors.values(), gradients, strict=True):
+        assert np.allclose(x.grad, gradient, atol=1e-12)
+
+
+def log_probabilities(rng, rows, classes):
+    logits = rng.normal(size=(rows, classes)) * 2
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("classes, true", [(3, [0, 1, 2]), (5, [0, 1, 3]), (2, [1])])
+def test_metrics_of_a_task_against_scikit_learn(classes, true):
+    """Also where a class is never true."""
+    rng = np.random.default_rng(classes)
+    logp = log_probabilities(rng, 60, classes)
+    labels = rng.choice(true, 60)
+    found = script.classification(logp, labels)
+    guess = logp.argmax(1)
+    expected = {
+        "loss": metrics.log_loss(labels, np.exp(logp), labels=range(classes)),
+        "accuracy": metrics.accuracy_score(labels, guess),
+        "f1_macro": metrics.f1_score(labels, guess, average="macro", zero_division=0),
+        "f1_weighted": metrics.f1_score(labels, guess, average="weighted", zero_division=0),
+        "ece": found["ece"],
+    }
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_calibration_error_by_hand():
+    """With bins of 1/15: two sets at 0.91, two at 0.95 and 1, two at 0.68 and 0.72, one at 0.6."""
+    confidence = np.array([0.91, 0.91, 0.95, 1.0, 0.68, 0.72, 0.6])
+    logp = np.log(np.maximum(np.stack([confidence, 1 - confidence], axis=1), 1e-300))
+    found = script.classification(logp, np.array([0, 1, 0, 0, 0, 1, 0]))["ece"]
+    gaps = [abs(1 - 2 * 0.91), 2 - 0.95 - 1.0, abs(1 - 0.68 - 0.72), 1 - 0.6]
+    assert found == pytest.approx(sum(gaps) / 7)
+
+
+def test_evaluation_of_two_tasks():
+    """The loss is the sum of the tasks' means over the labelled sets; its error that of a mean."""
+    rng = np.random.default_rng(3)
+    logp = {"cls": log_probabilities(rng, 40, 6), "dim": log_probabilities(rng, 40, 3)}
+    labels = np.stack([rng.integers(0, 6, 50), rng.integers(-1, 3, 50)], axis=1)
+    ids = np.arange(5, 45)
+    found = script.evaluate(logp, SimpleNamespace(classes=CLASSES, labels=labels), ids)
+    known = labels[ids, 1] >= 0
+    first = -logp["cls"][np.arange(40), labels[ids, 0]]
+    second = -logp["dim"][known, labels[ids, 1][known]]
+    assert found["loss"] == pytest.approx(first.mean() + second.mean())
+    assert found["dim/loss"] == pytest.approx(second.mean())
+    assert found["dim/accuracy"] == (logp["dim"].argmax(1) == labels[ids, 1])[known].mean()
+
+    samples = rng.integers(0, 40, (4000, 40))  # the error against a bootstrap
+    both = np.zeros((40, 2))
+    both[known, 0] = second
+    both[:, 1] = known
+    sums = both[samples].sum(1)
+    means = first[samples].mean(1) + sums[:, 0] / sums[:, 1]
+    assert found["loss_se"] == pytest.approx(means.std(), rel=0.1)
+    one = SimpleNamespace(classes={"cls": CLASSES["cls"]}, labels=labels[:, :1])
+    assert script.evaluate(logp, one, ids)["loss_se"] == pytest.approx(first.std() / 40**0.5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Decisions
+
+
+class Original:
+    """The rules of the original's early stopping, written for themselves: patience is counted down,
+    and so is the grace of each metric."""
+
+    def __init__(self, names, mode, delta, grace, patience):
+        self.mode = mode
+        self.delta = delta
+        self.patience = patience
+        self.left = patience
+        self.grace = dict.fromkeys(names, grace)
+        self.best = dict.fromkeys(names, -math.inf)  # of values that should rise
+
+    def stops(self, values):
+        better = []
+        for name, best in self.best.items():
+            value = -values[name] if name.endswith(("loss", "ece")) else values[name]
+            better.append(best + self.delta < value)
+        enough = any(better) if self.mode == "any" else all(better)
+        if enough:
+            for name, is_better in zip(self.best, better, strict=True):
+                if is_better:
+                    sign = -1 if name.endswith(("loss", "ece")) else 1
+                    self.best[name] = sign * values[name]
+            self.left = self.patience
+        elif all(grace <= 0 for grace in self.grace.values()):
+            self.left -= 1
+        for name in self.grace:
+            self.grace[name] -= 1
+        return self.left <= 0
+
+
+def test_patience_is_that_of_the_original():
+    """Over random metrics on a coarse grid, so that ties and exact gains of delta are common."""
+    rng = np.random.default_rng(0)
+    stopped = []
+    for _ in range(600):
+        names = ["cls/loss", "cls/f1_macro", "dim/accuracy"][: rng.integers(1, 4)]
+        args = SimpleNamespace(
+            stop_metrics=names,
+            stop_mode=str(rng.choice(["any", "all"])),
+            delta=float(rng.choice([0.0, 0.25, 0.5])),
+            grace=int(rng.integers(0, 5)),
+            patience=int(rng.integers(1, 6)),
+        )
+        original = Original(names, args.stop_mode, args.delta, args.grace, args.patience)
+        state = {"best": {}, "waited": 0, "checks": 0}
+        for epoch in range(30):
+            values = {name: float(rng.integers(0, 8)) / 4 for name in names}
+            if rng.random() < 0.1:
+                values[names[0]] = math.nan
+            script.count_patience(state, values, args)
+            expected = original.stops(values)
+            loop = {"step": epoch, "patience": state}
+            assert script.is_done(loop, args, 100) == expected, (vars(args), epoch)
+            if expected:
+                stopped.append(epoch)
+                break
+    assert len(set(stopped)) > 10 and 300 < len(stopped)
+    never = {"step": 9, "patience": {"best": {}, "waited": 9, "checks": 9}}
+    assert not script.is_done(never, arguments("--patience=0"), 10)
+    assert script.is_done(never, arguments("--patience=0"), 9)
+
+
+@pytest.mark.parametrize("option", ["--delta=0", "--delta=0.5"])
+def test_the_best_epoch_needs_no_delta(option):
+    """--delta is for patience: weights that are better by less are better still."""
+    loop = {"best": None, "step": 0}
+    args = arguments(option, "--stop_metrics", "cls/f1_macro", "loss")
+    for loop["step"], score, is_best in [(1, 0.1, True), (2, 0.2, True), (3, 0.15, False)]:
+        metrics = {"loss": 1.0, "cls/f1_macro": score}
+        assert script.is_best(loop, metrics, args) == is_best
+    assert not script.is_best(loop, {"loss": 0.5, "cls/f1_macro": math.nan}, args)
+    assert loop["best"] == {"metric": "cls/f1_macro", "value": 0.2, "step": 2}
+
+
+def test_a_validation_that_is_no_number_is_never_the_best(monkeypatch):
+    data = SimpleNamespace(part=lambda name: [])
+    log = SimpleNamespace(write=lambda row: None)
+    monkeypatch.setattr(script, "predict", lambda *args: {})
+    monkeypatch.setattr(script, "evaluate", lambda *args: {"loss": math.nan, "loss_se": math.nan})
+    with pytest.raises(script.RunError, match="validation loss of epoch 0 is nan"):
+        script.validate(None, None, data, None, {"step": 9, "validated": 0}, None, log)
+
+
+def test_learning_rates():
+    def factors(steps, *options):
+        args = arguments(*options)
+        return [script.lr_factor(args, step, steps, 4) for step in range(steps)]
+
+    half = [1.0, 0.5 + 0.5 * math.cos(math.pi / 3), 0.5 + 0.5 * math.cos(2 * math.pi / 3)]
+    rise = [0.04 + 0.48 * (1 - math.cos(math.pi / 4)), 0.52, 1 - 0.48 * (1 - math.cos(math.pi / 4))]
+    assert factors(6, "--warmup=0.5") == pytest.approx(rise + half)
+    assert factors(6, "--schedule=cosine", "--warmup=0.5") == pytest.approx(
+        [0.25, 0.5, 0.75, *half]
+    )
+    assert factors(3, "--schedule=constant") == [1.0] * 3
+    tenths = [1.0] * 8 + [0.1] * 8 + [0.01] * 4
+    assert factors(20, "--schedule=step", "--step_epochs=2") == pytest.approx(tenths)
+    for steps in (1, 2, 3, 50):
+        for warmup in ("0", "0.3", "1"):
+            assert all(0 < factor <= 1 for factor in factors(steps, f"--warmup={warmup}"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Data
+
+
+def test_a_batch_against_its_sets_one_by_one(folder):
+    """Any sets in any order, one of them twice."""
+    data = load(folder)
+    raw = {path.stem: np.load(path) for path in folder.glob("*.npy")}
+    ids = [5, 100, 7, 239, 7]
+    batch = data[np.array(ids), np.arange(50)]
+    first = 0
+    pieces = {name: [] for name in ("features", "past", "past_degree", "future", "future_degree")}
+    for i in ids:
+        nodes = slice(raw["node_ptr"][i], raw["node_ptr"][i + 1])
+        edges = slice(raw["edge_ptr"][i], raw["edge_ptr"][i + 1])
+        pieces["features"].append(np.log1p(raw["features"][nodes, :4]))
+        pieces["past"].append(raw["past"][edges] + first)
+        pieces["future"].append(raw["future"][edges] + first)
+        pieces["past_degree"].append(raw["past_degree"][nodes])
+        pieces["future_degree"].append(raw["future_degree"][nodes])
+        first += nodes.stop - nodes.start
+    for name, expected in pieces.items():
+        assert np.allclose(getattr(batch, name), np.concatenate(expected)), name
+    assert batch.sizes.tolist() == [len(rows) for rows in pieces["features"]]
+    assert np.array_equal(batch.labels, raw["labels"][ids, :2])
+    assert batch.counts.tolist() == (raw["labels"][:50, :2] >= 0).sum(0).tolist()
+    assert sum(len(data.part(name)) for name in ("train", "valid", "test")) == 240
+
+
+def test_evaluation_in_batches_of_any_size(folder, group):
+    """Each set once; no batch costs more than --eval_edges and one set; the same predictions."""
+    data = load(folder)
+    ids = data.part("train")[::-1].copy()
+    model = network()
+    seen = []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    guard = SimpleNamespace(agree=lambda: "")
+    results = []
+    for edges in (1, 200, 2000, 10**6):
+        seen.clear()
+        args = arguments(f"--eval_edges={edges}")
+        results.append(script.predict(model, data, ids, args, torch.device("cpu"), guard))
+        costs = [len(batch.features) + len(batch.past) for batch in seen]
+        assert max(costs) <= edges + data.cost.max()
+        assert sum(costs) == data.cost[ids].sum()
+        assert sum(len(batch.sizes) for batch in seen) == len(ids)
+        assert len(seen) <= 2 + sum(costs) / edges and model.training
+        for task in CLASSES:
+            assert np.allclose(results[-1][task], results[0][task], rtol=0, atol=1e-6)
+    for row, number in enumerate(ids[:5]):
+        logits = model(batch_of(folder, [number]))["dim"][0].double()
+        assert np.allclose(results[0]["dim"][row], logits.log_softmax(0).detach(), atol=1e-6)
+    guard.agree = lambda: "SIGTERM"
+    assert script.predict(model, data, ids, args, torch.device("cpu"), guard) is None
+
+
+def test_tasks_and_features_that_the_data_lack(folder):
+    with pytest.raises(script.InputError, match="--tasks spin.*has cls, dim, manifold"):
+        script.CausalSets(folder, ["cls", "spin"], [0])
+    with pytest.raises(script.InputError, match="--features 6.*has, from 0 on, in_degree"):
+        script.CausalSets(folder, ["cls"], [0, 6])
+
+
+def test_a_part_without_labels_of_a_task(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    labels = np.load(copy / "labels.npy")
+    labels[np.load(copy / "split.npy") == 1, 1] = -1
+    np.save(copy / "labels.npy", labels)
+    script.CausalSets(copy, ["cls"], [0])
+    with pytest.raises(script.InputError, match="valid part has a label of dim"):
+        script.CausalSets(copy, ["cls", "dim"], [0])
+
+
+def test_damaged_data_are_named(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert script.check_data(copy) == load(folder).hash
+    whole = (copy / "past.npy").read_bytes()
+    for damaged in [whole[:-10], whole[:20], None]:
+        (copy / "past.npy").unlink()
+        if damaged is not None:
+            (copy / "past.npy").write_bytes(damaged)
+        with pytest.raises(script.InputError, match="past.npy is missing or damaged.*make_causal"):
+            script.check_data(copy)
+    changed = bytearray(whole)
+    changed[-1] ^= 1
+    (copy / "past.npy").write_bytes(changed)
+    with pytest.raises(script.InputError, match="past.npy is missing or damaged.*checksum"):
+        script.check_data(copy)
+
+
+def test_an_empty_array_is_named(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "past.npy").write_bytes(b"")
+    with pytest.raises(script.InputError, match="past.npy is missing or damaged"):
+        script.check_data(copy)
+
+
+# --------------------------------------------------------------------------------------------------
+# Options
+
+
+REFUSED = {
+    "--learning_rat=1": "no option learning_rat",
+    "--hiden_dim=3": "did you mean hidden_dim?",
+    "--hidden_dim=0": "below 1",
+    "--messages=median": "median",
+    "--dropout=1": "--dropout 1.0",
+    "--stop_metrics=auc": "--stop_metrics auc",
+    "--stop_metrics=dim/loss": "--stop_metrics dim/loss",
+    "--config=nowhere.yaml": "nowhere.yaml",
+    "--rank=0": "the launcher",
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_that_cannot_be(option):
+    with pytest.raises(script.InputError) as caught:
+        arguments(option)
+    text = str(caught.value)
+    assert REFUSED[option] in text and "\n" not in text
+    if "learning_rat" in option:  # nothing that is not similar is suggested
+        assert "mean" not in text or "lr" in text
+
+
+CONFIGS = {
+    "model: {hiden_dim: 3}": "model.hiden_dim: did you mean hidden_dim?",
+    "model: [hidden_dim": "c.yaml",
+    "- hidden_dim": "lines such as",
+    "model: {hidden_dim: wide}": "wide",
+    "parallel: {rank: 0}": "the launcher and DDP choose",
+    "parallel: {output_device: 1}": "the launcher and DDP choose",
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_configurations_that_cannot_be(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(script.InputError) as caught:
+        arguments("--config", f"{tmp_path}/c.yaml")
+    assert CONFIGS[text] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_section_parallel_of_the_original(tmp_path, monkeypatch):
+    """master_addr and master_port hold where no launcher has said them."""
+    parallel = {"world_size": 3, "rank": None, "backend": "gloo", "master_addr": "localhost"}
+    parallel.update(master_port="12355", output_device=None, find_unused_parameters=True)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"parallel": parallel}))
+    args = arguments("--config", f"{tmp_path}/c.yaml")
+    assert (args.nproc_per_node, args.backend, args.find_unused_parameters) == (3, "gloo", True)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", "12355")
+    monkeypatch.setenv("MASTER_PORT", "23456")
+    arguments("--config", f"{tmp_path}/c.yaml")
+    assert os.environ["MASTER_PORT"] == "23456"
+
+
+def test_the_file_may_be_given_in_each_way(tmp_path):
+    (tmp_path / "c.yaml").write_text("lr: 0.5")
+    path = f"{tmp_path}/c.yaml"
+    for words in ([path], ["--config", path], ["--seed=1", f"--config={path}"], [f"config={path}"]):
+        assert arguments(*words).lr == 0.5
+    assert arguments(f"--config={path}", "--lr=2").lr == 2
+
+
+@pytest.mark.parametrize("name", ["quickstart", "ddp"])
+def test_the_configurations_are_read(name):
+    args = arguments("--config", str(ROOT / "configs" / f"config_quantumgrav_{name}.yaml"))
+    assert set(args.tasks) <= set(CLASSES)
+
+
+def test_help_shows_every_default(capsys):
+    with pytest.raises(SystemExit):
+        arguments("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    options = text[text.index("--data") :]
+    missing = []
+    for name, value in vars(arguments()).items():
+        if f"--{name} " in options and value is not None and f"(default: {value})" not in options:
+            missing.append(name)
+    assert missing == [] and text.count("(default:") > 40
+
+
+def test_a_device_for_each_process(monkeypatch):
+    """Three processes on one GPU are refused, unless their launcher shows each a GPU of its own."""
+    accelerator = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_accelerator=lambda: torch.device("cuda"),
+        set_device_index=lambda index: None,
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    args = SimpleNamespace(device="auto")
+    for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refused():
+        assert script.choose_device(args, 0) == torch.device("cuda", 0)
+        with pytest.raises(script.InputError, match="local rank 2, but 1 devices.*--device cpu"):
+            script.choose_device(args, 2)
+
+    refused()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert script.choose_device(args, 2) == torch.device("cuda", 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    refused()
+    assert script.choose_device(SimpleNamespace(device="cpu"), 2) == torch.device("cpu")
+    with pytest.raises(script.InputError, match="--device xpu"):
+        script.choose_device(SimpleNamespace(device="xpu"), 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+def run(program, folder, out, *options, status=0):
+    """What a run says; where it ends with an error, that."""
+    options = [f"--data={folder}", f"--output_dir={out}", *options]
+    command = [sys.executable, program, *SMALL, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout if status == 0 else done.stderr
+
+
+CONFIG = """
+optimization: {num_epochs: 20, lr: 1e-2}
+batch_size: 15
+seed: 0
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    (out / "c.yaml").write_text(CONFIG)
+    run(SCRIPT, folder, out / "first", "--config", f"{out}/c.yaml")
+    return out
+
+
+def test_a_run_learns_and_says_so(folder, trained):
+    """Better than the commonest class; the figures are those of the predictions."""
+    summary = json.loads((trained / "first" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["steps"] == 20 * 180 // 15
+    baselines = json.loads((folder / "baselines.json").read_text())
+    assert summary["baselines"] == {"cls": baselines["cls"]}
+    found = summary["test"]
+    assert found["cls/accuracy"] > baselines["cls"]["majority"] + 0.1
+
+    predictions = np.load(trained / "first" / "predictions.npz")
+    assert np.array_equal(predictions["ids"], np.flatnonzero(np.load(folder / "split.npy") == 2))
+    labels = np.load(folder / "labels.npy")[predictions["ids"], :1]
+    assert np.array_equal(predictions["labels"], labels)
+    logp = predictions["logp_cls"]
+    assert np.allclose(np.exp(logp).sum(1), 1)
+    assert found["cls/accuracy"] == (logp.argmax(1) == labels[:, 0]).mean()
+    assert found["loss"] == pytest.approx(-logp[np.arange(len(logp)), labels[:, 0]].mean())
+
+    rows = [json.loads(line) for line in open(trained / "first" / "metrics.jsonl")]
+    losses = [row["val/loss"] for row in rows if "val/loss" in row]
+    best = torch.load(trained / "first" / "best.pt", weights_only=True)
+    assert len(losses) == 20 and summary["best"]["value"] == min(losses)
+    assert best["step"] == 12 * (1 + losses.index(min(losses)))
+    for name in ("curves.png", "confusion_cls.png"):
+        assert (trained / "first" / name).read_bytes()[1:4] == b"PNG"
+
+
+def test_a_repeated_run_has_the_same_weights(folder, trained):
+    run(SCRIPT, folder, trained / "again", "--config", f"{trained}/c.yaml")
+    first = torch.load(trained / "first" / "latest.pt", weights_only=True)
+    again = torch.load(trained / "again" / "latest.pt", weights_only=True)
+    assert first["model"].keys() == again["model"].keys()
+    for name, value in first["model"].items():
+        assert torch.equal(value, again["model"][name]), name
+
+
+OWN = """
+import torch
+import run_train_quantumgrav_ddp as script
+
+class Own(torch.nn.Module):
+    def __init__(self, args, classes):
+        super().__init__()
+        self.outputs = torch.nn.Linear(len(args.features), len(classes["cls"]))
+
+    def forward(self, batch):
+        ends = batch.sizes.cumsum(0)
+        total = batch.features.cumsum(0)[ends - 1]
+        return {"cls": self.outputs(total.diff(dim=0, prepend=total[:1] * 0))}
+
+script.CausalSetNet = Own
+script.launch(script.parse_args, script.main)
+"""
+
+
+def test_a_network_of_the_user(folder, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    said = run(str(tmp_path / "own.py"), folder, tmp_path / "out", "--num_epochs=1")
+    assert "30 parameters" in said and "completed successfully" in said
+
+
+def test_a_network_that_learns_nothing_is_a_warning(folder, tmp_path):
+    """Also without messages, and for several tasks."""
+    options = "--num_epochs=1 --lr=0 --messages=none --tasks cls dim".split()
+    said = run(SCRIPT, folder, tmp_path / "out", *options)
+    for task in ("cls", "dim"):
+        assert f"WARNING: {task}: the network is worse than what needs no network" in said
+    assert (tmp_path / "out" / "confusion_dim.png").exists()
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (["--tasks", "cls", "spin"], "--tasks spin"),
+        (["--hiden_dim=3"], "did you mean hidden_dim?"),
+    ],
+)
+def test_what_cannot_be_is_one_line(folder, tmp_path, options, text):
+    said = run(SCRIPT, folder, tmp_path / "out", *options, status=2)
+    assert text in said and len(said.splitlines()) == 1
