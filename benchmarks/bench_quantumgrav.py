@@ -1,30 +1,38 @@
-"""run_train_quantumgrav_ddp.py beside a torch_geometric loop as the original program's.
+"""Training steps of run_train_quantumgrav_ddp.py beside the program that it replaces and beside
+torch_geometric's loop.
 
-    python benchmarks/bench_quantumgrav.py [--rounds 5] [--sizes 32-128 2048] [--models 1x32 3x64]
+    python benchmarks/bench_quantumgrav.py
+    python benchmarks/bench_quantumgrav.py --rounds 1 --seconds 0.1 --sizes 32-64 --networks 1x32
 
-Both sides: the same sets, links from past to future as edges, in- and out-degrees as features, the same network with
-the same initial weights (checked), batches of 64 sets, one process, one thread, fp32 on a CPU. The network is the
-original's: blocks of GCNConv (one way), BatchNorm, ReLU, residual connection, dropout 0.3; mean pooling; linear head.
-1x32 is its example, 3x64 a larger one. Times are of whole training steps with their loading, in sets per second. The
-rounds alternate: in each, all sides step for --seconds. Ratios are of the same round.
+Sets per second, of whole training steps with their loading: batches of 64 sets, one process, one
+thread, fp32 on a CPU. All sides train the same network with the same initial weights on the same
+sets (their logits are compared). Each side is a process. In each round all sides step for
+--seconds, one right after the other; ratios are of the same round.
 
-The port is torch_geometric's GCNConv, global_mean_pool and DataLoader in the loop of that program: AdamW with its
-defaults (not fused), the loss read by `.item()` in each step. In "files" a set is a file that is read when it is used,
-as there (55,000 files of one graph); in "memory" all are in a list, to its advantage. Also to its advantage: no worker
-processes, which take more than they give on two cores, no progress bar, no clearing of caches.
+ours         train() of the script, in one long epoch: validations and checkpoints, which come
+             after epochs, are not counted
+replaced     train() of the program that it replaces (commit e7785a5), likewise
+in files     torch_geometric's GCNConv, pooling and DataLoader in the loop of the original program
+             (ssciwr/QuantumGrav): AdamW with its defaults, the loss read in each step. A set is a
+             file that is read when it is needed, as there
+in memory    the same, to its advantage with all sets in a list
 
-Ours is the script's own step: batches from the memory-mapped arrays, the loss divided by the labelled sets of the whole
-step, gradient clipping, the guard against non-finite numbers, the fused optimizer.
+The loop of the original has some advantages more: no worker processes (they take more than they
+give on two cores), no gradient clipping, no progress bar.
+
+Networks. default: that of the script. 1x32 and 3x64 (layers x width): as the original's, GCN from
+past to future, residual connections, dropout 0.3, mean pooling, in- and out-degrees as features;
+LayerNorm in place of its BatchNorm, and the head of the script.
 """
 
-from __future__ import annotations
-
 import argparse
-import copy
-import itertools
+import contextlib
 import json
 import multiprocessing
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,197 +44,427 @@ import torch.nn.functional as F
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import run_train_quantumgrav_ddp as script  # noqa: E402
-
+REPLACED = "e7785a5"
 BATCH = 64
+COMPARED = 16  # sets of which the logits are compared
+
+# of ours, of the program replaced
+COMMON = """--device=cpu --precision=fp32 --wandb_mode=disabled --log_every=10 --save_every=1000000
+    --num_epochs=1000"""
+GCN_OURS = "--messages gcn --bidirectional False --dropout 0.3 --pooling mean --features 0 1"
+GCN_REPLACED = """--gnn_layer_type=gcn --bidirectional=False --dropout=0.3 --pooling=mean
+    --features=in_degree,out_degree"""
+NETWORKS = {
+    "default": ("", ""),
+    "1x32": (
+        f"{GCN_OURS} --num_layers 1 --hidden_dim 32",
+        f"{GCN_REPLACED} --num_layers=1 --hidden_dim=32",
+    ),
+    "3x64": (GCN_OURS, GCN_REPLACED),
+}
+OTHERS = {  # side: what the table calls it
+    "replaced": f"the program replaced ({REPLACED})",
+    "files": "torch_geometric's loop, sets in files",
+    "memory": "torch_geometric's loop, sets in memory",
+}
+
+
+# ---- The sides, each in a process of its own -----------------------------------------------------
+
+
+class Turns:
+    """Lets a side step when it is its turn, and answers with steps per second."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+        self.wait()
+
+    def wait(self):
+        self.seconds = self.pipe.recv()
+        if self.seconds is None:
+            sys.exit()
+        self.steps = 0
+        self.begin = time.perf_counter()
+
+    def step_done(self):
+        self.steps += 1
+        taken = time.perf_counter() - self.begin
+        if taken >= self.seconds:
+            self.pipe.send(self.steps / taken)
+            self.wait()
+
+
+def load_script(data, work, network):
+    """The script, and its arguments."""
+    sys.path.insert(0, str(ROOT))
+    sys.argv = ["run_train_quantumgrav_ddp.py", f"--data={data}", f"--output_dir={work}/ours"]
+    sys.argv += f"--batch_size={BATCH} {COMMON} {NETWORKS[network][0]}".split()
+    import run_train_quantumgrav_ddp as script
+
+    return script, script.parse_args()
 
 
 class Ours:
-    """Steps of the script."""
-
-    def __init__(self, options: list[str]):
-        self.args = script.parse_args(options)
-        self.ddp = script.DDPContext(0, 1, 0, 1, torch.device("cpu"), "gloo", "python")
-        script.LOGGER.rank = 1  # says nothing
-        self.data = script.load_data(self.args, self.ddp)
+    def __init__(self, data, work, network):
+        self.folder = data
+        self.script, self.args = load_script(data, work, network)
+        self.device = self.script.setup_ddp(self.args)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.data = self.script.CausalSets(data, self.args.tasks, self.args.features)
         torch.manual_seed(0)
-        count = len(self.data.classes["cls"])
-        self.model = script.CausalSetNet(self.args, {"cls": count}, torch.float32, "cpu")
-        self.task = script.Task(self.args, self.ddp, self.model, self.data, {"cls": count},
-                                self.data.labels[:, :1].copy(), torch.ones(1))  # fmt: skip
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=5e-5, fused=True)
-        self.guard = script.StepGuard(self.args, self.ddp, optimizer, torch.float32, time.monotonic())
-        sizes = self.data.sizes
-        cut = script.bucket_by_tokens(lambda ids: sizes[ids], BATCH, 1, 0)
-        self.sampler = script.GlobalBatchSampler(len(sizes), BATCH, 1, 0, self.ddp, 32, cut)
+        self.model = self.script.CausalSetNet(self.args, self.data.classes)
 
-    def steps(self):
-        everything, step = np.arange(len(self.data)), itertools.count(1)
-        for epoch in itertools.count():
-            self.sampler.set_epoch(epoch)
-            for batch in self.sampler.batches():
-                [(count, mine, graphs, labels)], counts = script.deal_sets(self.task, self.sampler, everything, batch)
-                loss = script.weighted_loss(self.model(graphs), labels, self.task.weights / float(counts[0]))
-                loss.backward()
-                self.guard.step(loss.detach(), next(step), [mine])
-                yield count
+    def logits(self, ids):
+        return self.model(self.data[ids, ids])["cls"]
 
-    def logits(self, ids: np.ndarray) -> torch.Tensor:
-        with torch.no_grad():
-            return self.model.eval()(self.data.batch(ids))["cls"]
+    def train(self, turns):
+        script = self.script
+
+        class Guard(script.StepGuard):
+            def agree(self):  # called once in each step
+                reason = super().agree()
+                turns.step_done()
+                return reason
+
+        ids = long_epoch(self.folder)
+        self.data.part = lambda name: ids
+        Path(self.args.output_dir).mkdir()
+        guard = Guard(self.args, self.device)
+        log = script.RunLog(self.args, None)
+        script.train(self.args, self.device, self.data, self.model, None, guard, log)
+
+
+class Replaced:
+    def __init__(self, data, work, network):
+        self.folder = data
+        sys.path.insert(0, str(work.parent / "worktree"))
+        words = [f"--output_dir={work}/replaced"]
+        words += f"--batch_size={BATCH} {COMMON} {NETWORKS[network][1]}".split()
+        import run_train_quantumgrav_ddp as script
+
+        self.script = script
+        self.args = script.parse_args(words)
+        self.ddp = script.setup_ddp(self.args)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        script.keep_freed_memory()
+        torch.set_float32_matmul_precision("high")  # as its main
+        convert(data, work / "converted")
+        self.data = script.CausalSets(work / "converted", self.args, self.ddp.device)
+        classes = {"cls": len(self.data.classes["cls"])}
+        self.model = script.CausalSetNet(self.args, classes, torch.float32, "cpu")
+        self.task = script.Task(
+            self.args,
+            self.ddp,
+            self.model,
+            self.data,
+            classes,
+            self.data.labels[:, :1].copy(),
+            torch.ones(1),
+        )
+
+    def logits(self, ids):
+        return self.model(self.data.batch(ids))["cls"]
+
+    def train(self, turns):
+        script = self.script
+        plain_step = script.StepGuard.step
+
+        def step(guard, loss, number, ids):
+            result = plain_step(guard, loss, number, ids)
+            turns.step_done()
+            return result
+
+        script.StepGuard.step = step
+        Path(self.args.output_dir).mkdir()
+        log = script.RunLog(self.args, self.ddp, None)
+        parts = {"train": long_epoch(self.folder), "valid": training_sets(self.folder)}
+        script.train(self.task, log, None, parts, BATCH, 1, time.monotonic())
+
+
+class PortNet(nn.Module):
+    """The network of the script for torch_geometric's batches, its parts under the same names."""
+
+    def __init__(self, args, classes):
+        super().__init__()
+        from torch_geometric.nn import GCNConv, global_mean_pool
+
+        self.pool = global_mean_pool
+        self.layers = nn.ModuleList()
+        width = args.hidden_dim
+        inputs = len(args.features)
+        for _ in range(args.num_layers):
+            same = inputs == width
+            parts = {
+                "linear": GCNConv(inputs, width),
+                "norm": nn.LayerNorm(width),
+                "skip": nn.Identity() if same else nn.Linear(inputs, width, bias=False),
+                "dropout": nn.Dropout(args.dropout),
+            }
+            self.layers.append(nn.ModuleDict(parts))
+            inputs = width
+        self.norm = nn.LayerNorm(width + 1)  # and the logarithm of the size
+        output = nn.Linear(args.head_dim, classes)
+        head = nn.Sequential(nn.Linear(width + 1, args.head_dim), nn.ReLU(), output)
+        self.heads = nn.ModuleDict({"cls": head})
+
+    def forward(self, batch):
+        x = batch.x
+        for layer in self.layers:
+            y = F.relu(layer["norm"](layer["linear"](x, batch.edge_index)))
+            x = layer["dropout"](y + layer["skip"](x))
+        sizes = batch.ptr.diff().log()[:, None]
+        x = self.norm(torch.cat([self.pool(x, batch.batch), sizes], dim=1))
+        return self.heads["cls"](x)
 
 
 class Port:
-    """Steps of torch_geometric's loop."""
-
-    def __init__(self, ours: Ours, folder: Path, files: bool):
+    def __init__(self, data, work, network, in_files):
         from torch_geometric.data import Data, Dataset
         from torch_geometric.loader import DataLoader
-        from torch_geometric.nn import GCNConv, global_mean_pool
 
-        graphs, data = [], ours.data
-        for i in range(len(data)):
-            batch = data.batch(np.array([i]))
-            later = torch.repeat_interleave(torch.arange(len(batch.owner)), batch.past_ptr.diff())
-            graphs.append(Data(batch.features, torch.stack([batch.past, later]), y=torch.tensor([data.labels[i, 0]])))
-        self.graphs = graphs
-        if files:
-            for i, graph in enumerate(graphs):
+        script, args = load_script(data, work, network)
+        sets = script.CausalSets(data, args.tasks, args.features)
+        self.graphs = []
+        for i in range(len(sets.sizes)):
+            ids = np.array([i])
+            one = sets[ids, ids]
+            later = torch.arange(len(one.features)).repeat_interleave(one.past_degree)
+            edges = torch.stack([one.past.long(), later])
+            self.graphs.append(Data(one.features, edges, y=one.labels[:, 0]))
+
+        train = [self.graphs[i] for i in training_sets(data)]
+        if in_files:
+            folder = work / "files"
+            folder.mkdir()
+            for i, graph in enumerate(train):
                 torch.save(graph, folder / f"data_{i}.pt")  # noqa: TID251
+            count = len(train)
 
             class Files(Dataset):
                 def len(self):
-                    return len(data)
+                    return count
 
                 def get(self, i):
                     return torch.load(folder / f"data_{i}.pt", weights_only=False)  # noqa: TID251
 
-            graphs = Files()
-        self.loader = DataLoader(graphs, BATCH, shuffle=True, drop_last=True)
-        self.pool, blocks = global_mean_pool, []
-        for layer in ours.model.layers:
-            conv = GCNConv(layer.linear.in_features, layer.linear.out_features)
-            conv.lin.weight.data, conv.bias.data = layer.linear.weight.data.clone(), layer.linear.bias.data.clone()
-            skip = copy.deepcopy(layer.skip)
-            norm = nn.BatchNorm1d(layer.linear.out_features)
-            blocks.append(nn.ModuleDict({"conv": conv, "norm": norm, "skip": skip, "dropout": nn.Dropout(0.3)}))
-        head = ours.model.heads["cls"][0]  # ours also sees the logarithm of the size: its weight is 0 here
-        head.weight.data[:, -1] = 0.0
-        self.model = nn.ModuleList([*blocks, nn.Linear(head.in_features - 1, head.out_features)])
-        self.model[-1].weight.data = head.weight.data[:, :-1].clone()
-        self.model[-1].bias.data = head.bias.data.clone()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=5e-5)
+            train = Files()
+        self.loader = DataLoader(train, BATCH, shuffle=True, drop_last=True)
+        self.model = PortNet(args, len(sets.classes["cls"]))
 
-    def forward(self, batch) -> torch.Tensor:
-        x = batch.x
-        for block in self.model[:-1]:
-            x = F.relu(block["norm"](block["conv"](x, batch.edge_index))) + block["skip"](x)
-            x = block["dropout"](x)
-        return self.model[-1](self.pool(x, batch.batch))
-
-    def steps(self):
-        self.model.train()
-        while True:
-            for batch in self.loader:
-                self.optimizer.zero_grad()
-                loss = F.cross_entropy(self.forward(batch), batch.y)
-                loss.item()
-                loss.backward()
-                self.optimizer.step()
-                yield len(batch.y)
-
-    def logits(self, ids: np.ndarray) -> torch.Tensor:
+    def logits(self, ids):
         from torch_geometric.data import Batch
 
-        self.model.eval()
-        with torch.no_grad():
-            return self.forward(Batch.from_data_list([self.graphs[i] for i in ids]))
+        return self.model(Batch.from_data_list([self.graphs[i] for i in ids]))
+
+    def train(self, turns):
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=5e-5)
+        while True:
+            for batch in self.loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(self.model(batch), batch.y)
+                loss.item()
+                loss.backward()
+                optimizer.step()
+                turns.step_done()
 
 
-def work(pipe, options: list[str], side: str, folder: Path) -> None:
-    """A process of one side: answers requests for seconds of steps with sets per second."""
+def training_sets(data):
+    return np.flatnonzero(np.load(data / "split.npy") == 0)
+
+
+def long_epoch(data):
+    """The training sets again and again, so that no step is the last of an epoch."""
+    return np.resize(training_sets(data), 4_000_000)
+
+
+def convert(data, folder):
+    """The folder of tools/make_causal_sets.py as the program replaced keeps its sets."""
+    arrays = {path.stem: np.load(path) for path in data.glob("*.npy")}
+    found = {
+        "sizes": np.diff(arrays["node_ptr"]),
+        "edges": np.diff(arrays["edge_ptr"]),
+        "labels": arrays["labels"],
+        "statistics": arrays["statistics"],
+        "features": arrays["features"],
+        "past_count": arrays["past_degree"].astype(np.int32),
+        "future_count": arrays["future_degree"].astype(np.int32),
+        "past": arrays["past"],
+        "future": arrays["future"],
+    }
+    folder.mkdir()
+    for name, array in found.items():
+        array.tofile(folder / f"{name}.bin")
+    meta = {"heads": ["cls", "dim", "manifold"], "names": {}, "skipped": 0}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def run_side(pipe, side, data, work, network):
+    """A process: sends the logits of some sets, then trains whenever it is asked to."""
+    output = open(work / f"{side}.txt", "w")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
-    script.keep_freed_memory()
-    ours = Ours(options)
-    there = ours if side == "ours" else Port(ours, folder, side == "files")
-    ours.model.heads["cls"][0].weight.data[:, -1] = 0.0
-    pipe.send((there.logits(np.arange(16)), float(ours.data.edges.mean())))
-    ours.model.train()
-    steps = there.steps()
-    while (seconds := pipe.recv()) is not None:
-        count, begin = next(steps), time.perf_counter()
-        count = 0
-        while time.perf_counter() - begin < seconds or not count:
-            count += next(steps)
-        pipe.send(count / (time.perf_counter() - begin))
+    if side == "ours":
+        there = Ours(data, work, network)
+        torch.save(there.model.state_dict(), work / "weights.pt")  # noqa: TID251
+    else:
+        weights = torch.load(work / "weights.pt")  # noqa: TID251
+        if side == "replaced":
+            there = Replaced(data, work, network)
+        else:
+            there = Port(data, work, network, side == "files")
+            # GCNConv keeps its matrix in a module of its own
+            names = [name.replace("linear.weight", "linear.lin.weight") for name in weights]
+            weights = dict(zip(names, weights.values(), strict=True))
+        there.model.load_state_dict(weights)
+    there.model.eval()
+    with torch.no_grad():
+        logits = there.logits(np.arange(COMPARED))
+    there.model.train()
+    pipe.send(logits.numpy())
+    there.train(Turns(pipe))
 
 
-def prepare(options: list[str]) -> None:
-    """The arrays, once for all sides."""
-    script.LOGGER.rank = 1  # says nothing
-    script.prepare_sets(script.parse_args(options))
+# ---- All sides, in turns -------------------------------------------------------------------------
 
 
-def spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
-
-
-def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
-    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    rows = zip(mine, theirs, ratios, strict=True)
-    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="alternating runs of all sides")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each run (one step at least)")
-    parser.add_argument("--sizes", nargs="+", default=["32-128", "2048"], help="elements of a set")
-    parser.add_argument("--models", nargs="+", default=["1x32", "3x64"], help="layers x width")
-    parser.add_argument("--sets", type=int, default=2000, help="sets (of 1,024 elements or more: 96)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
-    args = parser.parse_args()
-    context, sides, records = multiprocessing.get_context("spawn"), ("ours", "memory", "files"), []
-    print(f"batches of {BATCH}, {args.rounds} rounds of {args.seconds:g} s, sets/s\n")
-    print("| elements | links | model | ours | port, memory | ratio | port, files | ratio |\n|" + "---|" * 8)
-    with tempfile.TemporaryDirectory() as folder:
-        for size, model in itertools.product(args.sizes, args.models):
-            low, _, high = size.partition("-")
-            layers, width = model.split("x")
-            options = f"""--cache_dir={folder} --min_size={low} --max_size={high or low} --num_layers={layers}
-                --hidden_dim={width} --samples={96 if int(low) >= 1024 else args.sets} --kinds=mink2,mink3
-                --features=in_degree,out_degree --feature_scale=raw --gnn_layer_type=gcn --bidirectional=False
-                --normalizer_type=batch --dropout=0.3 --pooling=mean --head_dim=0 --device=cpu
-                --precision=fp32""".split()
-            prepare(options)
-            pipes, logits, found = {}, {}, {side: [] for side in sides}
-            for side in sides:
-                pipes[side], theirs = context.Pipe()
-                place = Path(folder) / f"{side}-{size}-{model}"
-                place.mkdir()
-                context.Process(target=work, args=(theirs, options, side, place), daemon=True).start()
-                theirs.close()
-                logits[side], links = pipes[side].recv()
-            difference = max((logits[side] - logits["ours"]).abs().max().item() for side in sides)
-            if not difference < 1e-4 * max(1.0, logits["ours"].abs().max().item()):
-                sys.exit(f"the sides differ by {difference:.1e} in a logit")
-            for i in range(-1, args.rounds):  # the first round warms up
-                for side in sides:
-                    pipes[side].send(args.seconds if i >= 0 else 0.0)
-                    speed = pipes[side].recv()
-                    found[side] += [speed] * (i >= 0)
-            for pipe in pipes.values():
+@contextlib.contextmanager
+def running(sides, data, work, network):
+    """The sides as processes: {side: our end of its pipe}, and the logits of each."""
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    pipes = {}
+    logits = {}
+    try:
+        for side in sides:  # ours first: it writes the weights
+            pipes[side], theirs = context.Pipe()
+            process = context.Process(target=run_side, args=(theirs, side, data, work, network))
+            process.start()
+            processes.append(process)
+            theirs.close()
+            logits[side] = hear(pipes[side], side, work)
+        yield pipes, logits
+    finally:
+        for pipe in pipes.values():
+            with contextlib.suppress(OSError):  # it has ended
                 pipe.send(None)
-            digits = 0 if statistics.median(found["memory"]) > 100 else 1
-            ratios = {s: [a / b for a, b in zip(found["ours"], found[s], strict=True)] for s in sides}
-            cells = [size, f"{links:,.0f}", model, spread(found["ours"], digits)]
-            for side in sides[1:]:
-                cells += [spread(found[side], digits), spread(ratios[side], 1)]
-                other = f"torch_geometric's loop, sets in {side}"
-                records += rounds_of(f"{size} elements, {model}", other, "sets/s", found["ours"], found[side],
-                                     ratios[side])  # fmt: skip
-            print(f"| {' | '.join(cells)} |", flush=True)
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+def hear(pipe, side, work):
+    """What a side sends next."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        text = (work / f"{side}.txt").read_text()
+        sys.exit(f"{side} ended:\n{text[-2500:]}")
+
+
+def check_logits(logits):
+    scale = max(1.0, np.abs(logits["ours"]).max())
+    for side, found in logits.items():
+        difference = np.abs(found - logits["ours"]).max()
+        if not difference < 1e-4 * scale:
+            sys.exit(f"{side} is not the same network as ours: logits differ by {difference:.1e}")
+
+
+def measure(sides, data, work, network, args):
+    """{side: sets per second, in each round}."""
+    found = {side: [] for side in sides}
+    with running(sides, data, work, network) as (pipes, logits):
+        check_logits(logits)
+        for number in range(-1, args.rounds):  # the first round warms up
+            order = sides if number % 2 else sides[::-1]
+            for side in order:
+                pipes[side].send(args.seconds)
+                speed = BATCH * hear(pipes[side], side, work)
+                if number >= 0:
+                    found[side].append(speed)
+    return found
+
+
+def make_sets(size, samples, folder):
+    """Returns the mean number of links of a set."""
+    low, _, high = size.partition("-")
+    if int(low) >= 1024:
+        samples = min(samples, 160)  # they take a second each
+    command = [sys.executable, ROOT / "tools" / "make_causal_sets.py", f"--out={folder}"]
+    command += [f"--samples={samples}", f"--min_size={low}", f"--max_size={high or low}"]
+    command += "--kinds mink2 mink3 --split 0.9 0.05 0.05".split()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return np.diff(np.load(folder / "edge_ptr.npy")).mean()
+
+
+@contextlib.contextmanager
+def worktree(folder):
+    """The commit of the program replaced, checked out in `folder`."""
+    git = ["git", "-C", ROOT, "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def spread(values, digits):
+    middle = statistics.median(values)
+    return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def rounds_of(work, other, unit, mine, theirs, ratios):
+    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
+    records = []
+    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
+        record = {"work": work, "with": other, "unit": unit}
+        records.append({**record, "ours": a, "other": b, "ratio": ratio})
+    return records
+
+
+def parse_args():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="turns of each side")
+    add("--seconds", type=float, default=3.0, help="of a turn (one step at least)")
+    add("--sizes", nargs="+", default=["32-128", "2048"], help="elements of a set")
+    add("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="see above")
+    add("--sets", type=int, default=2000, help="sets (of 1,024 elements or more: 160 at most)")
+    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    records = []
+    print(f"batches of {BATCH}, {args.rounds} rounds of {args.seconds:g} s, sets/s\n")
+    print("| elements | links | network | compared with | ours | it | ratio |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(worktree(folder / "worktree"))
+        for size in args.sizes:
+            data = folder / f"sets-{size}"
+            links = make_sets(size, args.sets, data)
+            for network in args.networks:
+                sides = ["ours", "replaced"]
+                if network != "default":
+                    sides += ["files", "memory"]
+                work = folder / f"{size}-{network}"
+                work.mkdir()
+                found = measure(sides, data, work, network, args)
+                mine = found["ours"]
+                for side in sides[1:]:
+                    theirs = found[side]
+                    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+                    cells = [size, f"{links:,.0f}", network, OTHERS[side]]
+                    cells += [spread(mine, 0), spread(theirs, 0), spread(ratios, 2)]
+                    print(f"| {' | '.join(cells)} |", flush=True)
+                    name = f"{size} elements, {network}"
+                    records += rounds_of(name, OTHERS[side], "sets/s", mine, theirs, ratios)
     if args.json:
         args.json.write_text(json.dumps(records, indent=1))
 

@@ -10,9 +10,10 @@ and stages 1 and 2 of run_train_rebm_ddp.py are runs of their own (stage 2 start
 tables: shares of the time, and the most expensive operators. Where a run fails the exit status is 1.
 
 Shares are of the wall time of the recorded steps and add up to 100 %. data: all that happens until the next batch is
-there, whatever it is (RunLog.waiting). optimizer: all of the gradient clipping, the agreement on the step, the fused
-update (StepGuard.step) and the averaged weights. The rest of the step is divided by operators, by the time that each
-spends itself. bookkeeping: views, allocation, random numbers, autograd's own work. python: what is outside operators.
+there, whatever it is (RunLog.waiting, or the DataLoader). optimizer: all of the gradient clipping, the agreement on
+the step, the fused update (StepGuard) and the averaged weights. The rest of the step is divided by operators, by the
+time that each spends itself. bookkeeping: views, allocation, random numbers, autograd's own work. python: what is
+outside operators.
 The profiler adds a little to each operator, so that bookkeeping and python are rather less than shown. Evaluations and
 checkpoints that fall between the steps are left out, with their time.
 """
@@ -45,8 +46,8 @@ RUNS = {  # name: script, its arguments beside COMMON
         --eval_freq=1000000 --n_iters=100000 --epochs=100000"""),
     "run_dpo_ddp": ("run_dpo_ddp", """--config=configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0
         --num_epochs=9999 --num_orders=1"""),
-    "run_train_quantumgrav_ddp": ("run_train_quantumgrav_ddp", """--config=configs/config_quantumgrav_quickstart.yaml
-        --ablation=False --samples=3000 --num_epochs=9999"""),
+    "run_train_quantumgrav_ddp": ("run_train_quantumgrav_ddp", """--config configs/config_quantumgrav_quickstart.yaml
+        --data={work}/sets --num_epochs=9999"""),
     "run_train_rebm_ddp, stage 1": ("run_train_rebm_ddp", """--config=configs/config_rebm_quickstart.yaml
         --baseline_epochs=0 --stage=at --at_epochs=9999"""),
     "run_train_rebm_ddp, stage 2": ("run_train_rebm_ddp", """--config=configs/config_rebm_quickstart.yaml
@@ -56,6 +57,9 @@ RUNS = {  # name: script, its arguments beside COMMON
 REGIONS = {"data": ("waiting",), "optimizer": ("step", "update_ema"), "pause": (
     "evaluate", "checkpoint", "validate", "finish_epoch", "end_epoch", "measure_stage", "save_official",
     "save_weights")}  # fmt: skip
+PLAIN = "\n# " + 98 * "=" + "\n"  # in the scripts whose train() is one loop over a DataLoader
+TOOLS = {  # what must be run before a script
+    "run_train_quantumgrav_ddp": "make_causal_sets.py --samples=3000 --out={work}/sets"}  # fmt: skip
 OPERATORS = {  # category: what its operators are called, after aten::
     "matrix products": r"(add)?mm|(badd)?bmm|add(bmm|mv|r)|mv|dot|linear|matmul|einsum|ger|outer|_addmm_activation",
     "attention": r".*(scaled_dot_product|_attention).*",
@@ -106,7 +110,9 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
     import torch
 
     sys.path.insert(0, str(ROOT))
+    sys.argv = [f"{script}.py", *argv]
     module = importlib.import_module(script)
+    plain_form = PLAIN in Path(module.__file__).read_text()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     seen = {"entries": 0, "begin": 0.0, "seconds": 0.0, "depth": 0}
 
@@ -115,7 +121,7 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
 
         @functools.wraps(plain)
         def wrapper(*args, **options):
-            if name == "waiting":
+            if kind == "data":
                 boundary()
             seen["depth"] += kind == "pause"
             begin = time.perf_counter()
@@ -139,16 +145,30 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
             seen["seconds"] = time.perf_counter() - seen["begin"]
             if profiled:
                 profiler.stop()
-            module.StepGuard.signal = signal.SIGTERM  # the run stops after this step or the next
+            if plain_form:
+                module.stop_signal = signal.SIGTERM  # the run stops after this step or the next
+            else:
+                module.StepGuard.signal = signal.SIGTERM
 
-    timed(module.RunLog, "waiting", "data")
-    timed(module.StepGuard, "step", "optimizer")
+    if plain_form:
+        timed(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data")
+        timed(module.StepGuard, "update", "optimizer")
+        timed(module.StepGuard, "agree", "optimizer")
+        timed(module, "on_rank0", "pause")  # a checkpoint
+    else:
+        timed(module.RunLog, "waiting", "data")
+        timed(module.StepGuard, "step", "optimizer")
     for kind in ("optimizer", "pause"):
         for name in REGIONS[kind]:
             if hasattr(module, name):
                 timed(module, name, kind)
-    sys.argv = [f"{script}.py", *argv]
-    status = module.launch(module.main, module.parse_args(argv))
+    if plain_form:
+        try:
+            module.launch(module.parse_args, module.main)
+        except SystemExit as end:
+            status = end.code
+    else:
+        status = module.launch(module.main, module.parse_args(argv))
     if status != 128 + signal.SIGTERM or not seen["seconds"]:
         sys.exit(f"{script}: exit status {status} before {warm + steps} steps were done")
     found: dict[tuple, list] = collections.defaultdict(lambda: [0, 0.0])
@@ -169,7 +189,12 @@ def start(args: argparse.Namespace, name: str, work: Path, profiled: bool) -> di
     script, argv = RUNS[name]
     result, log = work / "result.json", work / "log.txt"
     place = name.rpartition(", ")[2].replace(" ", "_")
-    argv = [*argv.format(work=work).split(), *COMMON.split(), f"--cache_dir={work}/cache"]
+    argv = [*argv.format(work=work).split(), *COMMON.split()]
+    if PLAIN not in (ROOT / f"{script}.py").read_text():
+        argv.append(f"--cache_dir={work}/cache")
+    if script in TOOLS:
+        tool, *options = TOOLS[script].format(work=work).split()
+        subprocess.run([sys.executable, ROOT / "tools" / tool, *options], check=True, stdout=subprocess.DEVNULL)
     argv.append(f"--output_dir={work}/{place}-{int(profiled)}")
     command = [sys.executable, __file__, "--role=run", f"--name={name}", f"--result={result}", f"--warm={args.warm}"]
     command += [f"--steps={args.steps}", f"--profiled={int(profiled)}", "--", *argv]

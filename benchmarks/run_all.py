@@ -60,7 +60,7 @@ PARTS = {
         "bench_dpo.py --rounds 1 --seconds 0.1 --lengths 20 --batch 1", 15, (("^100 residues", 6.0),)),
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py", "bench_quantumgrav.py --rounds 5 --seconds 2",
-        "bench_quantumgrav.py --rounds 1 --seconds 0.1 --sizes 32-64 --models 1x32 --sets 128", 15,
+        "bench_quantumgrav.py --rounds 1 --seconds 0.1 --sizes 32-64 --networks 1x32 --sets 200", 20,
         (("^32-128 elements, 1x32.*in files", 4.0),)),
     "rebm": Part(
         "run_train_rebm_ddp.py", "bench_rebm.py --rounds 5",

@@ -40,6 +40,7 @@ import os
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,7 +49,9 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -60,7 +63,8 @@ STEP = 4.0  # seconds of a step at A
 PAIRS = 6  # turns in a round of the sides that must pass
 COUNTED = 16  # micro-batches of which the operations are counted
 START = 240.0  # seconds at most until all processes of a side have made their first step
-COMMON = "--wandb_mode=disabled --device=cpu --precision=fp32 --save_every=1000000 --ddp_timeout_minutes=120"
+COMMON = "--wandb_mode=disabled --device=cpu --precision=fp32 --save_every=1000000"
+PLAIN = "\n# " + 98 * "=" + "\n"  # in the scripts whose train() is one loop over a DataLoader
 
 
 class Workload(NamedTuple):
@@ -107,7 +111,10 @@ def structures(folder: Path) -> str:
 
 def causal_sets(folder: Path) -> str:
     """Sets of nearly one size, as the work per element grows with it; the default network."""
-    return "--samples=4000 --min_size=112 --max_size=128 --num_epochs=1000000"
+    tool = [sys.executable, ROOT / "tools/make_causal_sets.py", f"--out={folder}/sets", "--samples=4000"]
+    options = "--min_size=112 --max_size=128 --split 0.9 0.05 0.05".split()
+    subprocess.run([*tool, *options], check=True, stdout=subprocess.DEVNULL)
+    return f"--data={folder}/sets --num_epochs=1000000"
 
 
 def digits(folder: Path) -> str:
@@ -150,6 +157,10 @@ WORKLOADS = {
 DEFAULT = [name for name in WORKLOADS if name != "train_ddp_phase2"]
 
 
+def is_plain(script: str) -> bool:
+    return PLAIN in (ROOT / f"{script}.py").read_text()
+
+
 # ---- In a rank -----------------------------------------------------------------------------------
 
 
@@ -162,6 +173,10 @@ class Meter:
         self.aside = 0.0  # seconds of this turn that do not count
         self.waited = self.asked = 0.0
         self.turn: dict = {}
+        self.hook()
+
+    def hook(self) -> None:
+        module = self.module
         for name in ("evaluate", "checkpoint"):
             setattr(module, name, self.not_counted(getattr(module, name)))
         self.plain_train, module.train = module.train, self.train
@@ -207,13 +222,16 @@ class Meter:
             time.sleep(self.delay)
         begin = self.now()
         result = self.plain_step(guard, loss, number, ids)
+        self.end_of_step(begin, guard.parameters, ids)
+        return result
+
+    def end_of_step(self, begin, parameters, ids) -> None:
         end, turn = self.now(), self.turn
         if self.work is None:
             self.work = np.asarray(self.workload.work(self.task), float)
-            parameters = sum(p.numel() for p in guard.parameters)
-            self.pipe.send({"parameters": parameters, "work": self.work})
+            self.pipe.send({"parameters": sum(p.numel() for p in parameters), "work": self.work})
             self.next_turn()
-            return result
+            return
         timers = self.model._get_ddp_logging_data() if self.model else {}  # of the step before
         overlap, comm = (timers.get(f"backward_{n}_time", 0) / 1e9 for n in ("compute_comm_overlap", "comm"))
         turn["ends"].append(end)
@@ -226,7 +244,6 @@ class Meter:
                 turn["operations"], turn["flops"] = self.counter.operations, self.counter.flops
             self.pipe.send(turn)
             self.next_turn()
-        return result
 
     def next_turn(self) -> None:
         try:
@@ -239,6 +256,68 @@ class Meter:
             self.counter.__enter__()
         self.cpu = time.process_time()
         self.turn = {"steps": steps, "begin": time.monotonic(), "ends": [], "work": [], "parts": []}
+
+
+class PlainMeter(Meter):
+    """The same for the scripts whose train() is one loop over a DataLoader."""
+
+    def hook(self) -> None:
+        import torch
+
+        module = self.module
+        module.PARENT = os.getppid()  # the fork server, which imported the module, has another one
+        self.begin, self.first, self.parameters, self.ids = None, None, None, []
+        for name in ("validate", "on_rank0"):  # the latter: a checkpoint
+            setattr(module, name, self.not_counted(getattr(module, name)))
+        self.plain_train, module.train = module.train, self.train
+        self.plain_wrap, module.wrap_ddp = module.wrap_ddp, self.wrap
+        self.plain_deal = module.GlobalBatchSampler.__iter__
+        module.GlobalBatchSampler.__iter__ = lambda sampler: self.deal(sampler)
+        loader = torch.utils.data.dataloader._BaseDataLoaderIter
+        self.plain_next, loader.__next__ = loader.__next__, lambda batches: self.next(batches)
+        self.plain_update, self.plain_agree = module.StepGuard.update, module.StepGuard.agree
+        module.StepGuard.update = lambda guard, optimizer, scaler: self.update(guard, optimizer, scaler)
+        module.StepGuard.agree = lambda guard: self.agree(guard)
+
+    def train(self, args, device, data, *more):
+        self.task = SimpleNamespace(data=data)
+        return self.plain_train(args, device, data, *more)
+
+    def wrap(self, model, args, device):
+        model = self.plain_wrap(model, args, device)
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            model._set_ddp_runtime_logging_sample_rate(1)
+            self.model = model
+        return model
+
+    def deal(self, sampler):
+        for ids, batch in self.plain_deal(sampler):
+            self.ids.append(ids)
+            yield ids, batch
+
+    def next(self, batches):
+        begin = self.now()
+        batch = self.plain_next(batches)
+        if self.first is None:  # micro-batch of this step
+            self.first, self.waited = begin, 0.0
+        self.waited += self.now() - begin
+        self.asked = self.first + self.waited  # as if they had all been waited for at once
+        return batch
+
+    def update(self, guard, optimizer, scaler):
+        if self.delay:
+            time.sleep(self.delay)
+        self.begin = self.now()
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return self.plain_update(guard, optimizer, scaler)
+
+    def agree(self, guard):
+        reason = self.plain_agree(guard)
+        if self.begin is not None:  # else it is called by a validation
+            begin, ids = self.begin, self.ids
+            self.begin, self.first, self.ids = None, None, []
+            self.end_of_step(begin, self.parameters, ids)
+        return reason
 
 
 def counter():
@@ -270,8 +349,12 @@ def run_rank(pipe, name: str, env: dict[str, str], argv: list[str], delay: float
     sys.argv = [f"{workload.script}.py", *argv]
     try:
         module = importlib.import_module(workload.script)
-        Meter(pipe, module, workload, delay)
-        status = module.launch(module.main, module.parse_args(argv))
+        if is_plain(workload.script):
+            PlainMeter(pipe, module, workload, delay)
+            module.launch(module.parse_args, module.main)
+        else:
+            Meter(pipe, module, workload, delay)
+            status = module.launch(module.main, module.parse_args(argv))
     except BaseException:  # a forked process must not return into the forkserver; its log has the traceback
         traceback.print_exc()
     sys.stdout.flush()
@@ -324,7 +407,7 @@ class Side:
         argv = f"{bench.options} --batch_size={batch} --global_batch_size={batch * world * accumulation}".split()
         port, works = free_port(), []
         for rank, file in enumerate(self.files):
-            env = rank_variables(rank if world > 1 else 0, world, port)
+            env = rank_variables(rank, world, port) if world > 1 else rank_variables(0, 1, 0)  # port 0: any free one
             output = file.with_suffix("" if world > 1 else f".{rank}")
             late = bench.delay if world > 1 and rank == world - 1 else 0.0
             works.append((bench.name, env, [*argv, f"--output_dir={output}"], late, str(file)))
@@ -409,7 +492,11 @@ class Bench:
         self.name, self.workload, self.folder, self.delay = name, WORKLOADS[name], folder, delay
         self.processes: list = []
         self.sides: dict[tuple, Side] = {}
-        self.options = f"{self.workload.options(folder)} {COMMON} --cache_dir={folder}/cache"
+        self.options = f"{self.workload.options(folder)} {COMMON}"
+        if is_plain(self.workload.script):
+            self.options += " --timeout_minutes=120"
+        else:
+            self.options += f" --ddp_timeout_minutes=120 --cache_dir={folder}/cache"
 
     def __enter__(self) -> Bench:
         return self
@@ -657,6 +744,21 @@ def sampler_of(module, lengths: np.ndarray, ranks: int, batch: int, micro: int, 
     return module.GlobalBatchSampler(len(lengths), count, micro, 0, context, window(count), cut(count, total)), lengths
 
 
+class Dealt:
+    """A sampler of the scripts whose train() is one loop, asked for the batches of all ranks."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def batches(self):
+        for _, batch in self.sampler:
+            yield batch
+
+    def deal(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:
+        mine = batch[rank :: self.sampler.num_replicas]
+        return np.split(mine, len(mine))  # each sample for itself: nothing is padded
+
+
 def full_train_ddp(module, found: dict) -> Full:
     """all-mpnet-base-v2 and the head to 3,584 dimensions, on texts as MS MARCO has them."""
     import torch
@@ -720,13 +822,15 @@ def full_run_dpo_ddp(module, found: dict) -> Full:
 
 
 def full_run_train_quantumgrav_ddp(module, found: dict) -> Full:
-    args = module.parse_args([])
-    lengths = np.random.default_rng(0).integers(args.min_size, args.max_size + 1, 200_000)
+    with mock.patch("sys.argv", ["run_train_quantumgrav_ddp.py"]):
+        args = module.parse_args()
+    lengths = np.random.default_rng(0).integers(32, 64 + 1, 200_000)  # defaults of tools/make_causal_sets.py
 
     def deal(ranks: int) -> tuple:
-        return sampler_of(module, lengths, ranks, args.batch_size, 1, 1, lambda count: max(16, -(-2048 // count)),
-                          lambda count, total: module.bucket_by_tokens(
-                              lambda i: lengths[i], count, max(1, total // args.batch_size), 0))  # fmt: skip
+        world = {"get_world_size": lambda: ranks, "get_rank": lambda: 0}
+        with mock.patch.multiple("torch.distributed", **world):
+            sampler = module.GlobalBatchSampler(np.arange(len(lengths)), args, None, lengths)
+        return Dealt(sampler), lengths
 
     return Full(found["parameters"], "the network that was measured", args.batch_size, 1,
                 args.batch_size * lengths.mean() * found["flops_per_work"], found["operations"], "other",
