@@ -147,7 +147,7 @@ def run_program(argv: list[str], env: dict[str, str], output: str) -> None:
     os.environ.clear(), os.environ.update(env)
     sys.argv, status = argv, 0
     train_ddp.torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    multiprocessing.set_start_method("fork", force=True)  # of its own workers, as in a real process
+    multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:

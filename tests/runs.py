@@ -69,11 +69,12 @@ def tiny_run_dpo_ddp(folder: Path) -> list[str]:
 
 
 def tiny_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
-    """300 small sets of six kinds, two tasks, five epochs of nine steps; an evaluation has 7 batches or more."""
+    """300 small sets of 6 kinds, two tasks, 5 epochs of nine steps; evaluations of 7 batches."""
     write_causal_sets(folder / "sets", "--samples=300", "--min_size=10", "--max_size=20")
-    return f"""--data={folder}/sets --tasks cls dim --hidden_dim=16 --head_dim=16 --num_layers=2 --num_epochs=5
-        --global_batch_size=24 --batch_size=4 --lr=5e-3 --eval_edges=150 --num_workers=1 --log_every=1
-        --save_every=4 --wandb_mode=disabled --device=cpu --precision=fp32""".split()
+    return f"""--data={folder}/sets --tasks cls dim --hidden_dim=16 --head_dim=16 --num_layers=2
+        --num_epochs=5 --global_batch_size=24 --batch_size=4 --lr=5e-3 --eval_edges=150
+        --num_workers=1 --log_every=1 --save_every=4 --wandb_mode=disabled --device=cpu
+        --precision=fp32""".split()
 
 
 def tiny_run_train_rebm_ddp(folder: Path) -> list[str]:
@@ -95,7 +96,7 @@ TINY = {
     "run_dpo_ddp": tiny_run_dpo_ddp, "run_train_quantumgrav_ddp": tiny_run_train_quantumgrav_ddp,
     "run_train_rebm_ddp": tiny_run_train_rebm_ddp,
 }  # fmt: skip
-# What is drawn on each rank differs between numbers of ranks, so it is added where that does not matter.
+# What is drawn on each rank differs between numbers of ranks: added where that does not matter.
 DROPOUT = {"run_train_quantumgrav_ddp": ["--dropout=0.1"]}
 
 
@@ -105,7 +106,8 @@ class OldForm:
     processes, timeout = "--nproc", "--ddp_timeout_minutes"
     refused = 1  # exit status of a run that cannot work
     not_compared = {"wall_s", "speed", "wandb_id", "args"}  # in a checkpoint
-    clocks = {*"samples/s nodes/s tokens/s data_wait comm mem_gb mfu ranks slowest_rank".split()}  # in metrics.jsonl
+    # in metrics.jsonl
+    clocks = {*"samples/s nodes/s tokens/s data_wait comm mem_gb mfu ranks slowest_rank".split()}
     run_own = {"args", "wall_s", "samples_per_s", "checkpoint"}  # in summary.json
     once = "command:"  # rank 0 alone says it
     failed = "failed on rank"
@@ -119,7 +121,9 @@ class OldForm:
 
     @staticmethod
     def stopped(reason: str) -> str:
-        return f"checkpoint written, {'requeue me' if reason == 'SIGUSR1' else f'stopped by {reason}'}"
+        if reason == "SIGUSR1":
+            return "checkpoint written, requeue me"
+        return f"checkpoint written, stopped by {reason}"
 
     @staticmethod
     def joined(rank: int, world_size: int, local_rank: int) -> list[str]:
@@ -149,7 +153,8 @@ class NewForm:
 
     @staticmethod
     def joined(rank: int, world_size: int, local_rank: int) -> list[str]:
-        return [f"[RANK {rank}] ", f"Process {rank}/{world_size} started", f"Initializing DDP for rank {rank}..."]
+        started = f"Process {rank}/{world_size} started"
+        return [f"[RANK {rank}] ", started, f"Initializing DDP for rank {rank}..."]
 
 
 def form_of(script: str) -> type:
@@ -218,7 +223,7 @@ DO: dict[str, Callable] = {
 
 
 def after_step(number: int, ids: list[int]) -> None:
-    """Write down what this rank was trained on in the step, then do the FAULTS that come after it."""
+    """Write down what this rank was trained on in the step, then do the FAULTS after it."""
     rank, output = int(os.environ["RANK"]), os.environ["OUTPUT"]
     with open(f"{output}.trace-{rank}-of-{os.environ['WORLD_SIZE']}", "a") as trace:
         trace.write(json.dumps([number, ids]) + "\n")
@@ -250,10 +255,11 @@ def run_script(script: str, argv: list[str]) -> int:
 
 
 def run_new_script(script: str) -> int:
-    """One rank. Nothing in a step is replaced: the sampler is listened to, and every rank calls RunLog.write once
-    after each step, before the ranks agree on a stop.
+    """One rank. Nothing in a step is replaced: the sampler is listened to, and every rank calls
+    RunLog.write once after each step, before the ranks agree on a stop.
 
-    The script is imported anew, as it takes the time, its parent and its name from the process that it starts in."""
+    The script is imported anew, as it takes the time, its parent and its name from the process
+    that it starts in."""
     sys.modules.pop(script, None)
     module = importlib.import_module(script)
     deal = module.GlobalBatchSampler.__iter__
@@ -286,7 +292,7 @@ def run_rank(env: dict, script: str, argv: list[str], output: str) -> None:
     os.dup2(file, 1), os.dup2(file, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # of a rank's own workers, as in a real process
+    multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
     try:
         status = run_script(script, argv)
     except BaseException:  # a forked rank must not return into the server
@@ -341,7 +347,8 @@ class Server:
 
     def __init__(self):
         self.pipe, theirs = forkserver().Pipe()
-        self.process = forkserver().Process(target=serve, args=(theirs,))  # ranks have children: no daemon
+        # ranks have children, which a daemon may not have
+        self.process = forkserver().Process(target=serve, args=(theirs,))
         self.process.start()
 
     def start(self, script: str, argv: list[str], folder: Path, world_size: int, faults=(), attempt=0, **env) -> None:
@@ -436,8 +443,8 @@ def differences(a, b, path: str = "") -> list[str]:
 
 
 def apart(form: type, ours: Run, theirs: Run) -> list[str]:
-    """Places where the checkpoints of two runs differ, without what is of one run alone. (A new form's learning rate
-    is set anew in each step: after the last one it may be that of the options.)"""
+    """Places where the checkpoints of two runs differ, without what is of one run alone. (A new
+    form's learning rate is set anew in each step: after the last it may be that of the options.)"""
     states = [state_of(ours), state_of(theirs)]
     if form is NewForm:
         for state in states:

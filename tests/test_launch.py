@@ -172,8 +172,9 @@ def task(tmp_path_factory, ranks):
     folder = tmp_path_factory.mktemp("task") / "sets"
     split = "--split 0.4 0.3 0.3".split()
     write_causal_sets(folder, "--samples=40", "--min_size=8", "--max_size=12", *split)
-    argv = f"""--data={folder} --hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2 --global_batch_size=8
-        --batch_size=4 --log_every=1 --save_every=2 --wandb_mode=disabled --timeout_minutes=1""".split()
+    argv = f"""--data={folder} --hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2
+        --global_batch_size=8 --batch_size=4 --log_every=1 --save_every=2 --wandb_mode=disabled
+        --timeout_minutes=1""".split()
     return lambda output, *more: [*argv, f"--output_dir={output}", *more]
 
 
@@ -205,10 +206,12 @@ def check_ranks(text: str, world_size: int) -> None:
 def check_run(output: Path, text: str, alone, world_size: int) -> None:
     """A complete run with `world_size` ranks and one writer, equal to that of one process."""
     summary = json.loads((output / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 4, world_size)
+    assert (summary["status"], summary["steps"]) == ("finished", 4)
+    assert summary["world_size"] == world_size
     assert sorted(path.name for path in output.iterdir()) == FILES
     check_ranks(text, world_size)
-    for once in ("step=1 ", "Starting training epoch 1", "Training and testing completed successfully!"):
+    end = "Training and testing completed successfully!"
+    for once in ("step=1 ", "Starting training epoch 1", end):
         assert text.count(once) == 1, once
     mine, theirs = rows_of(output), rows_of(alone[0])
     assert [row["step"] for row in mine] == [row["step"] for row in theirs] == [1, 2, 2, 3, 4, 4]
@@ -310,7 +313,9 @@ def test_bad_data_is_one_line(start, task, tmp_path, fault):
     argv = task(tmp_path / "out", f"--data={data}")
     job = start([*TORCHRUN, "--standalone", "--nproc_per_node=2", *files, SCRIPT, *argv])
     assert job.wait() == 1
-    lines = [line for path in (tmp_path / "logs").rglob("stderr.log") for line in path.read_text().splitlines()]
+    lines = []
+    for path in (tmp_path / "logs").rglob("stderr.log"):
+        lines += path.read_text().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"run_train_quantumgrav_ddp.py: error: {said}")
     assert not (tmp_path / "out").exists()
@@ -369,7 +374,8 @@ def test_a_rank_that_raises_ends_the_job(drive, launcher):
     assert "SIGABRT" not in job.text and "terminate called" not in job.text
     assert job.is_gone()
     # torchrun's own report knows the error, too (@record)
-    assert re.search(r"rank +: 1 ", job.text) and job.text.count("ZeroDivisionError: boom in step 11") >= 2
+    assert re.search(r"rank +: 1 ", job.text)
+    assert job.text.count("ZeroDivisionError: boom in step 11") >= 2
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
@@ -389,12 +395,14 @@ def test_nproc_on_a_port_that_is_taken(start, task, tmp_path):
         taken.bind(("localhost", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        job = start([sys.executable, SCRIPT, "--nproc_per_node", "2", *task(tmp_path / "out")], MASTER_PORT=port)
+        argv = task(tmp_path / "out", "--nproc_per_node", "2")
+        job = start([sys.executable, SCRIPT, *argv], MASTER_PORT=port)
         assert job.wait(60) == 1 and f"port: {port}" in job.text, job.text
     assert job.is_gone()
 
 
-@pytest.mark.parametrize(("argv", "status"), [([], 0), (["--seed=3"], 1)])  # 1: torchrun's for any other
+# 1: torchrun's own for every status but 0
+@pytest.mark.parametrize(("argv", "status"), [([], 0), (["--seed=3"], 1)])
 def test_nproc_passes_the_exit_status_on(drive, argv, status):
     job = drive("nproc", "finish", *argv)
     assert job.wait() == status, job.text
@@ -412,7 +420,8 @@ def stopped(output: Path, text: str, reason: str) -> None:
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == (f"stopped by {reason}", 2)
     assert summary["steps"] == state["step"]
-    assert text.count(f"INFO: stopped by {reason}: the same command goes on from the checkpoint") == 1
+    said = f"INFO: stopped by {reason}: the same command goes on from the checkpoint"
+    assert text.count(said) == 1
 
 
 @pytest.mark.xfail(reason="torchrun's SIGTERM kills the workers of --num_workers", strict=False)
@@ -445,7 +454,8 @@ def test_signal_to_one_rank(ranks, task, alone, tmp_path, name, status):
     argv = task(tmp_path / "out", *ENDLESS, "--num_epochs=60")
     pids, outputs, wait = ranks(envs, argv)
     deadline = time.monotonic() + 60
-    while "step=3 " not in (outputs[0].read_text() if outputs[0].exists() else "") and time.monotonic() < deadline:
+    while not outputs[0].exists() or "step=3 " not in outputs[0].read_text():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(pids[1], getattr(signal, name))
     assert wait() == [status, status], outputs[1].read_text()
