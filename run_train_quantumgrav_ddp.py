@@ -695,6 +695,13 @@ def on_signal(number, frame):
     stop_signal = number  # no more than that: training ends its step first, and agrees to stop
 
 
+def ignore_signals(worker):
+    """For a DataLoader's workers, to which a launcher sends its signals, too: they are needed until
+    their rank has stopped, and end with it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def cleanup():
     gc.collect()  # gloo may abort where a tensor of the group outlives it
     if dist.is_initialized():  # --help ends before that
@@ -720,7 +727,8 @@ def launch(parse_args, main):
         logging.error(traceback.format_exc())
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
-    sys.exit(status)
+    sys.stdout.flush()
+    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
 
 
 def hand_over_to_torchrun(processes):
@@ -1065,11 +1073,14 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
         try:
             with open(self.path, "a") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            if self.path.exists():
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
         if self.thread.is_alive():
             self.rows.put(row)
 
@@ -1281,6 +1292,7 @@ def train(args, device, data, model, state, guard, log):
         num_workers=args.num_workers,
         persistent_workers=args.num_workers > 0,
         pin_memory=device.type != "cpu",
+        worker_init_fn=ignore_signals,
     )
 
     optimizer = make_optimizer(args, model)

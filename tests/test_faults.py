@@ -532,11 +532,6 @@ FAULTS = {
     stopped_in_evaluation: "run_train_quantumgrav_ddp",
 }  # fmt: skip
 OF_NEW_FORM = [launcher_killed, started_twice, stopped_in_evaluation]
-NOT_YET = {
-    signal_to_launcher: "torchrun's SIGTERM kills the workers of --num_workers, and so the rank",
-    disk_full: "a full disk leaves half a line in metrics.jsonl",
-    wandb_without_network: "after the last line, wandb holds the process for another minute",
-}
 
 
 def pytest_generate_tests(metafunc):
@@ -546,12 +541,9 @@ def pytest_generate_tests(metafunc):
         for name in SCRIPTS:
             for fault in FAULTS:
                 known = fault not in OF_NEW_FORM or form_of(name) is NewForm
-                marks = []
-                if fault in NOT_YET and form_of(name) is NewForm:
-                    marks.append(pytest.mark.xfail(reason=NOT_YET[fault], strict=False))
                 if known and (everything or FAULTS[fault] == name):
                     label = f"{name}-{fault.__name__}"
-                    cases.append(pytest.param(name, fault, id=label, marks=marks))
+                    cases.append(pytest.param(name, fault, id=label))
         metafunc.parametrize("name, fault", cases)
 
 

@@ -424,7 +424,6 @@ def stopped(output: Path, text: str, reason: str) -> None:
     assert text.count(said) == 1
 
 
-@pytest.mark.xfail(reason="torchrun's SIGTERM kills the workers of --num_workers", strict=False)
 def test_sigterm_to_torchrun_writes_a_checkpoint(start, task, alone, tmp_path):
     """It reaches the ranks' workers, too."""
     argv = task(tmp_path / "out", *ENDLESS, "--num_workers=1")
