@@ -3,7 +3,7 @@
     python tests/test_shared_block.py --from train_ddp.py
 
 writes the block of one script into all the others that have one, and says which of them changed.
-The scripts that are still to be rewritten have the block of the first edition, between markers of
+The scripts that are still to be rewritten have an older block, between markers of
 its own; it must stay as it was.
 """
 
