@@ -177,7 +177,8 @@ class CausalSets(Dataset):
                 raise InputError(f"--features {column}: {folder} has, from 0 on, {names}")
         edges = ["past", "past_degree", "future", "future_degree"]
         for name in ["node_ptr", "edge_ptr", "features", "labels", "split", *edges]:
-            setattr(self, name, np.load(folder / f"{name}.npy", mmap_mode="r"))
+            array = np.load(folder / f"{name}.npy", mmap_mode="r")
+            setattr(self, name, np.asarray(array))  # still mapped; np.memmap itself is slower
         self.columns = columns
         self.classes = {task: meta["classes"][task] for task in tasks}
         self.labels = self.labels[:, [list(meta["classes"]).index(task) for task in tasks]]
@@ -203,12 +204,12 @@ class CausalSets(Dataset):
         first = np.cumsum(self.sizes[ids]) - self.sizes[ids]
         shift = np.repeat(first.astype(np.int32), self.edges[ids])
         return Batch(
-            torch.from_numpy(self.features[nodes][:, self.columns]).log1p(),
+            torch.from_numpy(self.features.take(nodes, axis=0)[:, self.columns]).log1p(),
             torch.from_numpy(self.sizes[ids]),
-            torch.from_numpy(self.past[edges] + shift),
-            torch.from_numpy(self.past_degree[nodes].astype(np.int32)),
-            torch.from_numpy(self.future[edges] + shift),
-            torch.from_numpy(self.future_degree[nodes].astype(np.int32)),
+            torch.from_numpy(self.past.take(edges) + shift),
+            torch.from_numpy(self.past_degree.take(nodes).astype(np.int32)),
+            torch.from_numpy(self.future.take(edges) + shift),
+            torch.from_numpy(self.future_degree.take(nodes).astype(np.int32)),
             torch.from_numpy(self.labels[ids]),
             torch.from_numpy((self.labels[whole] >= 0).sum(0)),
         )
@@ -253,22 +254,25 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta"
 
 
 class SparseProduct(torch.autograd.Function):
-    """A sparse matrix A times x. The gradient of x is the transpose of A times that of A x; the
-    caller has the transpose at hand."""
+    """(A + D) x, with a sparse matrix A and a diagonal D, or none. The gradient of x is the
+    transpose of A, which the caller has at hand, and D, times that of the result."""
 
     @staticmethod
-    def forward(ctx, x, matrix, transpose):
+    def forward(ctx, x, matrix, transpose, diagonal):
         ctx.transpose = transpose
-        return SparseProduct.multiply(matrix, x)
+        ctx.diagonal = diagonal
+        return SparseProduct.multiply(matrix, x, diagonal)
 
     @staticmethod
     def backward(ctx, gradient):
-        return SparseProduct.multiply(ctx.transpose, gradient.contiguous()), None, None
+        return SparseProduct.multiply(ctx.transpose, gradient, ctx.diagonal), None, None, None
 
     @staticmethod
-    def multiply(matrix, x):
-        # written into a tensor of our own: `matrix @ x` copies the result twice
-        return x.new_empty(len(matrix), x.shape[1]).addmm_(matrix, x, beta=0)
+    def multiply(matrix, x, diagonal):
+        # added to a tensor of our own: `matrix @ x` copies the result twice
+        if diagonal is None:
+            return x.new_empty(x.shape).addmm_(matrix, x, beta=0)
+        return (x * diagonal).addmm_(matrix, x)
 
 
 class Neighbours:
@@ -291,12 +295,14 @@ class Neighbours:
             column_scale = row_scale
             self.self_loop = (row_scale * column_scale)[:, None]
         self.columns = columns
-        self.rows = numbers_of(degree, len(columns))
+        # 0 degree[0] times, 1 degree[1] times, and so on. (With output_size nothing is read back
+        # from the GPU.)
+        self.rows = torch.repeat_interleave(degree, output_size=len(columns))
         self.weight = row_scale.index_select(0, self.rows) * column_scale.index_select(0, columns)
         self.matrix = None
         if columns.device.type == "cpu":
             self.matrix = sparse_matrix(columns, degree, self.weight)
-            back_rows = numbers_of(back_degree, len(columns))
+            back_rows = torch.repeat_interleave(back_degree, output_size=len(columns))
             back_weight = column_scale.index_select(0, back_rows)
             back_weight = back_weight * row_scale.index_select(0, back_columns)
             self.transpose = sparse_matrix(back_columns, back_degree, back_weight)
@@ -305,20 +311,12 @@ class Neighbours:
         """(N, D) -> (N, D)"""
         x = x.float()  # sums of many numbers stay in fp32, under autocast, too
         if self.matrix is not None:
-            total = SparseProduct.apply(x, self.matrix, self.transpose)
-        else:
-            messages = x.index_select(0, self.columns) * self.weight[:, None]
-            total = torch.zeros_like(x).index_add(0, self.rows, messages)
+            return SparseProduct.apply(x, self.matrix, self.transpose, self.self_loop)
+        messages = x.index_select(0, self.columns) * self.weight[:, None]
+        total = torch.zeros_like(x).index_add(0, self.rows, messages)
         if self.self_loop is not None:
             total = total + x * self.self_loop
         return total
-
-
-def numbers_of(lengths, total):
-    """0 lengths[0] times, 1 lengths[1] times, and so on, `total` in all. (Without the total,
-    repeat_interleave would read it back from the GPU.)"""
-    numbers = torch.arange(len(lengths), device=lengths.device)
-    return numbers.repeat_interleave(lengths, output_size=total)
 
 
 def sparse_matrix(columns, degree, values):
@@ -350,7 +348,8 @@ class MessageLayer(nn.Module):
         parts = [sum_of_neighbours(x) for sum_of_neighbours in neighbours]
         if self.add_self:
             parts.append(x)
-        y = F.relu(self.norm(self.linear(torch.cat(parts, dim=1))))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        y = F.relu(self.norm(self.linear(y)))
         if self.skip is not None:
             y = y + self.skip(x)
         if self.training and self.dropout > 0:
@@ -365,8 +364,8 @@ def dropout(x, share):
         return F.dropout(x, share)
     draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
     uniform = draws.view(torch.int16)[: x.numel()].view(x.shape)  # from -32768 to 32767
-    keep = uniform >= round(65536 * share) - 32768
-    return x * keep / (1 - share)
+    keep = (uniform >= round(65536 * share) - 32768).to(x.dtype)
+    return x * (keep / (1 - share))
 
 
 class CausalSetNet(nn.Module):
@@ -405,20 +404,40 @@ class CausalSetNet(nn.Module):
         return {task: head(x).float() for task, head in self.heads.items()}
 
 
+class SetMaximum(torch.autograd.Function):
+    """The maximum over the elements of each set. Where several elements have it (after a ReLU many
+    are 0), they share the gradient evenly. scatter_reduce does that, too, in twice the time;
+    segment_reduce gives each of them all of a negative gradient."""
+
+    @staticmethod
+    def forward(ctx, x, owner, sets):
+        """x (N, D); owner (N,): the set of each element -> (sets, D)"""
+        lowest = x.new_full((sets, x.shape[1]), -math.inf)
+        maximum = lowest.scatter_reduce_(0, owner[:, None].expand_as(x), x, "amax")
+        ctx.save_for_backward(x, owner, maximum)
+        return maximum
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, owner, maximum = ctx.saved_tensors
+        has_it = (x == maximum.index_select(0, owner)).to(x.dtype)
+        sharers = torch.zeros_like(maximum).index_add_(0, owner, has_it)
+        return has_it * (gradient / sharers).index_select(0, owner), None, None
+
+
 def pool(x, sizes, kinds):
     """(N, D), (B,) -> (B, len(kinds) D + 1): over the elements of each set, and the logarithm of
     its size, which a mean or a maximum cannot see."""
-    owner = numbers_of(sizes, len(x))
-    shape = (len(sizes), x.shape[1])
+    owner = torch.repeat_interleave(sizes, output_size=len(x))
+    total = x.new_zeros(len(sizes), x.shape[1]).index_add(0, owner, x)
     parts = []
     for kind in kinds:
-        if kind == "max":
-            # scatter_reduce shares the gradient evenly where elements tie; segment_reduce does not
-            lowest = x.new_full(shape, -math.inf)
-            parts.append(lowest.scatter_reduce(0, owner[:, None].expand_as(x), x, "amax"))
+        if kind == "sum":
+            parts.append(total)
+        elif kind == "mean":
+            parts.append(total / sizes[:, None])
         else:
-            total = x.new_zeros(shape).index_add(0, owner, x)
-            parts.append(total / sizes[:, None] if kind == "mean" else total)
+            parts.append(SetMaximum.apply(x, owner, len(sizes)))
     parts.append(sizes.log()[:, None])
     return torch.cat(parts, dim=1)
 
@@ -921,7 +940,8 @@ class StepGuard:
         is_orphan = self.launched and os.getppid() != PARENT
         orphaned = torch.full_like(self.bad_in_row, is_orphan)
         flags = torch.stack([self.bad_in_row, number, late, orphaned])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         self.flags = flags.to("cpu", non_blocking=True)
         if flags.device.type != "cpu":
             self.arrived = torch.accelerator.current_stream().record_event()

@@ -136,7 +136,8 @@ def test_messages_and_their_gradient_against_dense_matrices(folder, kind, way):
     elif kind == "gcn":
         matrix = (matrix + torch.eye(len(matrix))) / ((degree + 1) * (degree.T + 1)).sqrt()
     x = torch.randn(len(matrix), 5, generator=torch.Generator().manual_seed(0))
-    gradient = torch.randn(len(matrix), 5, generator=torch.Generator().manual_seed(1))
+    wide = torch.randn(len(matrix), 15, generator=torch.Generator().manual_seed(1))
+    gradient = wide[:, 5:10]  # part of a wider tensor, as the layer's concatenation hands it back
 
     neighbours = script.Neighbours(kind, *ways[0], *ways[1])
     assert neighbours.matrix is not None
