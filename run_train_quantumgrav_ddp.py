@@ -168,6 +168,7 @@ class CausalSets(Dataset):
         if not (folder / "meta.json").exists():
             raise InputError(f"rank 0 has {folder}, this machine has not: all must see --data")
         self.hash, meta = read_meta(folder)
+        self.meta = {name: meta[name] for name in ("args", "classes", "features")}
         for task in tasks:
             if task not in meta["classes"]:
                 raise InputError(f"--tasks {task}: {folder} has {', '.join(meta['classes'])}")
@@ -1287,7 +1288,9 @@ def is_best(loop, metrics, args):
     best = loop["best"]
     if best and best["metric"] == metric and not is_better(metric, metrics[metric], best["value"]):
         return False
-    loop["best"] = {"metric": metric, "value": metrics[metric], "step": loop["step"]}
+    better = "lower" if metric.endswith(FALLING) else "higher"
+    value = metrics[metric]
+    loop["best"] = {"metric": metric, "value": value, "better": better, "step": loop["step"]}
     return True
 
 
@@ -1334,7 +1337,7 @@ def train(args, device, data, model, state, guard, log):
 
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
-        content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
+        content.update(loop, wandb_id=log.wandb_id, log_size=log.size(), meta=data.meta)
         content["model"] = model.state_dict()
         content["optimizer"] = optimizer.state_dict()
         content["scaler"] = scaler.state_dict()

@@ -385,7 +385,7 @@ def test_the_best_epoch_needs_no_delta(option):
         metrics = {"loss": 1.0, "cls/f1_macro": score}
         assert script.is_best(loop, metrics, args) == is_best
     assert not script.is_best(loop, {"loss": 0.5, "cls/f1_macro": math.nan}, args)
-    assert loop["best"] == {"metric": "cls/f1_macro", "value": 0.2, "step": 2}
+    assert loop["best"] == {"metric": "cls/f1_macro", "value": 0.2, "better": "higher", "step": 2}
 
 
 def test_a_validation_that_is_no_number_is_never_the_best(monkeypatch):
