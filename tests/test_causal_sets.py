@@ -182,14 +182,17 @@ def test_a_set_depends_on_seed_and_number_alone(whole):
 def test_killed_and_started_again(whole, tmp_path):
     """The same bytes as of an undisturbed run on two workers; finished parts are not made again."""
     out = tmp_path / "killed"
-    with subprocess.Popen(command(out), stdout=subprocess.PIPE) as process:
-        while not list(out.glob("parts/*.npz")):
-            assert process.poll() is None, "it ended before it could be killed"
-            time.sleep(0.01)
-        process.kill()
-        process.communicate(timeout=20)  # returns when its worker has ended, too
-    parts = len(list(out.glob("parts/*.npz")))
-    assert parts < 3 and not (out / "meta.json").exists()
+    for _ in range(5):  # on a busy machine it may be done before it can be killed
+        with subprocess.Popen(command(out), stdout=subprocess.PIPE) as process:
+            while not list(out.glob("parts/*.npz")) and process.poll() is None:
+                time.sleep(0.01)
+            process.kill()
+            process.communicate(timeout=20)  # returns when its worker has ended, too
+        parts = len(list(out.glob("parts/*.npz")))
+        if 0 < parts < 3:
+            break
+        shutil.rmtree(out)
+    assert 0 < parts < 3 and not (out / "meta.json").exists()
     assert f"{parts} of 3 parts are there already" in make(out)
     assert contents(out) == contents(whole[0])
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))  # where the tools find each other
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "DDP_TRAINING_GUIDE.md"
 SCRIPTS = sorted(p.name for p in ROOT.glob("*.py"))
 TOOLS = sorted(f"tools/{p.name}" for p in ROOT.glob("tools/*.py"))
@@ -216,7 +217,7 @@ def parse(line: str, capsys):
     (words,) = split_commands(line)
     _, script, arguments = run_of(words)
     assert script in SCRIPTS + TOOLS, f"no script {script}: {line}"
-    arguments = [argument.rstrip("\\") for argument in arguments]
+    arguments = [argument.rstrip("\\").replace("$seed", "0") for argument in arguments]
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     try:
         if BANNER in (ROOT / script).read_text(encoding="utf-8"):

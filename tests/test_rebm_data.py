@@ -211,6 +211,7 @@ def test_movements():
 @pytest.mark.parametrize("kind", rebm.AUGMENTATIONS)
 def test_augmentations_depend_on_the_draws_alone(kind):
     """Each image by its own draws, whatever batch it is in; in [0, 1]; others at other draws."""
+    torch.manual_seed(0)
     x, draws = torch.rand(24, 3, 32, 32), torch.rand(24, 10)
     whole = rebm.augment(x, kind, 28, draws)
     assert whole.shape == (24, 3, 28, 28) and whole.min() >= 0 and whole.max() <= 1.0001

@@ -64,7 +64,7 @@ CHUNK = 500  # sets in a part: what a kill can lose of each worker
 
 def stop(status, message):
     """End the program with one line."""
-    print(f"make_causal_sets.py: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -412,7 +412,7 @@ def measure_baselines(labels, statistics, split, classes):
         guesses = {}
         if train.any() and test.any():
             guesses["majority"] = np.bincount(seen).argmax()
-            if task == "dim":
+            if task in ("dim", "dimension"):
                 guesses["Myrheim-Meyer"] = myrheim_meyer_classes(statistics[test], names)
             if len(set(seen)) > 1:
                 found = logistic_regression(statistics[train], seen, statistics[test])
@@ -536,6 +536,9 @@ def report(out):
     command += " --config configs/config_quantumgrav_quickstart.yaml"
     if out != OUT:
         command += f" --data {out}"
+    tasks = [*json.loads((out / "meta.json").read_text())["classes"]]
+    if "cls" not in tasks:
+        command += f" --tasks {' '.join(tasks)}"
     print(f"\nNext:\n{command}")
 
 

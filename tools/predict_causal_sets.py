@@ -1,0 +1,226 @@
+"""Apply a network of run_train_quantumgrav_ddp.py to causal sets.
+
+    python tools/predict_causal_sets.py outputs/quantumgrav/best.pt data/causal_sets
+    python tools/predict_causal_sets.py outputs/mine/best.pt new/*.zarr --labels manifold_like
+
+The sets: one folder of tools/make_causal_sets.py or tools/convert_causal_sets.py, or stores and
+files that the latter reads; --labels names those of their labels that are tasks of the network.
+
+Writes a CSV file with a line for each set: source; set (its number there, from 0 on); for each
+task the class that is guessed, the probability of each class, and the label where there is one.
+Prints, for each task with labels, the metrics of the training script, and the accuracy of the
+commonest class beside them. Of the folder that it was trained on, a network gets the test sets
+alone, unless --part says otherwise.
+"""
+
+import argparse
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from convert_causal_sets import read_sources
+from make_causal_sets import HelpFormatter, Parser, join, stop
+from tqdm import tqdm
+
+from run_train_quantumgrav_ddp import (
+    FORMAT,
+    CausalSetNet,
+    CausalSets,
+    InputError,
+    check_data,
+    choose_device,
+    classification,
+    is_whole,
+    load_checkpoint,
+)
+
+SCRIPT = "run_train_quantumgrav_ddp.py"
+PARTS = ["train", "valid", "test"]
+ARRAYS = ["features", "past", "past_degree", "future", "future_degree", "labels"]
+
+
+def parse_args(words=None):
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
+    add("sources", nargs="+", type=Path, metavar="SETS", help="a folder, or stores and files")
+    add("--out", type=Path, default=Path("predictions.csv"), help="file to write")
+    add("--part", choices=[*PARTS, "all"], help="of a folder; default: test, or all of a new one")
+    add("--labels", nargs="+", default=[], metavar="NAME", help="labels in stores and files")
+    add("--skip_bad_data", action="store_true", help="leave out what is damaged, and list it")
+    add("--eval_edges", type=int, default=32_768, help="elements and edges per forward pass")
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
+    add("--workers", type=int, default=os.cpu_count(), help="processes that read stores")
+    args = parser.parse_args(words)
+    if args.out.exists():
+        parser.error(f"{args.out} exists: give another --out")
+    return args
+
+
+# ---- Sets ------------------------------------------------------------------------------------
+
+
+class NewSets(CausalSets):
+    """Sets from their arrays, to be made into batches as those of a folder are."""
+
+    def __init__(self, arrays, columns):
+        for name, array in arrays.items():
+            setattr(self, name, array)
+        self.columns = columns
+        self.sizes = np.diff(self.node_ptr)
+        self.edges = np.diff(self.edge_ptr)
+
+
+def as_known(labels, names, known, task):
+    """Labels, numbers of `names` (-1: none), as numbers of the classes that the network knows."""
+    for name in names:
+        if name not in known:
+            stop(2, f"{task}: the network does not know {name}, only {', '.join(known)}")
+    table = np.array([known.index(name) for name in names] + [-1])
+    return table[labels]
+
+
+def from_folder(folder, part, state):
+    """The sets of a part of a folder: (NewSets, their numbers, where each comes from, {task:
+    labels})."""
+    data_hash = check_data(folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    graph = state["meta"]["args"]["graph"]
+    if meta["args"]["graph"] != graph:
+        stop(2, f"{folder}: expected --graph {graph}, that of the sets the network was trained on")
+    names = ["node_ptr", "edge_ptr", *ARRAYS]
+    arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}
+    data = NewSets(arrays, state["args"]["features"])
+
+    part = part or ("test" if data_hash == state["data_hash"] else "all")
+    ids = np.arange(len(data.sizes))
+    if part != "all":
+        ids = np.flatnonzero(np.load(folder / "split.npy") == PARTS.index(part))
+    print(f"{folder}: {len(ids):,} sets ({part})")
+    labels = {}
+    for column, (task, names) in enumerate(meta["classes"].items()):
+        if task in state["args"]["tasks"]:
+            known = state["meta"]["classes"][task]
+            labels[task] = as_known(data.labels[ids, column], names, known, task)
+    return data, ids, [(folder, i) for i in ids], labels
+
+
+def from_stores(args, state):
+    """The same, of stores and files."""
+    tasks = state["args"]["tasks"]
+    for name in args.labels:
+        if name not in tasks:
+            stop(2, f"--labels {name}: the network has the tasks {', '.join(tasks)}")
+    graph = state["meta"]["args"]["graph"]
+    found, problems = read_sources(
+        args.sources, args.labels, graph, args.skip_bad_data, args.workers
+    )
+    for problem in problems:
+        print(f"left out: {problem}")
+    sets = [arrays for _, _, arrays in found]
+    arrays = {name: join(sets, name) for name in ARRAYS}
+    for name in ("node", "edge"):
+        arrays[f"{name}_ptr"] = np.concatenate([[0], np.cumsum(join(sets, f"{name}_count"))])
+    labels = {}
+    for column, task in enumerate(args.labels):
+        values, numbers = np.unique(arrays["labels"][:, column], return_inverse=True)
+        values = [str(value) for value in values]
+        if values[0] == "-1":  # no label
+            values = values[1:]
+            numbers = numbers - 1
+        labels[task] = as_known(numbers, values, state["meta"]["classes"][task], task)
+    data = NewSets(arrays, state["args"]["features"])
+    return data, np.arange(len(sets)), [(path, name) for path, name, _ in found], labels
+
+
+# ---- Predictions -----------------------------------------------------------------------------
+
+
+def load(path, device):
+    """(network, checkpoint)"""
+    if not is_whole(path):
+        stop(2, f"{path} is not there, or is damaged: expected best.pt or latest.pt of a run")
+    state = load_checkpoint(path)
+    if state.get("script") != SCRIPT or state.get("format") != FORMAT:
+        stop(2, f"{path} is no checkpoint of {SCRIPT}, format {FORMAT}")
+    args = argparse.Namespace(**state["args"])
+    model = CausalSetNet(args, {task: state["meta"]["classes"][task] for task in args.tasks})
+    model.load_state_dict(state["model"])
+    return model.eval().to(device), state
+
+
+@torch.no_grad()
+def predict(model, data, ids, eval_edges, device):
+    """{task: log-probabilities (len(ids), classes)}, batches of about so many elements and edges"""
+    number = np.cumsum((data.sizes + data.edges)[ids]) // eval_edges
+    batches = np.split(ids, np.flatnonzero(np.diff(number)) + 1)
+    found = {task: [] for task in model.heads}
+    for batch in tqdm(batches, unit=" batches", disable=None):
+        for task, logits in model(data[batch, batch].to(device)).items():
+            found[task].append(F.log_softmax(logits.double(), dim=1).cpu().numpy())
+    return {task: np.concatenate(parts) for task, parts in found.items()}
+
+
+def write_csv(path, origins, logp, labels, classes):
+    header = ["source", "set"]
+    for task in logp:
+        header += [task, *[f"{task}_{name}" for name in classes[task]]]
+        if task in labels:
+            header.append(f"{task}_label")
+    with open(path, "x", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for row, origin in enumerate(origins):
+            line = [*origin]
+            for task, names in classes.items():
+                line.append(names[logp[task][row].argmax()])
+                line += [f"{p:.6g}" for p in np.exp(logp[task][row])]
+                if task in labels:
+                    label = labels[task][row]
+                    line.append(names[label] if label >= 0 else "")
+            writer.writerow(line)
+
+
+def print_metrics(logp, labels):
+    for task, numbers in labels.items():
+        known = numbers >= 0
+        if not known.any():
+            continue
+        metrics = classification(logp[task][known], numbers[known])
+        metrics["commonest class"] = np.bincount(numbers[known]).max() / known.sum()
+        text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
+        print(f"{task}, {known.sum():,} sets with a label: {text}")
+
+
+def main():
+    args = parse_args()
+    try:
+        device = choose_device(args, local_rank=0)
+        model, state = load(args.checkpoint, device)
+        if (args.sources[0] / "node_ptr.npy").exists():
+            if len(args.sources) > 1:
+                stop(2, f"{args.sources[0]} is a folder of arrays: give it alone")
+            data, ids, origins, labels = from_folder(args.sources[0], args.part, state)
+        else:
+            data, ids, origins, labels = from_stores(args, state)
+        logp = predict(model, data, ids, args.eval_edges, device)
+        classes = {task: state["meta"]["classes"][task] for task in logp}
+        write_csv(args.out, origins, logp, labels, classes)
+    except InputError as error:
+        stop(2, str(error))
+    except OSError as error:
+        stop(1, str(error))
+    print_metrics(logp, labels)
+    print(f"{args.out}: {len(ids):,} sets")
+
+
+if __name__ == "__main__":
+    main()
