@@ -3,7 +3,7 @@
 A causal set is a finite partial order: its elements are events, and the order is "is in the past
 of" (Bombelli et al. 1987). The network sees elements and links (related pairs with nothing between
 them) and says how the set was made. Tasks: cls, which of several kinds it is: points scattered in
-Minkowski space of 2, 3 or 4 dimensions ("sprinklings"), or random orders that only look alike; dim,
+Minkowski space of 2, 3 or 4 dimensions ("sprinklings"), or random orders that look like them; dim,
 the dimension of a sprinkling; manifold, whether it is a sprinkling at all.
 
     python tools/make_causal_sets.py                     # once: 12,000 sets in data/causal_sets
@@ -76,7 +76,7 @@ def parse_args():
     add("--hidden_dim", type=count, default=64, help="width")
     add("--num_layers", type=count, default=3, help="layers of message passing")
     kinds = ["mean", "sum", "gcn", "none"]
-    add("--messages", default="mean", choices=kinds, help="what comes from the neighbours")
+    add("--messages", default="mean", choices=kinds, help="over neighbours; none: no messages")
     add("--bidirectional", **FLAG, default=True, help="messages from the future, too")
     add("--skip", **FLAG, default=True, help="residual connections")
     add("--dropout", type=float, default=0.0, help="after each layer")
@@ -87,7 +87,7 @@ def parse_args():
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=count, default=15, help="passes over the training sets at most")
     add("--lr", type=float, default=1e-3, help="peak learning rate")
-    add("--weight_decay", type=float, default=5e-5, help="none on biases and norms")
+    add("--weight_decay", type=float, default=5e-5, help="of matrices; biases and norms: 0")
     kinds = ["onecycle", "cosine", "step", "constant"]
     add("--schedule", default="onecycle", choices=kinds, help="of the learning rate")
     add("--warmup", type=float, default=0.3, help="share of the run (onecycle, cosine)")
@@ -95,7 +95,7 @@ def parse_args():
 
     add = parser.add_argument_group("validation, after every epoch").add_argument
     add("--eval_edges", type=count, default=32_768, help="elements and edges per forward pass")
-    text = "such as loss dim/f1_macro, for --patience; the first also chooses best.pt"
+    text = "what --patience watches, such as: loss cls/f1_macro; the first also chooses best.pt"
     add("--stop_metrics", nargs="+", default=["loss"], help=text)
     text = "end the run after this many epochs without a gain; 0: never"
     add("--patience", type=int, default=0, help=text)
@@ -104,7 +104,9 @@ def parse_args():
     add("--delta", type=float, default=0.0, help="better means by more than this")
     add("--grace", type=int, default=0, help="epochs before patience counts")
 
-    add = parser.add_argument_group("the original's section parallel:").add_argument
+    add = parser.add_argument_group(
+        "section parallel: of the original program's configurations"
+    ).add_argument
     add("--world_size", type=count, help="as --nproc_per_node")
     add("--master_addr", help="as the environment variable MASTER_ADDR")
     add("--master_port", help="as the environment variable MASTER_PORT")
@@ -172,6 +174,8 @@ class CausalSets(Dataset):
         for task in tasks:
             if task not in meta["classes"]:
                 raise InputError(f"--tasks {task}: {folder} has {', '.join(meta['classes'])}")
+            if hasattr(nn.ModuleDict, task):
+                raise InputError(f"--tasks {task}: PyTorch uses this name: give the label another")
         for column in columns:
             if not 0 <= column < len(meta["features"]):
                 names = ", ".join(meta["features"])
@@ -201,10 +205,11 @@ class CausalSets(Dataset):
         ids, whole = item
         nodes = ragged_rows(self.node_ptr, ids)
         edges = ragged_rows(self.edge_ptr, ids)
-        # edges are stored by numbers within their set; in the batch a set starts at element `first`
+        # edges are stored with elements numbered from 0 in each set, which starts here at `first`
         first = np.cumsum(self.sizes[ids]) - self.sizes[ids]
         shift = np.repeat(first.astype(np.int32), self.edges[ids])
         return Batch(
+            # degrees and heights range over orders of magnitude: hence their logarithm
             torch.from_numpy(self.features.take(nodes, axis=0)[:, self.columns]).log1p(),
             torch.from_numpy(self.sizes[ids]),
             torch.from_numpy(self.past.take(edges) + shift),
@@ -255,8 +260,8 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta"
 
 
 class SparseProduct(torch.autograd.Function):
-    """(A + D) x, with a sparse matrix A and a diagonal D, or none. The gradient of x is the
-    transpose of A, which the caller has at hand, and D, times that of the result."""
+    """y = (A + D) x, with a sparse matrix A and a diagonal D, or none. Backward: the gradient of x
+    is (A^T + D) times that of y. The caller passes A^T, so that nothing is sorted here."""
 
     @staticmethod
     def forward(ctx, x, matrix, transpose, diagonal):
@@ -333,7 +338,7 @@ class MessageLayer(nn.Module):
     def __init__(self, inputs, directions, args):
         super().__init__()
         width = args.hidden_dim
-        # messages from each direction and the element itself, which gcn has among its messages
+        # messages from each direction, and the element itself (gcn: its self-loop is a message)
         self.add_self = args.messages != "gcn"
         parts = directions + 1 if self.add_self else directions
         self.linear = nn.Linear(inputs * parts, width)
@@ -359,8 +364,8 @@ class MessageLayer(nn.Module):
 
 
 def dropout(x, share):
-    """F.dropout. CPUs draw one number after the other, which takes longer than the rest of a layer:
-    there, each draw of 64 bits serves four elements."""
+    """F.dropout. On CPUs drawing a random number for each element takes longer than the rest of a
+    layer: there, each draw of 64 bits serves four elements."""
     if x.device.type != "cpu":
         return F.dropout(x, share)
     draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
@@ -481,6 +486,10 @@ RANK_VARIABLES = [
     ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
 ]
 
+# with which a launcher shows a process some devices only (NVIDIA, AMD, AMD, Intel)
+DEVICE_MASKS = """CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
+    ZE_AFFINITY_MASK""".split()
+
 stop_signal = 0  # the last signal that this process got
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -576,6 +585,8 @@ def parse_with_config(parser):
         args = parser.parse_args(as_options(parser, config_words(content)))
         parser.source = "command line"
         args = parser.parse_args(line, args)  # on top of what the file said
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
     return args
 
 
@@ -617,7 +628,7 @@ def find_ranks():
     """(rank, world size, local rank) from the launcher that started us, None without one."""
     incomplete = None
     for names in RANK_VARIABLES:
-        # sbatch sets Slurm's variables for plain python, too, which would wait for nobody
+        # sbatch sets Slurm's variables for plain python, too, which has no other ranks to wait for
         if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
             continue
         if names[0] in os.environ:
@@ -654,6 +665,8 @@ def setup_ddp(args):
         handlers=[LogHandler(sys.stdout)],
     )
     logging.info(f"Process {rank}/{world_size} started")
+    if args.nproc_per_node not in (1, world_size):
+        logging.info(f"  not {args.nproc_per_node}: the launcher's number counts")
     device = choose_device(args, local_rank)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -694,16 +707,17 @@ def keep_freed_memory():
 def choose_device(args, local_rank):
     """The accelerator of this rank, or the CPU where there is none."""
     device = torch.device("cpu")
-    if args.device != "cpu" and torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
         devices = torch.accelerator.device_count()
         # torchrun shows all devices to all ranks; other launchers may show each rank its own one
-        masked = "CUDA_VISIBLE_DEVICES" in os.environ or "ZE_AFFINITY_MASK" in os.environ
+        masked = any(name in os.environ for name in DEVICE_MASKS)
         if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= devices:
             text = f"local rank {local_rank}, but {devices} devices on this machine"
             raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
-        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        device = torch.device(kind.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
     if args.device not in ("auto", device.type):
         raise InputError(f"--device {args.device}: this machine has {device.type}")
@@ -716,15 +730,15 @@ def on_signal(number, frame):
 
 
 def ignore_signals(worker):
-    """For a DataLoader's workers, to which a launcher sends its signals, too: they are needed until
-    their rank has stopped, and end with it."""
+    """For the workers of a DataLoader. A launcher signals them, too, but their rank needs them
+    until it has stopped; then they end with it."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def cleanup():
     gc.collect()  # gloo may abort where a tensor of the group outlives it
-    if dist.is_initialized():  # --help ends before that
+    if dist.is_initialized():  # not after --help: `record` turns its exit into a return
         dist.destroy_process_group()
 
 
@@ -764,9 +778,9 @@ def hand_over_to_torchrun(processes):
 
 
 def refuse(error):
-    """Say why the run cannot go on, in one line for all ranks, and end. Most often all ranks are
-    here, for the same reason. So the others wait: when rank 0 has left, the launcher ends them. A
-    rank that is still there after that has a reason of its own."""
+    """Say why the run cannot go on, and end. Most often all ranks are here, for the same reason,
+    and one line is enough. So all but rank 0 wait: when rank 0 has left, the launcher ends them
+    before they speak. A rank that is still there after that has a reason of its own."""
     is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
     if not is_rank0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -799,7 +813,8 @@ def on_rank0(function, *args):
 
 class GlobalBatchSampler(DistributedSampler):
     """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
-    micro-batches and ranks: neither the number of ranks nor a restart changes any step.
+    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
+    a restart.
 
     Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost: of each id,
     such as its length. The global batch stays a random sample; within it, ids of similar cost come
@@ -819,7 +834,7 @@ class GlobalBatchSampler(DistributedSampler):
                 raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
         self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
         parts = world_size * self.accumulation
-        self.steps = len(ids) // self.global_batch  # the few that are left over wait for next time
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         if self.global_batch > len(ids):
             raise InputError(f"{self.global_batch} samples a step, but {len(ids)} to train on")
         if self.global_batch < parts:
@@ -833,6 +848,9 @@ class GlobalBatchSampler(DistributedSampler):
     def set_epoch(self, epoch, start=0):
         self.epoch = epoch
         self.start = start
+
+    def __len__(self):
+        return (self.steps - self.start) * self.accumulation
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
@@ -870,8 +888,8 @@ def wrap_ddp(model, args, device):
         gradient_as_bucket_view=True,
     )
     # After its first backward pass DDP changes its buckets, and so the order in which three or more
-    # ranks are summed. Make that pass now, or a resumed run would differ in the last bit: with no
-    # network in it, and a loss of zero that touches every parameter.
+    # ranks are summed. Let that happen now, or a resumed run would differ in the last bit. The pass
+    # needs no network, only a loss that depends on every parameter: it is zero times their sum.
     wrapped.module = nn.Identity()
     wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
     wrapped.module = model
@@ -908,7 +926,8 @@ class StepGuard:
             raise InputError("only an optimizer with fused=True can skip a step without a wait")
         scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf)
+        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, limit)
         # DDP has added up the ranks' gradients: a NaN on one is one on all, and all skip alike.
         bad = norm.isfinite().logical_not().float()
         optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
@@ -919,7 +938,7 @@ class StepGuard:
         return norm
 
     def agree(self):
-        """Why to stop, as the ranks knew it one call ago, or "". (all ranks)"""
+        """Why to stop, or "", the same on all ranks: what was so at the call before. (all ranks)"""
         if self.flags is not None:
             if self.arrived is not None:
                 self.arrived.synchronize()
@@ -1036,6 +1055,8 @@ def open_run(args, data_hash):
             raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
     if state["data_hash"] != data_hash:
         raise InputError(f"{path} was trained on other data: {hint}")
+    if state["step"] != on_rank0(state.get, "step"):
+        raise InputError(f"{path} is not the same here as on rank 0: all must see --output_dir")
     logging.info(f"resuming {path} at step {state['step']}")
     for name, value in vars(args).items():
         if value != state["args"].get(name):
@@ -1044,7 +1065,7 @@ def open_run(args, data_hash):
 
 
 def restore(state, model, optimizer, scaler):
-    # the momenta of then, but the options of now: a changed --weight_decay counts
+    # the optimizer's momenta as they were, but its options as they are now, such as --weight_decay
     options = optimizer.state_dict()["param_groups"]
     try:
         model.load_state_dict(state["model"])
@@ -1063,9 +1084,10 @@ class RunLog:
         self.args = args
         self.folder = Path(args.output_dir)
         self.path = self.folder / "metrics.jsonl"
-        # steps after the checkpoint are made again: their lines go
-        if state and dist.get_rank() == 0 and self.size() > state["log_size"]:
-            os.truncate(self.path, state["log_size"])
+        # steps after the checkpoint, or all without one, are made again: their lines go
+        kept = state["log_size"] if state else 0
+        if dist.get_rank() == 0 and self.size() > kept:
+            os.truncate(self.path, kept)
         self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
         self.rows = queue.SimpleQueue()
         self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
@@ -1146,14 +1168,14 @@ def draw_curves(path):
 # Evaluation
 
 METRICS = ["loss", "accuracy", "f1_macro", "f1_weighted", "ece"]  # of a task
-FALLING = ("loss", "ece")  # of these and of your own: those that should fall, not rise
+FALLING = ("loss", "ece")  # endings of the metrics that should fall; all others should rise
 
 
 def classification(logp, labels):
     """METRICS of log-probabilities (n, K) and labels (n,); ece as in Guo et al. (2017)."""
     loss = -logp[np.arange(len(labels)), labels].mean()
     guess = logp.argmax(1)
-    confidence = np.exp(logp.max(1))
+    confidence = np.nan_to_num(np.exp(logp.max(1)))  # of a network that gives NaN, too
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = np.bincount(bins, weights=(guess == labels) - confidence)  # sum of each bin
     return {
@@ -1168,7 +1190,8 @@ def classification(logp, labels):
 @torch.no_grad()
 def predict(model, data, ids, args, device, guard):
     """{task: log-probabilities (len(ids), classes)}, or None if the ranks agreed to stop. Batch k
-    goes to rank k % world_size, each set once: the same on any world size. (all ranks)"""
+    goes to rank k % world_size, each set once: the same on any world size. In fp32 without
+    torch.compile, whatever training uses. (all ranks)"""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     # a batch ends where the elements and edges so far pass a multiple of --eval_edges
@@ -1241,7 +1264,7 @@ def count_patience(patience, metrics, args):
 
 def lr_factor(args, step, steps, steps_per_epoch):
     """What the peak rate is multiplied by. cosine: a straight rise, then half a cosine down to 0.
-    onecycle: a cosine up from 1/25, too (Smith and Topin 2018)."""
+    onecycle: the rise is half a cosine, too, and begins at 1/25 (Smith and Topin 2018)."""
     if args.schedule == "constant":
         return 1.0
     if args.schedule == "step":
@@ -1272,7 +1295,8 @@ def validate(args, device, data, model, loop, guard, log):
     logp = predict(model, data, ids, args, device, guard)
     if logp is None:
         return None
-    metrics = evaluate(logp, data, ids)
+    # by rank 0 for all, who decide by it: another processor might round differently
+    metrics = on_rank0(evaluate, logp, data, ids)
     epoch = loop["validated"]
     logging.info(f"Validation: loss={metrics['loss']:.3f} ± {metrics['loss_se']:.3f}")
     row = {f"val/{name}": value for name, value in metrics.items()}
@@ -1305,9 +1329,10 @@ def train(args, device, data, model, state, guard, log):
     world_size = dist.get_world_size()
     sampler = GlobalBatchSampler(data.part("train"), args, state, data.cost)
     steps = args.num_epochs * sampler.steps
-    # Does that keep a GPU busy? Yes: nothing in a step waits for the GPU. While it computes a step
-    # the host prepares the next batch and queues its copy, which does not wait either, since the
-    # memory is pinned. If preparing takes longer than computing (data_wait): --num_workers.
+    # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
+    # it computes a step the host prepares the next batch and queues its copy, which does not wait
+    # either: the memory is pinned. If preparing takes longer than computing (data_wait is high),
+    # give --num_workers.
     loader = DataLoader(
         data,
         batch_size=None,  # our sampler makes whole batches
@@ -1334,6 +1359,9 @@ def train(args, device, data, model, state, guard, log):
     if state:
         restore(state, model, optimizer, scaler)
         loop = {name: state[name] for name in loop}
+        if is_done(loop, args, steps):
+            logging.info("nothing is left to train: the test follows, with the options of then")
+            log.args = argparse.Namespace(**state["args"])
 
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
@@ -1349,7 +1377,7 @@ def train(args, device, data, model, state, guard, log):
     began = time.monotonic()
     since = loop["step"]
     data_wait = 0.0
-    sums = torch.zeros(3, device=device)  # loss, gradient norm, steps; none of skipped steps
+    sums = torch.zeros(3, device=device)  # loss, gradient norm, steps; without skipped steps
     while not guard.reason:
         step = loop["step"]
         epoch, position = divmod(step, sampler.steps)
@@ -1367,7 +1395,7 @@ def train(args, device, data, model, state, guard, log):
                 logging.info(f"Saving checkpoint for model at epoch {epoch - 1}")
                 save("best.pt")
             if is_done(loop, args, steps):
-                save("latest.pt")  # the same command, given again, then knows it
+                save("latest.pt")  # the same command, given again, then knows that all is done
             began += time.monotonic() - paused
         if is_done(loop, args, steps):
             break
@@ -1378,8 +1406,8 @@ def train(args, device, data, model, state, guard, log):
             batches = iter(loader)
 
         # Dropout depends on (seed, step, rank) alone. A run that is resumed, or killed and started
-        # again, draws the same, and there is no random state to be saved. (Two primes keep the
-        # numbers of different seeds, steps and ranks apart.)
+        # again, draws the same, and there is no random state to be saved. (The factors keep
+        # steps below 1,000,003 and ranks below 4,099 apart.)
         generator.manual_seed((args.seed * 1_000_003 + step) * 4099 + rank)
         lr = args.lr * lr_factor(args, step, steps, sampler.steps)
         for group in optimizer.param_groups:
@@ -1440,24 +1468,13 @@ def train(args, device, data, model, state, guard, log):
 # Main
 
 
-def report(args, data, ids, logp, metrics):
-    """The test's predictions, a confusion matrix for each task, and a table beside what needs no
-    network. Returns the accuracies of those baselines. (rank 0)"""
+def write_predictions(folder, data, ids, logp):
+    """predictions.npz, and a confusion matrix for each task. (rank 0)"""
     from matplotlib.figure import Figure
 
-    folder = Path(args.output_dir)
     arrays = {f"logp_{task}": logp[task] for task in logp}
     np.savez(folder / "predictions.npz", ids=ids, labels=data.labels[ids], **arrays)
-    baselines = {}
-    if (Path(args.data) / "baselines.json").exists():
-        baselines = json.loads((Path(args.data) / "baselines.json").read_text())
     for i, (task, names) in enumerate(data.classes.items()):
-        accuracy = metrics[f"{task}/accuracy"]
-        accuracies = {**baselines.get(task, {}), "this network": accuracy}
-        for name, value in accuracies.items():
-            logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
-        if accuracy < max(accuracies.values()):
-            logging.warning(f"{task}: the network is worse than what needs no network")
         known = data.labels[ids, i] >= 0
         axis = Figure((2 + len(names), 2 + len(names)), layout="constrained").add_subplot()
         ConfusionMatrixDisplay.from_predictions(
@@ -1472,25 +1489,45 @@ def report(args, data, ids, logp, metrics):
             ax=axis,
         )
         axis.figure.savefig(folder / f"confusion_{task}.png")
-    return {task: baselines.get(task, {}) for task in data.classes}
 
 
-def test(args, device, data, model, guard):
+def report(args, data, ids, logp):
+    """Metrics of the test, logged beside the accuracies of what needs no network (baselines.json).
+    Returns both. (rank 0)"""
+    metrics = evaluate(logp, data, ids)
+    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
+    found = {}
+    if (Path(args.data) / "baselines.json").exists():
+        found = json.loads((Path(args.data) / "baselines.json").read_text())
+    baselines = {task: found.get(task, {}) for task in data.classes}
+    for task, accuracies in baselines.items():
+        accuracy = metrics[f"{task}/accuracy"]
+        for name, value in {**accuracies, "this network": accuracy}.items():
+            logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
+        if any(value > accuracy for value in accuracies.values()):
+            logging.warning(f"{task}: the network is worse than what needs no network")
+    try:
+        write_predictions(Path(args.output_dir), data, ids, logp)
+    except OSError as error:  # a full disk: no reason to fail a run that is over
+        logging.warning(f"no predictions.npz or no confusion matrix: {error}")
+    return {"test": metrics, "baselines": baselines}
+
+
+def test(args, device, data, model, loop, guard):
     """The best weights on the test set; {} if the ranks agreed to stop. (all ranks)"""
     logging.info("Starting testing phase...")
     path = Path(args.output_dir) / "best.pt"
-    if on_rank0(is_whole, path):
-        model.load_state_dict(load_checkpoint(path)["model"])
+    state = load_checkpoint(path) if on_rank0(is_whole, path) else {}
+    if state.get("step") == loop["best"]["step"]:
+        model.load_state_dict(state["model"])
     else:
-        logging.warning(f"{path} is missing or damaged (a full disk?): we test the last weights")
+        reason = "is missing, damaged, or not of the best epoch (a full disk?)"
+        logging.warning(f"{path} {reason}: the last weights are tested")
     ids = data.part("test")
     logp = predict(model, data, ids, args, device, guard)
     if logp is None:
         return {}
-    metrics = evaluate(logp, data, ids)
-    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
-    baselines = on_rank0(report, args, data, ids, logp, metrics)
-    return {"test": metrics, "baselines": baselines}
+    return on_rank0(report, args, data, ids, logp)
 
 
 def main(args):
@@ -1505,8 +1542,9 @@ def main(args):
     for title, part in [("Training", "train"), ("Validation", "valid"), ("Test", "test")]:
         logging.info(f"  {title + ' samples:':19} {len(data.part(part)):,}")
     state = open_run(args, data.hash)
-    if state and state["args"]["features"] != args.features:
-        raise InputError(f"--features: this run was started with {state['args']['features']}")
+    for name in ("features", "messages", "pooling"):  # weights that fit, but mean something else
+        if state and state["args"][name] != getattr(args, name):
+            raise InputError(f"--{name}: this run was started with {state['args'][name]}")
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = CausalSetNet(args, data.classes).to(device)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -1517,7 +1555,7 @@ def main(args):
     tested = {}
     if not guard.reason:
         logging.info("Training process completed.")
-        tested = test(args, device, data, model, guard)
+        tested = test(args, device, data, model, loop, guard)
     status = f"stopped by {guard.reason}" if guard.reason else "finished"
     log.close(status=status, steps=loop["step"], best=loop["best"], **tested)
     if not guard.reason:

@@ -351,9 +351,41 @@ Image(WORK / "torchrun/confusion_cls.png", width=400)
 ''', "dropped")
 
 text("""
-To use another network, metric or loss: [change the script](DDP_TRAINING_GUIDE.md#17-change-the-script).
+## 8. Several seeds, and a changed script
 
-## 8. When something fails
+One run says little. Seeds and sweeps are loops; `tools/compare_runs.py` makes a table of the runs: mean and standard
+deviation over the seeds, in the order of the validation metric.
+""")
+
+code('''
+for seed in (0, 1):
+    run(f"torchrun --standalone --nproc_per_node={RANKS} {SCRIPT} --seed {seed} --output_dir $WORK/seed{seed}")
+print(*run("python tools/compare_runs.py $WORK/seed0 $WORK/seed1 --metrics cls/accuracy"), sep="\\n")
+''')
+
+text("""
+To use another network, metric or loss: [change the script](DDP_TRAINING_GUIDE.md#17-change-the-script) shows each as a
+small diff. Here the one for another metric is applied to a copy of the script.
+""")
+
+code('''
+guide = (ROOT / "docs/DDP_TRAINING_GUIDE.md").read_text().split("**Another metric.**")[1]
+diff = re.search("```diff\\n(.*?)```", guide, re.DOTALL)[1]
+print(diff)
+
+copy = WORK / "changed" / "run_train_quantumgrav_ddp.py"
+copy.parent.mkdir()
+copy.write_text((ROOT / copy.name).read_text())
+subprocess.run(["git", "init", "--quiet"], cwd=copy.parent, check=True)
+subprocess.run(["git", "apply", "-"], cwd=copy.parent, input=diff, text=True, check=True)
+
+changed = f"$WORK/changed/{SCRIPT} --num_epochs 1 --stop_metrics cls/balanced_accuracy --output_dir $WORK/metric"
+lines = run(f"torchrun --standalone --nproc_per_node={RANKS} {changed}")
+print(*re.findall(r"val/cls/balanced_accuracy=\\S+", "\\n".join(lines)))
+''')
+
+text("""
+## 9. When something fails
 
 | What you see | What to do |
 |---|---|

@@ -202,6 +202,7 @@ NOT_AN_ORDER = {  # arrays of a set: a part of the message
     "one element": ({"adj": np.zeros((1, 1))}, "n from 2 to 32767"),
     "beyond": ({"adj": chain(4), "atomcount": 3}, "pairs beyond its 3 elements"),
     "too large": ({"adj": chain(4), "atomcount": 5}, "5 elements"),
+    "missing": ({"adj": np.zeros((4, 4))}, "no pairs at all"),
     "two sizes": ({"adj": chain(4), "atomcount": 4, "cset_size": 3}, "two sizes"),
 }
 

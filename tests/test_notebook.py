@@ -28,11 +28,11 @@ def cpu(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.timeout(900)  # it starts four trainings; a cell has 300 s
+@pytest.mark.timeout(900)  # it starts seven trainings; a cell has 300 s
 def test_notebook_runs(cpu):
     clone, temporary = cpu / "clone", cpu / "temporary"
     temporary.mkdir()
-    needed = ("*.py", "tools/*.py", "docs/*.py", "docs/*.ipynb")
+    needed = ("*.py", "tools/*.py", "docs/*.py", "docs/*.ipynb", "docs/*.md")
     for path in [path for pattern in needed for path in ROOT.glob(pattern)]:
         (clone / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, clone / path.relative_to(ROOT))

@@ -275,6 +275,12 @@ def test_metrics_of_a_task_against_scikit_learn(classes, true):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def test_metrics_of_a_network_that_gives_no_numbers():
+    """The run then ends with a line that says so: no metric may fail before."""
+    metrics = script.classification(np.full((4, 3), np.nan), np.array([0, 1, 2, 0]))
+    assert math.isnan(metrics["loss"])
+
+
 def test_calibration_error_by_hand():
     """With bins of 1/15: two sets at 0.91, two at 0.95 and 1, two at 0.68 and 0.72, one at 0.6."""
     confidence = np.array([0.91, 0.91, 0.95, 1.0, 0.68, 0.72, 0.6])
@@ -388,7 +394,7 @@ def test_the_best_epoch_needs_no_delta(option):
     assert loop["best"] == {"metric": "cls/f1_macro", "value": 0.2, "better": "higher", "step": 2}
 
 
-def test_a_validation_that_is_no_number_is_never_the_best(monkeypatch):
+def test_a_validation_that_is_no_number_is_never_the_best(group, monkeypatch):
     data = SimpleNamespace(part=lambda name: [])
     log = SimpleNamespace(write=lambda row: None)
     monkeypatch.setattr(script, "predict", lambda *args: {})
@@ -479,6 +485,12 @@ def test_tasks_and_features_that_the_data_lack(folder):
         script.CausalSets(folder, ["cls"], [0, 6])
 
 
+def test_a_task_may_not_have_a_name_of_pytorch(folder):
+    with pytest.raises(script.InputError, match="--tasks dim"):
+        with mock.patch.object(nn.ModuleDict, "dim", 1, create=True):
+            load(folder)
+
+
 def test_a_part_without_labels_of_a_task(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     labels = np.load(copy / "labels.npy")
@@ -527,6 +539,7 @@ REFUSED = {
     "--stop_metrics=dim/loss": "--stop_metrics dim/loss",
     "--config=nowhere.yaml": "nowhere.yaml",
     "--rank=0": "the launcher",
+    "--seed=-1": "--seed -1: must be from 0",
 }
 
 
@@ -602,7 +615,7 @@ def test_a_device_for_each_process(monkeypatch):
     accelerator = SimpleNamespace(
         is_available=lambda: True,
         device_count=lambda: 1,
-        current_accelerator=lambda: torch.device("cuda"),
+        current_accelerator=lambda check_available: torch.device("cuda"),
         set_device_index=lambda index: None,
     )
     monkeypatch.setattr(torch, "accelerator", accelerator)
@@ -623,6 +636,36 @@ def test_a_device_for_each_process(monkeypatch):
     assert script.choose_device(SimpleNamespace(device="cpu"), 2) == torch.device("cpu")
     with pytest.raises(script.InputError, match="--device xpu"):
         script.choose_device(SimpleNamespace(device="xpu"), 0)
+
+
+@pytest.mark.parametrize("limit, expected", [(0, 5.0), (-1, 5.0), (1, 1.0), (7, 5.0)])
+def test_clipping(group, limit, expected):
+    """0 means none, and so does a number below 0, which would turn the gradient round."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    args = SimpleNamespace(max_minutes=0, max_grad_norm=limit)
+    guard = script.StepGuard(args, torch.device("cpu"))
+    assert guard.update(optimizer, torch.amp.GradScaler("cpu", enabled=False)) == 5
+    assert torch.allclose(parameter.detach(), -expected * torch.tensor([0.6, 0.8]), atol=1e-5)
+
+
+def test_lines_of_a_run_without_a_checkpoint_go(group, tmp_path):
+    """It starts again from step 1, and makes them again."""
+    args = SimpleNamespace(output_dir=str(tmp_path), wandb_mode="disabled")
+    script.RunLog(args, None).write({"step": 1, "loss": 2.0})
+    log = script.RunLog(args, None)
+    assert log.size() == 0
+    log.write({"step": 1, "loss": 3.0})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
+
+
+def test_the_sampler_knows_its_length(group):
+    args = SimpleNamespace(seed=0, batch_size=4, global_batch_size=8)
+    sampler = script.GlobalBatchSampler(np.arange(30), args, None)
+    for start in (0, 2):
+        sampler.set_epoch(0, start)
+        assert len(sampler) == len([*sampler]) == 2 * (3 - start)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -713,6 +756,46 @@ def test_a_network_of_the_user(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     said = run(str(tmp_path / "own.py"), folder, tmp_path / "out", "--num_epochs=1")
     assert "30 parameters" in said and "completed successfully" in said
+
+
+def test_a_finished_run_given_again_is_tested_only(folder, trained):
+    """With another --lr, too: then the summary keeps the one that it was trained with."""
+    before = torch.load(trained / "first" / "latest.pt", weights_only=True)
+    said = run(SCRIPT, folder, trained / "first", "--config", f"{trained}/c.yaml", "--lr=5")
+    assert "nothing is left to train" in said
+    assert json.loads((trained / "first" / "summary.json").read_text())["args"]["lr"] == 1e-2
+    after = torch.load(trained / "first" / "latest.pt", weights_only=True)
+    assert all(torch.equal(value, after["model"][name]) for name, value in before["model"].items())
+
+
+@pytest.mark.parametrize("option", ["--messages=sum", "--pooling=max", "--features=0"])
+def test_another_network_with_weights_that_fit_is_refused(folder, trained, option):
+    words = ["--config", f"{trained}/c.yaml", "--pooling=mean", "--num_epochs=1"]
+    if not (trained / "guarded").exists():
+        run(SCRIPT, folder, trained / "guarded", *words)
+    said = run(SCRIPT, folder, trained / "guarded", *words, option, status=2)
+    name, _ = option.split("=")
+    assert f"{name}: this run was started with" in said
+
+
+def test_a_best_checkpoint_of_another_epoch_is_not_tested(folder, tmp_path):
+    """A full disk may have kept the file of the best epoch from being written."""
+    options = ["--num_epochs=2", f"--seed={2**32 - 1}"]
+    run(SCRIPT, folder, tmp_path / "out", *options)
+    state = torch.load(tmp_path / "out" / "best.pt", weights_only=True)
+    torch.save({**state, "step": 1}, tmp_path / "out" / "best.pt")
+    said = run(SCRIPT, folder, tmp_path / "out", *options)
+    assert "WARNING" in said and "not of the best epoch" in said
+
+
+def test_a_full_disk_does_not_fail_a_run_that_is_over(folder, tmp_path, monkeypatch, caplog):
+    args = arguments(f"--data={folder}", f"--output_dir={tmp_path / 'missing'}")
+    data = script.CausalSets(folder, ["cls"], [0])
+    ids = data.part("test")
+    logp = {"cls": np.log(np.full((len(ids), 6), 1 / 6))}
+    found = script.report(args, data, ids, logp)
+    assert found["test"]["loss"] == pytest.approx(math.log(6))
+    assert "no predictions.npz" in caplog.text
 
 
 def test_a_network_that_learns_nothing_is_a_warning(folder, tmp_path):

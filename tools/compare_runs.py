@@ -5,7 +5,7 @@
 
 Runs that differ by --seed alone are one row: the mean over them, and their standard deviation. Rows
 come in the order of their validation metric, by which each run chose its best.pt, the best first.
-Test metrics are shown and decide nothing: who chooses by them has no test set left.
+Test metrics are shown and decide nothing: once you choose by them, they are no test any more.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from pathlib import Path
 
 # options that do not change what is trained
 IGNORED = """config output_dir fresh num_workers save_every log_every max_minutes wandb_mode
-    nproc_per_node device backend timeout_minutes local_rank""".split()
+    nproc_per_node device backend timeout_minutes local_rank world_size master_addr master_port
+    eval_edges""".split()
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -55,7 +56,7 @@ def flat(values, prefix=""):
 def read_runs(folders):
     """[(folder, summary)] of the finished runs; says why others are left out."""
     runs = []
-    for folder in folders:
+    for folder in dict.fromkeys(folders):
         if not folder.is_dir() and folder.suffix == ".lock":  # what seed* finds beside the folders
             continue
         if ".old-" in folder.name:
@@ -84,7 +85,7 @@ def read_runs(folders):
 def differing_options(runs):
     """The names of the options, other than the seed, in which the runs differ."""
     names = []
-    for name in runs[0][1]["args"]:
+    for name in dict.fromkeys(name for _, summary in runs for name in summary["args"]):
         values = {json.dumps(summary["args"].get(name)) for _, summary in runs}
         if len(values) > 1 and name not in [*IGNORED, "seed"]:
             names.append(name)
@@ -98,6 +99,10 @@ def group_runs(runs):
     for folder, summary in runs:
         title = ", ".join(f"{name} {summary['args'].get(name)}" for name in names) or "all"
         groups.setdefault(title, []).append((folder, summary))
+    for title, group in groups.items():
+        seeds = [summary["args"].get("seed") for _, summary in group]
+        if len(set(seeds)) < len(seeds):
+            print(f"{title}: several runs have the same seed")
     return groups
 
 

@@ -13,11 +13,12 @@ What it reads (G sets; zarr format 2 or 3, with a root group or without; pip ins
               pairs (earlier, later) edge_ptr[i] to edge_ptr[i + 1] - 1 of edge_index
 
 An adjacency matrix has all related pairs; a link matrix those with nothing between them, from which
-the others follow. Elements are sorted in time, so that a matrix has entries in one triangle only.
-Either will do, since arrays of Julia arrive transposed. A label is a whole number; below 0: none.
+the others follow. Elements are sorted in time, so that a matrix has entries in one triangle only:
+the upper one, or the lower one, as arrays of Julia arrive transposed. A label is a whole number;
+below 0: none.
 
-Nothing is guessed. Sets that are no such thing are listed by store and number, and nothing is
-written, unless --skip_bad_data leaves them out (skipped.txt then lists them). The format of the
+Nothing is guessed. Damaged sets are listed by store and number, and nothing is written, unless
+--skip_bad_data leaves them out (skipped.txt then lists them). The format of the
 folder: tools/make_causal_sets.py.
 """
 
@@ -100,7 +101,7 @@ def sorted_in_time(matrix, name):
     if not np.isin(matrix, (0, 1)).all():
         raise ValueError(f"{name} has other entries than 0 and 1")
     matrix = matrix.astype(bool)
-    if not np.triu(matrix).any():
+    if name != "edges" and not np.triu(matrix).any():
         matrix = matrix.T
     if np.tril(matrix).any():
         circular = np.flatnonzero(np.diag(closure(matrix)))
@@ -128,6 +129,9 @@ def order_of(values):
             matrices[name] = matrix[:n, :n]
 
     matrices = {name: sorted_in_time(matrix, name) for name, matrix in matrices.items()}
+    for name, matrix in matrices.items():
+        if name != "edges" and not matrix.any():
+            raise ValueError(f"{name} has no pairs at all (a missing chunk of a store reads so)")
     whole = first_of(ADJACENCY, matrices)
     link = first_of(LINKS, matrices)
     order = closure(matrices[whole or link or "edges"])
@@ -165,7 +169,7 @@ def zarr_arrays(folder):
 
 
 class Rows:
-    """An array by its first axis, read in whole chunks: a store is compressed chunk by chunk."""
+    """The rows of an array. A store is compressed chunk by chunk: the last chunk is kept."""
 
     def __init__(self, array):
         self.array = array
@@ -338,7 +342,7 @@ def read_sources(paths, labels, graph, skip_bad_data, workers):
         opened = open_all(paths, labels, scratch)
         total = sum(count for _, _, count in opened)
         bar = stack.enter_context(tqdm(total=total, unit=" sets", disable=None))
-        # not forked: zarr has threads, which a fork would leave in the middle of something
+        # zarr has threads, and a fork would copy their locks: so the workers start afresh
         spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, spawn, start_worker, [os.getpid()])
         stack.callback(pool.shutdown, cancel_futures=True)
@@ -355,8 +359,9 @@ def read_sources(paths, labels, graph, skip_bad_data, workers):
             bar.update(len(found) + len(wrong))
 
     if problems and not (skip_bad_data and sets):
-        text = f"{len(problems)} of {total} sets cannot be read"
-        stop(2, f"{text} (--skip_bad_data leaves them out):\n  {list_of(problems)}")
+        hint = " (--skip_bad_data leaves them out)" if sets else ""
+        text = f"{len(problems)} of {total} sets cannot be read{hint}"
+        stop(2, f"{text}:\n  {list_of(problems)}")
     if not sets:
         stop(2, f"no sets in {', '.join(map(str, paths))}")
     return sets, problems
@@ -416,7 +421,7 @@ def main():
     except BrokenProcessPool:
         stop(1, "a worker was killed (out of memory?)")
     except KeyboardInterrupt:
-        stop(130, "stopped; nothing is written")
+        stop(130, "stopped: remove --out if it is there, and start again")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def parse_args(words=None):
     add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
     add("sources", nargs="+", type=Path, metavar="SETS", help="a folder, or stores and files")
     add("--out", type=Path, default=Path("predictions.csv"), help="file to write")
-    add("--part", choices=[*PARTS, "all"], help="of a folder; default: test, or all of a new one")
+    text = "of a folder; default: test if the network was trained on this folder, else all"
+    add("--part", choices=[*PARTS, "all"], help=text)
     add("--labels", nargs="+", default=[], metavar="NAME", help="labels in stores and files")
     add("--skip_bad_data", action="store_true", help="leave out what is damaged, and list it")
     add("--eval_edges", type=int, default=32_768, help="elements and edges per forward pass")
@@ -62,6 +63,13 @@ def parse_args(words=None):
     args = parser.parse_args(words)
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    args.is_folder = (args.sources[0] / "node_ptr.npy").exists()
+    if args.is_folder and (len(args.sources) > 1 or args.labels):
+        parser.error(f"{args.sources[0]} is a folder of arrays: give it alone, without --labels")
+    if args.part and not args.is_folder:
+        parser.error("--part: only a folder of arrays has parts")
     return args
 
 
@@ -79,8 +87,9 @@ class NewSets(CausalSets):
         self.edges = np.diff(self.edge_ptr)
 
 
-def as_known(labels, names, known, task):
-    """Labels, numbers of `names` (-1: none), as numbers of the classes that the network knows."""
+def renumber(labels, names, known, task):
+    """Labels that are numbers of `names` (-1: none) as numbers of the classes `known`, which are
+    those of the network."""
     for name in names:
         if name not in known:
             stop(2, f"{task}: the network does not know {name}, only {', '.join(known)}")
@@ -96,6 +105,8 @@ def from_folder(folder, part, state):
     graph = state["meta"]["args"]["graph"]
     if meta["args"]["graph"] != graph:
         stop(2, f"{folder}: expected --graph {graph}, that of the sets the network was trained on")
+    if meta["features"] != state["meta"]["features"]:
+        stop(2, f"{folder} has other features than the sets the network was trained on")
     names = ["node_ptr", "edge_ptr", *ARRAYS]
     arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}
     data = NewSets(arrays, state["args"]["features"])
@@ -109,7 +120,7 @@ def from_folder(folder, part, state):
     for column, (task, names) in enumerate(meta["classes"].items()):
         if task in state["args"]["tasks"]:
             known = state["meta"]["classes"][task]
-            labels[task] = as_known(data.labels[ids, column], names, known, task)
+            labels[task] = renumber(data.labels[ids, column], names, known, task)
     return data, ids, [(folder, i) for i in ids], labels
 
 
@@ -136,7 +147,7 @@ def from_stores(args, state):
         if values[0] == "-1":  # no label
             values = values[1:]
             numbers = numbers - 1
-        labels[task] = as_known(numbers, values, state["meta"]["classes"][task], task)
+        labels[task] = renumber(numbers, values, state["meta"]["classes"][task], task)
     data = NewSets(arrays, state["args"]["features"])
     return data, np.arange(len(sets)), [(path, name) for path, name, _ in found], labels
 
@@ -205,9 +216,7 @@ def main():
     try:
         device = choose_device(args, local_rank=0)
         model, state = load(args.checkpoint, device)
-        if (args.sources[0] / "node_ptr.npy").exists():
-            if len(args.sources) > 1:
-                stop(2, f"{args.sources[0]} is a folder of arrays: give it alone")
+        if args.is_folder:
             data, ids, origins, labels = from_folder(args.sources[0], args.part, state)
         else:
             data, ids, origins, labels = from_stores(args, state)
