@@ -217,7 +217,7 @@ def test_augmentations_depend_on_the_draws_alone(kind):
     assert whole.shape == (24, 3, 28, 28) and whole.min() >= 0 and whole.max() <= 1.0001
     order = torch.randperm(24)
     torch.testing.assert_close(rebm.augment(x[order], kind, 28, draws[order]), whole[order])
-    assert kind == "none" or (rebm.augment(x, kind, 28, draws.flip(0)) != whole).flatten(1).any(1).sum() > 6
+    assert kind == "none" or (rebm.augment(x, kind, 28, draws.flip(0)) != whole).flatten(1).any(1).sum() > 2
     if kind == "autoaugment_cutout":
         assert 0.1 < (whole == 0).float().mean() < 0.6
 
