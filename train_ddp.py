@@ -1,1973 +1,2422 @@
-"""Distil a large retrieval teacher into a small SentenceTransformer student, in two phases.
+"""Distil a large retrieval model, the teacher, into a small one, the student, in two phases.
 
-Phase 1 pulls the student's vectors of single texts to the teacher's; phase 2 trains on (query, positive, negatives)
-with the contrastive InfoNCE loss and keeps the pull. The teacher sees each text once.
+Phase 1 pulls the student's vectors of single texts to the teacher's. Phase 2 trains on queries with
+their documents by a contrastive loss (InfoNCE), and keeps the pull. The teacher reads each text
+once, before training; its vectors are kept in --cache_dir and used again by the next run.
 
-Run
-    python train_ddp.py                                              one process: GPU, XPU or CPU
-    ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml   two processes, no download, minutes
-    torchrun --nproc_per_node=8 train_ddp.py --use_projection=False  one node
-    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST train_ddp.py   node 1 alike
-Data (--phase1_data, --phase2_data)
-    ms_marco            MS MARCO v1.1 (`datasets`; the default); NAME or NAME:CONFIG of any hub data set
-    pydocs              the documentation installed with Python, numpy and torch: real text, no download
-    FILE.txt            phase 1: one text per line
-    FILE.jsonl|.parquet query, positive (text or list), negatives (list, optional) per row
-    Held out, with their documents: MS MARCO's validation split; elsewhere --eval_fraction of the queries, by a hash.
---use_projection=True: student -> Linear-GELU-LayerNorm-Linear -> the teacher's dimensions
---use_projection=False: MRL, no head; the target is the renormalised leading part of the teacher's vector
-Logged metrics (over all ranks; in metrics.jsonl and wandb)
-    loss, distance      weighted sum; weighted squared L2 + cosine distance to the teacher, per text or query
-    infonce, kl         nats per query, over the documents of the whole optimizer step
-    ndcg@10 mrr@10 recall@100   0 to 1: held-out queries against all held-out documents
-    samples/s           texts (phase 1) or queries (phase 2) a second
-    data_wait, comm     share of the time spent waiting for batches; in all-reduces that nothing hides
-Files in --output_dir: latest.pt (resume), best.pt, phase1_best.pt, phase2_best.pt, metrics.jsonl, ...
+    python train_ddp.py                                                # one GPU, or CPU
+    ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml     # minutes, no download
+    torchrun --nproc_per_node=8 train_ddp.py --use_projection=False
+    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST train_ddp.py
 
-Differences from the original recipe: the squared distance is summed, not averaged, over dimensions; the negatives are
-those of the whole step (all ranks and micro-batches, Gao et al. 2021), not one query's own 7; the head reads a
-normalised vector, as in the saved model; best is by held-out nDCG@10; the warm-up is a share of the steps there are.
+Modes: --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many
+dimensions as the teacher has. False (MRL): none; the target is the first part of its vectors,
+renormalised.
+
+Data (--phase1_data, --phase2_data): ms_marco (v1.1) or another data set of the hub (NAME or
+NAME:CONFIG); pydocs, the documentation installed with Python, numpy and torch, without a download;
+FILE.txt, one text a line, for phase 1; FILE.jsonl, .json, .csv or .parquet with query, positive (a
+text or a list of texts) and, if there are any, negatives. Held out are the validation rows of
+MS MARCO, elsewhere --eval_fraction of the queries; rows that share a column `group` stay together.
+
+Logged, over all ranks: step, phase, epoch, lr, loss, grad_norm (before clipping), skipped (steps
+whose gradient was not finite), samples_per_s (texts in phase 1, queries in phase 2), data_wait
+(share of the time); in phase 2 the parts of the loss: infonce and kl (nats per query), distance.
+val/...: ndcg@10, mrr@10, recall@100 (from 0 to 1, held-out queries against --eval_distractors and
+the documents that answer them), teacher_cosine, loss (that of phase 1, on held-out texts).
+
+Files in --output_dir: latest.pt, previous.pt, phase1_best.pt, phase2_best.pt, best.pt (of both),
+metrics.jsonl, curves.png, summary.json. In --artifacts_dir: SentenceTransformer folders.
+
+Unlike the original (yuancu/distill-for-retrieval) the squared distance is summed over dimensions,
+not averaged; a query's negatives are the documents of the whole step, on all ranks; the head reads
+normalised vectors, in training as in the artifact; the warm-up is a share of the steps there are.
 """
 
-from __future__ import annotations
-
 import argparse
-import ast
-import collections
 import contextlib
+import ctypes
 import difflib
-import functools
+import fcntl
 import gc
 import hashlib
-import importlib
-import inspect
-import itertools
 import json
 import logging
 import math
 import os
 import queue
 import re
-import resource
 import shutil
 import signal
-import socket
+import subprocess
 import sys
 import threading
 import time
 import traceback
 import zipfile
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
-# ---- Constants -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Arguments
 
-QUERY, DOCUMENT = 0, 1
-# The task string of the default teacher's model card; its documents take no prompt.
-INFLY_PROMPT = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
-COLUMNS = {  # column names that are taken for each field, in this order
-    "query": ("query", "anchor", "question"),
-    "positive": ("positive", "positives", "answer", "document", "passage", "text"),
-    "negatives": ("negatives", "negative"),
-}
-LSA_DIM, LSA_FEATURES = 384, 12_000  # builtin:lsa
-BERT_SIZE, BERT_VOCABULARY = "1x128", 8_000  # builtin:bert
-BLOCK = 2048  # texts per file at most while teacher vectors are being computed
-# A resumed run must have these arguments as they were.
-SAME = ("teacher_model teacher_revision teacher_max_length teacher_dim teacher_query_prompt teacher_document_prompt "
-        "student_model student_layers student_max_length student_query_prompt student_document_prompt use_projection "
-        "projection_hidden phase1_data phase2_data max_samples_phase1 max_samples_phase2 eval_fraction eval_samples "
-        "max_chars mine_negatives mine_margin num_negatives matryoshka_dims seed phase1_epochs phase2_epochs "
-        "max_steps").split()
 
-# ---- Arguments -----------------------------------------------------------------------------------
+def parse_args():
+    parser = Parser(description=__doc__)
+    add = parser.add_argument_group("data").add_argument
+    add("--phase1_data", default="ms_marco", help="texts of phase 1")
+    add("--phase2_data", default="ms_marco", help="queries and documents of phase 2")
+    add("--max_samples_phase1", type=count, default=100_000, help="rows read for phase 1")
+    add("--max_samples_phase2", type=count, default=500_000, help="rows read for phase 2")
+    add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong")
+    add("--cache_dir", default="./cache", help="texts, tokens, teacher vectors, of all runs")
+    add("--num_negatives", type=int, default=7, help="per query, drawn anew every epoch")
+    text = "find so many more negatives per query by the teacher's scores"
+    add("--mine_negatives", type=int, default=0, help=text)
+    text = "a mined negative scores so much below the positive"
+    add("--mine_margin", type=float, default=0.05, help=text)
 
-def int_list(text: str) -> list[int]:
-    """'64,128,256' -> [64, 128, 256]"""
-    return [int(part) for part in str(text).split(",") if part]
+    add = parser.add_argument_group("held-out data").add_argument
+    add(
+        "--eval_fraction",
+        type=float,
+        default=0.05,
+        help="share of the queries that may be held out",
+    )
+    add("--eval_samples", type=count, default=1000, help="at most; the rest is trained on")
+    text = "documents that answer no held-out query, for each one that does"
+    add("--eval_distractors", type=float, default=1.0, help=text)
+    add("--eval_every", type=int, default=0, help="steps between evaluations; 0: every epoch")
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Every option, and the checks that need neither data nor devices."""
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    g = p.add_argument_group("Data").add_argument
-    g("--phase1_data", default="ms_marco", help="texts of phase 1")
-    g("--phase2_data", default="ms_marco", help="queries, positives and negatives of phase 2")
-    g("--max_samples_phase1", type=int, default=100_000, help="rows read for phase 1")
-    g("--max_samples_phase2", type=int, default=500_000, help="rows read for phase 2")
-    g("--eval_fraction", type=float, default=0.05, help="share of the queries held out for validation")
-    g("--eval_samples", type=int, default=1000, help="validation queries at most")
-    g("--max_chars", type=int, default=10_000, help="texts are cut to so many characters")
-    g("--skip_bad_data", help="leave out bad rows and list them in a file", **FLAG)
-    g("--verify_data", help="recompute the checksums of cached arrays", **FLAG)
-    g("--cache_dir", default="./cache", help="texts, tokens and teacher vectors, shared by runs and ranks")
-    g("--num_negatives", type=int, default=7, help="negatives per query; drawn anew every epoch if there are more")
-    g("--mine_negatives", type=int, default=0, help="add so many hard negatives per query by the teacher's vectors")
-    g("--mine_margin", type=float, default=0.05, help="a mined negative scores so much below the positive")
-    g = p.add_argument_group("Model").add_argument
-    g("--teacher_model", default="infly/inf-retriever-v1-pro", help="hub name, folder, or builtin:lsa[:DIM]")
-    g("--teacher_revision", help="revision of a hub teacher")
-    g("--teacher_dim", type=int, help="use the teacher's first so many dimensions [default: all]")
-    g("--teacher_batch_size", type=int, default=64, help="texts per teacher forward pass")
-    g("--trust_remote_code", help="run code that comes with the models (the default teacher needs and gets it)", **FLAG)
-    g("--student_model", default="sentence-transformers/all-mpnet-base-v2", help="name, folder or builtin:bert[:LxH]")
-    g("--student_layers", type=int, help="keep so many evenly spaced layers of the student [default: all]")
-    for who in ("teacher", "student"):
-        g(f"--{who}_max_length", type=int, help=f"tokens [default: the {who}'s own]")
-        g(f"--{who}_query_prompt", help=f"text before queries [default: the {who}'s own]")
-        g(f"--{who}_document_prompt", help=f"text before documents [default: the {who}'s own]")
-    g("--student_dropout", type=float, help="dropout of the student [default: its own]")
-    g("--use_projection", type=boolean, default=True, metavar="BOOL", help="head to the teacher's size; False: MRL")
-    g("--projection_hidden", type=int, default=1536, help="hidden size of the head")
-    g = p.add_argument_group("Optimization").add_argument
-    g("--batch_size", type=int, default=64, help="texts or queries per GPU and micro-batch")
-    g("--phase1_epochs", type=int, default=1, help="epochs of phase 1")
-    g("--phase2_epochs", type=int, default=3, help="epochs of phase 2")
-    g("--max_steps", type=int, default=0, help="optimizer steps per phase at most (0 = all epochs)")
-    g("--phase1_lr", type=float, default=2e-5, help="peak learning rate of phase 1")
-    g("--phase2_lr", type=float, default=5e-6, help="peak learning rate of phase 2")
-    g("--warmup_ratio", type=float, default=0.1, help="share of a phase's steps that warm up")
-    g("--warmup_steps", type=int, help="warm-up steps instead of the ratio")
-    g("--lr_schedule", default="linear", choices=("linear", "cosine", "constant"), help="after the warm-up")
-    g("--weight_decay", type=float, default=0.01, help="AdamW's; none on biases, norms and embeddings")
-    g("--skip_phase1", help="start from phase1_best.pt, or from the raw student", **FLAG)
-    g("--phase1_checkpoint", help="what --skip_phase1 starts from [default: OUTPUT_DIR/phase1_best.pt]")
-    g("--skip_phase2", help="stop after phase 1", **FLAG)
-    g = p.add_argument_group("Loss").add_argument
-    g("--phase1_l2_weight", type=float, default=0.4, help="weight of the squared L2 distance")
-    g("--phase1_cosine_weight", type=float, default=0.6, help="weight of 1 - cosine")
-    g("--infonce_weight", type=float, default=0.8, help="weight of InfoNCE")
-    g("--phase2_l2_weight", type=float, default=0.2, help="weight of the squared L2 distance in phase 2")
-    g("--kl_weight", type=float, default=0.0, help="weight of KL(teacher's scores || student's scores)")
-    g("--temperature", type=float, default=0.02, help="of the similarities, the student's and the teacher's")
-    g("--false_negative_margin", type=float, default=0.0, help="mask what scores above positive + margin (2: nothing)")
-    g("--matryoshka_dims", type=int_list, default=[], metavar="D,D", help="also train these leading dimensions")
-    g = p.add_argument_group("Evaluation").add_argument
-    g("--eval_every", type=int, default=0, help="optimizer steps between evaluations (0 = every epoch)")
-    g("--early_stop_patience", type=int, default=0, help="evaluations without gain that end a phase (0 = off)")
-    g("--eval_batch_size", type=int, default=64, help="texts per evaluation batch")
-    g("--save_to_artifacts", help="save the best student as a SentenceTransformer", **FLAG)
-    g("--artifacts_dir", default="./artifacts", help="folder of the saved students")
-    add_ddp_arguments(p, output_dir="./checkpoints", wandb_project="train_ddp")
-    args = parse_arguments(p, argv)
-    above_0 = ("batch_size max_samples_phase1 max_samples_phase2 phase1_epochs phase2_epochs temperature eval_samples "
-               "eval_batch_size teacher_batch_size max_chars").split()
-    refused = {
-        **{f"--{name} {getattr(args, name)} must be above 0": getattr(args, name) <= 0 for name in above_0},
-        "--skip_phase1 and --skip_phase2 together leave nothing to train": args.skip_phase1 and args.skip_phase2,
-        f"--phase2_data {args.phase2_data}: phase 2 needs query and positive (.jsonl or .parquet)":
-            args.phase2_data.endswith(".txt") and not args.skip_phase2,
-        f"--eval_fraction {args.eval_fraction} must be between 0 and 1": not 0 < args.eval_fraction < 1,
-        f"--matryoshka_dims {args.matryoshka_dims} must be positive": any(d < 1 for d in args.matryoshka_dims)}
-    for message in (m for m, wrong in refused.items() if wrong):
-        p.error(message)
-    args.output_dir = args.output_dir.replace("{mode}", "projection" if args.use_projection else "mrl")
+    add = parser.add_argument_group("models").add_argument
+    default = "infly/inf-retriever-v1-pro"
+    add("--teacher_model", default=default, help="hub name, folder, or builtin:lsa[:DIMENSIONS]")
+    add("--teacher_batch_size", type=count, default=64, help="texts per forward pass")
+    add("--teacher_max_length", type=count, help="tokens; None: the model's own")
+    add("--teacher_query_prompt", help="text before queries; None: the model's own")
+    add("--teacher_document_prompt", help="text before documents; None: the model's own")
+    default = "sentence-transformers/all-mpnet-base-v2"
+    text = "hub name, folder, or builtin:bert[:LAYERSxWIDTH]"
+    add("--student_model", default=default, help=text)
+    add("--student_layers", type=count, help="keep so many, evenly spaced; None: all")
+    add("--student_max_length", type=count, help="tokens; None: the model's own")
+    add("--student_query_prompt", help="text before queries; None: the model's own")
+    add("--student_document_prompt", help="text before documents; None: the model's own")
+    text = "None: the model's own; 0 lets GPUs read packed texts with flash attention"
+    add("--student_dropout", type=float, help=text)
+    add("--trust_remote_code", **FLAG, default=False, help="run code that comes with the models")
+    text = "head to the teacher's dimensions; False: MRL"
+    add("--use_projection", **FLAG, default=True, help=text)
+    add("--projection_hidden", type=count, default=1536, help="hidden width of the head")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--phase1_l2_weight", type=float, default=0.4, help="of the squared distance")
+    add("--phase1_cosine_weight", type=float, default=0.6, help="of 1 - cosine")
+    add("--infonce_weight", type=float, default=0.8, help="of InfoNCE")
+    add("--phase2_l2_weight", type=float, default=0.2, help="of the squared distance")
+    text = "of KL(teacher's scores || student's scores)"
+    add("--kl_weight", type=float, default=0.0, help=text)
+    add("--temperature", type=float, default=0.02, help="divides all scores")
+    text = (
+        "a document is no negative if the teacher's score is above the positive's by more; 2: all"
+    )
+    add("--false_negative_margin", type=float, default=0.0, help=text)
+    text = "also train these leading dimensions"
+    add("--matryoshka_dims", type=count, nargs="*", default=[], help=text)
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--phase1_epochs", type=count, default=1, help="passes over the texts")
+    add("--phase2_epochs", type=count, default=3, help="passes over the queries")
+    add("--max_steps", type=int, default=0, help="per phase at most; 0: all epochs")
+    add("--phase1_lr", type=float, default=2e-5, help="peak learning rate")
+    add("--phase2_lr", type=float, default=5e-6, help="peak learning rate")
+    text = "share of a phase; then straight down to 0"
+    add("--warmup_ratio", type=float, default=0.1, help=text)
+    add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
+    add("--skip_phase1", **FLAG, default=False, help="go on from --phase1_checkpoint")
+    text = "None: OUTPUT_DIR/phase1_best.pt, or the raw student if there is none"
+    add("--phase1_checkpoint", help=text)
+    add("--skip_phase2", **FLAG, default=False, help="stop after phase 1")
+
+    add = parser.add_argument_group("artifacts").add_argument
+    text = "save the best student as a SentenceTransformer"
+    add("--save_to_artifacts", **FLAG, default=False, help=text)
+    add("--artifacts_dir", default="./artifacts", help="folder of the saved students")
+    add_common_arguments(parser, output_dir="./checkpoints", batch_size=64)
+    args = parse_with_config(parser)
+
+    if args.skip_phase1 and args.skip_phase2:
+        parser.error("--skip_phase1 and --skip_phase2 together leave nothing to train")
+    if args.phase2_data.endswith(".txt") and not args.skip_phase2:
+        parser.error(f"--phase2_data {args.phase2_data}: needs queries with their documents")
+    if not 0 < args.eval_fraction < 1:
+        parser.error(f"--eval_fraction {args.eval_fraction}: must be between 0 and 1")
+    if args.temperature <= 0:
+        parser.error(f"--temperature {args.temperature}: must be above 0")
+    if not 0 <= args.warmup_ratio <= 1:
+        parser.error(f"--warmup_ratio {args.warmup_ratio}: must be from 0 to 1")
+    if not -1 <= args.false_negative_margin <= 2:
+        text = "from -1 (strict) to 2 (every document but the query's own is a negative)"
+        parser.error(f"--false_negative_margin {args.false_negative_margin}: must be {text}")
+    for name in ("num_negatives", "mine_negatives", "eval_distractors", "phase1_lr", "phase2_lr"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name} {getattr(args, name)}: must be a finite number from 0 on")
+    mode = "projection" if args.use_projection else "mrl"
+    args.output_dir = args.output_dir.replace("{mode}", mode)
     return args
 
-# ---- Data ----------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
+# Data
+
+
+def run_tool(name, folder, *options):
+    """Let a file of tools/ make a folder, unless it is there. (rank 0)"""
+    if folder.exists():
+        return
+    tool = Path(__file__).parent / "tools" / name
+    new = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    command = [sys.executable, str(tool), *options, f"--out={new}"]
+    logging.info(f"python tools/{name} {' '.join(options)}")
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise InputError(done.stderr.strip())
+    new.rename(folder)
+
+
+def file_hash(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for part in iter(lambda: file.read(2**20), b""):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def prepare_texts(args):
+    """The folder of the texts, read, checked and split, unless an earlier run has. (rank 0)"""
+    sources = []
+    # Both phases are read where they have the same data, even if one is skipped: a later run of the
+    # other one then finds the texts and the vectors that this run made.
+    same = args.phase1_data == args.phase2_data and not args.phase2_data.endswith(".txt")
+    options = []
+    for phase in (1, 2):
+        name = getattr(args, f"phase{phase}_data")
+        if getattr(args, f"skip_phase{phase}") and not same:
+            continue
+        key = [name]
+        if name == "pydocs":
+            key = [sys.version, np.__version__, torch.__version__]
+            folder = cache_folder(args, "pydocs", key)
+            run_tool("make_builtin_models.py", folder, "pydocs")
+            name = f"{folder}/pairs.jsonl"
+        elif Path(name).is_file():
+            key = [file_hash(name)]
+        sources.append([phase, key])
+        options.append(f"--phase{phase}_data={name}")
+    names = ["max_samples_phase1", "max_samples_phase2", "eval_fraction", "eval_samples"]
+    for name in [*names, "eval_distractors"]:
+        options.append(f"--{name}={getattr(args, name)}")
+    if args.skip_bad_data:
+        options.append("--skip_bad_data")
+    folder = cache_folder(args, "texts", sources, options[len(sources) :])
+    run_tool("prepare_texts.py", folder, *options)
+    problems = (folder / "bad_rows.txt").read_text().splitlines()
+    for line in problems[:20]:
+        logging.warning(f"left out: {line}")
+    if problems:
+        logging.warning(f"left out {len(problems)} bad rows, listed in {folder}/bad_rows.txt")
+    return folder
+
 
 class Corpus:
-    """Distinct texts and arrays of their numbers, memory-mapped: kinds (N,), QUERY or DOCUMENT; phase1 (N1,); queries,
-    positives (N2,); negatives (N2, K), -1: none; eval_queries (Q,), eval_documents (D,); eval_pairs (P, 2): places."""
-    def __init__(self, folder: Path):
-        self.key = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
-        self.bytes, self.offsets, self.kinds = load_arrays(folder, "text offsets kinds")
-        self.phase1, self.queries, self.positives = load_arrays(folder, "phase1 queries positives")
-        self.negatives, self.eval_pairs = load_arrays(folder, "negatives eval_pairs")
-        self.eval_queries, self.eval_documents = load_arrays(folder, "eval_queries eval_documents")
-    def text(self, i: int) -> str:
-        return self.bytes[self.offsets[i] : self.offsets[i + 1]].tobytes().decode("utf-8")
+    """The arrays of tools/prepare_texts.py, mapped into memory that ranks share."""
 
-class Row(NamedTuple):  # one example as read
-    query: str  # "" where there is none (phase 1)
-    positives: list[str]
-    negatives: list[str]
-    group: str  # examples that are held out together
-    held_out: bool | None = None  # the data set's own split
+    def __init__(self, folder):
+        self.folder = folder
+        for name in ["text", "offsets", "kinds", "phase1", "pairs", "positives", "negatives"]:
+            setattr(self, name, np.asarray(load_array(folder, name)))
+        for name in ["eval_queries", "eval_documents", "eval_pairs"]:
+            setattr(self, name, np.asarray(load_array(folder, name)))
+        self.eval_answers = int(load_array(folder, "eval_answers"))
 
-def prepare_hub(args: Namespace) -> None:
-    """Before they are imported: make the hub's libraries fail at once without it, not retry for over a minute."""
-    from urllib.request import urlopen
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    names = dict.fromkeys((args.teacher_model, args.student_model, args.phase1_data, args.phase2_data))
-    remote = [n for n in names if not n.startswith(("builtin:", "pydocs")) and not Path(n).exists()]
-    answers = []
-    def ask() -> None:
-        with contextlib.suppress(OSError):
-            answers.append(urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close())
-    if remote and "HF_HUB_OFFLINE" not in os.environ:
-        (thread := threading.Thread(target=ask, daemon=True)).start()
-        thread.join(6)  # looking a name up has no time limit of its own
-        if answers:
-            return
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-        warn(f"the model hub cannot be reached: {', '.join(remote)} must already be on this machine")
+    def decode(self, number):
+        start, end = self.offsets[number : number + 2]
+        return self.text[start:end].tobytes().decode()
 
-def read_hub_rows(name: str, phase: int, limit: int) -> Iterator[tuple[str, dict]]:
-    """(place, record) of a hub data set; MS MARCO v1.1 is brought to query, positive, negatives."""
-    from datasets import load_dataset
-    marco = name == "ms_marco"
-    path, _, config = ("microsoft/ms_marco:v1.1" if marco else name).partition(":")
-    for split in ("train", "validation") if marco else ("train",):
-        try:
-            data = load_dataset(path, config or None, split=split)
-        except Exception as error:  # the library raises a dozen kinds
-            raise ValueError(f"--phase{phase}_data {name}: {path!r} is not on this machine and could not be fetched "
-                             f"({str(error)[:120]}); without a download: pydocs, a .jsonl or .parquet file") from error
-        for i, row in enumerate(itertools.islice(data, limit if split == "train" else 20_000)):
-            if marco:
-                passages = list(zip(row["passages"]["is_selected"], row["passages"]["passage_text"], strict=True))
-                good, bad = ([text for chosen, text in passages if bool(chosen) == kind] for kind in (True, False))
-                row = {"query": row["query"], "positive": good, "negatives": bad, "held_out": split != "train"}
-            if not marco or good:  # a query without an answer teaches nothing
-                yield f"{name} {split} row {i}", row
+    def texts(self, numbers, prompts):
+        """With the prompt for queries, or the one for documents, before each."""
+        return [prompts[self.kinds[number]] + self.decode(number) for number in numbers]
 
-def read_file_rows(path: Path) -> Iterator[tuple[str, dict | Exception]]:
-    """(place, record) of a .txt, .jsonl or .parquet file; a line that cannot be read comes as its error."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        yield from ((f"{path} row {i}", row) for i, row in enumerate((r for b in batches for r in b.to_pylist()), 1))
-        return
-    with open(path, "rb") as file:
-        for i, line in enumerate(file, 1):
-            try:
-                text = line.decode("utf-8").strip()
-                found = {"text": text} if path.suffix == ".txt" else json.loads(text or "null")
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                text, found = "?", error
-            if text:
-                yield f"{path} line {i}", found
 
-def parse_row(place: str, found: dict | Exception, phase: int) -> Row:
-    """A record as a Row. Raises ValueError with the place, what was found and what would be right."""
-    want = '{"query": text, "positive": text or [texts], "negatives": [texts]}'
-    if not isinstance(found, dict):
-        raise ValueError(f"{place}: found {str(found)[:80]!r}, expected one JSON object like {want}")
-    fields = {f: next((found[c] for c in names if c in found), None) for f, names in COLUMNS.items()}
-    query = fields.pop("query")
-    if not (phase == 1 and query is None) and not (isinstance(query, str) and query.strip()):
-        raise ValueError(f"{place}: query is {query!r} in columns {sorted(found)[:8]}, expected {want}")
-    for name, value in fields.items():
-        fields[name] = texts = [value] if isinstance(value, str) else [] if value is None else value
-        if not isinstance(texts, list) or not all(isinstance(t, str) and t.strip() for t in texts):
-            raise ValueError(f"{place}: {name} is {str(value)[:80]!r}, expected a text or a list of texts, none empty")
-    if not fields["positive"]:
-        raise ValueError(f"{place}: no positive in columns {sorted(found)[:8]}, expected {want}")
-    return Row(query or "", *fields.values(), query or fields["positive"][0], found.get("held_out"))
-
-def read_rows(name: str, phase: int, limit: int, problems: list[str]) -> Iterator[Row]:
-    """Rows of a data source (see the top of this file); bad ones are described in `problems`."""
-    if name == "pydocs":
-        yield from pydocs_rows()[:limit]
-        return
-    is_file = Path(name).suffix in (".txt", ".jsonl", ".parquet")
-    if is_file and not Path(name).is_file():
-        raise ValueError(f"--phase{phase}_data {name}: no such file")
-    source = itertools.islice(read_file_rows(Path(name)), limit) if is_file else read_hub_rows(name, phase, limit)
-    for place, found in source:
-        try:
-            yield parse_row(place, found, phase)
-        except ValueError as error:
-            problems.append(str(error))
-
-SKIPPED_PARTS = set(  # tests, demonstrations, and what is not documentation
-    "test tests testing idlelib tkinter turtledemo lib2to3 ensurepip site-packages dist-packages config __pycache__ "
-    "pydoc_data antigravity.py this.py turtle.py conftest.py setup.py".split())
-SIGNATURE = re.compile(r"\s*[\w.\\]+\([^\n]*\)(\s*->[^\n]*)?\s*(\n|$)")
-SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?:])\s+(?=[^a-z])|\n\s*\n")
-
-def docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, docstring) of a source file, its public classes and functions, and what it adds to those written in C."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):
-        return  # sources for other versions of Python lie in the library too
-    nodes = [(path.parent.name if path.name == "__init__.py" else path.stem, tree)]
-    while nodes:
-        name, node = nodes.pop()
-        if doc := ast.get_docstring(node, clean=False):
-            yield name, doc
-        if isinstance(node, (ast.Module, ast.ClassDef)):
-            kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-            nodes += [(n.name, n) for n in reversed(node.body) if isinstance(n, kinds) and not n.name.startswith("_")]
-    adds = "_docs" in path.name or "newdocs" in path.name  # torch's add_docstr, numpy's add_newdoc
-    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)) if adds else ():
-        words = [w.value for a in call.args for w in ast.walk(a) if isinstance(getattr(w, "value", None), str)]
-        names = [a.attr for a in call.args if isinstance(a, ast.Attribute)] + [w for w in words if len(w) < 60]
-        texts = [w for w in words if len(w) > 200]
-        if names and texts:
-            yield names[-1], texts[0]
-
-@functools.cache
-def pydocs_rows() -> list[Row]:
-    """The documentation of Python, numpy and torch as installed: a docstring's first sentence (the query) and its rest,
-    none twice. The group is the object's bare name: torch's log_softmax and LogSoftmax are split alike."""
-    import sysconfig
-    from pydoc_data.topics import topics
-    roots = [Path(r) for r in (sysconfig.get_path("stdlib"), *np.__path__, *torch.__path__)]
-    paths = [p for r in roots for p in sorted(r.rglob("*.py")) if not SKIPPED_PARTS & set(p.relative_to(r).parts)]
-    plain = {name: re.sub(r"[*`_]{1,2}(\S[^*`]*)[*`]{1,2}", r"\1", text) for name, text in sorted(topics.items())}
-    entries = [(f"topic {name}", part) for name, text in plain.items() for part in re.split(r"\n\s*\n", text)]
-    for module in map(importlib.import_module, ("builtins", "math", "itertools")):
-        entries += [(name, thing.__doc__) for name, thing in vars(module).items()]
-    rows, seen = [], set()
-    gc.disable()  # syntax trees are millions of small objects; collecting them doubles the time
-    for name, doc in itertools.chain(entries, *map(docstrings, paths)):
-        doc = inspect.cleandoc(doc or "")
-        while match := SIGNATURE.match(doc):
-            doc = doc[match.end() :].lstrip("-\n ")
-        query, document = (" ".join(part.split()) for part in [*SENTENCE_END.split(doc, maxsplit=1), ""][:2])
-        keys = {re.sub(r"\W+", " ", text.lower()).strip() for text in (query, document)}
-        if len(document) >= 80 and len(query.split()) >= 2 and not seen & keys:
-            seen |= keys
-            rows.append(Row(query, [document], [], name.replace("_", "").lower()))
-    gc.enable()
-    return rows
-
-def needed_phases(args: Namespace) -> list[int]:
-    """Phases whose data is read: where both have the same, both, so that a later run of the other finds its vectors."""
-    both = args.phase1_data == args.phase2_data and not args.phase2_data.endswith(".txt")  # phase 1 alone reads .txt
-    return [p for p in (1, 2) if both or not getattr(args, f"skip_phase{p}")]
-
-def build_corpus(args: Namespace) -> dict[str, np.ndarray]:
-    """Read and check the data once: the arrays of Corpus. Bad rows are an error, or left out. (rank 0 only)"""
-    log0(f"reading {args.phase1_data} (phase 1) and {args.phase2_data} (phase 2)")
-    table: dict[tuple[int, str], int] = {}
-    phase1, pairs, held_pairs, held_texts, problems = set(), [], set(), set(), []
-    def add(kind: int, texts: list[str]) -> list[int]:
-        return [table.setdefault((kind, text[: args.max_chars].strip()), len(table)) for text in texts]
-    for phase in needed_phases(args):
-        name, limit = getattr(args, f"phase{phase}_data"), getattr(args, f"max_samples_phase{phase}")
-        for row in read_rows(name, phase, limit, problems):
-            query, documents = add(QUERY, [row.query] if row.query else []), add(DOCUMENT, row.positives)
-            # by the data set's own split, else by a hash: the same for any order, seed and number of ranks
-            share = int.from_bytes(hashlib.sha256(row.group.strip().encode("utf-8")).digest()[:8], "big") / 2.0**64
-            if share < args.eval_fraction if row.held_out is None else row.held_out:
-                held_pairs.update(itertools.product(query, documents))
-                held_texts.update(documents)
-            elif phase == 1:
-                phase1.update(query + documents)
-            else:
-                negatives = [n for n in add(DOCUMENT, row.negatives) if n not in documents]
-                pairs += [(q, d, negatives) for q in query for d in documents]
-    problems = list(dict.fromkeys(problems))  # one source for both phases is read twice
-    if problems and not args.skip_bad_data:
-        shown = "\n  ".join(problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20))
-        raise ValueError(f"{len(problems)} bad rows (--skip_bad_data goes on without them):\n  {shown}")
-    if problems:
-        listing = Path(args.output_dir) / "skipped_data.txt"
-        listing.write_text("\n".join(problems) + "\n", encoding="utf-8")
-        warn(f"left out {len(problems)} bad rows, listed in {listing}")
-    held_pairs = sorted(held_pairs)[:: max(1, len(held_pairs) // args.eval_samples)][: args.eval_samples]
-    held_texts = set() if held_pairs else set(sorted(held_texts)[: args.eval_samples])
-    held = held_texts.union(*held_pairs)  # also where it stands under another query
-    phase1 = sorted(phase1 - held)
-    pairs = [(q, d, [t for t in n if t not in held]) for q, d, n in pairs if q not in held and d not in held]
-    if (not args.skip_phase1 and not phase1) or (not args.skip_phase2 and not pairs) or not held:
-        found = f"{len(phase1)} texts for phase 1, {len(pairs)} pairs for phase 2, {len(held)} held-out texts"
-        raise ValueError(f"nothing to train or validate on: {found}; give more data, or another --eval_fraction")
-    encoded = [text.encode("utf-8") for _, text in table]
-    negatives = np.full((len(pairs), max((len(n) for _, _, n in pairs), default=0)), -1, np.int64)
-    for row, (_, _, found) in enumerate(pairs):
-        negatives[row, : len(found)] = found
-    queries, documents = sorted({q for q, _ in held_pairs}), sorted({d for _, d in held_pairs} | held_texts)
-    lists = {"phase1": phase1, "queries": [pair[0] for pair in pairs], "positives": [pair[1] for pair in pairs],
-             "eval_queries": queries, "eval_documents": documents, "offsets": np.cumsum([0, *map(len, encoded)]),
-             "eval_pairs": np.reshape([(queries.index(q), documents.index(d)) for q, d in held_pairs], (-1, 2))}
-    return {name: np.array(numbers, np.int64) for name, numbers in lists.items()} | {
-        "negatives": negatives, "kinds": np.array([kind for kind, _ in table], np.uint8),
-        "text": np.frombuffer(b"".join(encoded), np.uint8)}
-
-def write_cache(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Arrays as .npy files and, last, a manifest of their sizes and checksums. (rank 0 only)"""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, array in arrays.items():
-        write_array(folder / f"{name}.npy", array)
-    sizes = {f"{n}.npy": [(folder / f"{n}.npy").stat().st_size, sha256_of(folder / f"{n}.npy")] for n in arrays}
-    atomic_write(folder / "manifest.json", lambda file: file.write(json.dumps(sizes, indent=1).encode()))
-
-def write_array(path: Path, array: np.ndarray) -> None:
-    if not atomic_write(path, lambda file: np.save(Namespace(write=file.write), array)):  # a file's own errors are lost
-        raise OSError(f"no room for {path}: free space there or give another --cache_dir")
-
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-
-def load_arrays(folder: Path, names: str) -> list[np.ndarray]:
-    """Arrays of write_cache, memory-mapped."""
-    return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names.split()]
-
-def cache_is_whole(folder: Path, verify: bool) -> bool:
-    """Whether a cache folder is complete. A truncated or changed file is named, and the folder made anew."""
-    manifest = folder / "manifest.json"
-    for name, (size, checksum) in (json.loads(manifest.read_text()) if manifest.exists() else {}).items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else -1
-        if found != size or (verify and sha256_of(folder / name) != checksum):
-            warn(f"{folder / name} is damaged ({found} bytes, {size} expected): making {folder} anew")
-            manifest.unlink()
-            return False
-    return manifest.exists()
-
-def cache_folder(args: Namespace, kind: str, *key) -> Path:
-    """The folder of a cached thing, named by a hash of all that went into it."""
-    digest = hashlib.sha256(json.dumps([1, *key], default=str).encode()).hexdigest()
+def cache_folder(args, kind, *key):
+    """The folder of a thing that is made once, named by a hash of all that went into it."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *key]).encode()).hexdigest()
     return Path(args.cache_dir) / f"{kind}-{digest[:16]}"
 
-def source_key(name: str) -> list:
-    """What identifies a data source: a file's path, size and time; for pydocs the installed versions."""
-    if Path(name).is_file():
-        return [str(Path(name).resolve()), Path(name).stat().st_size, Path(name).stat().st_mtime_ns]
-    return [name, sys.version, np.__version__, torch.__version__] if name == "pydocs" else [name]
 
-def cached(args: Namespace, ddp: DDPContext, folder: Path, make: Callable[[], dict[str, np.ndarray]]) -> None:
-    """Let rank 0 fill a cache folder with the arrays that `make` returns, unless it is complete. (all ranks)"""
-    def build() -> bool | None:
-        return cache_is_whole(folder, args.verify_data) or write_cache(folder, make())
-    on_rank0(ddp, build)
+def write_arrays(folder, arrays):
+    """Arrays as files in a folder that is complete or not there. (rank 0)"""
+    new = folder.with_name(f"{folder.name}.tmp")
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        for name, array in arrays.items():
+            np.save(new / f"{name}.npy", array)
+            load_array(new, name)  # notices if a full disk has cut the file; np.save does not
+        new.rename(folder)
+    except (OSError, ValueError) as error:
+        hint = "free space there, or give another --cache_dir"
+        raise InputError(f"{folder} cannot be written: {hint} ({error})") from None
 
-def load_data(args: Namespace, ddp: DDPContext) -> Corpus:
-    """The corpus of this run, built on rank 0 if it is not cached, memory-mapped on all ranks. Sets args.data_key."""
-    settings = "max_samples_phase1 max_samples_phase2 eval_fraction eval_samples max_chars skip_bad_data".split()
-    sources = [[p, source_key(getattr(args, f"phase{p}_data"))] for p in needed_phases(args)]
-    folder = cache_folder(args, "corpus", sources, [getattr(args, s) for s in settings])
-    cached(args, ddp, folder, functools.partial(build_corpus, args))
+
+def load_array(folder, name):
+    return np.load(folder / f"{name}.npy", mmap_mode="r")
+
+
+def require_folder(folder):
+    if not folder.exists():
+        raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
+
+
+def load_corpus(args):
+    """Made on rank 0, mapped on all ranks."""
+    folder = on_rank0(prepare_texts, args)
+    require_folder(folder)
     corpus = Corpus(folder)
-    args.data_key = corpus.key[:16]
-    require_same(ddp, "the training data", corpus.key.encode())
-    log0(f"data: {len(corpus.phase1)} texts in phase 1, {len(corpus.queries)} queries in phase 2, held out: "
-         f"{len(corpus.eval_queries)} queries, {len(corpus.eval_documents)} documents")
+    logging.info("Data split complete:")
+    logging.info(f"  phase 1:   {len(corpus.phase1):,} texts")
+    logging.info(f"  phase 2:   {len(corpus.pairs):,} pairs of a query and a document")
+    logging.info(f"  held out:  {collection(corpus)}")
     return corpus
 
+
+def collection(corpus):
+    """What the held-out figures are measured on."""
+    documents = len(corpus.eval_documents)
+    others = documents - corpus.eval_answers
+    text = f"{len(corpus.eval_queries):,} queries, {documents:,} documents"
+    return f"{text}, of which {others:,} ({others / documents:.0%}) answer none of them"
+
+
 class Tokens:
-    """Token ids of all texts, memory-mapped: those of text i are ids[offsets[i]:offsets[i + 1]]."""
-    def __init__(self, folder: Path, pad_id: int):
-        self.ids, self.offsets = load_arrays(folder, "ids offsets")
-        self.lengths, self.pad_id = np.diff(self.offsets), pad_id
-    def padded(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(ids, mask), each (B, L) int64, of texts `rows`, padded on the right to the longest of them."""
-        column = np.arange(self.lengths[rows].max())
-        mask = column < self.lengths[rows][:, None]
-        ids = self.ids[np.minimum(self.offsets[rows][:, None] + column, len(self.ids) - 1)]
-        return tuple(torch.from_numpy(a.astype(np.int64)) for a in (np.where(mask, ids, self.pad_id), mask))
-    def groups(self, rows: np.ndarray, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """`rows` in groups of similar length (at most 15 % shorter): (places in rows, ids, mask) on the device."""
-        smallest = 16 if device.type == "cpu" else 64
-        order = np.argsort(-self.lengths[rows], kind="stable")
-        lengths, cuts = self.lengths[rows][order], [0]
-        for i in range(smallest, len(order) - smallest // 2):
-            if i - cuts[-1] >= smallest and lengths[i] < 0.85 * lengths[cuts[-1]]:
-                cuts.append(i)
-        parts = [(torch.from_numpy(part), *self.padded(rows[part])) for part in np.split(order, cuts[1:])]
-        pin = device.type == "cuda"  # copies from pinned memory do not stop the host
-        return [tuple((t.pin_memory() if pin else t).to(device, non_blocking=True) for t in part) for part in parts]
+    """The student's tokens of all texts: those of text i are ids[offsets[i]:offsets[i + 1]]."""
 
-def load_tokens(args: Namespace, ddp: DDPContext, corpus: Corpus, student) -> Tokens:
-    """Tokenise every text once with the student's tokenizer and prompts. (all ranks; cached)"""
-    tokenizer, prompts, count = student.tokenizer, list(student.prompts.values()), len(corpus.kinds)
-    definition = re.sub(r'"(truncation|padding)":\s*(\{[^}]*\}|null),?', "", tokenizer.backend_tokenizer.to_str())
-    folder = cache_folder(args, "tokens", corpus.key, prompts, student.max_seq_length, definition)
-    def tokenise() -> dict[str, np.ndarray]:
-        pieces: list[np.ndarray] = []
-        for low in tqdm(range(0, count, 1024), "tokenise", disable=not sys.stderr.isatty()):
-            batch = [prompts[corpus.kinds[i]] + corpus.text(i) for i in range(low, min(low + 1024, count))]
-            ids = tokenizer(batch, truncation=True, max_length=student.max_seq_length)["input_ids"]
-            pieces += [np.array(i, np.int32) for i in ids]
-        return {"ids": np.concatenate(pieces), "offsets": np.cumsum([0, *map(len, pieces)], dtype=np.int64)}
-    cached(args, ddp, folder, tokenise)
-    return Tokens(folder, tokenizer.pad_token_id or 0)
+    def __init__(self, folder, pad):
+        self.folder = folder
+        self.ids = np.asarray(load_array(folder, "ids"))
+        self.offsets = np.asarray(load_array(folder, "offsets"))
+        self.lengths = np.diff(self.offsets)
+        self.pad = pad
 
-def model_key(name: str) -> list:
-    """What identifies a model folder: names, sizes and both ends (1 MiB) of its files. A hub name is itself."""
-    key: list = [] if Path(name).is_dir() else [name]
-    for path in sorted(p for p in Path(name).rglob("*") if p.is_file() and p.suffix != ".md"):
-        data = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
-        ends = hashlib.sha256(bytes(data[: 1 << 20]) + bytes(data[-(1 << 20) :])).hexdigest()
-        key.append([str(path.relative_to(name)), len(data), ends])
-    return key
 
-def teacher_key(args: Namespace, corpus: Corpus, name: str) -> list:
-    settings = "revision max_length dim query_prompt document_prompt".split()
-    return [model_key(name), [getattr(args, f"teacher_{s}") for s in settings], corpus.key]
+def load_tokens(args, corpus, student):
+    """Tokenised on rank 0 with the student's tokenizer and prompts, unless an earlier run has."""
+    tokenizer = student.tokenizer
+    prompts = [student.prompts["query"], student.prompts["document"]]
+    length = student.max_seq_length
+    # the tokenizer without what calling it changes
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    definition.update(truncation=None, padding=None)
+    folder = cache_folder(args, "tokens", corpus.folder.name, prompts, length, definition)
 
-def teacher_vectors(args: Namespace, ddp: DDPContext, corpus: Corpus, name: str) -> np.ndarray:
-    """The teacher's unit vectors (N, D) float16 of all texts, memory-mapped, computed once. (all ranks) Blocks of the
-    length-sorted texts are dealt to the ranks and written one by one, so that a killed run goes on where it was."""
-    folder = cache_folder(args, "teacher", teacher_key(args, corpus, name))
-    block = min(BLOCK, max(64, len(corpus.kinds) // 4096 * 64))  # of few texts too: no rank waits long for another
-    files = [folder / f"block-{block}-{b:06d}.npy" for b in range(-(-len(corpus.kinds) // block))]
-    order = np.argsort(-np.diff(corpus.offsets), kind="stable")  # longest first: out of memory at once
-    def missing() -> list[int] | None:
-        if cache_is_whole(folder, args.verify_data):
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-        return [b for b, file in enumerate(files) if not file.exists()]
-    def join() -> None:
-        blocks = np.concatenate([np.load(file) for file in files])
-        write_cache(folder, {"vectors": blocks[np.argsort(order)]})
-        for file in files:
-            file.unlink()
-    todo = on_rank0(ddp, missing)
-    if todo is not None:
-        teacher = load_teacher(args, name, ddp.device)
-        prompts, options = list(teacher.prompts.values()), {"convert_to_tensor": True, "show_progress_bar": False}
-        log0(f"encoding with {args.teacher_model}: {len(todo)} blocks of {block} texts, prompts {prompts}")
-        bar = tqdm(todo[ddp.rank :: ddp.world_size], "teacher", disable=ddp.rank > 0 or not sys.stderr.isatty())
-        for rows, file in ((order[b * block : (b + 1) * block], files[b]) for b in bar):
-            batch = [prompts[corpus.kinds[i]] + corpus.text(i) for i in rows]
-            vectors = teacher.encode(batch, batch_size=args.teacher_batch_size, **options).float()
-            vectors = F.normalize(vectors[:, : args.teacher_dim], dim=-1)
-            if not torch.isfinite(vectors).all():
-                raise ValueError(f"{args.teacher_model}: non-finite vectors of {batch[0][:80]!r} or its neighbours")
-            write_array(file, vectors.cpu().numpy().astype(np.float16))
-            StepGuard.beat = time.monotonic()
-            if StepGuard.signal:  # the blocks written so far are the checkpoint
-                sys.exit(stop_status(signal.Signals(StepGuard.signal).name))
-        barrier(ddp)
-        on_rank0(ddp, join)
-    (vectors,) = load_arrays(folder, "vectors")
-    log0(f"teacher vectors: {len(vectors)} x {vectors.shape[1]}" + ", cached: no teacher forward pass" * (todo is None))
-    return vectors
-
-def mine_negatives(args: Namespace, ddp: DDPContext, corpus: Corpus, vectors: np.ndarray, name: str) -> np.ndarray:
-    """Negatives (N2, K + mined): those of the data, then mined by the teacher's scores. (all ranks; cached)"""
-    if not args.mine_negatives or args.skip_phase2:
-        return corpus.negatives
-    folder = cache_folder(args, "mined", teacher_key(args, corpus, name), args.mine_negatives, args.mine_margin)
-    def load(numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(vectors[numbers]).to(ddp.device).float()
-    if not on_rank0(ddp, cache_is_whole, folder, args.verify_data):
-        pool = np.unique(np.concatenate([corpus.positives, corpus.negatives[corpus.negatives >= 0]]))
-        mined = torch.zeros(len(corpus.queries), args.mine_negatives, dtype=torch.int64, device=ddp.device)
-        documents, numbers = load(pool), torch.from_numpy(pool).to(ddp.device)
-        for low in range(ddp.rank * 256, len(mined), ddp.world_size * 256):
-            part = slice(low, low + 256)
-            query, positive = load(corpus.queries[part]), load(corpus.positives[part])
-            scores = query @ documents.T
-            scores[scores > (query * positive).sum(1, keepdim=True) - args.mine_margin] = -math.inf
-            best, places = scores.topk(min(args.mine_negatives, len(pool)))
-            mined[part, : best.shape[1]] = (numbers[places] + 1).masked_fill(best == -math.inf, 0)  # 0: none
-            StepGuard.beat = time.monotonic()
-        if ddp.world_size > 1:
-            dist.all_reduce(mined)
-        on_rank0(ddp, write_cache, folder, {"mined": mined.cpu().numpy() - 1})
-    (mined,) = load_arrays(folder, "mined")
-    log0(f"mined {(mined >= 0).sum(1).mean():.1f} hard negatives per query (margin {args.mine_margin})")
-    return np.concatenate([corpus.negatives, mined], axis=1)
-
-def draw_negatives(negatives: np.ndarray, items: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """`count` of each item's negatives (B, count), -1 where there are fewer, drawn by (seed, epoch, item)."""
-    rows = negatives[items]
-    if rows.shape[1] > count:
-        keys = keyed_uniform(seed, epoch, torch.from_numpy(items), rows.shape[1]).numpy() + 2.0 * (rows < 0)
-        rows = np.take_along_axis(rows, np.argsort(keys, axis=1, kind="stable")[:, :count], axis=1)
-    return rows
-
-def bucket_by_length(lengths: np.ndarray, global_batch: int, seed: int) -> Callable:
-    """A `cut` for GlobalBatchSampler: batches of similar length, shuffled, so that no rank waits for an unlucky one."""
-    def cut(ids: np.ndarray, epoch: int) -> np.ndarray:
-        batches = ids[np.argsort(lengths[ids], kind="stable")].reshape(-1, global_batch)
-        return np.random.default_rng([seed, epoch, int(ids[0])]).permutation(batches)
-    return cut
-
-def prefetch(items: Iterable, device: torch.device) -> Iterator:
-    """`items`, made one ahead in a thread so that an accelerator never waits for them; inline on a CPU."""
-    if device.type == "cpu":
-        yield from items
-        return
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(next, iterator := iter(items), None)
-        while (item := ahead.result()) is not None:
-            ahead = pool.submit(next, iterator, None)
-            yield item
-
-# ---- Model ---------------------------------------------------------------------------------------
-
-def build_lsa_teacher(texts: list[str], dim: int):
-    """Latent semantic analysis (Deerwester et al. 1990), TF-IDF and truncated SVD of `texts`, as a SentenceTransformer
-    of stock modules: both are linear, so a text's vector is the normalised mean over its words of idf * SVD row."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
-    from sklearn.decomposition import TruncatedSVD
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-    word = r"[^\W\d_]+|\d+"  # runs of letters or of digits: array_split and arraySplit2 fall apart
-    vectorizer = TfidfVectorizer(token_pattern=word, max_features=LSA_FEATURES, dtype=np.float32).fit(texts)
-    vectorizer.idf_ = vectorizer.idf_**1.5  # rare words count more: better on documentation than plain idf
-    svd = TruncatedSVD(dim, n_iter=3, random_state=0).fit(vectorizer.transform(texts))
-    words = ["[UNK]", *vectorizer.get_feature_names_out().tolist()]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(word), behavior="removed", invert=True)
-    weights = np.zeros((len(words), dim), np.float32)  # unknown words count for nothing
-    weights[1:] = svd.components_.T * vectorizer.idf_[:, None]
-    modules = [StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()]
-    return SentenceTransformer(modules=modules, device="cpu")
-
-def build_bert_student(texts: list[str], folder: Path, size: str, max_length: int, seed: int):
-    """A randomly initialised BERT, mean pooling, and a WordPiece tokenizer of `texts`: their most frequent words whole,
-    all others by their letters (the library's trainer makes another vocabulary every time)."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    words = collections.Counter(w for t in texts for w, _ in splitter.pre_tokenize_str(normalizer.normalize_str(t)))
-    letters = collections.Counter(itertools.chain.from_iterable(words.elements()))
-    letters = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:200])
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
-    pieces += sorted(words.keys() - set(pieces), key=lambda w: (-words[w], w))[: BERT_VOCABULARY - len(pieces)]
-    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
-    tokenizer.add_special_tokens(pieces[:5])
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    layers, hidden = map(int, size.split("x"))
-    config = BertConfig(vocab_size=tokenizer.get_vocab_size(), hidden_size=hidden, num_hidden_layers=layers,
-                        intermediate_size=2 * hidden, num_attention_heads=max(1, hidden // 32),
-                        max_position_embeddings=max_length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        BertModel(config).save_pretrained(folder)
-    BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length).save_pretrained(folder)
-    network = Transformer(str(folder), max_seq_length=max_length)
-    return SentenceTransformer(modules=[network, Pooling(hidden)], device="cpu")
-
-def builtin_model(args: Namespace, ddp: DDPContext, corpus: Corpus, name: str) -> str:
-    """The folder of a builtin:lsa or builtin:bert model fitted on the training texts; other names as they are."""
-    if not name.startswith("builtin:"):
-        return name
-    kind, _, size = name.removeprefix("builtin:").partition(":")
-    if not re.fullmatch({"lsa": r"\d*", "bert": r"(\d+x\d+)?"}.get(kind, "-"), size):
-        raise ValueError(f"{name!r}: the builtin models are builtin:lsa[:DIM] and builtin:bert[:LAYERSxHIDDEN]")
-    length = args.student_max_length or 64
-    own = (args.seed, length) if kind == "bert" else 0
-    folder = cache_folder(args, f"builtin-{kind}", corpus.key, size, LSA_DIM, BERT_SIZE, own)
-    text, temporary = corpus.text, folder.with_name(folder.name + ".tmp")
-    def build() -> None:
+    def make():
         if folder.exists():
             return
-        log0(f"fitting {name} on the training texts")
-        shutil.rmtree(temporary, ignore_errors=True)
-        if kind == "lsa":  # a query and its document as one text: words that meet across the two share directions
-            joined = [f"{text(q)}\n{text(d)}" for q, d in zip(corpus.queries, corpus.positives, strict=True)]
-            model = build_lsa_teacher(joined or [text(i) for i in corpus.phase1], int(size or LSA_DIM))
-        else:
-            found = [text(i) for i in np.unique(np.concatenate([corpus.phase1, corpus.queries, corpus.positives]))]
-            model = build_bert_student(found, temporary / "bert", size or BERT_SIZE, length, args.seed)
-        model.save(str(temporary), create_model_card=False)
-        temporary.rename(folder)
-    on_rank0(ddp, build)
+        pieces = []
+        starts = range(0, len(corpus.kinds), 1024)
+        for start in tqdm(starts, "tokens", disable=not sys.stderr.isatty()):
+            numbers = range(start, min(start + 1024, len(corpus.kinds)))
+            texts = corpus.texts(numbers, prompts)
+            for ids in tokenizer(texts, truncation=True, max_length=length)["input_ids"]:
+                pieces.append(np.array(ids, np.int32))
+        offsets = np.cumsum([0, *map(len, pieces)])
+        write_arrays(folder, {"ids": np.concatenate(pieces), "offsets": offsets})
+
+    on_rank0(make)
+    require_folder(folder)
+    return Tokens(folder, tokenizer.pad_token_id or 0)
+
+
+def model_key(name):
+    """What changes if a model does: of a folder the names, sizes and ends of its files."""
+    key = [name]
+    if Path(name).is_dir():
+        key = []
+        for path in sorted(Path(name).rglob("*")):
+            if path.is_file() and path.suffix != ".md":
+                size = path.stat().st_size
+                with open(path, "rb") as file:
+                    digest = hashlib.sha256(file.read(2**20))
+                    file.seek(max(0, size - 2**20))
+                    digest.update(file.read())
+                key.append([str(path.relative_to(name)), size, digest.hexdigest()])
+    return key
+
+
+def teacher_folder(args, corpus, name):
+    settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
+    return cache_folder(args, "teacher", corpus.folder.name, model_key(name), settings)
+
+
+ENCODED_TOGETHER = 512  # texts between two looks at the clock and at signals
+
+
+def teacher_vectors(args, corpus, name, folder, device, guard):
+    """The teacher's unit vectors of all texts (N, D), mapped; None if the ranks agreed to stop.
+
+    Blocks of texts of similar length are dealt to the ranks, which write them into one file and
+    note what is done: what a stopped run has computed is not computed again. (all ranks)"""
+    count = len(corpus.kinds)
+    blocks = math.ceil(count / ENCODED_TOGETHER)
+
+    def missing():
+        if not folder.exists():
+            return range(blocks)
+        return np.flatnonzero(load_array(folder, "done") == 0)
+
+    def make(dimensions):
+        if not folder.exists():
+            vectors = np.zeros((count, dimensions), np.float16)
+            write_arrays(folder, {"vectors": vectors, "done": np.zeros(blocks, np.uint8)})
+
+    todo = on_rank0(missing)
+    if len(todo) > 0:
+        teacher = load_in_turn(load_teacher, args, name, device)
+        prompts = [teacher.prompts["query"], teacher.prompts["document"]]
+        logging.info(f"The teacher reads {count:,} texts, with the prompts {prompts}")
+        on_rank0(make, teacher.get_embedding_dimension())
+        require_folder(folder)
+        longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
+        rank = dist.get_rank()
+        starts = range(0, len(todo), dist.get_world_size())
+        for start in tqdm(starts, "teacher", disable=rank > 0 or not sys.stderr.isatty()):
+            if guard.agree():
+                return None
+            if start + rank < len(todo):
+                block = int(todo[start + rank])
+                first = block * ENCODED_TOGETHER
+                numbers = longest_first[first : first + ENCODED_TOGETHER]
+                texts = corpus.texts(numbers, prompts)
+                vectors = teacher.encode(
+                    texts,
+                    batch_size=args.teacher_batch_size,
+                    convert_to_tensor=True,
+                    show_progress_bar=False,
+                )
+                vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
+                if not np.isfinite(vectors).all():
+                    text = f"{args.teacher_model} gives numbers that are not finite"
+                    raise InputError(f"{text}, for {texts[0][:80]!r} or one of the next texts")
+                write_rows(folder / "vectors.npy", numbers, vectors.astype(np.float16))
+                write_rows(folder / "done.npy", [block], np.ones(1, np.uint8))
+        dist.barrier()
+    vectors = load_array(folder, "vectors")
+    reused = "" if len(todo) > 0 else ", of an earlier run: no teacher is needed"
+    logging.info(f"Teacher vectors: {vectors.shape[0]:,} x {vectors.shape[1]}{reused}")
+    return vectors
+
+
+def write_rows(path, numbers, rows):
+    """Overwrite some rows of an .npy file. (Not through a memory map: on a network file system the
+    ranks of several machines would overwrite each other's neighbours.)"""
+    begin = np.load(path, mmap_mode="r").offset
+    try:
+        with open(path, "r+b") as file:
+            for number, row in zip(numbers, rows, strict=True):
+                file.seek(begin + int(number) * row.nbytes)
+                file.write(row.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error}") from None
+
+
+def load_in_turn(load, *args):
+    """load(*args), by one rank of a machine after the other: the memory of a machine holds one copy
+    of a large model on its way to the GPUs, not eight. (all ranks)"""
+    _, world_size, local_rank = find_ranks() or (0, 1, 0)
+    model = None
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))):
+        if turn == local_rank:
+            model = load(*args)
+        dist.barrier()
+    return model
+
+
+def mine_negatives(args, corpus, vectors, folder, device):
+    """The pairs' negatives (N, K), with mined ones behind those of the data. (all ranks)
+
+    Mined: the documents with the highest teacher scores that are --mine_margin below that of the
+    positive. Blocks of queries meet blocks of documents; no table of all with all is made."""
+    pairs = corpus.pairs
+    if args.mine_negatives == 0 or len(pairs) == 0:
+        return corpus.negatives
+    settings = [args.mine_negatives, args.mine_margin]
+    mined_folder = cache_folder(args, "mined", folder.name, settings)
+    if not on_rank0(mined_folder.exists):
+        documents = np.unique(np.concatenate([pairs[:, 1], corpus.negatives.ravel()]))
+        documents = documents[documents >= 0]
+        wanted = min(args.mine_negatives, len(documents))
+        mined = torch.zeros(len(pairs), args.mine_negatives, dtype=torch.int64, device=device)
+
+        def load(numbers):
+            return torch.from_numpy(vectors[numbers]).to(device).float()
+
+        for start in range(2048 * dist.get_rank(), len(pairs), 2048 * dist.get_world_size()):
+            part = slice(start, start + 2048)
+            queries = load(pairs[part, 0])
+            limit = (queries * load(pairs[part, 1])).sum(1, keepdim=True) - args.mine_margin
+            positives = torch.from_numpy(np.array(corpus.positives[part])).to(device)
+            best = torch.full((len(queries), 0), 0.0, device=device)
+            best_numbers = torch.zeros(len(queries), 0, dtype=torch.int64, device=device)
+            for first in range(0, len(documents), 16384):
+                block = documents[first : first + 16384]
+                numbers = torch.from_numpy(block).to(device).expand(len(queries), -1)
+                scores = queries @ load(block).T
+                scores = scores.masked_fill(scores > limit, -math.inf)
+                scores = scores.masked_fill(is_among(numbers[0], positives), -math.inf)
+                scores = torch.cat([best, scores], dim=1)
+                numbers = torch.cat([best_numbers, numbers], dim=1)
+                best, places = scores.topk(min(wanted, scores.shape[1]))
+                best_numbers = numbers.gather(1, places)
+            # one more than the number, so that 0 is none, and a sum over the ranks joins their rows
+            found = torch.where(best == -math.inf, 0, best_numbers + 1)
+            mined[part, : found.shape[1]] = found
+        dist.all_reduce(mined)
+        on_rank0(write_arrays, mined_folder, {"mined": mined.cpu().numpy() - 1})
+    mined = load_array(mined_folder, "mined")
+    logging.info(f"Mined {(mined >= 0).sum(1).mean():.1f} negatives for each query")
+    return np.concatenate([corpus.negatives, mined], axis=1)
+
+
+class Texts(NamedTuple):
+    """Texts for a forward pass, longest first, in groups of similar length that lie one after the
+    other; within a group all are padded to the longest."""
+
+    ids: torch.Tensor  # (T,) int64 tokens
+    mask: torch.Tensor  # (T,) int64, 0 where there is padding
+    positions: torch.Tensor  # (T,) int64 place of a token in its text
+    owner: torch.Tensor  # (T,) int32 the text of a token
+    starts: torch.Tensor  # (B + 1,) int32 where each text starts, and where the last one ends
+    order: torch.Tensor  # (B,) int64 which of these texts is the first, the second, ... asked for
+    shapes: list  # of (texts, length) for each group
+
+    def to(self, device):
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[:-1]]
+        return Texts(*moved, self.shapes)
+
+    def groups(self, tensor):
+        """The parts of a tensor (T, ...) that belong to each group, (texts, length, ...)."""
+        sizes = [texts * length for texts, length in self.shapes]
+        parts = tensor.split(sizes)
+        pairs = zip(parts, self.shapes, strict=True)
+        return [part.view(*shape, *part.shape[1:]) for part, shape in pairs]
+
+
+def lay_out(tokens, rows, least, waste):
+    """Texts `rows` (B,), in groups of at least so many, with at most this share of padding."""
+    by_length = np.argsort(-tokens.lengths[rows], kind="stable")
+    lengths = tokens.lengths[rows][by_length]
+    cuts = [0]
+    for i in range(least, len(rows) - least // 2):
+        if i - cuts[-1] >= least and lengths[i] < (1 - waste) * lengths[cuts[-1]]:
+            cuts.append(i)
+    ids = []
+    masks = []
+    positions = []
+    shapes = []
+    for part in np.split(by_length, cuts[1:]):
+        place = np.arange(tokens.lengths[rows[part]].max())
+        mask = place < tokens.lengths[rows[part], None]
+        source = np.minimum(tokens.offsets[rows[part], None] + place, len(tokens.ids) - 1)
+        ids.append(np.where(mask, tokens.ids[source], tokens.pad).ravel())
+        masks.append(mask.ravel())
+        positions.append(np.broadcast_to(place, mask.shape).ravel())
+        shapes.append(mask.shape)
+    padded = np.concatenate([np.full(texts, length) for texts, length in shapes])
+    arrays = [np.concatenate(parts).astype(np.int64) for parts in (ids, masks, positions)]
+    arrays.append(np.repeat(np.arange(len(rows), dtype=np.int32), padded))
+    arrays.append(np.cumsum([0, *padded], dtype=np.int32))
+    arrays.append(np.argsort(by_length))
+    return Texts(*map(torch.from_numpy, arrays), shapes)
+
+
+class TextBatch(NamedTuple):
+    """A micro-batch of phase 1."""
+
+    texts: Texts
+    targets: torch.Tensor  # (B, D) float16, the teacher's vectors
+    total: int  # texts of the whole step, all ranks
+
+    def to(self, device):
+        targets = self.targets.to(device, non_blocking=True)
+        return TextBatch(self.texts.to(device), targets, self.total)
+
+
+class PairBatch(NamedTuple):
+    """A micro-batch of phase 2: n queries, their positives, and their negatives, as B texts in this
+    order. The documents of the whole step, all ranks, are numbered through: those of its first
+    query (its positive, then its K negatives), those of its second, and so on. That makes M = total
+    (1 + K)."""
+
+    texts: Texts
+    targets: torch.Tensor  # (B, D) float16
+    slots: torch.Tensor  # places of the negatives in a table (n K,), which has gaps
+    pull: torch.Tensor  # (B,) weight of a text's distance: of all queries and all documents 0.5
+    labels: torch.Tensor  # (n,) the positives' numbers
+    positives: torch.Tensor  # (n, P) all positive texts of the queries, then -1
+    documents: torch.Tensor  # (M,) the text of each document, -1: none
+    arrival: torch.Tensor  # (total,) where a query's documents stand once the ranks' are gathered
+    most: int  # queries of the rank that has the most
+    total: int  # queries of the whole step, all ranks
+
+    def to(self, device):
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[1:-2]]
+        return PairBatch(self.texts.to(device), *moved, self.most, self.total)
+
+
+class TextData(Dataset):
+    """Phase 1: item (ids, whole) is a micro-batch of texts, and the global batch it is part of."""
+
+    def __init__(self, tokens, vectors, layout, dimensions):
+        self.tokens = tokens
+        self.vectors = vectors
+        self.layout = layout
+        self.dimensions = dimensions
+
+    def __getitem__(self, item):
+        ids, whole = item
+        return TextBatch(self.lay_out(ids), self.targets(ids), len(whole))
+
+    def lay_out(self, rows):
+        return lay_out(self.tokens, rows, *self.layout)
+
+    def targets(self, rows):
+        return torch.from_numpy(self.vectors[rows, : self.dimensions])
+
+
+class PairData(TextData):
+    """Phase 2: item (ids, whole) is a micro-batch of pairs, and the global batch it is part of."""
+
+    def __init__(self, args, corpus, negatives, sampler, *text_data):
+        super().__init__(*text_data)
+        self.args = args
+        self.corpus = corpus
+        self.negatives = negatives
+        self.accumulation = sampler.accumulation
+        self.world_size = sampler.num_replicas
+
+    def draw(self, whole):
+        """--num_negatives of each pair's negatives (total, K), -1 where there are fewer; as the
+        batches are new in every epoch, so are the draws."""
+        negatives = self.negatives[whole]
+        wanted = self.args.num_negatives
+        if negatives.shape[1] > wanted:
+            rng = np.random.default_rng([self.args.seed, *whole[:8]])
+            keys = rng.random(negatives.shape) + (negatives < 0)
+            chosen = np.argsort(keys, axis=1)[:, :wanted]
+            negatives = np.take_along_axis(negatives, chosen, axis=1)
+        return negatives
+
+    def __getitem__(self, item):
+        ids, whole = item
+        pairs = self.corpus.pairs
+        documents = np.concatenate([pairs[whole, 1:], self.draw(whole)], axis=1)
+        place_of = {number: place for place, number in enumerate(whole.tolist())}
+        mine = np.array([place_of[number] for number in ids.tolist()])
+        negatives = documents[mine, 1:].ravel()
+        slots = np.flatnonzero(negatives >= 0)
+        rows = np.concatenate([pairs[ids, 0], pairs[ids, 1], negatives[slots]])
+        pull = np.full(len(rows), 0.5 / (documents >= 0).sum(), np.float32)
+        pull[: len(ids)] = 0.5 / len(whole)
+
+        # as GlobalBatchSampler deals the global batch
+        parts = np.array_split(np.arange(len(whole)), self.accumulation)
+        dealt = []
+        for rank in range(self.world_size):
+            dealt.append(np.concatenate([part[rank :: self.world_size] for part in parts]))
+        most = max(map(len, dealt))
+        arrival = np.zeros(len(whole), np.int64)
+        for rank, places in enumerate(dealt):
+            arrival[places] = rank * most + np.arange(len(places))
+        return PairBatch(
+            self.lay_out(rows),
+            self.targets(rows),
+            torch.from_numpy(slots),
+            torch.from_numpy(pull),
+            torch.from_numpy(mine * documents.shape[1]),
+            torch.from_numpy(self.corpus.positives[ids]),
+            torch.from_numpy(documents.ravel()),
+            torch.from_numpy(arrival),
+            most,
+            len(whole),
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Model
+
+# The task in the default teacher's model card; its documents have no prompt.
+INFLY_PROMPT = (
+    "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+)
+# How a student may read texts: (texts in a group at least, share of padding in it at most) on CPUs
+# and on GPUs, where every group costs the time of many small kernels.
+LAYOUTS = {
+    "flat": {"cpu": (1, 0.0), "cuda": (1, 0.0)},  # no padding: flash attention parts the texts
+    "groups": {"cpu": (1, 0.02), "cuda": (32, 0.15)},  # one pass; attention group by group
+    "padded": {"cpu": (16, 0.15), "cuda": (64, 0.15)},  # a pass for each group
+}
+
+
+def find_hub(args):
+    """Say at once if the hub is needed and cannot be reached: its libraries would try for minutes.
+    Returns whether they must do without it. (rank 0)"""
+    from urllib.request import urlopen
+
+    names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
+    remote = []
+    for name in sorted(names):
+        local = name.startswith(("builtin:", "pydocs")) or Path(name).exists()
+        if not local and Path(name).suffix not in (".txt", ".jsonl", ".json", ".csv", ".parquet"):
+            remote.append(name)
+    if not remote or "HF_HUB_OFFLINE" in os.environ:
+        return "HF_HUB_OFFLINE" in os.environ
+    answers = []
+
+    def ask():
+        url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        with contextlib.suppress(OSError):
+            answers.append(urlopen(url, timeout=4).close())
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(5)  # to look up a name has no time limit of its own
+    if not answers:
+        logging.warning(f"no model hub: {', '.join(remote)} must already be on this machine")
+    return not answers
+
+
+def local_model(args, name, corpus):
+    """The folder of a model builtin:..., made if need be; other names as they are. (rank 0)"""
+    if not name.startswith("builtin:"):
+        return name
+    _, kind, *size = name.split(":")
+    options = [kind, f"--texts={corpus.folder}"]
+    if size:
+        options.append(f"--size={size[0]}")
+    if kind == "bert":
+        options += [f"--length={args.student_max_length or 64}", f"--seed={args.seed}"]
+    folder = cache_folder(args, kind, corpus.folder.name, options[2:])
+    run_tool("make_builtin_models.py", folder, *options)
     return str(folder)
 
-def load_model(name: str, what: str, **options):
-    """SentenceTransformer(name) on the CPU, or a ValueError that says what is missing and what needs no hub."""
+
+def load_model(name, what, **options):
+    """A SentenceTransformer, on the CPU."""
     import transformers
     from sentence_transformers import SentenceTransformer
-    transformers.logging.set_verbosity_error()  # its loading reports and bars, on every rank
-    transformers.logging.disable_progress_bar()
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # every rank has one
     try:
         return SentenceTransformer(name, device="cpu", **options)
     except (OSError, ValueError) as error:
         local = "builtin:lsa" if what == "teacher" else "builtin:bert"
-        raise ValueError(f"--{what}_model {name}: not a model folder, not on this machine and not fetched from the hub "
-                         f"({str(error).splitlines()[0][:160]}); without a download: a folder, {local}") from error
+        text = f"--{what}_model {name} is no model folder and is not on this machine"
+        reason = str(error).splitlines()[0][:200]
+        raise InputError(f"{text}; without a download: {local} ({reason})") from None
 
-def set_prompts(model, query: str | None, document: str | None, default_query: str = "") -> None:
+
+def set_prompts(model, query, document, default=""):
     """Texts before queries and documents: as given, else the model's own, else none."""
     own = model.prompts or {}
-    query = own.get("query") or default_query if query is None else query
-    model.prompts = {"query": query, "document": own.get("document") or "" if document is None else document}
+    if query is None:
+        query = own.get("query") or default
+    if document is None:
+        document = own.get("document") or ""
+    model.prompts = {"query": query, "document": document}
 
-def load_teacher(args: Namespace, name: str, device: torch.device):
-    """The teacher on `device`, in bfloat16 on accelerators (the default one is unstable in fp16)."""
-    infly = name.startswith("infly/")  # its own code, without which it is a different, causal model
-    options = {"trust_remote_code": args.trust_remote_code or infly, "revision": args.teacher_revision}
-    options |= {"model_kwargs": {"dtype": torch.bfloat16}} if device.type != "cpu" else {}
-    options |= {"config_kwargs": {"use_cache": False}} if infly else {}
+
+def load_teacher(args, name, device):
+    options = {"trust_remote_code": args.trust_remote_code}
+    prompt = ""
+    if device.type != "cpu":
+        options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
+    if name.startswith("infly/"):  # without its own code it would be another, causal model
+        options["trust_remote_code"] = True
+        options["config_kwargs"] = {"use_cache": False}
+        prompt = INFLY_PROMPT
     teacher = load_model(name, "teacher", **options)
-    set_prompts(teacher, args.teacher_query_prompt, args.teacher_document_prompt, INFLY_PROMPT if infly else "")
+    set_prompts(teacher, args.teacher_query_prompt, args.teacher_document_prompt, prompt)
     if args.teacher_max_length:
         if teacher.max_seq_length == math.inf:
-            raise ValueError(f"--teacher_max_length: {name} has no maximum length")
+            raise InputError(f"--teacher_max_length: {name} has no maximum length")
         teacher.max_seq_length = args.teacher_max_length
-    if (args.teacher_dim or 0) > teacher.get_embedding_dimension():
-        raise ValueError(f"--teacher_dim {args.teacher_dim}: {name} has {teacher.get_embedding_dimension()} dimensions")
     return teacher.to(device).eval()
 
-def keep_layers(student, count: int) -> None:
-    """Keep `count` evenly spaced layers of the transformer, first and last included (layer reduction)."""
-    network, depth = student[0].model, student[0].model.config.num_hidden_layers
-    stacks = [(m, n) for m in network.modules() for n, c in m.named_children()
-              if isinstance(c, torch.nn.ModuleList) and len(c) == depth]
-    if not stacks or not 1 <= count <= depth:
-        raise ValueError(f"--student_layers {count}: the student has {depth} layers in {len(stacks)} stacks")
-    kept = [int(i * (depth - 1) / max(1, count - 1) + 0.5) for i in range(count)]
-    for parent, name in stacks:
-        setattr(parent, name, torch.nn.ModuleList(getattr(parent, name)[i] for i in kept))
-    network.config.num_hidden_layers = count
-    log0(f"student keeps layers {kept} of {depth}")
 
-def load_student(args: Namespace, name: str):
-    """The student as a SentenceTransformer that ends in Normalize, without a head."""
-    from sentence_transformers.sentence_transformer.modules import Normalize
-    dropout = args.student_dropout
-    config = {} if dropout is None else {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+def load_student(args, name):
+    """A SentenceTransformer that ends in Normalize, without a head."""
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    config = {}
+    if args.student_dropout is not None:
+        config["hidden_dropout_prob"] = args.student_dropout
+        config["attention_probs_dropout_prob"] = args.student_dropout
     options = {"config_kwargs": config, "model_kwargs": {"dtype": torch.float32}}
-    student = load_model(name, "student", trust_remote_code=args.trust_remote_code, **options)
+    options["trust_remote_code"] = args.trust_remote_code
+    student = load_model(name, "student", **options)
     if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
-        raise ValueError(f"--student_model {name}: {type(student[0]).__name__} is no transformer with a fast tokenizer")
+        raise InputError(f"--student_model {name}: no transformer with a fast tokenizer")
+    if len(student) < 2 or not isinstance(student[1], Pooling):
+        raise InputError(f"--student_model {name}: its second module must be Pooling")
     if args.student_layers:
-        keep_layers(student, args.student_layers)
-    student.max_seq_length = args.student_max_length or student.max_seq_length
+        keep_layers(student[0].model, args.student_layers)
+    if args.student_max_length:
+        student.max_seq_length = args.student_max_length
     if student.max_seq_length is None:
-        raise ValueError(f"--student_model {name} states no maximum length: give --student_max_length")
+        raise InputError(f"--student_model {name} has no maximum length: --student_max_length")
     set_prompts(student, args.student_query_prompt, args.student_document_prompt)
-    if any(student.prompts.values()) and not getattr(student[1], "include_prompt", True):
-        raise ValueError(f"--student_model {name} pools without its prompts: give --student_query_prompt= "
-                         "--student_document_prompt=")
+    if any(student.prompts.values()) and not student[1].include_prompt:
+        hint = "--student_query_prompt= --student_document_prompt= leaves them out"
+        raise InputError(f"--student_model {name} pools without its prompts: {hint}")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     return student
 
-class Student(torch.nn.Module):
-    """A SentenceTransformer as one forward pass over groups of texts of similar length."""
-    def __init__(self, model, dtype: torch.dtype, device: torch.device):
+
+def keep_layers(network, wanted):
+    """Keep so many evenly spaced layers of a transformer, the first and the last among them."""
+    config = network.config
+    depth = config.num_hidden_layers
+    stacks = []
+    for module in network.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == depth:
+                stacks.append((module, name, child))
+    if not stacks or wanted > depth:
+        raise InputError(f"--student_layers {wanted}: the student has {depth} layers")
+    kept = [int(i * (depth - 1) / max(1, wanted - 1) + 0.5) for i in range(wanted)]
+    for module, name, child in stacks:
+        setattr(module, name, nn.ModuleList([child[i] for i in kept]))
+    # a list with an entry for each layer, such as layer_types of ModernBERT and Qwen3
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, name, [value[i] for i in kept])
+    config.num_hidden_layers = wanted
+    logging.info(f"The student keeps its layers {kept} of {depth}")
+
+
+class Student(nn.Module):
+    """A SentenceTransformer that reads Texts."""
+
+    def __init__(self, model, dtype):
         super().__init__()
-        self.model, self.dtype, self.device_type, self.embed = model, dtype, device.type, self.embed_group
-    def embed_group(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids, mask (B, L) int64 -> unit vectors (B, D) float32. Pooling and head run in float32."""
-        with torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32):
-            features = self.model[0]({"input_ids": ids, "attention_mask": mask})
-        features["token_embeddings"] = features["token_embeddings"].float()
-        for module in list(self.model)[1:]:  # a slice of it would be a new SentenceTransformer
+        self.model = model
+        self.dtype = dtype  # of autocast
+        self.layout = "padded"
+        self.own_modules = len(model)  # what comes behind is the head
+
+    def add_head(self, hidden, dimensions):
+        """The original has the norm before GELU, which sentence-transformers has no modules for."""
+        from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
+
+        width = self.model.get_embedding_dimension()
+        self.model.append(Dense(width, hidden, activation_function=nn.GELU()))
+        self.model.append(LayerNorm(hidden))
+        self.model.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
+        self.model.append(Normalize())
+
+    def dimensions(self, head):
+        modules = list(self.model)
+        if not head:
+            modules = modules[: self.own_modules]
+        for module in reversed(modules):
+            if hasattr(module, "get_embedding_dimension"):
+                return module.get_embedding_dimension()
+        raise InputError("no module of the student says how many dimensions it has")
+
+    def forward(self, texts, head=True):
+        """Unit vectors (B, D) in float32, in the order in which the texts were asked for."""
+        network, pooling = self.model[0], self.model[1]
+        ids = texts.groups(texts.ids)
+        masks = texts.groups(texts.mask)
+        device = texts.ids.device.type
+        # one autocast around all groups: it makes copies of all weights, and keeps them to its end
+        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+            if self.layout == "padded":
+                states = []
+                for group, mask in zip(ids, masks, strict=True):
+                    features = network({"input_ids": group, "attention_mask": mask})
+                    states.append(features["token_embeddings"].float())
+            else:
+                output = network.model(
+                    input_ids=texts.ids[None],
+                    position_ids=texts.positions[None],
+                    texts=texts,
+                    flat=self.layout == "flat",
+                )
+                states = output.last_hidden_state[0].float()
+        if self.layout == "flat":
+            features = {"cu_seq_lens_q": texts.starts, "seq_idx": texts.owner[None]}
+            features["token_embeddings"] = states[None]
+            vectors = pooling(features)["sentence_embedding"]
+        else:
+            if self.layout == "groups":
+                states = texts.groups(states)
+            pooled = []
+            for group, mask in zip(states, masks, strict=True):
+                features = {"token_embeddings": group, "attention_mask": mask}
+                pooled.append(pooling(features)["sentence_embedding"])
+            vectors = torch.cat(pooled)
+        features = {"sentence_embedding": vectors.index_select(0, texts.order)}
+        modules = list(self.model)  # a slice of a SentenceTransformer would be another one
+        for module in modules[2 : None if head else self.own_modules]:
             features = module(features)
         return features["sentence_embedding"]
-    def forward(self, groups: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """Groups of (places, ids, mask) -> (B, D), in the order of the texts before grouping."""
-        vectors = torch.cat([self.embed(ids, mask) for _, ids, mask in groups])
-        return torch.empty_like(vectors).index_copy(0, torch.cat([places for places, _, _ in groups]), vectors)
 
-def build_student(args: Namespace, ddp: DDPContext, name: str, teacher_dim: int) -> Student:
-    """The student with its head, if any, on the device. Stock modules cannot say the original's norm before GELU."""
-    from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
-    torch.manual_seed(args.seed)  # the same on all ranks, unlike dropout's
-    model, hidden = load_student(args, name), args.projection_hidden
-    width = model.get_embedding_dimension()
-    if args.use_projection:
-        model.extend([Dense(width, hidden, activation_function=torch.nn.GELU()), LayerNorm(hidden),
-                      Dense(hidden, teacher_dim, activation_function=torch.nn.Identity()), Normalize()])
-        log0(f"projection mode: student {width} -> {hidden} -> teacher {teacher_dim} dimensions")
-    elif teacher_dim < width:
-        raise ValueError(f"--use_projection=False needs {width} teacher dimensions for this student, not {teacher_dim}")
-    else:
-        log0(f"MRL mode, no projection: the target is the first {width} of {teacher_dim} teacher dimensions")
-    width = model.get_embedding_dimension()
-    if any(d > width for d in args.matryoshka_dims):
-        raise ValueError(f"--matryoshka_dims {args.matryoshka_dims}: the student's vector has {width} dimensions")
-    return Student(model.to(ddp.device), resolve_precision(args.precision, ddp.device), ddp.device)
 
-def freeze_unused(student: Student, tokens: Tokens, device: torch.device) -> None:
-    """Freeze what gets no gradient (BERT's pooler), so that DDP need not look for it in every step. It stays in the
-    model, so that the saved one loads without complaint."""
-    ids, mask = tokens.padded(np.arange(min(2, len(tokens.lengths))))
-    with torch.random.fork_rng():
-        student.embed(ids.to(device), mask.to(device)).sum().backward()
-    unused = [name for name, p in student.named_parameters() if p.grad is None]
-    for name, parameter in student.named_parameters():
-        parameter.requires_grad_(name not in unused)
-    student.zero_grad(set_to_none=True)
-    if unused:
-        log0(f"not trained, since they get no gradient: {', '.join(unused)}")
+def attend(module, query, key, value, mask, scaling=None, dropout=0.0, **options):
+    """Attention, for transformers' models, within each of the texts that lie one after the other in
+    query, key and value (1, H, T, D). Returns (1, T, H, D)."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed tensors for the next ones: fetching it can be half of a CPU's step."""
-    import ctypes
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**31 - 1), mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+    texts = options["texts"]
+    causal = getattr(module, "is_causal", False)
+    query, key, value = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, H, D)
+    if options["flat"]:
+        longest = texts.shapes[0][1]
+        output = varlen_attn(
+            query,
+            key,
+            value,
+            texts.starts,
+            texts.starts,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1, 0) if causal else (-1, -1),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output[None], None
+    outputs = []
+    parts = [texts.groups(tensor) for tensor in (query, key, value, texts.mask)]
+    for *group, mask in zip(*parts, strict=True):
+        # where tokens see only those before them, padding behind them changes nothing
+        seen = None if causal else mask[:, None, None].bool()
+        group = [tensor.transpose(1, 2) for tensor in group]
+        output, _ = sdpa_attention_forward(module, *group, seen, dropout, scaling, is_causal=causal)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs)[None], None
 
-# ---- Loss ----------------------------------------------------------------------------------------
-
-def distance_loss(student: Tensor, target: Tensor, l2_weight: float, cosine_weight: float) -> Tensor:
-    """l2_weight * |s - t|^2 (summed over D) + cosine_weight * (1 - cos(s, t)); s, t (B, D) of unit length -> (B,)."""
-    cosine = (student * target).sum(-1)
-    return l2_weight * (student - target).square().sum(-1) + cosine_weight * (1 - cosine)
-
-def infonce_loss(query: Tensor, documents: Tensor, labels: Tensor, masked: Tensor, temperature: float) -> tuple:
-    """-log softmax(q . d / T) at each query's positive (van den Oord et al. 2018), in float32. query (B, D), documents
-    (M, D), labels (B,) columns of the positives, masked (B, M) columns left out -> losses (B,), logits (B, M)."""
-    logits = (query.float() @ documents.float().T / temperature).masked_fill(masked, -math.inf)
-    return F.cross_entropy(logits, labels, reduction="none"), logits
-
-def kl_loss(logits: Tensor, teacher_logits: Tensor, masked: Tensor) -> Tensor:
-    """KL(softmax(teacher_logits) || softmax(logits)) over the columns that are not masked; (B, M) -> (B,)."""
-    target = F.log_softmax(teacher_logits.masked_fill(masked, -math.inf), dim=-1)
-    return (target.exp() * (target - F.log_softmax(logits, dim=-1))).masked_fill(masked, 0.0).sum(-1)
-
-def false_negatives(ids: Tensor, labels: Tensor, teacher_scores: Tensor, margin: float) -> Tensor:
-    """Columns that must not count as negatives (B, M): absent (id -1), the positive's text again, or scored by
-    the teacher above the positive + margin (Solatorio 2024). ids (M,), labels (B,), teacher_scores (B, M)."""
-    above = teacher_scores > teacher_scores.gather(1, labels[:, None]) + margin
-    return (above | (ids == -1) | (ids == ids[labels][:, None])).scatter(1, labels[:, None], False)
-
-class GatherRows(torch.autograd.Function):
-    """All ranks' rows (W * B, ...) in rank order; the gradient flows back to every rank's own rows."""
-    @staticmethod
-    def forward(ctx, rows: Tensor) -> Tensor:
-        ctx.size, gathered = len(rows), rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        gather(gathered, rows.contiguous())
-        return gathered
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank() * ctx.size :][: ctx.size]
-
-def gather_rows(rows: Tensor, most: int, world_size: int) -> Tensor:
-    """Rows of all ranks (W * most, ...), each rank's padded with zeros to `most`; differentiable. (all ranks)"""
-    rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, most - len(rows)))
-    return GatherRows.apply(rows) if world_size > 1 else rows
-
-# ===== shared DDP block: begin (identical in every script; tests/test_shared_block.py) =====
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors (exit status 2) that name the nearest known option."""
-    source = ""  # "FILE: " while a --config file is being read
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
-    def unknown(self, key: str) -> NoReturn:
-        known, last = [option.lstrip("-") for option in self._option_string_actions], key.rpartition(".")[2]
-        near = difflib.get_close_matches(key, known, 1, 0.8) + difflib.get_close_matches(last, known, 1, 0.5)
-        self.error(f"unknown option {key!r}; " + (f"the nearest known one is {near[0]!r}" if near else "see --help"))
-
-def boolean(text: str) -> bool:
-    """True, yes, on, 1 or False, no, off, 0, in any case (argparse's type=bool takes 'False' for True)."""
-    if (value := str(text).lower()) not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of True, False, yes, no, 1, 0")
-    return value in ("true", "yes", "on", "1")
-
-LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # and the others' names for these
-             "Open MPI": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-             "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "PALS": ("PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-             "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")}
-# Who this process is among the ranks (numbers), where its tensors live (torch.device), and by what it was started.
-DDPContext = collections.namedtuple("DDPContext", "rank world_size local_rank local_world_size device backend launcher")
-LOGGER = logging.getLogger("ddp")
-log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 alone
-FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}  # --name or --name=False
-
-def add_ddp_arguments(parser: ArgumentParser, output_dir: str, wandb_project: str) -> None:
-    """The options that every script has: batch and step, checkpoints, logging, runtime."""
-    g = parser.add_argument_group("Step").add_argument
-    g("--global_batch_size", type=int, help="samples per optimizer step, on any number of GPUs (sets --accumulation)")
-    g("--accumulation", type=int, default=1, help="micro-batches per optimizer step")
-    g("--lr_scaling", default="none", choices=("none", "linear", "sqrt", "conservative"), help="by the number of ranks")
-    g("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm (0 = no clipping)")
-    g("--max_bad_steps", type=int, default=10, help="non-finite steps in a row that end the run")
-    g("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="auto: bf16 where the GPU has it")
-    g("--compile", help="torch.compile the model", **FLAG)
-    g("--seed", type=int, default=42, help="one seed for initialisation, split, order and noise")
-    g = parser.add_argument_group("Checkpoints").add_argument
-    g("--output_dir", default=output_dir, help="checkpoints, metrics, summary; a run found there is resumed")
-    g("--fresh", help="start anew; a run in --output_dir is moved aside", **FLAG)
-    g("--save_every", type=int, default=500, help="optimizer steps between checkpoints")
-    g("--keep_checkpoints", type=int, default=2, help="checkpoints to keep beside best.pt")
-    g("--max_minutes", type=float, default=0.0, help="write a checkpoint and stop after so long (0 = no limit)")
-    g = parser.add_argument_group("Logging").add_argument
-    g("--log_every", type=int, default=10, help="optimizer steps between log lines")
-    g("--wandb_mode", default="auto", choices=("auto", "online", "offline", "disabled"), help="auto: online with a key")
-    g("--wandb_project", default=wandb_project, help="wandb project")
-    g("--wandb_name", help="wandb run name")
-    g = parser.add_argument_group("Runtime").add_argument
-    g("--config", help="YAML or JSON file of defaults; the command line wins")
-    g("--nproc", type=int, default=0, help="start so many processes on this machine (plain python only)")
-    g("--device", default="auto", choices=("auto", "cuda", "xpu", "cpu"), help="auto: the accelerator if there is one")
-    g("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "ccl", "xpu"), help="auto: by device")
-    g("--ddp_timeout_minutes", type=float, help="limit of a collective [default: NCCL_TIMEOUT seconds, else 30]")
-    g("--local_rank", type=int, help="set by torch.distributed.launch")
-
-def split_tokens(parser: ArgumentParser, argv: list[str]) -> list[str]:
-    """A command line with `key=value`, `--key value` and `--key-with-hyphens` brought to `--key=value`."""
-    options, tokens, wants_value = parser._option_string_actions, [], False
-    for token in argv:
-        key, equals, value = token.partition("=")
-        if token.startswith("--") or (equals and not wants_value and re.fullmatch(r"[A-Za-z_][\w.]*", key)):
-            key = "--" + key.removeprefix("--").replace("-", "_")
-            if key not in options:
-                parser.unknown(key[2:])
-            token, wants_value = key + equals + value, not equals and options[key].nargs is None
-        elif wants_value:
-            token, wants_value = f"{tokens.pop()}={token}", False
-        tokens.append(token)
-    return tokens
-
-def read_config(parser: ArgumentParser, path: str) -> list[str]:
-    """A YAML or JSON file as tokens. In a section training: training.batch_size, or batch_size of its --help group."""
-    import yaml
-    options, tokens, parser.source = parser._option_string_actions, [], f"{path}: "
-    try:
-        tree = (json.loads if path.endswith(".json") else yaml.safe_load)(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(" ".join(str(error).split()))
-    if not isinstance(tree, dict):
-        parser.error(f"holds {type(tree).__name__}, not a mapping of option names to values")
-    groups = {(group.title or "").lower(): group._group_actions for group in parser._action_groups}
-    def walk(node: dict, prefix: str, inside: list) -> None:
-        for key, value in node.items():
-            name = f"--{key}" if options.get(f"--{key}") in inside else f"--{prefix}{key}"
-            if name not in options and isinstance(value, dict):
-                walk(value, f"{prefix}{key}.", groups.get(str(key).lower(), []))
-            elif name not in options:
-                parser.unknown(f"{prefix}{key}")
-            elif value is not None:
-                value = ",".join(map(str, value)) if isinstance(value, list) else value
-                tokens.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    walk(tree, "", [])
-    parser.parse_args(tokens)  # wrong values are errors of the file, too
-    parser.source = ""
-    return tokens
-
-def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line over a --config file over the defaults. `args.given`: names of what the user set."""
-    tokens = split_tokens(parser, sys.argv[1:] if argv is None else argv)
-    if configs := [token.partition("=")[2] for token in tokens if token.startswith("--config=")]:
-        tokens = read_config(parser, configs[-1]) + tokens
-    args, options = parser.parse_args(tokens), parser._option_string_actions
-    args.given = sorted({options[name].dest for token in tokens if (name := token.partition("=")[0]) in options})
-    for name in ("accumulation", "save_every", "log_every", "keep_checkpoints", "max_bad_steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.global_batch_size is not None and (args.global_batch_size < 1 or "accumulation" in args.given):
-        parser.error(f"--global_batch_size {args.global_batch_size}: above 0; it or --accumulation, one of the two")
-    if args.global_batch_size and "lr_scaling" in args.given and args.lr_scaling != "none":
-        parser.error(f"--lr_scaling {args.lr_scaling}: the fixed --global_batch_size does not grow with the ranks")
-    args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
-    return args
-
-def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, str]:
-    """(rank, world size, local rank, local world size, launcher); `devices`: processes that this node can take."""
-    def number(name: str) -> int | None:
-        if env.get(name) and not env[name].isdigit():
-            raise ValueError(f"{name}={env[name]!r} is not a number")
-        return int(env[name]) if env.get(name) else None
-    for launcher, names in LAUNCHERS.items():
-        rank, world, local, local_world = map(number, names)
-        if rank is None:
-            continue
-        if launcher == "PALS" and world is None and (world := number("PMI_SIZE")) is None:
-            with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py; no MPI library for it
-                from mpi4py import MPI
-                world = MPI.COMM_WORLD.Get_size()
-        if launcher == "Hydra" and local is None:  # PALS and srun --mpi=pmi2 set PMI_RANK beside their own variables
-            local, local_world = map(number, LAUNCHERS["PALS" if env.get("PALS_LOCAL_RANKID") else "SLURM"][2:])
-        if world is None:
-            raise ValueError(f"{names[0]}={rank} is set but no world size is: export {names[1]}")
-        if rank >= world:
-            raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world}")
-        if local is None and world > devices:
-            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit {devices} places: export {names[2]}")
-        local = rank if local is None else local
-        return rank, world, local, local_world or min(world, max(devices, local + 1)), launcher
-    return 0, 1, 0, 1, "python"
-
-def find_master(env: dict[str, str], world_size: int, local_world_size: int) -> tuple[str, str]:
-    """(MASTER_ADDR, MASTER_PORT): as set, else the job's first host, else this one if it holds all ranks."""
-    job = re.match(r"\d*", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "").group()
-    port = env.get("MASTER_PORT") or (str(20000 + int(job) % 20000) if job else "29500")
-    if env.get("MASTER_ADDR"):
-        return env["MASTER_ADDR"], port
-    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9]-ib,login1" -> "gpu03-ib"; split at commas in no bracket
-        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", env["SLURM_JOB_NODELIST"])[0]), port
-    if env.get("PBS_NODEFILE"):
-        return Path(env["PBS_NODEFILE"]).read_text().split()[0], port
-    if world_size > local_world_size:
-        raise ValueError(f"{world_size} ranks on several nodes and MASTER_ADDR is not set: export the first one's")
-    return "localhost", port
-
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The accelerator number `local_rank` (0 where the launcher shows each rank one), or the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "cpu" or (name == "auto" and (found is None or found.type not in ("cuda", "xpu"))):
-        return torch.device("cpu")
-    if found is None or name not in ("auto", found.type):
-        raise ValueError(f"--device {name}: this machine shows {found.type if found else 'no accelerator'}")
-    if 1 < (count := torch.accelerator.device_count()) <= local_rank:
-        raise ValueError(f"local rank {local_rank} has no device: {count} are visible: start at most {count} per node")
-    torch.accelerator.set_device_index(index := local_rank if count > 1 else 0)
-    return torch.device(found.type, index)
-
-def choose_backend(name: str, device: torch.device) -> str:
-    """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
-    if (serves := {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)) != device.type:
-        raise ValueError(f"--backend {name} serves {serves} devices, the device is {device.type}: use --backend auto")
-    if name == "gloo" or device.type == "cpu":
-        return "gloo"
-    if device.type == "cuda" and not dist.is_nccl_available():
-        raise ValueError("this torch was built without NCCL: use --backend gloo")
-    if device.type == "cuda" or dist.is_xccl_available():
-        return "nccl" if device.type == "cuda" else "xccl"
-    with contextlib.suppress(ImportError):
-        importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend "ccl"
-        return "ccl"
-    warn("no xccl in this torch and no oneCCL bindings: falling back to gloo, which is slow")
-    return "gloo"
-
-def setup_ddp(args: argparse.Namespace) -> DDPContext:
-    """Find this process's rank and device, start its log, signals and the process group. (all ranks)"""
-    env = ({} if args.local_rank is None else {"LOCAL_RANK": str(args.local_rank)}) | os.environ
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = 0 if args.device == "cpu" or not torch.accelerator.is_available() else torch.accelerator.device_count()
-    rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
-    launcher = "--nproc" if getattr(args, "nproc", 0) > 1 else launcher
-    start_logging(rank)
-    device = choose_device(args.device, local_rank)
-    backend = choose_backend(args.backend, device)
-    if "OMP_NUM_THREADS" not in env:
-        torch.set_num_threads(max(1, cores // local_world_size))
-    log_all(f"Process {rank}/{world_size} started")
-    if world_size > 1:
-        address, port = find_master(env, world_size, local_world_size)
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
-        limit = timedelta(minutes=args.ddp_timeout_minutes or float(env.get("NCCL_TIMEOUT") or 1800) / 60)
-        ids = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
-        try:
-            dist.init_process_group(backend, timeout=limit, **ids)
-        except dist.DistNetworkError as error:
-            advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
-            busy = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
-            raise RuntimeError(busy if "EADDRINUSE" in str(error) else advice) from error
-        log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # not before: no handler runs while init waits
-        signal.signal(number, StepGuard.on_signal)
-    log_all(f"Using device: {device}")
-    return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
-
-def cleanup() -> None:  # destroy the process group, once main has returned
-    gc.collect()  # while a tensor or the DDP object is alive, gloo's threads abort one good exit in four
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, spawned: bool = False) -> int:
-    """Run `main(args)` as this rank, or in --nproc new processes (`spawned`: one of them); returns the exit status."""
-    try:
-        if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-            raise ValueError(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
-        if args.nproc and not spawned:
-            _, world_size, _, _, launcher = find_ranks(dict(os.environ), sys.maxsize)
-            if world_size > 1 or launcher == "torchrun":
-                raise ValueError(f"--nproc {args.nproc}: {launcher} has already started {world_size} ranks: drop it")
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    if args.nproc > 1 and not spawned:
-        return start_processes(main, args)
-    try:
-        return record(main)(args)
-    except Exception:  # whatever it is: said with its rank and traceback, and a status of 1
-        LOGGER.error("failed on rank %s\n%s", os.environ.get("RANK", "0"), traceback.format_exc())
-        if dist.is_initialized():  # peers may be gone: no waiting for them in destroy or at exit
-            sys.stdout.flush()
-            os._exit(1)
-        return 1
-    finally:
-        cleanup()
-
-def start_processes(main: Callable, args: argparse.Namespace) -> int:
-    """Start --nproc ranks of `main` on this machine; passes signals on to them and their exit status back."""
-    with socket.create_server(("localhost", 0)) as probe:
-        os.environ.update({"MASTER_PORT": str(probe.getsockname()[1])} | os.environ | {"MASTER_ADDR": "localhost"})
-    context = torch.multiprocessing.spawn(run_process, (main, args), nprocs=args.nproc, join=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda n, _: [os.kill(p.pid, n) for p in context.processes if p.is_alive()])
-    try:
-        while not context.join(grace_period=5):
-            continue
-    except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    return 0
-
-def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:  # of start_processes
-    os.environ.update(zip(LAUNCHERS["torchrun"], 2 * (str(local_rank), str(args.nproc)), strict=True))
-    sys.exit(launch(main, args, spawned=True))
-
-def start_logging(rank: int) -> None:
-    """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
-    line = logging.Formatter(f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S")
-    LOGGER.handlers, LOGGER.propagate, LOGGER.rank = [logging.StreamHandler(sys.stdout)], False, rank
-    LOGGER.handlers[0].setFormatter(line)
-    LOGGER.setLevel(logging.INFO)
-
-def log0(text: str) -> None:  # (rank 0 only)
-    if getattr(LOGGER, "rank", 0) == 0:
-        LOGGER.info(text)
-
-def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
-    """Sums over all ranks in float64, in one collective and one host sync. (all ranks, same keys)"""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ddp.device).squeeze() for v in sums.values()])
-    if ddp.world_size > 1:
-        dist.all_reduce(packed)
-    return dict(zip(sums, packed.tolist(), strict=True))
-
-def barrier(ddp: DDPContext) -> None:  # (all ranks)
-    reduce_sums(ddp, {"ranks": 1.0})  # dist.barrier() would choose a device of its own on NCCL
-
-def on_rank0(ddp: DDPContext, function: Callable, *args):
-    """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
-    outcome, error, StepGuard.beat = [None, None], None, math.inf  # however long rank 0 takes
-    try:
-        outcome[0] = function(*args) if ddp.rank == 0 else None
-    except Exception as caught:
-        error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
-    if ddp.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0, device=ddp.device)
-    StepGuard.beat = time.monotonic()
-    if outcome[1] is not None:
-        raise error or RuntimeError(f"rank 0 failed in {function.__name__}: {outcome[1]}")
-    return outcome[0]
-
-def require_same(ddp: DDPContext, what: str, value: bytes) -> None:
-    """Raises RuntimeError on all ranks if `value` differs between ranks. (all ranks)"""
-    digest = hashlib.sha256(value).digest()
-    if reduce_sums(ddp, {"other": float(on_rank0(ddp, lambda: digest) != digest)})["other"]:
-        raise RuntimeError(f"the ranks disagree on {what}: do all nodes see the same files and versions?")
-
-def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
-    """ids (B,) int64 -> (B, draws) float32 in [0, 1) by seed, epoch, id, draw alone: SplitMix64 (Steele et al. 2014)"""
-    def mix(x: torch.Tensor) -> torch.Tensor:  # int64 wraps; the masks make the shifts logical
-        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-        x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-        return x ^ ((x >> 31) & 0x1FFFFFFFF)
-    golden, state = -0x61C8864680B583EB, torch.zeros((), dtype=torch.int64, device=ids.device)
-    for part in (seed, epoch, stream):
-        state = mix(state * golden + part + 1)
-    rows = mix(mix(ids.long() + state) * golden + 1)[:, None]
-    return ((mix(rows + torch.arange(1, draws + 1, device=ids.device) * golden) >> 40) & 0xFFFFFF).float() / 2**24
-
-def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
-    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any world size."""
-    cell = world_size * args.batch_size
-    if kept and args.global_batch_size not in (None, kept):
-        raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
-    total = kept or args.global_batch_size or cell * args.accumulation
-    if total % cell and not kept:
-        raise ValueError(f"--global_batch_size {total} is not a multiple of {world_size} ranks x --batch_size "
-                         f"{args.batch_size} = {cell}")
-    micro = total / world_size / (accumulation := -(-total // cell))
-    log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    log0(f"global batch {total} = {world_size} ranks x {micro:g} x {accumulation} accumulation")
-    return total, accumulation
-
-def scaled_lr(lr: float, rule: str, world_size: int) -> float:
-    """--lr_scaling of the rate to `world_size` ranks (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
-    factor = {"none": 1, "linear": world_size, "sqrt": world_size**0.5, "conservative": min(world_size, 6)}[rule]
-    if factor != 1:
-        log0(f"learning rate {lr:g} x {factor:g} ({rule} scaling, {world_size} ranks) = {lr * factor:g}")
-    return lr * factor
-
-def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
-    """Factor on the rate at 0-based `step`: warm-up from above zero, then constant or decaying to zero at `total`."""
-    done = (step - warmup) / max(1, total - warmup)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
-    return (step + 1) / (warmup + 1) if step < warmup else decay
-
-class GlobalBatchSampler(DistributedSampler):
-    """The items, shuffled by (seed, epoch) alone, cut into global batches (what is left over waits for another epoch),
-    dealt round-robin to the ranks, cut into micro_steps. Yields this rank's micro-batches (int64 ids) from `start` on.
-    `cut(ids, epoch)` may regroup the items of `window` batches into as many: length buckets, token or node budgets."""
-    def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
-                 cut: Callable | None = None):
-        super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
-        if n < global_batch or global_batch < ddp.world_size * micro_steps:
-            raise ValueError(f"{n} samples, global batch {global_batch}, {ddp.world_size} ranks x {micro_steps} "
-                             "micro-batches: each must be at least the next")
-        self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
-        self.window, self.cut = window, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
-    def __len__(self) -> int:  # micro-batches left in the epoch
-        return max(0, self.n // self.global_batch - self.start) * self.micro_steps
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        self.epoch, self.start = epoch, start
-    def permuted(self, positions: np.ndarray) -> np.ndarray:
-        """Items at `positions` of the shuffle, by a Feistel network (randperm: 2 s, 480 MB a rank for 60 M items)."""
-        half = max(1, ((self.n - 1).bit_length() + 1) // 2)
-        mask, keys = (1 << half) - 1, np.random.SeedSequence([self.seed, self.epoch]).generate_state(8, np.uint64)
-        items, walk = positions.astype(np.uint64), np.ones(len(positions), bool)
-        while walk.any():
-            left, right = items[walk] >> np.uint64(half), items[walk] & np.uint64(mask)
-            for key in keys:
-                mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-                mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-                left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & np.uint64(mask))
-            items[walk] = (left << np.uint64(half)) | right
-            walk = items >= self.n  # cycle walking (Black and Rogaway 2002)
-        return items.astype(np.int64)
-    def batches(self, start: int = 0) -> Iterator[np.ndarray]:
-        """Global batches of the epoch from number `start` on. (the same on all ranks)"""
-        end, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
-        windows = (np.arange(low, min(low + stride, end)) for low in range(start // self.window * stride, end, stride))
-        batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
-        return itertools.islice(batches, start % self.window, None)  # its first window holds batch `start`
-    def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
-        """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
-        mine = batch[self.rank if rank is None else rank :: self.num_replicas]
-        ends = [len(mine) * micro // self.micro_steps for micro in range(self.micro_steps + 1)]
-        return [mine[a:b] for a, b in itertools.pairwise(ends)]
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return itertools.chain.from_iterable(map(self.deal, self.batches(self.start)))
-    def fingerprint(self) -> bytes:
-        """Hash of the plan's inputs and of its first and last 1,000 batches, for require_same."""
-        digest = hashlib.sha256(repr((self.n, self.global_batch, self.seed, self.epoch)).encode())
-        for start in {0, max(0, self.n // self.global_batch - 1000)}:
-            for batch in itertools.islice(self.batches(start), 1000):
-                digest.update(batch.tobytes())
-        return digest.digest()
-
-def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
-    """DistributedDataParallel; the model itself in a world of one. Every parameter must get a gradient."""
-    if ddp.world_size == 1:
-        return model
-    ids = None if ddp.device.type == "cpu" else [ddp.device.index]
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
-    wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
-    # the first backward pass fixes the order of 3 ranks' sums: one of zeros, so that a resume does not change it
-    zero, wrapped.module = sum((p * 0).sum() for p in model.parameters() if p.requires_grad), torch.nn.Identity()
-    wrapped(zero).backward()
-    wrapped.module = model
-    wrapped.zero_grad(set_to_none=True)
-    return wrapped
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:  # without DDP's and torch.compile's wrappers
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    return model
-
-def sync_gradients(model: torch.nn.Module, last: bool):
-    """Context for a micro-batch's forward and backward: gradients are all-reduced in the last one only."""
-    wrapped = getattr(model, "_orig_mod", model)
-    return contextlib.nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
-
-def resolve_precision(name: str, device: torch.device) -> torch.dtype:  # of --precision
-    if name == "fp16" and device.type == "cpu":
-        raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
-    has_bf16 = device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = torch.bfloat16 if has_bf16 else torch.float32
-    return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-class StepGuard:
-    """The end of an optimizer step, and what all ranks agree on there: non-finite numbers, signals, the time limit."""
-    signal, beat = 0, 0.0  # of this process: the signal it got, and when it last showed that it is not stuck
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
-                 dtype: torch.dtype, started: float):
-        self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
-        self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
-        if not self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
-            raise ValueError(f"{type(optimizer).__name__} needs fused=True, or it cannot skip a non-finite update")
-        self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
-        self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
-        self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    @classmethod
-    def on_signal(cls, number: int, _frame) -> None:
-        """Ask for a stop at the next step; end a process stuck with a dead peer before the launcher's SIGKILL does."""
-        def watch() -> None:
-            while time.monotonic() - cls.beat < 20.0:
-                time.sleep(0.5)
-            os._exit(128 + number)
-        if not cls.signal:
-            cls.signal, cls.beat = number, time.monotonic()
-            threading.Thread(target=watch, daemon=True).start()
-    def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
-        """Clip, update if all is finite, agree: (gradient norm, why to stop or ''). `ids`: of this rank. (all ranks)"""
-        StepGuard.beat = now = time.monotonic()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
-        flags = torch.tensor([0.0, StepGuard.signal, now > self.deadline]).to(self.ddp.device, non_blocking=True)
-        # under a scaler a gradient that overflows is routine: it skips by itself
-        flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
-        if self.ddp.world_size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if not self.scaler.is_enabled():  # fused optimizers skip the update on the device where found_inf is 1
-            self.optimizer.grad_scale, self.optimizer.found_inf = None, flags[0]
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        reason = self.finish()  # of the step before: the device is still busy with this one
-        self.pending = (step, ids, flags.to("cpu", non_blocking=True))
-        self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
-        return norm, reason
-    def finish(self) -> str:
-        """Read the flags of the last step: why to stop, the same on all ranks; RuntimeError after max_bad_steps."""
-        if self.pending is None:
-            return ""
-        if self.event is not None:
-            self.event.synchronize()
-        (step, ids, flags), self.pending = self.pending, None
-        bad, number, late = flags.tolist()
-        self.recent.append((step, ids))
-        self.bad_in_row, self.bad_steps = self.bad_in_row + 1 if bad else 0, self.bad_steps + bool(bad)
-        if bad and self.ddp.rank == 0:
-            warn(f"non-finite loss or gradient at step {step}: the update was skipped on all ranks")
-        if self.bad_in_row >= self.max_bad:
-            samples = "; ".join(f"step {n}: {[int(i) for part in ids for i in part][:64]}" for n, ids in self.recent)
-            raise RuntimeError(f"{self.bad_in_row} steps in a row with a non-finite loss or gradient; "
-                               f"samples of this rank in the last ones: {samples}")
-        return signal.Signals(int(number)).name if number else "time limit" if late else ""
-
-def stop_status(reason: str) -> int:  # status and last line of a run that stopped early, its checkpoint written
-    resumes = "requeue me" if reason == "SIGUSR1" else f"stopped by {reason}: the same command goes on from here"
-    log0(f"checkpoint written, {resumes}")
-    return {"SIGTERM": 143, "SIGINT": 130}.get(reason, 0)
-
-def rng_states(ddp: DDPContext) -> list[dict]:  # random state of every rank, for a checkpoint (all ranks)
-    state = {"cpu": torch.get_rng_state()}
-    if ddp.device.type != "cpu":
-        state[ddp.device.type] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
-    states = [state] * ddp.world_size
-    if ddp.world_size > 1:
-        dist.all_gather_object(states, state)
-    return states
-
-def restore_rng(states: list[dict], ddp: DDPContext, seed: int) -> None:
-    """This rank's random state; on another world size a new one from (seed, rank)."""
-    torch.manual_seed(seed + ddp.rank)
-    if len(states) == ddp.world_size:
-        torch.set_rng_state(states[ddp.rank]["cpu"])
-        if ddp.device.type in states[ddp.rank].keys() - {"cpu"}:
-            torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank][ddp.device.type], ddp.device)
-
-def atomic_write(path: Path, write: Callable) -> bool:
-    """`write(file)` to a temporary file, fsync, rename; False and a warning if that fails (disk full). (rank 0 only)"""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    StepGuard.beat = math.inf  # however long it takes
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        return True
-    except (OSError, RuntimeError) as error:  # torch.save turns "no space left" into RuntimeError
-        temporary.unlink(missing_ok=True)
-        free = shutil.disk_usage(path.parent).free / 1e6
-        warn(f"could not write {path} ({str(error).splitlines()[0]}; {free:.0f} MB free): the old file is untouched")
-        return False
-    finally:
-        StepGuard.beat = time.monotonic()
-
-def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, best: bool = False) -> bool:
-    """step_*.pt (the `keep` newest stay), latest.pt and, if asked, best.pt, atomically. (rank 0 only)"""
-    numbered = Path(directory) / f"step_{step:08d}.pt"
-    if not atomic_write(numbered, lambda file: torch.save(state, file)):  # noqa: TID251
-        return False
-    for name in ("latest.pt", "best.pt") if best else ("latest.pt",):
-        link = numbered.with_name(f".{name}.link")
-        link.unlink(missing_ok=True)
-        try:
-            os.link(numbered, link)
-        except OSError:  # a file system without hard links
-            shutil.copy(numbered, link)
-        link.replace(numbered.with_name(name))
-    for old in sorted(numbered.parent.glob("step_*.pt"))[:-keep]:
-        old.unlink()
-    return True
-
-def load_checkpoint(path: str | Path) -> dict:
-    """A checkpoint, on the CPU, its model's names without `module.` and `_orig_mod.`. ValueError if it is damaged."""
-    Path(path).stat()  # FileNotFoundError if it is not there
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            if damaged := archive.testzip():
-                raise ValueError(f"checksum of {damaged} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:
-        first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    return state | {"model": {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}}
-
-def find_checkpoint(directory: Path) -> str | None:
-    """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
-    files = sorted(directory.glob("step_*.pt")) + [*directory.glob("latest.pt")]
-    for path in reversed(files):
-        try:
-            load_checkpoint(path)
-            return str(path)
-        except ValueError as error:
-            warn(f"{error}: using the one before it")
-    if files:
-        raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or give --fresh")
-
-def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
-    """Prepare --output_dir; the checkpoint to resume from, if any: its arguments in `same` must be ours. (all ranks)"""
-    folder = Path(args.output_dir)
-    def prepare() -> str | None:
-        if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):  # torchrun's restarts go on
-            aside = folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
-            log0(f"--fresh: the run in {folder} was moved to {aside}")
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--output_dir {folder} is not writable")
-        for left in [*folder.glob(".*.tmp"), *folder.glob(".*.link")]:  # of a save that was killed
-            left.unlink()
-        return find_checkpoint(folder)
-    restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]  # nodes may differ
-    if (path := on_rank0(ddp, prepare)) is None:
-        return None
-    state = load_checkpoint(path)
-    for name in same:
-        if (old := state["args"].get(name)) != (new := getattr(args, name)):
-            raise ValueError(f"{folder} holds a run with {'data' if name == 'data_key' else '--' + name} {old!r}, this "
-                             f"one has {new!r}: give another --output_dir, or --fresh to move the old run aside")
-    log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
-    return state
-
-class RunLog:
-    """metrics.jsonl, the log line, wandb, summary.json and curves.png of a run."""
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, resumed: dict | None):
-        self.args, self.ddp, self.folder, resumed = args, ddp, Path(args.output_dir), resumed or {}
-        self.wandb_id, self.wall = resumed.get("wandb_id") or os.urandom(4).hex(), resumed.get("wall_s", 0.0)
-        self.last_step, (self.final_loss, self.speed) = resumed.get("step", 0), resumed.get("speed", (None, None))
-        self.started = time.monotonic()
-        self.reset()
-        log0(f"command: {' '.join(sys.argv)}")
-        log0(f"torch {torch.__version__}, world size {ddp.world_size}, backend {ddp.backend}, started by "
-             f"{ddp.launcher}, {torch.get_num_threads()} CPU threads per rank")
-        changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
-        log0(f"arguments that differ from the defaults: {changed or 'none'}")
-        if ddp.rank == 0:
-            path, self.queue, self.unwritten = self.folder / "metrics.jsonl", queue.SimpleQueue(), b""
-            path.touch()  # and drop records of steps that this run makes again
-            rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
-            rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
-            atomic_write(path, lambda file: file.write("".join(rows).encode()))
-            self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
-            self.thread.start()
-    def feed_wandb(self) -> None:
-        """wandb in a thread of its own: what it does wrong, or slowly, never reaches the training loop."""
-        mode = self.args.wandb_mode
-        if mode == "auto":
-            netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-            key = os.environ.get("WANDB_API_KEY") or (netrc.exists() and "wandb" in netrc.read_text())
-            mode = os.environ.get("WANDB_MODE") or ("online" if key else "disabled")
-            log0(f"wandb {mode} (--wandb_mode auto: {'an' if key else 'no'} API key is configured)")
-        if mode == "disabled":
-            return
-        try:
-            import wandb
-            run = wandb.init(project=self.args.wandb_project, name=self.args.wandb_name, id=self.wandb_id, mode=mode,
-                             resume="allow", dir=str(self.folder), config=vars(self.args),
-                             settings=wandb.Settings(init_timeout=30, silent=True))
-            while (row := self.queue.get()) is not None:
-                run.log(row)
-            run.finish()
-        except Exception as error:
-            warn(f"wandb failed and is off; metrics.jsonl has everything ({type(error).__name__}: {str(error)[:200]})")
-    def waiting(self, iterator: Iterator):
-        """next(iterator), its time counted as waiting for data."""
-        begin, item = time.monotonic(), next(iterator)
-        StepGuard.beat = time.monotonic()
-        self.waited, self.steps = self.waited + StepGuard.beat - begin, self.steps + 1
-        return item
-    def add(self, samples: int, **sums: tuple[torch.Tensor, float]) -> None:
-        """Add the (sum, count) pairs of a micro-batch of this rank; they stay on the device."""
-        self.samples += samples
-        for name, (total, count) in sums.items():
-            old = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (old[0] + total.detach().double(), old[1] + count)
-    def interval(self, step: int, total: int, epoch: int, model: torch.nn.Module, lr: float, norm: torch.Tensor,
-                 **extra) -> None:
-        """Reduce what was added since the last call and record it. (all ranks) The only host sync of the loop."""
-        sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
-        sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
-        seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
-        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums if sums[f"{n}/1"]}  # where there were any
-        timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}  # ns per step
-        exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
-        if self.ddp.device.type != "cpu":  # of the device's allocator, not of the process (in kB; macOS: bytes)
-            peak = torch.accelerator.max_memory_allocated(self.ddp.device)
-        wait, comm = self.waited / seconds, max(0.0, exposed * 1e-9) * self.steps / seconds
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": wait, "comm": comm, "mem_gb": peak / 1e9}
-        self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
-        numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
-        log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
-             f"{self.speed:.0f} data_wait={wait:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}"
-             + "".join(f" {n}={v:.6g}" for n, v in extra.items()))
-        self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
-        self.reset()
-    def reset(self) -> None:
-        """Start an interval (also after an evaluation or a checkpoint, so that speeds are of training alone)."""
-        self.last, self.waited, self.steps, self.samples, self.sums = time.monotonic(), 0.0, 0, 0, {}
-    def write(self, row: dict) -> None:
-        """One record to metrics.jsonl and wandb. (rank 0 writes)"""
-        if self.ddp.rank == 0:
-            row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
-            self.unwritten += (json.dumps(row) + "\n").encode()
-            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
-                self.unwritten = self.unwritten[file.write(self.unwritten) :]  # disk full: the rest waits
-            if self.thread.is_alive():  # not when wandb is off
-                self.queue.put(row)
-    def close(self, status: str, **fields) -> None:
-        """summary.json, the end of wandb, and every loss and metric against the step in curves.png. (rank 0 writes)"""
-        if self.ddp.rank > 0:
-            return
-        summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
-                   "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
-                   "wall_s": self.wall + time.monotonic() - self.started}
-        atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-        self.queue.put(None)
-        self.thread.join(timeout=30)
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return warn("no curves.png: pip install matplotlib")
-        curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
-        for row in map(json.loads, re.findall(r".*}\n", (self.folder / "metrics.jsonl").read_text())):  # whole records
-            for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
-                curves[name].append((row["step"], row[name]))
-        rows = max(1, -(-len(curves) // 3))  # margins are given, as finding good ones takes as long as drawing
-        figure = Figure((12, 2.6 * rows))
-        figure.subplots_adjust(0.06, 0.2 / rows, 0.99, 1 - 0.12 / rows, wspace=0.25, hspace=0.5)
-        for place, (name, points) in enumerate(curves.items(), 1):
-            axis = figure.add_subplot(rows, 3, place, title=name, xlabel="optimizer step")
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-        atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
-# ===== shared DDP block: end =====
-
-# ---- Evaluate ------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def embed_rows(task: Task, rows: np.ndarray) -> Tensor:
-    """The student's vectors (N, D) of texts `rows` on every rank, in the same batches on any number. (all ranks)"""
-    ddp, student, size = task.ddp, task.student, task.args.eval_batch_size
-    order = np.argsort(task.tokens.lengths[rows], kind="stable")
-    vectors = torch.zeros(len(rows), student.model.get_embedding_dimension(), device=ddp.device)
-    for low in range(ddp.rank * size, len(rows), ddp.world_size * size):
-        places = order[low : low + size]
-        ids, mask = task.tokens.padded(rows[places])
-        vectors[torch.from_numpy(places).to(ddp.device)] = student.embed_group(ids.to(ddp.device), mask.to(ddp.device))
-        StepGuard.beat = time.monotonic()
-    if ddp.world_size > 1:
-        dist.all_reduce(vectors)  # every row is zero on all ranks but one
+def choose_layout(student, tokens, device):
+    """How this student reads texts here: without padding, with little, or as all models can. It is
+    tried: what does not give the vectors of the padded texts is not taken."""
+    from transformers import AttentionInterface
+
+    network = student.model[0].model
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    rows = np.unique(np.linspace(0, len(tokens.lengths) - 1, 16, dtype=np.int64))
+    rows = np.concatenate([rows, np.argsort(tokens.lengths)[-8:]])  # and the longest
+    student.eval()
+    expected = student(lay_out(tokens, rows, *LAYOUTS["padded"][kind]).to(device), head=False)
+    layouts = []
+    if getattr(network, "_supports_attention_backend", False):
+        names = ["attention_probs_dropout_prob", "attention_dropout", "attention_dropout_prob"]
+        dropout = max(getattr(network.config, name, None) or 0.0 for name in names)
+        if device.type == "cuda" and student.dtype != torch.float32 and dropout == 0:
+            layouts.append("flat")
+        layouts.append("groups")
+    own_attention = network.config._attn_implementation
+    limit = 1e-4 if student.dtype == torch.float32 else 3e-2
+    for layout in layouts:
+        AttentionInterface.register("within_texts", attend)
+        network.set_attn_implementation("within_texts")
+        student.layout = layout
+        try:
+            found = student(lay_out(tokens, rows, *LAYOUTS[layout][kind]).to(device), head=False)
+            gap = (found - expected).abs().max().item()
+        except (RuntimeError, TypeError, ValueError) as error:
+            logging.info(f"layout {layout}: {str(error).splitlines()[0][:120]}")
+            gap = math.inf
+        if gap < limit:
+            break
+        student.layout = "padded"
+        network.set_attn_implementation(own_attention)
+    student.train()
+    logging.info(f"The student reads texts in the layout {student.layout!r}")
+    return LAYOUTS[student.layout][kind]
+
+
+def freeze_unused(student, texts):
+    """Freeze what gets no gradient, such as BERT's pooler: DDP would wait for it. (It stays in the
+    model, which loads without complaint.)"""
+    student(texts).sum().backward()
+    unused = []
+    for name, parameter in student.named_parameters():
+        if parameter.grad is None:
+            parameter.requires_grad_(False)
+            unused.append(name.removeprefix("model."))
+    student.zero_grad()
+    if unused:
+        logging.info(f"Not trained, since they get no gradient: {', '.join(unused)}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss
+
+
+def distance(student, target, l2_weight, cosine_weight):
+    """Of unit vectors (B, D): squared distance, summed over D, and 1 - cosine, weighted -> (B,)."""
+    cosine = (student * target).sum(1)
+    return l2_weight * (student - target).square().sum(1) + cosine_weight * (1 - cosine)
+
+
+def infonce(logits, labels):
+    """-log of the softmax at the labels (van den Oord et al. 2018); (n, M), (n,) -> (n,)."""
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def divergence(logits, teacher_logits, masked):
+    """KL(teacher || student) over the documents that are not masked; (n, M) -> (n,)."""
+    teacher = F.log_softmax(teacher_logits.masked_fill(masked, -math.inf), dim=1)
+    student = F.log_softmax(logits, dim=1)
+    terms = teacher.exp() * (teacher - student)
+    return terms.masked_fill(masked, 0.0).sum(1)
+
+
+def is_among(documents, positives):
+    """Which of the documents (M,) are in each row of positives (n, P) -> (n, M)."""
+    found = torch.zeros(len(positives), len(documents), dtype=torch.bool, device=documents.device)
+    for column in positives.unbind(1):
+        found |= documents[None] == column[:, None]
+    return found
+
+
+def not_negatives(documents, positives, labels, teacher_scores, margin):
+    """Documents that are no negatives of a query (n, M): gaps, other positives of it, and those for
+    which the teacher's score is above that for the positive by more than the margin (Solatorio
+    2024). The positive itself is never among them."""
+    limit = teacher_scores.gather(1, labels[:, None]) + margin
+    masked = (teacher_scores > limit) | (documents == -1) | is_among(documents, positives)
+    return masked.scatter(1, labels[:, None], False)
+
+
+class GatherRows(torch.autograd.Function):
+    """The rows of all ranks (W b, ...), rank by rank. Each rank gets the sum of what the ranks have
+    as the gradient of its rows: that is a reduce-scatter, half of the work of an all-reduce."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        gathered = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
+        dist.all_gather_single(gathered, rows.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx, gradient):
+        own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+        dist.reduce_scatter_single(own, gradient.contiguous())
+        return own
+
+
+def gather_documents(documents, batch):
+    """The documents (n, 1 + K, D) of this rank's queries -> those of all ranks (M, D), in the order
+    of the step's queries, which is the same on any number of ranks. (all ranks)"""
+    rows = F.pad(documents, (0, 0, 0, 0, 0, batch.most - len(documents)))
+    if dist.get_world_size() > 1:
+        rows = GatherRows.apply(rows)
+    return rows.index_select(0, batch.arrival).flatten(0, 1)
+
+
+def split_texts(batch, vectors):
+    """Vectors of a batch's texts (B, D) -> queries (n, D), their documents (n, 1 + K, D)."""
+    n = len(batch.labels)
+    k = len(batch.documents) // batch.total - 1
+    # by index_copy and not by a mask: the host would have to wait to know how many there are
+    table = vectors.new_zeros(n * k, vectors.shape[1]).index_copy(0, batch.slots, vectors[2 * n :])
+    documents = torch.cat([vectors[n : 2 * n, None], table.view(n, k, vectors.shape[1])], dim=1)
+    return vectors[:n], documents
+
+
+def text_loss(args, batch, vectors):
+    """What a micro-batch adds to the mean loss of phase 1 over the step."""
+    targets = batch.targets.float()
+    sizes = [*args.matryoshka_dims, targets.shape[1]]
+    loss = 0.0
+    for size in sizes:
+        student = F.normalize(vectors[:, :size], dim=1)
+        target = F.normalize(targets[:, :size], dim=1)
+        terms = distance(student, target, args.phase1_l2_weight, args.phase1_cosine_weight)
+        loss = loss + terms.sum() / len(sizes)
+    return (loss / batch.total).reshape(1)
+
+
+def pair_loss(args, batches, vectors):
+    """What this rank adds to the mean loss of phase 2 over the step, and to its parts: loss,
+    infonce, distance, kl. batches: its micro-batches; vectors: those of their texts. (all ranks)"""
+    first = batches[0]
+    labels = torch.cat([batch.labels for batch in batches])
+    positives = torch.cat([batch.positives for batch in batches])
+    pull = torch.cat([batch.pull for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches]).float()
+    texts = torch.cat(vectors)
+    pairs = [split_texts(batch, part) for batch, part in zip(batches, vectors, strict=True)]
+    queries = torch.cat([part for part, _ in pairs])
+    documents = gather_documents(torch.cat([part for _, part in pairs]), first)
+    pairs = [split_texts(batch, batch.targets) for batch in batches]
+    teacher_queries = F.normalize(torch.cat([part for part, _ in pairs]).float(), dim=1)
+    teacher_documents = gather_documents(torch.cat([part for _, part in pairs]), first)
+    scores = teacher_queries @ F.normalize(teacher_documents.float(), dim=1).T
+    margin = args.false_negative_margin
+    masked = not_negatives(first.documents, positives, labels, scores, margin)
+
+    sizes = [*args.matryoshka_dims, targets.shape[1]]
+    parts = torch.zeros(4, device=texts.device)
+    for size in sizes:
+        query = F.normalize(queries[:, :size], dim=1)
+        document = F.normalize(documents[:, :size], dim=1)
+        logits = (query @ document.T / args.temperature).masked_fill(masked, -math.inf)
+        contrast = infonce(logits, labels).sum() / first.total
+        student = F.normalize(texts[:, :size], dim=1)
+        target = F.normalize(targets[:, :size], dim=1)
+        far = (distance(student, target, args.phase2_l2_weight, 0.0) * pull).sum()
+        kl = torch.zeros_like(far)
+        if args.kl_weight > 0:
+            kl = divergence(logits, scores / args.temperature, masked).sum() / first.total
+        loss = args.infonce_weight * contrast + far + args.kl_weight * kl
+        parts = parts + torch.stack([loss, contrast, far, kl]) / len(sizes)
+    return parts
+
+
+# ==================================================================================================
+# Distributed training. These lines are the same in every script: read them once.
+# "(all ranks)" marks what every rank must call, in the same order; "(rank 0)" what it alone calls.
+
+START = time.monotonic()
+PARENT = os.getppid()
+SCRIPT = Path(sys.argv[0]).name
+FORMAT = 2  # of checkpoints
+
+# Where launchers say who a process is: its rank, the number of ranks, its rank on this machine.
+RANK_VARIABLES = [
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
+    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
+    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
+]
+
+# with which a launcher shows a process some devices only (NVIDIA, AMD, AMD, Intel)
+DEVICE_MASKS = """CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
+    ZE_AFFINITY_MASK""".split()
+
+stop_signal = 0  # the last signal that this process got
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+
+
+class RunError(Exception):
+    """The run cannot go on: one line that says why, no traceback, exit status 1."""
+
+    status = 1
+
+
+class InputError(RunError):
+    """What the user gave cannot work: the same, with exit status 2."""
+
+    status = 2
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help with the docstring as it stands and the default of every option."""
+
+
+class Parser(argparse.ArgumentParser):
+    source = "command line"  # or the file that is being read
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(f"{self.source}: {message}")
+
+
+def boolean(text):
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+
+
+def count(text):
+    """The type of options that are whole numbers from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+# an option that may be given as --compile, --compile=True, --compile no
+FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+
+
+def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+    add = parser.add_argument_group("the same in every script").add_argument
+    add("--config", help="YAML or JSON file of options; the command line wins")
+    add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
+    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
+    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
+    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
+    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
+    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end it")
+    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
+    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    text = "needed where a step leaves out some parameters; slower"
+    add("--find_unused_parameters", **FLAG, default=False, help=text)
+    add("--save_every", type=count, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=count, default=10, help="steps between log lines")
+    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
+    add("--nproc_per_node", type=count, default=1, help="processes, where no launcher starts them")
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
+    add("--backend", default="auto", help="nccl, gloo or xccl; auto: what the device wants")
+    add("--timeout_minutes", type=float, default=30, help="limit of one collective")
+    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
+
+
+def parse_with_config(parser):
+    """The command line over the file of --config over the defaults."""
+    line = sys.argv[1:]
+    if line and "=" not in line[0] and line[0].endswith((".yaml", ".yml", ".json")):
+        line = [f"--config={line[0]}", *line[1:]]
+    line = as_options(parser, line)
+    args = parser.parse_args(line)
+    if args.config:
+        parser.source = args.config
+        try:
+            content = yaml.safe_load(Path(args.config).read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
+        if not isinstance(content, dict):
+            parser.error("must be made of lines such as lr: 0.001")
+        args = parser.parse_args(as_options(parser, config_words(content)))
+        parser.source = "command line"
+        args = parser.parse_args(line, args)  # on top of what the file said
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
+    return args
+
+
+def config_words(content, prefix="--"):
+    """A YAML file as a command line; a key in a section becomes --section.key."""
+    words = []
+    for key, value in content.items():
+        if isinstance(value, dict):
+            words += config_words(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            words += [f"{prefix}{key}", *map(str, value)]
+        elif value is not None:
+            words.append(f"{prefix}{key}={value}")
+    return words
+
+
+def as_options(parser, words):
+    """Words as options that the parser knows: key=value becomes --key=value, and --section.key one
+    of two things. If there is an option --section_key, it is that; else the section only groups
+    options for the eye, and it is --key."""
+    known = [*vars(parser.parse_args([])), "help"]
+    options = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
+            parts = key.removeprefix("--").replace("-", "_").split(".")
+            names = ["_".join(parts[start:]) for start in range(len(parts))]
+            found = [name for name in names if name in known]
+            if not found:
+                near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
+                hint = f"did you mean {near[0]}?" if near else "--help lists them"
+                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
+            key = f"--{found[0]}"
+        options.append(key + equals + value)
+    return options
+
+
+def find_ranks():
+    """(rank, world size, local rank) from the launcher that started us, None without one."""
+    incomplete = None
+    for names in RANK_VARIABLES:
+        # sbatch sets Slurm's variables for plain python, too, which has no other ranks to wait for
+        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
+            continue
+        if names[0] in os.environ:
+            missing = [name for name in names if name not in os.environ]
+            if not missing:
+                return [int(os.environ[name]) for name in names]
+            incomplete = (
+                f"{names[0]} is set, but not {missing[0]}: start with torchrun, or export it"
+            )
+    if incomplete:
+        raise InputError(incomplete)
+    return None
+
+
+class LogHandler(logging.StreamHandler):
+    def emit(self, record):
+        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
+            super().emit(record)
+
+
+def setup_ddp(args):
+    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
+    # plain python is a group of one: the code below has one path only
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    if "MASTER_ADDR" not in os.environ and rank != local_rank:
+        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
+
+    logging.basicConfig(
+        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
+        level=logging.INFO,
+        datefmt="%Y-%m-%d %H:%M:%S",
+        handlers=[LogHandler(sys.stdout)],
+    )
+    logging.info(f"Process {rank}/{world_size} started")
+    if args.nproc_per_node not in (1, world_size):
+        logging.info(f"  not {args.nproc_per_node}: the launcher's number counts")
+    device = choose_device(args, local_rank)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
+    keep_freed_memory()
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    backend = args.backend
+    if backend == "auto":
+        backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.timeout_minutes),
+        device_id=None if device.type == "cpu" else device,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.WARNING)  # from here on logging.info is rank 0's
+    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
+    return device
+
+
+def keep_freed_memory():
+    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
+    system again and again can take a sixth of a step on CPUs."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def choose_device(args, local_rank):
+    """The accelerator of this rank, or the CPU where there is none."""
+    device = torch.device("cpu")
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
+        devices = torch.accelerator.device_count()
+        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
+        masked = any(name in os.environ for name in DEVICE_MASKS)
+        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= devices:
+            text = f"local rank {local_rank}, but {devices} devices on this machine"
+            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
+        device = torch.device(kind.type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+    if args.device not in ("auto", device.type):
+        raise InputError(f"--device {args.device}: this machine has {device.type}")
+    return device
+
+
+def on_signal(number, frame):
+    global stop_signal
+    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
+
+
+def ignore_signals(worker):
+    """For the workers of a DataLoader. A launcher signals them, too, but their rank needs them
+    until it has stopped; then they end with it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def cleanup():
+    gc.collect()  # gloo may abort where a tensor of the group outlives it
+    if dist.is_initialized():  # not after --help: `record` turns its exit into a return
+        dist.destroy_process_group()
+
+
+def launch(parse_args, main):
+    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
+
+    @record  # torchrun's summary then shows the traceback of the rank that failed first
+    def run():
+        try:
+            args = parse_args()
+            if args.nproc_per_node > 1 and find_ranks() is None:
+                hand_over_to_torchrun(args.nproc_per_node)
+            return main(args)
+        except RunError as error:
+            refuse(error)
+
+    try:
+        status = run()
+    except Exception:
+        logging.error(traceback.format_exc())
+        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
+    cleanup()
+    sys.stdout.flush()
+    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
+
+
+def hand_over_to_torchrun(processes):
+    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
+    where = ["--standalone"]  # on any free port
+    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
+        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
+        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
+    options = [f"--nproc_per_node={processes}", "--shutdown-timeout=120"]
+    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+def refuse(error):
+    """Say why the run cannot go on, and end. Most often all ranks are here, for the same reason,
+    and one line is enough. So all but rank 0 wait: when rank 0 has left, the launcher ends them
+    before they speak. A rank that is still there after that has a reason of its own."""
+    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
+    if not is_rank0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+    os._exit(error.status)
+
+
+def sum_over_ranks(values):
+    """The elements of a tensor, summed in float64, as floats; waits for the device. (all ranks)"""
+    sums = values.double()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def on_rank0(function, *args):
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
+    nobody waits for a rank 0 that has failed. (all ranks)"""
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*args)
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+class GlobalBatchSampler(DistributedSampler):
+    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
+    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
+    a restart.
+
+    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost: of each id,
+    such as its length. The global batch stays a random sample; within it, ids of similar cost come
+    into the same micro-batch, where they need little padding, and all ranks get equal work."""
+
+    def __init__(self, ids, args, state, cost=None):
+        super().__init__(ids, seed=args.seed, drop_last=True)
+        world_size = self.num_replicas
+        self.ids = ids
+        self.cost = cost
+        self.start = 0
+        self.global_batch = args.global_batch_size or args.batch_size * world_size
+        if state:  # a run keeps its batch, on any number of ranks
+            self.global_batch = state["global_batch"]
+            if args.global_batch_size not in (0, self.global_batch):
+                text = f"this run was started with {self.global_batch}"
+                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
+        parts = world_size * self.accumulation
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        if self.global_batch > len(ids):
+            raise InputError(f"{self.global_batch} samples a step, but {len(ids)} to train on")
+        if self.global_batch < parts:
+            text = f"{world_size} ranks x {self.accumulation} micro-batches"
+            raise InputError(f"{self.global_batch} samples a step are too few for {text}")
+        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
+        if self.accumulation > 1:
+            each += f" × {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
+
+    def set_epoch(self, epoch, start=0):
+        self.epoch = epoch
+        self.start = start
+
+    def __len__(self):
+        return (self.steps - self.start) * self.accumulation
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
+        for step in range(self.start, self.steps):
+            first = step * self.global_batch
+            batch = self.ids[order[first : first + self.global_batch]]
+            if self.cost is not None:
+                batch = batch[np.argsort(self.cost[batch], kind="stable")]
+            for part in np.array_split(batch, self.accumulation):
+                yield part[self.rank :: self.num_replicas], batch
+
+
+def choose_precision(args, device):
+    """The dtype for torch.autocast, where float32 means none."""
+    name = args.precision
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "bf16"
+    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
+    # torch.compile may fail once the newer one, fp32_precision, was used.
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+
+
+def wrap_ddp(model, args, device):
+    if args.compile:
+        model = torch.compile(model)
+    if dist.get_world_size() == 1:
+        return model  # nothing to add up, and DDP would take its time for it
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        find_unused_parameters=args.find_unused_parameters,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # they are the same on all ranks, or each rank's own
+    )
+    # After its first backward pass DDP changes its buckets, and so the order in which three or more
+    # ranks are summed. Let that happen now, or a resumed run would differ in the last bit. The pass
+    # needs no network, only a loss that depends on every parameter: it is zero times their sum.
+    wrapped.module = nn.Identity()
+    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
+    wrapped.module = model
+    wrapped.zero_grad()
+    return wrapped
+
+
+def default_generator(device):
+    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
+
+
+class StepGuard:
+    """Skips updates that are not finite, and lets the ranks agree to stop.
+
+    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
+    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
+    next step is queued, and are read one step late."""
+
+    def __init__(self, args, device):
+        self.args = args
+        self.deadline = START + 60 * (args.max_minutes or math.inf)
+        self.launched = find_ranks() is not None
+        self.bad_in_row = torch.zeros((), device=device)
+        self.flags = None  # of the last call, on their way to the host
+        self.arrived = None  # the event that says that they are there
+        self.reason = ""
+
+    def update(self, optimizer, scaler):
+        """Clip and step. Returns the gradient's norm, on the device."""
+        if not optimizer.defaults.get("fused"):
+            raise InputError("only an optimizer with fused=True can skip a step without a wait")
+        scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, limit)
+        # DDP has added up the ranks' gradients: a NaN on one is one on all, and all skip alike.
+        bad = norm.isfinite().logical_not().float()
+        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
+        return norm
+
+    def agree(self):
+        """Why to stop, or "", the same on all ranks: what was so at the call before. (all ranks)"""
+        if self.flags is not None:
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            bad, number, late, orphaned = self.flags.tolist()
+            if bad >= self.args.max_bad_steps:
+                text = f"{bad:.0f} steps in a row without a finite gradient"
+                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
+            if number > 0:
+                self.reason = signal.Signals(int(number)).name
+            elif late > 0:
+                self.reason = "time limit"
+            elif orphaned > 0:
+                self.reason = "death of the launcher"
+
+        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
+        number = torch.full_like(self.bad_in_row, stop_signal)
+        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
+        # a rank whose launcher was killed gets another parent, and nobody would ever end it
+        is_orphan = self.launched and os.getppid() != PARENT
+        orphaned = torch.full_like(self.bad_in_row, is_orphan)
+        flags = torch.stack([self.bad_in_row, number, late, orphaned])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        self.flags = flags.to("cpu", non_blocking=True)
+        if flags.device.type != "cpu":
+            self.arrived = torch.accelerator.current_stream().record_event()
+        return self.reason
+
+
+def exit_status(reason):
+    """Of a run that was stopped, or not (""). A time limit and a queue's SIGUSR1 are planned."""
+    if reason:
+        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
+    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
+    return statuses.get(reason, 1)
+
+
+def save_checkpoint(folder, name, state):
+    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
+    new = folder / "new.tmp"
+    try:
+        with open(new, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if name == "latest.pt" and (folder / name).exists():
+            os.replace(folder / name, folder / "previous.pt")
+        os.replace(new, folder / name)
+    except (OSError, RuntimeError) as error:  # a full disk, most likely, which may get better
+        new.unlink(missing_ok=True)
+        reason = str(error).splitlines()[0]
+        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
+
+
+def is_whole(path):
+    """Whether the checksums in a checkpoint are right; torch.load does not look at them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def load_checkpoint(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def prepare_folder(folder, fresh):
+    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
+    global folder_lock
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
+        lock(folder)
+        if fresh and first_start and folder.exists():
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder.mkdir(exist_ok=True)
+        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
+        (folder / "new.tmp").unlink()
+    except OSError as error:
+        raise InputError(f"{folder} is not writable: {error}") from None
+    paths = [path for path in (folder / "latest.pt", folder / "previous.pt") if path.exists()]
+    for path in paths:
+        if is_whole(path):
+            return path
+        logging.warning(f"{path} is damaged: trying the one before it")
+    if paths:
+        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
+    return None
+
+
+def lock(folder):
+    """Until this process ends. (flock would be inherited by the workers, which may live longer.)"""
+    try:
+        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
+
+
+def open_run(args, data_hash):
+    """The checkpoint to go on from, or None for a new run. (all ranks)"""
+    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
+    if path is None:
+        return None
+    if not path.exists():
+        raise InputError(f"rank 0 has {path}, this machine has not: all must see --output_dir")
+    state = load_checkpoint(path)
+    hint = "--fresh moves the old run aside, --output_dir names another folder"
+    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
+        if state.get(what) != now:
+            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
+    if state["data_hash"] != data_hash:
+        raise InputError(f"{path} was trained on other data: {hint}")
+    if state["step"] != on_rank0(state.get, "step"):
+        raise InputError(f"{path} is not the same here as on rank 0: all must see --output_dir")
+    logging.info(f"resuming {path} at step {state['step']}")
+    for name, value in vars(args).items():
+        if value != state["args"].get(name):
+            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
+    return state
+
+
+def restore(state, model, optimizer, scaler):
+    # the optimizer's momenta as they were, but its options as they are now, such as --weight_decay
+    options = optimizer.state_dict()["param_groups"]
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
+        scaler.load_state_dict(state["scaler"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        hint = "give the options it had; or --fresh, which moves the old run aside"
+        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
+
+
+class RunLog:
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.folder = Path(args.output_dir)
+        self.path = self.folder / "metrics.jsonl"
+        # steps after the checkpoint, or all without one, are made again: their lines go
+        kept = state["log_size"] if state else 0
+        if dist.get_rank() == 0 and self.size() > kept:
+            os.truncate(self.path, kept)
+        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
+        self.rows = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
+        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
+            self.thread.start()
+
+    def size(self):
+        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def feed_wandb(self):
+        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
+        try:
+            import wandb
+
+            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
+            run = wandb.init(project=Path(SCRIPT).stem, resume="allow", **options)
+            for row in iter(self.rows.get, None):  # until there is a None in the queue
+                run.log(row, step=row["step"])
+            run.finish()
+        except Exception as error:
+            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def write(self, row):
+        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
+        if dist.get_rank() > 0:
+            return
+        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            if self.path.exists():
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        if self.thread.is_alive():
+            self.rows.put(row)
+
+    def close(self, **summary):
+        if dist.get_rank() > 0:
+            return
+        seconds = round(time.monotonic() - START, 1)
+        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
+        summary.update(torch=torch.__version__, args=vars(self.args))
+        try:
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+            draw_curves(self.path)
+        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
+            logging.warning(f"no summary.json or no curves.png: {error}")
+        if self.thread.is_alive():
+            self.rows.put(None)
+            self.thread.join(timeout=30)
+
+
+def draw_curves(path):
+    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
+    from matplotlib.figure import Figure
+
+    curves = {}
+    for line in open(path):
+        row = json.loads(line)
+        step = row.pop("step")
+        for name, value in row.items():
+            curves.setdefault(name, []).append((step, value))
+    figure = Figure((12, 1 + len(curves)), layout="constrained")
+    for number, (name, points) in enumerate(curves.items(), start=1):
+        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
+        axis.plot(*zip(*points, strict=True), linewidth=1)
+    figure.savefig(path.with_name("curves.png"), dpi=110)
+
+
+# End of the lines that every script has.
+# ==================================================================================================
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+EVALUATED_TOGETHER = 64  # texts
+BETTER = {"ndcg@10": "higher", "loss": "lower"}
+
+
+@torch.no_grad()
+def embed(run, rows, head):
+    """The student's vectors of texts `rows` (B, D), or None if the ranks agreed to stop. Batch k
+    goes to rank k % world_size: the batches are the same on any number of ranks. (all ranks)"""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    by_length = np.argsort(-run.data.tokens.lengths[rows], kind="stable")
+    starts = range(0, len(rows), EVALUATED_TOGETHER)
+    batches = [by_length[start : start + EVALUATED_TOGETHER] for start in starts]
+    vectors = torch.zeros(len(rows), run.student.dimensions(head), device=run.device)
+    run.student.eval()
+    for first in range(0, len(batches), world_size):
+        if run.guard.agree():  # here and not once at the end: an evaluation may take long
+            return None
+        if first + rank < len(batches):
+            part = batches[first + rank]
+            found = run.student(run.data.lay_out(rows[part]).to(run.device), head)
+            vectors[torch.from_numpy(part).to(run.device)] = found
+    run.student.train()
+    dist.all_reduce(vectors)  # each row is zero on all ranks but one
     return vectors
 
-def ranking_metrics(ddp: DDPContext, queries: Tensor, documents: Tensor, pairs: np.ndarray) -> dict[str, float]:
-    """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100 of unit vectors, queries (Q, D) against
-    documents (M, D). pairs (P, 2): (query, document) that match. Ties count against us. (all ranks)"""
-    sums, relevant = torch.zeros(4, dtype=torch.float64), [pairs[pairs[:, 0] == q, 1] for q in range(len(queries))]
-    for low in range(ddp.rank * 64, len(queries), ddp.world_size * 64):
-        for q, scores in enumerate(queries[low : low + 64] @ documents.T, low):
-            ranks = (scores[None, :] >= scores[relevant[q].tolist()][:, None]).sum(1).sort().values.double().cpu()
-            found, ideal = ranks[ranks <= 10], torch.arange(1.0, 1 + min(10, len(ranks)), dtype=torch.float64)
-            gain, most = ((1 / torch.log2(r + 1)).sum() for r in (found, ideal))
-            recall = (ranks <= 100).double().mean()
-            sums += torch.tensor([gain / most, 1 / found[0] if len(found) else 0.0, recall, 1.0])
-    total = reduce_sums(ddp, dict(zip(("ndcg@10", "mrr@10", "recall@100", "queries"), sums, strict=True)))
-    count = total.pop("queries")
-    return {name: value / count for name, value in total.items()}
 
-def targets(vectors: np.ndarray, rows: np.ndarray, dim: int, device: torch.device) -> Tensor:
-    """Teacher's vectors (B, dim) float32 of texts `rows`, renormalised after the cut to `dim`."""
-    return F.normalize(torch.from_numpy(vectors[rows, :dim]).to(device).float(), dim=-1)
+def ranks_of_answers(queries, documents, pairs):
+    """The place of the document of each pair (P, 2) in the ranking for its query. Ties count
+    against us, or one vector for all texts would look good. (all ranks)"""
+    places = torch.zeros(len(pairs), dtype=torch.float64, device=queries.device)
+    pairs = torch.from_numpy(np.array(pairs)).to(queries.device)
+    for start in range(512 * dist.get_rank(), len(pairs), 512 * dist.get_world_size()):
+        query, document = pairs[start : start + 512].T
+        scores = queries.index_select(0, query) @ documents.T
+        own = scores.gather(1, document[:, None])
+        places[start : start + 512] = (scores >= own).sum(1)
+    dist.all_reduce(places)
+    return places.cpu().numpy()
 
-def evaluate(task: Task, teacher: bool = False) -> dict[str, float]:
-    """Held-out metrics of the student or of the teacher's own vectors; the first decides what is best. (all ranks)"""
-    corpus, student = task.corpus, task.student.eval()
-    dim = task.vectors.shape[1] if teacher else student.model.get_embedding_dimension()
-    wanted = functools.partial(targets, task.vectors, dim=dim, device=task.ddp.device)
-    embed = wanted if teacher else functools.partial(embed_rows, task)
-    documents = embed(rows=corpus.eval_documents)
-    metrics = {"teacher_cosine": (documents * wanted(rows=corpus.eval_documents)).sum(1).double().mean().item()}
-    if len(corpus.eval_pairs):
-        queries = embed(rows=corpus.eval_queries)
-        metrics = ranking_metrics(task.ddp, queries, documents, corpus.eval_pairs) | metrics
-    student.train()
+
+def ranking_metrics(places, query):
+    """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
+    queries. places (P,): of the documents that answer a query; query (P,): which one."""
+    answers = np.bincount(query)
+    discounts = 1 / np.log2(np.arange(2, 12))
+    gains = np.where(places <= 10, 1 / np.log2(places + 1), 0)
+    ideal = np.cumsum(discounts)[np.minimum(answers, 10) - 1]
+    first = np.full(len(answers), np.inf)
+    np.minimum.at(first, query, places)
+    return {
+        "ndcg@10": float((np.bincount(query, gains) / ideal).mean()),
+        "mrr@10": float(np.where(first <= 10, 1 / first, 0).mean()),
+        "recall@100": float((np.bincount(query, places <= 100) / answers).mean()),
+    }
+
+
+def evaluate(run, head=True):
+    """Held-out metrics of the student, with its head or without; None if the ranks agreed to stop.
+    (all ranks)"""
+    corpus = run.corpus
+    queries = len(corpus.eval_queries)
+    texts = np.concatenate([corpus.eval_queries, corpus.eval_documents])
+    vectors = embed(run, texts, head)
+    if vectors is None:
+        return None
+    if not vectors.isfinite().all():
+        raise RunError("the student's vectors are no longer finite: lower the learning rate")
+    metrics = {}
+    if queries > 0:
+        places = ranks_of_answers(vectors[:queries], vectors[queries:], corpus.eval_pairs)
+        metrics.update(ranking_metrics(places, corpus.eval_pairs[:, 0]))
+    if head:  # without the distractors, which may have been trained on
+        rows = texts[: queries + corpus.eval_answers]
+        found = vectors[: len(rows)]
+        target = F.normalize(run.data.targets(rows).to(run.device).float(), dim=1)
+        weights = (run.args.phase1_l2_weight, run.args.phase1_cosine_weight)
+        metrics["loss"] = distance(found, target, *weights).double().mean().item()
+        metrics["teacher_cosine"] = (found * target).sum(1).double().mean().item()
     return metrics
 
-def show_metrics(metrics: dict[str, float], teacher: dict[str, float]) -> str:
-    """'ndcg@10=0.4123 (81% of teacher) mrr@10=...'"""
-    share = {n: f" ({v / teacher[n]:.0%} of teacher)" for n, v in list(metrics.items())[:1] if teacher.get(n)}
-    return " ".join(f"{n}={v:.4f}{share.get(n, '')}" for n, v in metrics.items())
 
-# ---- Train ---------------------------------------------------------------------------------------
+def evaluate_teacher(run):
+    """The ranking metrics of the teacher's own vectors. (all ranks)"""
+    corpus = run.corpus
+    if len(corpus.eval_queries) == 0:
+        return {}
+    vectors = []
+    for rows in (corpus.eval_queries, corpus.eval_documents):
+        found = torch.from_numpy(run.data.vectors[rows]).to(run.device).float()
+        vectors.append(F.normalize(found, dim=1))
+    places = ranks_of_answers(*vectors, corpus.eval_pairs)
+    return ranking_metrics(places, corpus.eval_pairs[:, 0])
 
-@dataclass
-class Task:
+
+def as_text(metrics):
+    return " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
+
+
+def is_better(metric, value, best):
+    """Whether a metric is better than that of `best`, a record with a value, or None."""
+    if best is None:
+        return math.isfinite(value)
+    if BETTER[metric] == "lower":
+        return value < best["value"]
+    return value > best["value"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Train
+
+
+def lr_factor(args, step, steps):
+    """What the peak rate is multiplied by: a straight rise from above 0, then a straight fall."""
+    rise = int(args.warmup_ratio * steps)
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    return 1 - (step - rise) / max(1, steps - rise)
+
+
+def make_optimizer(args, model, lr):
+    decay = []
+    no_decay = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            if parameter.ndim > 1 and "embeddings." not in name:
+                decay.append(parameter)
+            else:
+                no_decay.append(parameter)
+    groups = [
+        {"params": decay, "weight_decay": args.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, fused=True)
+
+
+def without_sync(ddp_model, needed):
+    """Gradients are added up over the ranks in the last micro-batch only."""
+    if needed or dist.get_world_size() == 1:
+        return contextlib.nullcontext()
+    return ddp_model.no_sync()
+
+
+def text_step(args, ddp_model, batches, scaler):
+    """Forward and backward of a step of phase 1; its part of the loss (1,)."""
+    parts = 0.0
+    for number, batch in enumerate(batches, start=1):
+        with without_sync(ddp_model, number == len(batches)):
+            loss = text_loss(args, batch, ddp_model(batch.texts))
+            # DDP takes the mean over the ranks, we want the sum
+            scaler.scale(loss.sum() * dist.get_world_size()).backward()
+        parts = parts + loss.detach()
+    return parts
+
+
+def pair_step(args, ddp_model, student, batches, scaler, reseed):
+    """The same of phase 2, (4,). The negatives are those of the whole step. So with several
+    micro-batches all vectors come first, without a graph; then the loss and its gradient by the
+    vectors; then each micro-batch again, with its part of that gradient (Gao et al. 2021)."""
+    scale = dist.get_world_size()
+    if len(batches) == 1:
+        parts = pair_loss(args, batches, [ddp_model(batches[0].texts)])
+        scaler.scale(parts[0] * scale).backward()
+        return parts.detach()
+    with torch.no_grad():
+        vectors = [student(batch.texts) for batch in batches]
+    parts = pair_loss(args, batches, [vector.requires_grad_() for vector in vectors])
+    gradients = torch.autograd.grad(parts[0] * scale, vectors)
+    reseed()  # the same dropout again
+    for number, batch in enumerate(batches):
+        with without_sync(ddp_model, number == len(batches) - 1):
+            loss = (ddp_model(batch.texts) * gradients[number]).sum()
+            scaler.scale(loss).backward()
+    return parts.detach()
+
+
+class Run(NamedTuple):
     """What both phases and the evaluation share."""
-    args: Namespace
-    ddp: DDPContext
-    log: RunLog
+
+    args: argparse.Namespace
+    device: torch.device
     corpus: Corpus
-    tokens: Tokens
-    vectors: np.ndarray  # (N, D) float16: the teacher's, of all texts
-    negatives: np.ndarray  # (N2, K): those of the data and the mined ones
+    data: TextData
+    negatives: np.ndarray  # (N, K) of the pairs
     student: Student
-    teacher: dict[str, float] = field(default_factory=dict)  # held-out metrics
-    untrained: dict[str, float] = field(default_factory=dict)
-    history: list[dict] = field(default_factory=list)
+    ddp_model: nn.Module
+    guard: StepGuard
+    log: RunLog
+    state: dict  # the checkpoint to go on from, or None
+    loop: dict  # where training stands: it is saved with the weights
 
-@dataclass
-class Phase:
-    """Where a phase stands: what a checkpoint must bring back beside the weights."""
-    number: int
-    first: int = 0  # optimizer steps of the phase before
-    step: int = 0  # optimizer steps of this phase
-    epoch: int = 0
-    position: int = 0  # global batches of this epoch
-    best: dict | None = None
-    stale: int = 0  # evaluations without gain
-    peak: float = 0.0  # learning rate
-    owed: bool = False  # the evaluation after this step has yet to be made
 
-def phase1_batches(task: Task, sampler: GlobalBatchSampler, epoch: int) -> Iterator[list]:
-    """Per optimizer step, this rank's micro-batches (items, groups, targets), ready on the device."""
-    dim, device = task.student.model.get_embedding_dimension(), task.ddp.device
-    for batch in sampler.batches(sampler.start):
-        dealt = [(items, task.corpus.phase1[items]) for items in sampler.deal(batch)]
-        yield [(i, task.tokens.groups(rows, device), targets(task.vectors, rows, dim, device)) for i, rows in dealt]
+PARTS = {1: ["loss"], 2: ["loss", "infonce", "distance", "kl"]}
 
-def phase1_step(task: Task, model: torch.nn.Module, step: list, total: int, scaler) -> Tensor:
-    """Forward and backward of an optimizer step of `total` texts over all ranks; returns this rank's loss."""
-    args, summed = task.args, torch.zeros((), device=task.ddp.device)
-    for number, (items, groups, target) in enumerate(step):
-        with sync_gradients(model, number == len(step) - 1):
-            vectors, dims = model(groups), [*args.matryoshka_dims, target.shape[1]]
-            pairs = [(F.normalize(vectors[:, :d], dim=-1), F.normalize(target[:, :d], dim=-1)) for d in dims]
-            losses = [distance_loss(s, t, args.phase1_l2_weight, args.phase1_cosine_weight).sum() for s, t in pairs]
-            loss = torch.stack(losses).mean()
-            # DDP averages over ranks: times ranks / total, that is the mean over the texts of the whole step
-            scaler.scale(loss * (task.ddp.world_size / total)).backward()
-        task.log.add(len(items), loss=(loss, len(items)))
-        summed += loss.detach()
-    return summed
 
-class PairBatch(NamedTuple):
-    """A phase-2 step as this rank needs it: its micro-batches, and the columns of the step's score matrix."""
-    micro: list  # of (items, groups, targets, negatives (b, K) with -1); the texts: queries, positives, negatives
-    ids: Tensor  # (M,): every rank's positives, then negatives, -1 where there is none
-    labels: Tensor  # (B,): columns of this rank's positives
-    teacher_scores: Tensor  # (B, M)
-    most: int  # queries of the largest rank
-    documents: int  # of all ranks
+def make_sampler(run, phase):
+    """The sampler of a phase, and its data."""
+    args, corpus, data = run.args, run.corpus, run.data
+    lengths = data.tokens.lengths
+    if phase == 1:
+        return GlobalBatchSampler(np.asarray(corpus.phase1), args, run.state, lengths), data
+    some = run.negatives[:, : args.num_negatives]
+    cost = lengths[corpus.pairs].sum(1) + (lengths[some] * (some >= 0)).sum(1)
+    sampler = GlobalBatchSampler(np.arange(len(corpus.pairs)), args, run.state, cost)
+    common = (data.tokens, data.vectors, data.layout, data.dimensions)
+    return sampler, PairData(args, corpus, run.negatives, sampler, *common)
 
-def phase2_batches(task: Task, sampler: GlobalBatchSampler, epoch: int) -> Iterator[PairBatch]:
-    """One PairBatch per optimizer step. Every rank knows the plan, so only vectors travel between ranks."""
-    args, ddp, corpus = task.args, task.ddp, task.corpus
-    dim = task.student.model.get_embedding_dimension()
-    wanted = functools.partial(targets, task.vectors, dim=dim, device=ddp.device)
-    for batch in sampler.batches(sampler.start):
-        dealt = [np.concatenate(sampler.deal(batch, r)) for r in range(ddp.world_size)]
-        drawn = [draw_negatives(task.negatives, items, args.num_negatives, args.seed, epoch) for items in dealt]
-        most, mine, own = len(dealt[0]), dealt[ddp.rank], drawn[ddp.rank]
-        positives = [corpus.positives[items][:, None] for items in dealt]  # padded, as the negatives, to `most` rows
-        parts = [np.pad(p, ((0, most - len(p)), (0, 0)), constant_values=-1).ravel() for p in positives + drawn]
-        ids, micro, low = np.concatenate(parts), [], 0
-        for items in sampler.deal(batch):
-            part, low = own[low : low + len(items)], low + len(items)
-            rows = np.concatenate([corpus.queries[items], corpus.positives[items], part[part >= 0]])
-            part = torch.from_numpy(part).to(ddp.device)
-            micro.append((items, task.tokens.groups(rows, ddp.device), wanted(rows=rows), part))
-        labels = torch.arange(len(mine), device=ddp.device) + ddp.rank * most
-        scores = wanted(rows=corpus.queries[mine]) @ wanted(rows=np.maximum(ids, 0)).T
-        yield PairBatch(micro, torch.from_numpy(ids).to(ddp.device), labels, scores, most, int((ids >= 0).sum()))
 
-def contrastive_loss(task: Task, batch: PairBatch, vectors: list[Tensor], total: int) -> tuple[Tensor, dict]:
-    """Sum over this rank's queries of a step's losses, from the vectors of its micro-batches' texts, and
-    {name: (sum, count)}. Divided by `total`, its sum over ranks is the mean over the step. (all ranks)"""
-    args, parts, is_query = task.args, [], []
-    for part, (items, _, _, ids) in zip(vectors, batch.micro, strict=True):
-        b, table = len(items), part.new_zeros(*ids.shape, part.shape[1])
-        table = table.masked_scatter((ids >= 0)[..., None], part[2 * b :])
-        parts.append((part[:b], part[b : 2 * b], table))  # (b, D), (b, D), (b, K, D)
-        is_query.append(torch.arange(len(part), device=part.device) < b)
-    queries, positives, negatives = (torch.cat(p) for p in zip(*parts, strict=True))
-    texts, wanted, is_query = torch.cat(vectors), torch.cat([m[2] for m in batch.micro]), torch.cat(is_query)
-    positives, negatives = (gather_rows(rows, batch.most, task.ddp.world_size) for rows in (positives, negatives))
-    documents = torch.cat([positives, negatives.flatten(0, 1)])
-    masked = false_negatives(batch.ids, batch.labels, batch.teacher_scores, args.false_negative_margin)
-    dims, whole, sums = [*args.matryoshka_dims, queries.shape[1]], 0.0, {}
-    for dim in dims:
-        q, d, s, t = (F.normalize(x[:, :dim], dim=-1) for x in (queries, documents, texts, wanted))
-        infonce, logits = infonce_loss(q, d, batch.labels, masked, args.temperature)
-        far = distance_loss(s, t, args.phase2_l2_weight, 0.0)
-        # queries and documents weigh the same, each as the mean over the whole step
-        pull = 0.5 * (far[is_query].sum() + far[~is_query].sum() * (total / batch.documents))
-        sums = {"infonce": infonce.sum(), "distance": pull}
-        loss = args.infonce_weight * sums["infonce"] + pull
-        if args.kl_weight:
-            sums["kl"] = kl_loss(logits, batch.teacher_scores / args.temperature, masked).sum()
-            loss = loss + args.kl_weight * sums["kl"]
-        whole = whole + loss / len(dims)
-    return whole, {name: (value, len(queries)) for name, value in {"loss": whole, **sums}.items()}
+def note_metrics(run, phase, metrics):
+    """Log held-out metrics; the names of the checkpoints of which these weights are the best."""
+    loop = run.loop
+    name = f"phase {phase}"
+    metric = "ndcg@10" if "ndcg@10" in metrics else "loss"
+    value = metrics[metric]
+    row = {"step": loop["step"], "phase": phase, "epoch": loop["epoch"]}
+    run.log.write({**row, **{f"val/{key}": number for key, number in metrics.items()}})
+    files = []
+    others = [best for key, best in loop["best"].items() if key != name]
+    if is_better(metric, value, loop["best"].get(name)):
+        files.append(f"phase{phase}_best.pt")
+        if all(is_better(metric, value, best) for best in others):
+            files.append("best.pt")
+        best = {"metric": metric, "value": value, "better": BETTER[metric], "step": loop["step"]}
+        loop["best"][name] = {**best, "metrics": metrics}
+    return files
 
-def phase2_step(task: Task, model: torch.nn.Module, batch: PairBatch, total: int, scaler) -> Tensor:
-    """As phase1_step, for `total` queries. With several micro-batches, all vectors come first without a graph, then the
-    loss and its gradient by them, then each micro-batch again with its part (gradient caching, Gao et al. 2021)."""
-    scale, device, groups = task.ddp.world_size / total, task.ddp.device, [m[1] for m in batch.micro]
-    if len(groups) == 1:
-        loss, sums = contrastive_loss(task, batch, [model(groups[0])], total)
-        scaler.scale(loss * scale).backward()
-    else:
-        devices = [] if device.type == "cpu" else [device]
-        # fork_rng turns the random state back afterwards: the second pass has the same dropout
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
-            vectors = [unwrap(model)(group) for group in groups]
-        loss, sums = contrastive_loss(task, batch, [v.requires_grad_() for v in vectors], total)
-        gradients = torch.autograd.grad(loss * scale, vectors)
-        for number, (group, gradient) in enumerate(zip(groups, gradients, strict=True), 1):
-            with sync_gradients(model, number == len(groups)):
-                scaler.scale((model(group) * gradient).sum()).backward()
-    task.log.add(len(batch.labels), **sums)
-    return loss.detach()
 
-def checkpoint(task: Task, phase: Phase, optimizer, guard: StepGuard, total: int, best: bool, done: bool) -> None:
-    """Everything needed to go on bit by bit, written by rank 0. (all ranks)"""
-    args, ddp, log, states = task.args, task.ddp, task.log, rng_states(task.ddp)
-    StepGuard.beat = math.inf  # however long rank 0 takes
-    if ddp.rank == 0:
-        state = {
-            "format": 1, "script": "train_ddp.py", "args": vars(args), "world_size": ddp.world_size,
-            "global_batch": total, "model": task.student.state_dict(), "optimizer": optimizer.state_dict(),
-            "scaler": guard.scaler.state_dict(), "phase": vars(phase), "step": phase.first + phase.step,
-            "epoch": phase.epoch, "done": done, "rng": states, "untrained": task.untrained, "history": task.history,
-            "bad_steps": guard.bad_steps, "wandb_id": log.wandb_id, "speed": (log.final_loss, log.speed),
-            "wall_s": log.wall + time.monotonic() - log.started}
-        written = save_checkpoint(args.output_dir, state, state["step"], args.keep_checkpoints, best)
-        if best:
-            kept = {name: state[name] for name in ("format", "script", "args", "model", "step", "phase")}
-            path = Path(args.output_dir) / f"phase{phase.number}_best.pt"
-            written &= atomic_write(path, lambda file: torch.save(kept, file))  # noqa: TID251
-        if done and not written:
-            raise OSError(f"phase {phase.number}'s end could not be saved: free space in {args.output_dir}, run again")
-    barrier(ddp)
-    StepGuard.beat = time.monotonic()
-    log.reset()
+def train(run, phase):
+    """One phase, from where it stands. (all ranks)"""
+    args, device, guard, loop, log = run.args, run.device, run.guard, run.loop, run.log
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    if loop["phase"] != phase:
+        loop.update(phase=phase, first=loop["step"], validated=0)
+    sampler, data = make_sampler(run, phase)
+    loop["global_batch"] = sampler.global_batch
+    steps = getattr(args, f"phase{phase}_epochs") * sampler.steps
+    if args.max_steps > 0:
+        steps = min(steps, args.max_steps)
+    eval_every = args.eval_every or sampler.steps
+    # The host prepares the next batch while a GPU computes this one; if data_wait says that it
+    # takes longer: --num_workers.
+    loader = DataLoader(
+        data,
+        batch_size=None,  # our sampler makes whole batches
+        sampler=sampler,
+        num_workers=args.num_workers,
+        persistent_workers=args.num_workers > 0,
+        pin_memory=device.type != "cpu",
+        worker_init_fn=ignore_signals,
+    )
+    peak = getattr(args, f"phase{phase}_lr")
+    optimizer = make_optimizer(args, run.student, peak)
+    scaler = torch.amp.GradScaler(device.type, enabled=run.student.dtype == torch.float16)
+    generator = default_generator(device)
+    if run.state and run.state["phase"] == phase:
+        restore(run.state, run.student, optimizer, scaler)
+    logging.info(f"Phase {phase}: {steps:,} steps, {sampler.steps:,} an epoch, peak rate {peak:g}")
 
-def train(task: Task, phase: Phase, state: dict | None, total: int, micro_steps: int) -> str:
-    """Train one phase, from `state` if it is this phase's. Returns why it was stopped, or ''. (all ranks)"""
-    args, ddp, log, student, number = task.args, task.ddp, task.log, task.student, phase.number
-    # phase 1: windows of 32 length-sorted batches; phase 2: random batches, sorted so that ranks get equal work
-    lengths, window = task.tokens.lengths, 32 if number == 1 else 1
-    work = lengths[task.corpus.phase1 if number == 1 else task.corpus.positives]
-    if number == 2:
-        work = work + (lengths[task.negatives] * (task.negatives >= 0)).sum(1)
-    cut, seed = bucket_by_length(work, total, args.seed), args.seed + number - 1
-    sampler = GlobalBatchSampler(len(work), total, micro_steps, seed, ddp, window, cut)
-    epochs, lr = getattr(args, f"phase{number}_epochs"), getattr(args, f"phase{number}_lr")
-    per_epoch = len(sampler) // micro_steps
-    peak = phase.peak = phase.peak or scaled_lr(lr, args.lr_scaling, ddp.world_size)  # stays on other world sizes
-    steps = min(epochs * per_epoch, args.max_steps or math.inf)
-    warmup = min(steps, int(args.warmup_ratio * steps) if args.warmup_steps is None else args.warmup_steps)
-    # no decay on biases, norms and embeddings; fused: one kernel that can skip its update on the device
-    trained = [(p, p.ndim < 2 or "embeddings." in n) for n, p in student.named_parameters() if p.requires_grad]
-    groups = [{"params": [p for p, plain in trained if plain == kind], "weight_decay": decay}
-              for kind, decay in ((True, 0.0), (False, args.weight_decay))]
-    optimizer = torch.optim.AdamW(groups, lr=peak, fused=True)
-    guard = StepGuard(args, ddp, optimizer, student.dtype, log.started)
-    torch.manual_seed(args.seed + ddp.rank)  # dropout differs between ranks
-    if state:
-        student.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        guard.scaler.load_state_dict(state["scaler"])
-        restore_rng(state["rng"], ddp, args.seed)
-        guard.bad_steps = state["bad_steps"]
-    model = wrap_ddp(student, ddp)
-    phases = {1: (phase1_batches, phase1_step, "texts"), 2: (phase2_batches, phase2_step, "queries")}
-    make_batches, run, what = phases[number]
-    log0(f"phase {number}: {sampler.n} {what}, {epochs} epochs x {per_epoch} steps, {steps} steps, warm-up {warmup}, "
-         f"peak learning rate {peak:g}, {sampler.n % total} left out per epoch")
-    sampler.set_epoch(phase.epoch, phase.position)
-    require_same(ddp, "the batches", sampler.fingerprint())
-    bar = tqdm(total=steps, initial=phase.step, desc=f"phase {number}", disable=ddp.rank > 0 or not sys.stderr.isatty())
-    student.train()
-    reason, batches = "", None
-    while not reason:
-        if phase.owed:  # also first of all in a run that was stopped before it
-            metrics, step = evaluate(task), phase.first + phase.step
-            name, value = next(iter(metrics.items()))
-            better = phase.best is None or value > phase.best["value"]
-            if better:
-                phase.best = {"name": name, "value": value, "step": step, "metrics": metrics}
-            phase.stale, phase.owed = 0 if better else phase.stale + 1, False
-            task.history.append({"step": step, "epoch": phase.epoch, "phase": number, **metrics})
-            log.write(task.history[-1])
-            shown = show_metrics(metrics, task.teacher) + " (best so far)" * better
-            log0(f"phase {number} step {step} held-out: {shown}")
-            log.reset()
-            early = 0 < args.early_stop_patience <= phase.stale
-            checkpoint(task, phase, optimizer, guard, total, better, done=early or phase.step >= steps)
-            if early:
-                log0(f"phase {number} stopped early: no gain in {phase.stale} evaluations")
+    def save(name):
+        content = {"script": SCRIPT, "format": FORMAT, "args": vars(args)}
+        content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
+        content["model"] = run.student.state_dict()
+        if name == "latest.pt":  # the best weights are not trained on
+            content["optimizer"] = optimizer.state_dict()
+            content["scaler"] = scaler.state_dict()
+        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
+
+    def reseed():
+        # Dropout depends on (seed, step, rank) alone, so a resumed run draws the same. (The factors
+        # keep steps below 1,000,003 and ranks below 4,099 apart.)
+        generator.manual_seed((args.seed * 1_000_003 + loop["step"]) * 4099 + rank)
+
+    done = loop["step"] - loop["first"]
+    hide = rank > 0 or not sys.stderr.isatty()
+    bar = tqdm(total=steps, initial=done, desc=f"phase {phase}", disable=hide)
+    batches = None
+    began = time.monotonic()
+    since = done
+    data_wait = 0.0
+    # parts of the loss, gradient norm, steps; none of skipped steps
+    sums = torch.zeros(len(PARTS[phase]) + 2, device=device)
+    while not guard.reason:
+        done = loop["step"] - loop["first"]  # steps of this phase
+        epoch, position = divmod(done, sampler.steps)
+        loop["epoch"] = epoch
+
+        # evaluate; all ranks have the same metrics, and so agree on what is best
+        due = done > 0 and (done % eval_every == 0 or done == steps)
+        if due and loop["validated"] < done:
+            paused = time.monotonic()
+            metrics = evaluate(run)
+            if metrics is None:  # the ranks stop: this step's checkpoint was made before
                 break
-        if phase.step >= steps:
+            loop["validated"] = done
+            for name in note_metrics(run, phase, metrics):
+                logging.info(f"Saving {name}, the best so far")
+                save(name)
+            if done >= steps:
+                save("latest.pt")  # the same command, given again, then knows it
+            began += time.monotonic() - paused
+        if done >= steps:
             break
-        if phase.position == 0 or batches is None:  # an epoch starts, or goes on after a restart
-            sampler.set_epoch(phase.epoch, phase.position)
-            batches = prefetch(make_batches(task, sampler, phase.epoch), ddp.device)
-            log.reset()
+
+        if position == 0 or batches is None:
+            sampler.set_epoch(epoch, start=position)
+            batches = iter(loader)
+        reseed()
+        lr = peak * lr_factor(args, done, steps)
         for group in optimizer.param_groups:
-            group["lr"] = peak * lr_at(phase.step, steps, warmup, args.lr_schedule)
-        batch = log.waiting(batches)
-        loss = run(task, model, batch, total, guard.scaler)
-        items = [m[0] for m in (batch if number == 1 else batch.micro)]
-        step = phase.first + phase.step + 1  # of the run
-        norm, reason = guard.step(loss, step, items)
-        phase.step, phase.position = phase.step + 1, phase.position + 1
+            group["lr"] = lr
+
+        # the micro-batches of a step; forward and backward
+        asked = time.monotonic()
+        step_batches = []
+        for _ in range(sampler.accumulation):
+            step_batches.append(next(batches).to(device))
+        data_wait += time.monotonic() - asked
+        if phase == 1:
+            parts = text_step(args, run.ddp_model, step_batches, scaler)
+        else:
+            parts = pair_step(args, run.ddp_model, run.student, step_batches, scaler, reseed)
+
+        # update, unless the gradient is not finite; then the step counts in no mean, either
+        norm = guard.update(optimizer, scaler)
+        values = torch.cat([parts, norm.reshape(1), torch.ones_like(norm).reshape(1)])
+        sums += torch.where(norm.isfinite(), values, 0.0)
+        done += 1
+        loop["step"] += 1
         bar.update()
-        last = phase.step == steps
-        if phase.step % args.log_every == 0 or last:
-            log.interval(step, phase.first + steps, phase.epoch, model, group["lr"], norm, phase=number)
-        if phase.position == per_epoch:
-            phase.epoch, phase.position = phase.epoch + 1, 0
-        phase.owed = last or (phase.step % args.eval_every == 0 if args.eval_every else phase.position == 0)
-        if phase.owed:  # a stop comes before it, as it may take longer than there is time
-            reason = reason or guard.finish()
-        if reason or not phase.owed and phase.step % args.save_every == 0:
-            checkpoint(task, phase, optimizer, guard, total, best=False, done=False)
-    guard.finish()
+
+        # once in a while: log. Here the host waits for the GPU. (all ranks)
+        if done % args.log_every == 0 or done == steps:
+            *part_sums, norm_sum, good = sum_over_ranks(sums)
+            seconds = time.monotonic() - began
+            made = done - since
+            row = {"step": loop["step"], "phase": phase, "epoch": epoch, "lr": lr}
+            row["skipped"] = made - good / world_size
+            if good > 0:
+                for name, part in zip(PARTS[phase], part_sums, strict=True):
+                    row[name] = part * world_size / good  # each rank has a share of it ...
+                row["grad_norm"] = norm_sum / good  # ... and all of the norm
+            row["samples_per_s"] = made * sampler.global_batch / seconds
+            row["data_wait"] = data_wait / seconds
+            log.write(row)
+            began = time.monotonic()
+            since = done
+            data_wait = 0.0
+            sums.zero_()
+
+        # save; also before an evaluation, which may be long and may be interrupted (all ranks)
+        reason = guard.agree()
+        if reason or done % args.save_every == 0 or done % eval_every == 0 or done == steps:
+            save("latest.pt")
     bar.close()
-    return reason
 
-def start_weights(task: Task) -> None:
-    """Where phase 2 starts: the best student of phase 1. (all ranks)"""
-    args, given = task.args, task.args.phase1_checkpoint
-    path = Path(given or Path(args.output_dir) / "phase1_best.pt")
-    if not path.exists() and args.skip_phase1 and not given:
-        return warn(f"--skip_phase1 and no {path}: phase 2 starts from the raw student")
+
+def load_best(args, student):
+    """The weights that phase 2 starts from: the best of phase 1. (all ranks)"""
+    path = Path(args.phase1_checkpoint or f"{args.output_dir}/phase1_best.pt")
+    if not on_rank0(is_whole, path):
+        if args.phase1_checkpoint:
+            raise InputError(f"--phase1_checkpoint {path} is missing or damaged")
+        what = "the untrained student" if args.skip_phase1 else "its last weights"
+        logging.warning(f"{path} is missing or damaged: phase 2 starts from {what}")
+        return
     state = load_checkpoint(path)
-    for name in ("student_model", "use_projection", "student_layers", "projection_hidden"):
-        if (old := state["args"].get(name)) != getattr(args, name):
-            raise ValueError(f"{path} was trained with --{name} {old!r}, not {getattr(args, name)!r}")
-    task.student.load_state_dict(state["model"])  # a RuntimeError names what does not fit
-    log0(f"phase 2 starts from {path} (step {state['step']})")
+    for name in ("student_model", "student_layers", "use_projection", "projection_hidden"):
+        if state["args"].get(name) != getattr(args, name):
+            raise InputError(f"{path} was trained with --{name} {state['args'].get(name)}")
+    student.load_state_dict(state["model"])
+    logging.info(f"Phase 2 starts from {path}, step {state['step']}")
 
-# ---- Main ----------------------------------------------------------------------------------------
 
-def save_artifacts(task: Task, best: dict, table: dict[str, dict]) -> list[str]:
-    """Save the student as a SentenceTransformer of stock modules, and beside it without the head. (rank 0 only)"""
+# --------------------------------------------------------------------------------------------------
+# Main
+
+
+def save_student(args, student, head, path, corpus, tokens, device, card=""):
+    """Save as a SentenceTransformer of its own modules, with the head or without; load it, and
+    compare what it gives with the forward pass. (rank 0)"""
     from sentence_transformers import SentenceTransformer
-    args, corpus, model, device = task.args, task.corpus, task.student.model.eval(), task.ddp.device
-    short = re.sub(r"\W+", "-", str(args.student_model).rstrip("/").rpartition("/")[2]).strip("-")
-    name = f"distilled-{short}-{model.get_embedding_dimension()}d{'' if args.use_projection else '-mrl'}"
-    models = {Path(args.artifacts_dir) / name: model}
-    if args.use_projection:
-        end = [type(module).__name__ for module in model].index("Normalize") + 1
-        base = SentenceTransformer(modules=list(model)[:end], prompts=model.prompts, device=str(device))
-        models[Path(args.artifacts_dir) / f"{name}-base-{base.get_embedding_dimension()}d"] = base
-    rows = np.concatenate([corpus.eval_queries[:32], corpus.eval_documents[:32]])
-    ids, mask = (t.to(device) for t in task.tokens.padded(rows))
-    texts = [list(model.prompts.values())[corpus.kinds[i]] + corpus.text(i) for i in rows]
-    for path, part in models.items():
-        temporary, dim = path.with_name(path.name + ".tmp"), part.get_embedding_dimension()
-        shutil.rmtree(temporary, ignore_errors=True)
-        part.save(str(temporary), create_model_card=False)
-        (temporary / "README.md").write_text(model_card(task, best, table, path.name, part), encoding="utf-8")
-        loaded = SentenceTransformer(str(temporary), device=str(device))
-        encoded = loaded.encode(texts, prompt="", batch_size=8, convert_to_tensor=True, show_progress_bar=False)
-        with torch.no_grad():
-            gap = (encoded - Student(part, torch.float32, device).embed_group(ids, mask)).abs().max().item()
-        if not gap <= 1e-5:
-            raise RuntimeError(f"{temporary}: encode() differs from the trained forward pass by {gap:.1e}, limit 1e-5")
+
+    modules = list(student.model)
+    if not head:
+        modules = modules[: student.own_modules]
+    prompts = student.model.prompts
+    model = SentenceTransformer(modules=modules, prompts=prompts, device=str(device))
+    new = path.with_name(f"{path.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    model.save(str(new), create_model_card=False)
+    (new / "README.md").write_text(card)
+    trust = args.trust_remote_code
+    loaded = SentenceTransformer(str(new), device=str(device), trust_remote_code=trust)
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    rows = np.unique(np.linspace(0, len(corpus.kinds) - 1, 64, dtype=np.int64))
+    texts = corpus.texts(rows, [prompts["query"], prompts["document"]])
+    options = {"prompt": "", "convert_to_tensor": True, "show_progress_bar": False}
+    found = loaded.encode(texts, batch_size=8, **options)
+    layout, dtype = student.layout, student.dtype
+    student.dtype = torch.float32  # as it is saved
+    if layout == "flat":  # is for bf16
+        student.layout = "groups"
+    student.eval()
+    with torch.no_grad():
+        expected = student(lay_out(tokens, rows, *LAYOUTS["padded"][kind]).to(device), head)
+    student.train()
+    student.layout, student.dtype = layout, dtype
+    gap = (found.float() - expected).abs().max().item()
+    if not gap <= 1e-5:
+        text = "the student, saved and loaded again, gives other vectors"
+        raise RunError(f"{text} than its forward pass: they are apart by {gap:.1e}, limit 1e-5")
+    if path.exists():
+        shutil.rmtree(path)
+    new.rename(path)
+    return gap
+
+
+def check_saving(args, student, corpus, tokens, device):
+    """Better known now than after hours: can the student be saved and loaded? (rank 0)"""
+    path = Path(args.output_dir) / "check"
+    try:
+        save_student(args, student, True, path, corpus, tokens, device)
+    except RunError:
+        raise
+    except Exception as error:  # the libraries raise many kinds
+        text = " ".join(str(error).split())[:300]
+        raise InputError(f"--student_model cannot be saved and loaded again: {text}") from None
+    finally:
         shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
-        log0(f"saved {path}: {dim} dimensions, encode() equals the forward pass to {gap:.1e}")
-    return [str(path) for path in models]
+        shutil.rmtree(f"{path}.tmp", ignore_errors=True)
 
-def model_card(task: Task, best: dict, table: dict[str, dict], name: str, model) -> str:
-    """README.md of a saved student."""
-    args, corpus, names = task.args, task.corpus, list(best["metrics"])
-    base = "\nThis is the student without its head; the figures are with it.\n" * (model is not task.student.model)
-    return "\n".join([
-        "---\nlibrary_name: sentence-transformers\npipeline_tag: sentence-similarity\n---",
-        f"# {name}\n\n`{args.student_model}` distilled from `{args.teacher_model}` by `train_ddp.py`:",
-        f"{best['step']} steps, {args.phase1_data}, {args.phase2_data}, --use_projection {args.use_projection}\n{base}",
-        f"Held-out: {len(corpus.eval_queries)} queries against {len(corpus.eval_documents)} documents.\n",
-        f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}",
-        *(f"| {who} | {' | '.join(f'{metrics[n]:.4f}' for n in names)} |" for who, metrics in table.items()),
-        "\n```python\nfrom sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(PATH)",
-        'queries, documents = model.encode_query(["..."]), model.encode_document(["..."])\n```\n',
-        f"{model.get_embedding_dimension()} dimensions, {model.max_seq_length} tokens, prompts {model.prompts}.\n"])
 
-def main(args: Namespace) -> int:
-    """Both phases, from where the run in --output_dir stands; returns the exit status."""
-    ddp = setup_ddp(args)
-    state = open_run(args, ddp, SAME)
-    phase = Phase(**state["phase"]) if state else None
-    if phase and phase.number == 2 and not state["done"] and args.skip_phase2:
-        raise ValueError(f"{args.output_dir} holds a run in phase 2: go on without --skip_phase2, or give --fresh")
-    complete = phase.number if state and state["done"] else phase.number - 1 if phase else 0  # phases that are over
-    finished = complete >= (1 if args.skip_phase2 else 2)
-    if finished and not args.save_to_artifacts:
-        log0(f"the run in {args.output_dir} is finished, after {state['step']} steps: --fresh starts anew")
-        return 0
-    kept = state["global_batch"] if state and not state["done"] else None
-    total, micro_steps = resolve_batch(args, ddp.world_size, kept)
-    # data, teacher vectors, tokens and student, each made once and cached
-    log = RunLog(args, ddp, state)
-    if Path("ddp_config.json").exists() and not args.config:
-        log0("ddp_config.json lies here but is not read: give --config ddp_config.json")
-    prepare_hub(args)
-    corpus = load_data(args, ddp)
-    if state and (old := state["args"].get("data_key", args.data_key)) != args.data_key:
-        raise ValueError(f"{args.output_dir} holds a run with data {old!r}, this one has {args.data_key!r}: give "
-                         "another --output_dir, or --fresh to move the old run aside")
-    teacher, name = (builtin_model(args, ddp, corpus, n) for n in (args.teacher_model, args.student_model))
-    vectors = teacher_vectors(args, ddp, corpus, teacher)
-    student = build_student(args, ddp, name, vectors.shape[1])
-    tokens = load_tokens(args, ddp, corpus, student.model)
-    freeze_unused(student, tokens, ddp.device)
-    if args.compile:
-        student.embed = torch.compile(student.embed_group, dynamic=True)
-    trained = sum(p.numel() for p in student.parameters() if p.requires_grad) / 1e6
-    log0(f"student: {trained:.2f} M trained parameters, {student.dtype}, at most {student.model.max_seq_length} tokens")
-    task = Task(args, ddp, log, corpus, tokens, vectors, mine_negatives(args, ddp, corpus, vectors, teacher), student)
-    task.teacher = evaluate(task, teacher=True)
-    log0(f"teacher held-out: {show_metrics(task.teacher, {})}")
-    if state:
-        task.untrained, task.history = state["untrained"], state["history"]
+def save_artifacts(run, table):
+    """The best student as a SentenceTransformer, and beside it without the head. (rank 0)"""
+    args, student = run.args, run.student
+    short = re.sub(r"\W+", "-", args.student_model.rstrip("/").rpartition("/")[2]).strip("-")
+    name = f"distilled-{short}-{student.dimensions(True)}d"
+    paths = {}
+    if args.use_projection:
+        paths[f"{name}-base-{student.dimensions(False)}d"] = False
     else:
-        task.untrained = evaluate(task)
-        log0(f"untrained student held-out: {show_metrics(task.untrained, task.teacher)}")
-        log.write({"step": 0, "epoch": 0, "phase": 0, **task.untrained})
-    keep_freed_memory()  # not before: what the data took goes back
-    for number in (1, 2):
-        if finished or number <= complete or getattr(args, f"skip_phase{number}"):
-            continue
-        resumed = state if phase and phase.number == number else None
-        phase = phase if resumed else Phase(number, first=phase.first + phase.step if phase else 0)
-        if number == 2 and not resumed:
-            start_weights(task)
-        reason = train(task, phase, resumed, total, micro_steps)
-        if reason:
-            task.log.close("stopped", steps=phase.first + phase.step, reason=reason)
-            barrier(ddp)  # the first rank to end makes some launchers kill the others
-            return stop_status(reason)
-    best, path = phase.best, Path(args.output_dir) / f"phase{phase.number}_best.pt"
-    task.student.load_state_dict(load_checkpoint(path)["model"])
-    rows = {"teacher": task.teacher, "student": best["metrics"], "untrained student": task.untrained}
-    log0(f"held-out: {len(corpus.eval_queries)} queries, best student of phase {phase.number} (step {best['step']})")
+        name += "-mrl"
+    paths[name] = True
+    Path(args.artifacts_dir).mkdir(parents=True, exist_ok=True)
+    for folder, head in paths.items():
+        path = Path(args.artifacts_dir) / folder
+        card = model_card(run, folder, head, table)
+        gap = save_student(args, student, head, path, run.corpus, run.data.tokens, run.device, card)
+        logging.info(f"Saved {path}: loaded, it gives the same vectors to {gap:.1e}")
+    return [f"{args.artifacts_dir}/{folder}" for folder in paths]
+
+
+def model_card(run, name, head, table):
+    args = run.args
+    lines = ["---", "library_name: sentence-transformers", "pipeline_tag: sentence-similarity"]
+    lines += ["---", f"# {name}", ""]
+    lines += [f"`{args.student_model}` distilled from `{args.teacher_model}` by `train_ddp.py`,"]
+    lines += [f"on {args.phase1_data} and {args.phase2_data}. Held out: {collection(run.corpus)}."]
+    if not head:
+        lines += ["This is the student without its head; the figures are with it."]
+    lines += ["", "```", *table, "```", "", "```python"]
+    lines += ["from sentence_transformers import SentenceTransformer", ""]
+    lines += ["model = SentenceTransformer(PATH)"]
+    lines += ['queries = model.encode_query(["..."])']
+    lines += ['documents = model.encode_document(["..."])', "```", ""]
+    return "\n".join(lines)
+
+
+def compare(run):
+    """The last word: the best of each phase beside the untrained student and the teacher. Returns
+    the best of both phases, and the lines of the table. (all ranks)"""
+    rows = {"untrained student": run.loop["untrained"]}
+    best_of_all = None
+    for phase, best in run.loop["best"].items():
+        rows[f"after {phase}"] = best["metrics"]
+        if is_better(best["metric"], best["value"], best_of_all):
+            best_of_all = best
+    rows["teacher"] = run.loop["teacher"]
+    metric = best_of_all["metric"]
+    table = []
     for who, metrics in rows.items():
-        log0(f"  {who:<18}" + "  ".join(f"{n} {metrics[n]:.4f}" for n in best["metrics"]))
-    artifacts = on_rank0(ddp, save_artifacts, task, best, rows) if args.save_to_artifacts else []
-    task.log.close("finished", steps=phase.first + phase.step, epochs=phase.epoch, samples_per_s=task.log.speed,
-                   final_loss=task.log.final_loss, best_metric={n: best[n] for n in ("name", "value", "step")},
-                   baselines={who: rows[who][best["name"]] for who in ("teacher", "untrained student")},
-                   checkpoint=str(path), artifacts=artifacts)
-    log0(f"finished: {args.output_dir}/summary.json, curves.png" + "".join(f", {folder}" for folder in artifacts))
-    return 0
+        shown = ["ndcg@10", "mrr@10", "recall@100"] if metric == "ndcg@10" else ["loss"]
+        cells = [f"{name} {metrics[name]:.4f}" for name in shown if name in metrics]
+        table.append(f"{who:18} {'  '.join(cells)}")
+
+    logging.info(f"Held out: {collection(run.corpus)}; the best of each phase:")
+    for line in table:
+        logging.info(f"  {line}")
+    for phase, best in run.loop["best"].items():
+        if is_better(metric, best_of_all["value"], best):
+            text = f"{metric} {best['value']:.4f} after {best_of_all['value']:.4f}"
+            if phase == "phase 2":
+                logging.warning(f"phase 2 made the student worse ({text}): phase 1's is kept")
+    untrained = run.loop["untrained"].get(metric)
+    if untrained is not None and not is_better(metric, best_of_all["value"], {"value": untrained}):
+        text = f"{metric} {best_of_all['value']:.4f}, untrained {untrained:.4f}"
+        hint = "look at the learning rates, the data, and what the teacher itself reaches"
+        logging.warning(f"training did not make the student better ({text}): {hint}")
+    return best_of_all, table
+
+
+def prepare(args, device):
+    """Data, models, teacher vectors and the run's folder, as a Run; None if the ranks agreed to
+    stop. (all ranks)"""
+    if on_rank0(find_hub, args):
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    corpus = load_corpus(args)
+    teacher_name = on_rank0(local_model, args, args.teacher_model, corpus)
+    student_name = on_rank0(local_model, args, args.student_model, corpus)
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    model = load_student(args, student_name)
+    tokens = load_tokens(args, corpus, model)
+    folder = on_rank0(teacher_folder, args, corpus, teacher_name)
+    data_hash = f"{corpus.folder.name} {tokens.folder.name} {folder.name}"
+    state = open_run(args, data_hash)
+    if state and state["phase"] == 2 and args.skip_phase2:
+        text = f"{args.output_dir} holds a run in phase 2"
+        raise InputError(f"{text}: go on without --skip_phase2, or give --fresh")
+
+    # the student as it will be saved, before the teacher reads for hours
+    student = Student(model.to(device), choose_precision(args, device))
+    layout = choose_layout(student, tokens, device)
+    on_rank0(check_saving, args, student, corpus, tokens, device)
+    guard = StepGuard(args, device)
+    vectors = teacher_vectors(args, corpus, teacher_name, folder, device, guard)
+    if vectors is None:
+        return guard.reason
+    width = student.dimensions(False)
+    torch.manual_seed(args.seed)
+    if args.use_projection:
+        student.add_head(args.projection_hidden, vectors.shape[1])
+        student.to(device)
+        logging.info(f"With a head from {width} to the teacher's {vectors.shape[1]} dimensions")
+    elif vectors.shape[1] < width:
+        text = f"{width} teacher dimensions for this student, there are {vectors.shape[1]}"
+        raise InputError(f"--use_projection False needs {text}")
+    else:
+        logging.info(f"No head: the target is the first {width} of {vectors.shape[1]} dimensions")
+    dimensions = student.dimensions(True)
+    for size in args.matryoshka_dims:
+        if size > dimensions:
+            raise InputError(f"--matryoshka_dims {size}: the student has {dimensions} dimensions")
+    data = TextData(tokens, vectors, layout, dimensions)
+    freeze_unused(student, data.lay_out(np.arange(min(4, len(tokens.lengths)))).to(device))
+    negatives = mine_negatives(args, corpus, vectors, folder, device)
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    logging.info(f"{trained:,} parameters are trained")
+    loop = {
+        "step": 0,
+        "phase": 0,
+        "first": 0,  # steps before this phase
+        "epoch": 0,
+        "validated": 0,  # steps of this phase at the last evaluation
+        "best": {},  # of each phase
+        "untrained": {},
+        "teacher": {},
+        "global_batch": 0,
+        "data_hash": data_hash,
+    }
+    if state:
+        loop = {name: state[name] for name in loop}
+    log = RunLog(args, state)
+    ddp_model = wrap_ddp(student, args, device)
+    return Run(args, device, corpus, data, negatives, student, ddp_model, guard, log, state, loop)
+
+
+def main(args):
+    device = setup_ddp(args)
+    logging.info("Preparing data loaders...")
+    run = prepare(args, device)
+    if isinstance(run, str):
+        return exit_status(run)
+    loop, guard, log = run.loop, run.guard, run.log
+    if run.state is None:
+        loop["teacher"] = evaluate_teacher(run)
+        logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")
+        # a head with random weights would make the student look worse than it is
+        metrics = evaluate(run, head=len(run.corpus.eval_queries) == 0)
+        loop["untrained"] = metrics or {}
+        logging.info(f"Held out, the untrained student: {as_text(loop['untrained'])}")
+
+    logging.info("Starting distributed training...")
+    if not args.skip_phase1 and loop["phase"] < 2:
+        train(run, 1)
+    if not args.skip_phase2 and not guard.reason:
+        if loop["phase"] < 2:
+            load_best(args, run.student)
+        train(run, 2)
+    summary = {}
+    if not guard.reason:
+        logging.info("Training process completed.")
+        best, table = compare(run)
+        summary["best"] = {key: value for key, value in best.items() if key != "metrics"}
+        summary["held_out"] = collection(run.corpus)
+        summary["baselines"] = {"untrained": loop["untrained"], "teacher": loop["teacher"]}
+        summary["phases"] = {name: best["metrics"] for name, best in loop["best"].items()}
+        if args.save_to_artifacts:
+            path = Path(args.output_dir) / "best.pt"
+            if on_rank0(is_whole, path):
+                run.student.load_state_dict(load_checkpoint(path)["model"])
+            else:
+                logging.warning(f"{path} is missing or damaged (a full disk?): saving the last one")
+            summary["artifacts"] = on_rank0(save_artifacts, run, table)
+    status = f"stopped by {guard.reason}" if guard.reason else "finished"
+    log.close(status=status, steps=loop["step"], **summary)
+    if not guard.reason:
+        logging.info("Training and evaluation completed successfully!")
+    return exit_status(guard.reason)
+
 
 if __name__ == "__main__":
-    sys.exit(launch(main, parse_args()))
+    launch(parse_args, main)

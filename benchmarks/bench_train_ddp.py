@@ -1,21 +1,29 @@
-"""train_ddp.py beside sentence-transformers' own Trainer: same student, texts, batch, steps, processes, threads.
+"""Training steps of train_ddp.py beside the program that it replaces and beside the Trainer of
+sentence-transformers.
 
-    pip install "accelerate>=1.10" && python benchmarks/bench_train_ddp.py [--rounds 3] [--measured 1] [--epochs]
+    pip install "accelerate>=1.10"
+    python benchmarks/bench_train_ddp.py
+    python benchmarks/bench_train_ddp.py --rounds 1 --rows 300 --batch 8
 
-The student is a random BERT in the shape of 3 layers of all-MiniLM (384 wide), the teacher one of 6 layers: what
-they cost is real, what they know does not matter here. Texts: the documentation that comes with Python. Phase 1 is
-EmbedDistillLoss (cosine) there, phase 2 MultipleNegativesRankingLoss with negatives from all ranks; the same losses
-here. Both sides run in fp32 under torchrun with one thread per process. The rounds alternate. Two tables:
-  steps alone: samples per second of the training loop, both sides with the teacher vectors at hand. The first epoch
-  warms up; whole ones after it are measured, as texts of about the same length come together on our side, and a few
-  steps would be of the short ones, or of the long;
-  three epochs: wall time of phase 1 over three epochs with each side getting the teacher's vectors its documented
-  way: `Dataset.map(teacher.encode)` in every process there, the block cache shared by the ranks here.
+The same student, texts, batch, processes (two, one thread each, under torchrun) and fp32 on a CPU.
+The student is a BERT with random weights in the shape of 3 layers of all-MiniLM (384 wide), the
+teacher one of 6 layers: what they cost is real, what they know does not matter. The texts are the
+documentation that comes with Python. Each side runs --epochs epochs; the first warms up. In each
+round all sides run, one after the other; ratios are of the same round.
+
+ours         train_ddp.py; phase 1 by the cosine alone, phase 2 by InfoNCE alone
+replaced     the same of the program that it replaces (commit e7785a5)
+default      SentenceTransformerTrainer as its documentation writes it: EmbedDistillLoss (cosine),
+             MultipleNegativesRankingLoss with negatives from all ranks
+best         the Trainer with what we found to help it: texts of similar length share a batch, and
+             the C library keeps freed memory, as in train_ddp.py
+
+--teacher also measures three epochs of phase 1 in wall seconds, with start and the teacher. Its
+vectors are computed once by all ranks here and in best; in default by `Dataset.map`, by each.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -27,175 +35,347 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STUDENT, TEACHER, LENGTH = "builtin:bert:3x384", "builtin:bert:6x384", 128
+REPLACED = "e7785a5"
+LENGTH = 128
+OPTIONS = f"""--use_projection=False --student_max_length={LENGTH} --teacher_max_length={LENGTH}
+    --eval_samples=50 --phase1_l2_weight=0 --phase1_cosine_weight=1 --phase2_l2_weight=0
+    --infonce_weight=1 --false_negative_margin=2 --phase1_lr=2e-5 --phase2_lr=2e-5 --device=cpu
+    --wandb_mode=disabled --log_every=5 --eval_every=1000000 --save_every=1000000""".split()
+OTHERS = {  # side: what the tables call it
+    "replaced": f"the program replaced ({REPLACED})",
+    "default": "SentenceTransformerTrainer, default",
+    "best": "SentenceTransformerTrainer, at its best",
+}
+LOSSES = {1: "EmbedDistillLoss", 2: "MultipleNegativesRankingLoss"}
 
 
-def options(work: Path) -> list[str]:
-    """The common arguments of train_ddp.py."""
-    return [
-        "--phase1_data=pydocs", "--phase2_data=pydocs", f"--teacher_model={TEACHER}", f"--student_model={STUDENT}",
-        f"--student_max_length={LENGTH}", f"--teacher_max_length={LENGTH}", "--use_projection=False",
-        "--max_chars=2000", "--eval_samples=50",
-        "--phase1_l2_weight=0", "--phase1_cosine_weight=1", "--phase2_l2_weight=0",
-        "--infonce_weight=1", "--false_negative_margin=2", "--phase1_lr=2e-5", "--phase2_lr=2e-5",
-        "--wandb_mode=disabled", f"--cache_dir={work / 'cache'}", "--log_every=1", "--eval_every=1000000",
-        "--save_every=1000000", "--device=cpu",
-    ]  # fmt: skip
+# ---- A run of a side: (samples per second after the first epoch, wall seconds) -------------------
 
 
-def torchrun(nproc: int, command: list[str], log: Path) -> float:
-    """Run under torchrun with one thread per process; seconds of wall time. Raises if it fails."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+def torchrun(args, command, log):
+    """Wall seconds of a command under torchrun. Ends the program if it fails."""
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher.append(f"--nproc_per_node={args.nproc}")
     begin = time.monotonic()
     with open(log, "w") as file:
-        call = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *command]
-        status = subprocess.run(call, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT).returncode
-    if status:  # the ranks' own last words, before torchrun's
-        said = log.read_text().partition("] failed (exitcode: ")[0]
-        sys.exit(f"exit status {status}: see {log}\n" + "\n".join(said.splitlines()[-40:]))
+        done = subprocess.run(
+            [*launcher, *map(str, command)],
+            env=os.environ | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=log.parent,
+        )
+    if done.returncode != 0:
+        words = log.read_text().partition("] failed (exitcode: ")[0]  # of the ranks, not torchrun's
+        sys.exit(f"exit status {done.returncode}: see {log}\n{words[-3000:]}")
     return time.monotonic() - begin
 
 
-def ours(args: argparse.Namespace, work: Path, name: str, phase: int, extra: list[str]) -> tuple[float, float]:
-    """(samples per second of the loop after the first epoch, wall seconds) of one phase of train_ddp.py."""
-    folder, other = work / "out" / name, 3 - phase
-    shutil.rmtree(folder, ignore_errors=True)
-    rows = [f"--max_samples_phase{p}={args.rows}" for p in (1, 2)]
-    command = ["train_ddp.py", *options(work), *rows, f"--skip_phase{other}", f"--output_dir={folder}", *extra]
-    wall = torchrun(args.nproc, [*command, f"--batch_size={args.batch}"], work / f"{name}.log")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    speeds = [row["samples/s"] for row in rows if "samples/s" in row]  # of every step, all of one size
-    return statistics.harmonic_mean(speeds[len(speeds) // (1 + args.measured) :] or [0.0]), wall
+def run_script(args, work, side, phase, epochs, cache):
+    """train_ddp.py, of this folder or of the program replaced."""
+    program = ROOT if side == "ours" else work / "worktree"
+    out = work / side
+    shutil.rmtree(out, ignore_errors=True)
+    command = [program / "train_ddp.py", *OPTIONS, f"--skip_phase{3 - phase}"]
+    command += [f"--phase{number}_data={work}/pairs.jsonl" for number in (1, 2)]
+    command += [f"--student_model={work}/student", f"--teacher_model={work}/teacher"]
+    command += [f"--phase{phase}_epochs={epochs}", f"--batch_size={args.batch}"]
+    command += [f"--cache_dir={cache}", f"--output_dir={out}"]
+    wall = torchrun(args, command, work / f"{side}.log")
+    speeds = []
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        speed = row.get("samples_per_s", row.get("samples/s"))
+        if speed is not None:
+            speeds.append(speed)
+    if epochs > 1:
+        speeds = speeds[len(speeds) // epochs :]
+    return statistics.harmonic_mean(speeds), wall
 
 
-def theirs(args: argparse.Namespace, work: Path, name: str, phase: int, extra: list[str]) -> tuple[float, float]:
-    """The same of SentenceTransformerTrainer, in a process of its own."""
-    result = work / f"{name}.json"
-    command = [str(Path(__file__).resolve()), "--role=trainer", f"--work={work}", f"--result={result}"]
-    wall = torchrun(args.nproc, [*command, f"--phase={phase}", f"--batch={args.batch}", *extra], work / f"{name}.log")
+def run_trainer(args, work, side, phase, epochs, cache):
+    result = work / "result.json"
+    command = [Path(__file__).resolve(), "--side", side, "--work", work, "--phase", phase]
+    command += ["--epochs", epochs, "--batch", args.batch, "--result", result]
+    if cache is not None:
+        command += ["--cache", cache]
+    wall = torchrun(args, command, work / f"{side}.log")
     return json.loads(result.read_text())["samples_per_s"], wall
 
 
-def trainer(args: argparse.Namespace) -> None:
-    """One training of SentenceTransformerTrainer, as its documentation writes it. (every rank runs this)"""
-    import numpy as np
-    import sentence_transformers as st
-    import torch
-    from datasets import Dataset
-    from sentence_transformers.sentence_transformer import losses
-    from transformers import TrainerCallback
+def run_side(args, work, side, phase, epochs, cache):
+    if side in ("ours", "replaced"):
+        return run_script(args, work, side, phase, epochs, cache)
+    return run_trainer(args, work, side, phase, epochs, cache)
 
+
+# ---- The Trainer, in each of its processes -------------------------------------------------------
+
+
+def similar_lengths(lengths):
+    """A batch sampler for the Trainer: texts of similar length together, 50 batches at a time."""
+    import torch
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+
+    class SimilarLengths(DefaultBatchSampler):
+        def __iter__(self):
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(len(lengths), generator=generator)
+            batches = []
+            for part in order.split(50 * self.batch_size):
+                part = part[lengths[part].argsort(descending=True)]
+                batches += [batch.tolist() for batch in part.split(self.batch_size)]
+            batches = [batch for batch in batches if len(batch) == self.batch_size]
+            for i in torch.randperm(len(batches), generator=generator).tolist():
+                yield batches[i]
+
+        def __len__(self):
+            return len(lengths) // self.batch_size
+
+    return SimilarLengths
+
+
+def keep_freed_memory():
     sys.path.insert(0, str(ROOT))
     import train_ddp
 
-    corpus = next(args.work.glob("cache/corpus-*"))
-    texts = train_ddp.Corpus(corpus)
-    models = json.loads((args.work / "models.json").read_text())
-    student = st.SentenceTransformer(models["student"], device="cpu")
+    train_ddp.keep_freed_memory()
+
+
+def trainer(args):
+    """One training of SentenceTransformerTrainer. (each rank runs this)"""
+    import numpy as np
+    import torch
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+    from sentence_transformers.sentence_transformer import losses
+    from transformers import TrainerCallback
+
+    student = SentenceTransformer(str(args.work / "student"), device="cpu")
+    rows = [json.loads(line) for line in open(args.work / "pairs.jsonl")]
+    queries = [row["query"] for row in rows]
+    documents = [row["positive"] for row in rows]
     if args.phase == 1:
-        rows = np.load(corpus / "phase1.npy")
-        data = Dataset.from_dict({"sentence": [texts.text(i) for i in rows]})
-        if args.encode:
-            teacher = st.SentenceTransformer(models["teacher"], device="cpu")
-            data = data.map(lambda b: {"label": teacher.encode(b["sentence"]).tolist()}, batched=True)
+        texts = list(dict.fromkeys(queries + documents))
+        data = Dataset.from_dict({"sentence": texts})
+        if args.cache is not None:
+            data = data.add_column("label", list(np.load(args.cache / "trainer.npy")))
         else:
-            vectors = np.load(next(args.work.glob("cache/teacher-*")) / "vectors.npy")[rows].astype(np.float32)
-            data = data.add_column("label", list(vectors))
+            teacher = SentenceTransformer(str(args.work / "teacher"), device="cpu")
+            data = data.map(
+                lambda rows: {"label": teacher.encode(rows["sentence"]).tolist()}, batched=True
+            )
         loss = losses.EmbedDistillLoss(student, distance_metric="cosine")
     else:
-        columns = {"anchor": "queries", "positive": "positives"}
-        data = Dataset.from_dict({c: [texts.text(i) for i in np.load(corpus / f"{a}.npy")] for c, a in columns.items()})
+        texts = [query + document for query, document in zip(queries, documents, strict=True)]
+        data = Dataset.from_dict({"anchor": queries, "positive": documents})
         loss = losses.MultipleNegativesRankingLoss(student, scale=50.0, gather_across_devices=True)
-    settings = st.SentenceTransformerTrainingArguments(
-        output_dir=str(args.work / "trainer"), per_device_train_batch_size=args.batch, learning_rate=2e-5,
-        warmup_steps=0.1, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-        dataloader_drop_last=True, num_train_epochs=1 + args.measured,
-    )  # fmt: skip
+    options = {}
+    if args.side == "best":
+        keep_freed_memory()
+        ids = student.tokenizer(texts, truncation=True, max_length=2 * LENGTH)["input_ids"]
+        options["batch_sampler"] = similar_lengths(torch.tensor([len(tokens) for tokens in ids]))
 
     class Clock(TrainerCallback):
-        """Steps and seconds after the first epoch, as on the other side."""
+        """Steps and seconds after the first epoch, as on the other sides."""
 
-        def on_step_end(self, settings, state, control, **_):
-            if state.global_step == state.max_steps // (1 + args.measured):
-                self.begin, self.first = time.monotonic(), state.global_step
-            self.end, self.last = time.monotonic(), state.global_step
+        def on_step_end(self, settings, state, control, **others):
+            now = time.monotonic()
+            if state.global_step == state.max_steps // args.epochs:
+                self.begin = now
+                self.first = state.global_step
+            self.end = now
+            self.last = state.global_step
 
     clock = Clock()
+    settings = Arguments(
+        output_dir=str(args.work / "trainer"),
+        per_device_train_batch_size=args.batch,
+        learning_rate=2e-5,
+        warmup_steps=0.1,
+        num_train_epochs=args.epochs,
+        dataloader_drop_last=True,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
     names = {"model": student, "args": settings, "train_dataset": data, "loss": loss}
-    st.SentenceTransformerTrainer(**names, callbacks=[clock]).train()
-    if int(os.environ.get("RANK", 0)) == 0:
-        samples = (clock.last - clock.first) * args.batch * int(os.environ.get("WORLD_SIZE", 1))
-        args.result.write_text(json.dumps({"samples_per_s": samples / (clock.end - clock.begin)}))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    SentenceTransformerTrainer(**names, callbacks=[clock]).train()
+    if int(os.environ["RANK"]) == 0:
+        samples = (clock.last - clock.first) * args.batch * int(os.environ["WORLD_SIZE"])
+        speed = samples / (clock.end - clock.begin)
+        args.result.write_text(json.dumps({"samples_per_s": speed}))
+    torch.distributed.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # while its objects live, gloo's threads abort some processes that have ended well
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+def encode_once(args):
+    """Teacher vectors of the Trainer's texts in one file, computed by all ranks. (each rank)"""
+    import numpy as np
+    import torch.distributed as dist
+    from sentence_transformers import SentenceTransformer
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    rows = [json.loads(line) for line in open(args.work / "pairs.jsonl")]
+    texts = [row["query"] for row in rows] + [row["positive"] for row in rows]
+    texts = list(dict.fromkeys(texts))
+    teacher = SentenceTransformer(str(args.work / "teacher"), device="cpu")
+    mine = teacher.encode(texts[rank::world_size])
+    parts = [None] * world_size
+    dist.all_gather_object(parts, mine)
+    if rank == 0:
+        vectors = np.zeros((len(texts), mine.shape[1]), np.float32)
+        for number, part in enumerate(parts):
+            vectors[number::world_size] = part
+        np.save(args.cache / "trainer.npy", vectors)
+    dist.barrier()
+    os._exit(0)
 
 
-def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
+# ---- All sides, in turns -------------------------------------------------------------------------
+
+
+def prepare(args, work):
+    """pairs.jsonl, the models, and the caches that the steps alone start from."""
+    tool = ROOT / "tools" / "make_builtin_models.py"
+    texts = [sys.executable, tool, "pydocs", "--out", work / "pydocs"]
+    subprocess.run(texts, check=True, stdout=subprocess.DEVNULL)
+    lines = (work / "pydocs" / "pairs.jsonl").read_text().splitlines()[: args.rows]
+    (work / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    tool = ROOT / "tools" / "prepare_texts.py"
+    command = [sys.executable, tool, f"--phase2_data={work}/pairs.jsonl", f"--out={work}/texts"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    for name, size in {"student": "3x384", "teacher": "6x384"}.items():
+        command = [sys.executable, ROOT / "tools" / "make_builtin_models.py", "bert"]
+        command += ["--texts", work / "texts", "--size", size, "--length", str(LENGTH)]
+        subprocess.run([*command, "--out", work / name], check=True, stdout=subprocess.DEVNULL)
+    (work / "cache").mkdir()
+    encode_for_trainer(args, work, work / "cache")
+    for side in ("ours", "replaced"):
+        run_script(args, work, side, 1, 1, work / "cache")
+
+
+def encode_for_trainer(args, work, cache):
+    command = [Path(__file__).resolve(), "--side", "encode", "--work", work, "--cache", cache]
+    return torchrun(args, command, work / "encode.log")
+
+
+@contextlib.contextmanager
+def worktree(folder):
+    """The commit of the program replaced, checked out in `folder`."""
+    git = ["git", "-C", ROOT, "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def spread(values, digits=1):
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def rounds_of(work, other, unit, mine, theirs, ratios):
     """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    rows = zip(mine, theirs, ratios, strict=True)
-    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+    records = []
+    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
+        record = {"work": work, "with": other, "unit": unit}
+        records.append({**record, "ours": a, "other": b, "ratio": ratio})
+    return records
 
 
-def compare(args: argparse.Namespace, work: Path) -> list[dict]:
-    """Both sides in alternation; prints the tables. Returns the rounds."""
-    other_side, found = "SentenceTransformerTrainer", []
-    ours(args, work, "warm", 1, ["--max_steps=1"])  # builds models, tokens and vectors that both sides use
-    builtin = sorted(work.glob("cache/builtin-bert-*"), key=lambda p: (p / "model.safetensors").stat().st_size)
-    (work / "models.json").write_text(json.dumps({"student": str(builtin[0]), "teacher": str(builtin[1])}))
-    print(f"{args.nproc} processes x 1 thread, batch {args.batch} each, {args.measured} measured epoch(s) of "
-          f"{args.rows} entries, {args.rounds} rounds\n")  # fmt: skip
-    print("| samples/s, steps alone | train_ddp.py | SentenceTransformerTrainer | ratio |\n|---|---|---|---|")
-    for phase, loss in ((1, "EmbedDistillLoss"), (2, "MultipleNegativesRankingLoss")):
-        mine, other, epochs = [], [], f"--phase{phase}_epochs={1 + args.measured}"
-        for i in range(args.rounds):
-            mine.append(ours(args, work, f"ours{phase}-{i}", phase, [epochs])[0])
-            other.append(theirs(args, work, f"theirs{phase}-{i}", phase, [f"--measured={args.measured}"])[0])
-        ratio = [a / b for a, b in zip(mine, other, strict=True)]
-        print(f"| phase {phase}: {loss} | {spread(mine)} | {spread(other)} | {spread(ratio)} |", flush=True)
-        found += rounds_of(f"phase {phase}: {loss}", other_side, "samples/s", mine, other, ratio)
-    mine, other = [], []
-    for i in range(args.epochs):
-        for folder in work.glob("cache/teacher-*"):
-            shutil.rmtree(folder)
-        mine.append(ours(args, work, f"ours-epochs{i}", 1, ["--phase1_epochs=3"])[1])
-        other.append(theirs(args, work, f"theirs-epochs{i}", 1, ["--measured=2", "--encode"])[1])
-    if args.epochs:
-        name, ratio = "three epochs with the teacher", [b / a for a, b in zip(mine, other, strict=True)]
-        print(f"\n| wall seconds, {name} | {spread(mine)} | {spread(other)} | {spread(ratio)} |")
-        found += rounds_of(name, other_side, "seconds", mine, other, ratio)
-    return found
+def print_rows(work, unit, found):
+    """A row for each side beside ours; returns the records."""
+    records = []
+    mine = found["ours"]
+    for side, name in OTHERS.items():
+        theirs = found[side]
+        pairs = zip(mine, theirs, strict=True)
+        ratios = [b / a if unit == "seconds" else a / b for a, b in pairs]
+        cells = [work, name, spread(mine), spread(theirs), spread(ratios, 2)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        records += rounds_of(work, name, unit, mine, theirs, ratios)
+    return records
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=2, help="processes of both sides")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating runs of both sides")
-    parser.add_argument("--measured", type=int, default=1, metavar="EPOCHS", help="measured epochs, after the first")
-    parser.add_argument("--rows", type=int, default=3000, help="documentation entries that are read")
-    parser.add_argument("--batch", type=int, default=64, help="samples per process and step")
-    parser.add_argument("--epochs", type=int, nargs="?", const=1, default=0, metavar="ROUNDS",
-                        help="also three epochs with the teacher (minutes), once or in ROUNDS rounds")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
-    parser.add_argument("--role", default="compare", choices=("compare", "trainer"), help=argparse.SUPPRESS)
-    for name in ("--work", "--result"):
-        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--phase", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--encode", action="store_true", help=argparse.SUPPRESS)
+def steps_alone(args, work):
+    records = []
+    print("| samples/s, steps alone | beside | ours | it | ratio |\n|---|---|---|---|---|")
+    for phase, loss in LOSSES.items():
+        found = {side: [] for side in ("ours", *OTHERS)}
+        for _ in range(args.rounds):
+            for side, speeds in found.items():
+                speeds.append(run_side(args, work, side, phase, args.epochs, work / "cache")[0])
+        records += print_rows(f"phase {phase}: {loss}", "samples/s", found)
+    return records
+
+
+def with_teacher(args, work):
+    """Three epochs of phase 1, each side from an empty cache."""
+    print(
+        "\n| wall seconds, with the teacher | beside | ours | it | ratio |\n|---|---|---|---|---|"
+    )
+    found = {side: [] for side in ("ours", *OTHERS)}
+    for number in range(args.teacher):
+        for side, seconds in found.items():
+            cache = work / f"cache-{side}-{number}"
+            cache.mkdir()
+            wall = 0.0
+            if side == "best":
+                wall = encode_for_trainer(args, work, cache)
+            if side == "default":
+                cache = None
+            seconds.append(wall + run_side(args, work, side, 1, 3, cache)[1])
+    return print_rows("three epochs of phase 1", "seconds", found)
+
+
+def parse_args():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--nproc", type=int, default=2, help="processes of each side")
+    add("--rounds", type=int, default=5, help="turns of each side")
+    add("--epochs", type=int, default=2, help="of a turn; all but the first are measured")
+    add("--rows", type=int, default=3000, help="queries with a document")
+    add("--batch", type=int, default=64, help="samples per process and step")
+    add("--teacher", type=int, nargs="?", const=1, default=0, metavar="ROUNDS", help="see above")
+    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
+    add("--side", default="", help=argparse.SUPPRESS)  # this and the rest: a process of the Trainer
+    for name in ("--work", "--cache", "--result"):
+        add(name, type=Path, help=argparse.SUPPRESS)
+    add("--phase", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measured < 1:
-        parser.error(f"--measured {args.measured}: at least 1 epoch after the first is measured")
-    if args.role == "trainer":
-        return trainer(args)
-    with tempfile.TemporaryDirectory() as work:
-        found = compare(args, args.work or Path(work))
+    if args.epochs < 2 and not args.side:
+        parser.error(f"--epochs {args.epochs}: expected 2 or more, the first warms up")
+    return args
+
+
+def main():
+    args = parse_args()
+    if args.side == "encode":
+        encode_once(args)
+    elif args.side:
+        trainer(args)
+    with contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(worktree(work / "worktree"))
+        prepare(args, work)
+        text = f"batch {args.batch} each, {args.rows} rows, {args.rounds} rounds"
+        print(f"{args.nproc} processes x 1 thread, {text}\n")
+        records = steps_alone(args, work)
+        if args.teacher:
+            records += with_teacher(args, work)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

@@ -38,10 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMON = "--device=cpu --precision=fp32 --wandb_mode=disabled --log_every=5 --save_every=1000000"
 RUNS = {  # name: script, its arguments beside COMMON
     "train_ddp, phase 1": ("train_ddp", """--config=configs/train_ddp_quickstart.yaml --global_batch_size=64
-        --phase1_epochs=99 --max_samples_phase1=4000 --max_samples_phase2=4000 --save_to_artifacts=False"""),
+        --phase1_epochs=99 --max_samples_phase1=4000 --max_samples_phase2=4000 --save_to_artifacts=False
+        --cache_dir={work}/cache --skip_phase2"""),
     "train_ddp, phase 2": ("train_ddp", """--config=configs/train_ddp_quickstart.yaml --global_batch_size=64
         --phase2_epochs=99 --max_samples_phase1=4000 --max_samples_phase2=4000 --save_to_artifacts=False
-        --skip_phase1"""),
+        --cache_dir={work}/cache --skip_phase1"""),
     "run_train_uniref50_ddp": ("run_train_uniref50_ddp", """--config=configs/config_uniref50_quickstart.yaml
         --eval_freq=1000000 --n_iters=100000 --epochs=100000"""),
     "run_dpo_ddp": ("run_dpo_ddp", """--config=configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0
@@ -163,10 +164,8 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
             if hasattr(module, name):
                 timed(module, name, kind)
     if plain_form:
-        try:
-            module.launch(module.parse_args, module.main)
-        except SystemExit as end:
-            status = end.code
+        status = module.main(module.parse_args())  # not launch(), which ends the process
+        module.cleanup()
     else:
         status = module.launch(module.main, module.parse_args(argv))
     if status != 128 + signal.SIGTERM or not seen["seconds"]:

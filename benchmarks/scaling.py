@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -89,7 +90,7 @@ def retrieval(folder: Path) -> str:
             file.write(json.dumps({"query": query, "positive": positive}) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --teacher_model=builtin:lsa:64
         --student_model=builtin:bert:4x256 --student_max_length=48 --eval_samples=20 --eval_every=100000000
-        --phase1_epochs=100000 --phase2_epochs=100000"""
+        --phase1_epochs=100000 --phase2_epochs=100000 --cache_dir={folder}/cache"""
 
 
 def proteins(folder: Path) -> str:
@@ -132,12 +133,13 @@ def digits(folder: Path) -> str:
 
 
 def texts_of(task) -> np.ndarray:
-    return task.tokens.lengths[task.corpus.phase1]
+    return task.run.data.tokens.lengths
 
 
 def pairs_of(task) -> np.ndarray:
-    negatives = (task.tokens.lengths[task.negatives] * (task.negatives >= 0)).sum(1)
-    return task.tokens.lengths[task.corpus.queries] + task.tokens.lengths[task.corpus.positives] + negatives
+    lengths, pairs = task.run.data.tokens.lengths, task.run.corpus.pairs
+    assert not task.run.negatives.shape[1]  # which ones a step draws is not known here
+    return lengths[pairs].sum(1)
 
 
 def proteins_of(task) -> np.ndarray:
@@ -190,11 +192,11 @@ class Meter:
 
     def not_counted(self, function: Callable) -> Callable:
         def called(*args, **options):
-            begin = time.monotonic()
+            begin, aside = time.monotonic(), self.aside
             try:
                 return function(*args, **options)
             finally:
-                self.aside += time.monotonic() - begin
+                self.aside = aside + time.monotonic() - begin  # once, where one calls another
 
         return called
 
@@ -267,8 +269,9 @@ class PlainMeter(Meter):
         module = self.module
         module.PARENT = os.getppid()  # the fork server, which imported the module, has another one
         self.begin, self.first, self.parameters, self.ids = None, None, None, []
-        for name in ("validate", "on_rank0"):  # the latter: a checkpoint
-            setattr(module, name, self.not_counted(getattr(module, name)))
+        for name in ("validate", "evaluate", "on_rank0"):  # the last: a checkpoint
+            if hasattr(module, name):
+                setattr(module, name, self.not_counted(getattr(module, name)))
         self.plain_train, module.train = module.train, self.train
         self.plain_wrap, module.wrap_ddp = module.wrap_ddp, self.wrap
         self.plain_deal = module.GlobalBatchSampler.__iter__
@@ -279,9 +282,9 @@ class PlainMeter(Meter):
         module.StepGuard.update = lambda guard, optimizer, scaler: self.update(guard, optimizer, scaler)
         module.StepGuard.agree = lambda guard: self.agree(guard)
 
-    def train(self, args, device, data, *more):
-        self.task = SimpleNamespace(data=data)
-        return self.plain_train(args, device, data, *more)
+    def train(self, *args):
+        self.task = SimpleNamespace(**inspect.signature(self.plain_train).bind(*args).arguments)
+        return self.plain_train(*args)
 
     def wrap(self, model, args, device):
         model = self.plain_wrap(model, args, device)
@@ -745,39 +748,61 @@ def sampler_of(module, lengths: np.ndarray, ranks: int, batch: int, micro: int, 
 
 
 class Dealt:
-    """A sampler of the scripts whose train() is one loop, asked for the batches of all ranks."""
+    """A sampler of the scripts whose train() is one loop, asked for the batches of all ranks: that of `ranks` for items
+    of these lengths. groups: which items of a rank's batch are padded to the same length; without it nothing is."""
 
-    def __init__(self, sampler):
-        self.sampler = sampler
+    def __init__(self, module, args, lengths: np.ndarray, ranks: int, groups: Callable | None = None):
+        world = {"get_world_size": lambda: ranks, "get_rank": lambda: 0}
+        with mock.patch.multiple("torch.distributed", **world):
+            self.sampler = module.GlobalBatchSampler(np.arange(len(lengths)), args, None, lengths)
+        self.groups = groups or (lambda mine: np.split(mine, len(mine)))
 
     def batches(self):
         for _, batch in self.sampler:
             yield batch
 
     def deal(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:
-        mine = batch[rank :: self.sampler.num_replicas]
-        return np.split(mine, len(mine))  # each sample for itself: nothing is padded
+        return self.groups(batch[rank :: self.sampler.num_replicas])
+
+
+def defaults(module):
+    """Arguments of a script whose train() is one loop."""
+    with mock.patch("sys.argv", [module.__file__]):
+        return module.parse_args()
 
 
 def full_train_ddp(module, found: dict) -> Full:
-    """all-mpnet-base-v2 and the head to 3,584 dimensions, on texts as MS MARCO has them."""
+    """all-mpnet-base-v2 and the head to 3,584 dimensions, on texts as MS MARCO has them, in phase 1. Operations are
+    counted on the meta device: on CPUs the script parts a batch into more groups, with more operations, than on GPUs."""
     import torch
     from transformers import MPNetConfig, MPNetModel
 
+    args = defaults(module)
     with torch.device("meta"):
         model = MPNetModel(MPNetConfig(vocab_size=30527, max_position_embeddings=514), add_pooling_layer=False)
-        head = torch.nn.Sequential(torch.nn.Linear(768, 1536), torch.nn.LayerNorm(1536), torch.nn.Linear(1536, 3584))
+        head = [torch.nn.Linear(768, args.projection_hidden), torch.nn.GELU(), torch.nn.LayerNorm(args.projection_hidden)]
+        head = torch.nn.Sequential(*head, torch.nn.Linear(args.projection_hidden, 3584))
+        ids = torch.zeros(args.batch_size, 80, dtype=torch.long)
+        with counter() as counted:
+            states = model(input_ids=ids).last_hidden_state
+            vectors = torch.nn.functional.normalize(head(states.mean(1)), dim=1)
+            module.distance(vectors, torch.zeros_like(vectors), 1.0, 1.0).sum().backward()
     lengths = np.random.default_rng(0).lognormal(math.log(75), 0.45, 400_000).clip(5, 384).astype(np.int64)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    flops = 64 * (6 * linear * lengths.mean() + 12 * 768 * 12 * (lengths.astype(float) ** 2).mean())
+    flops = 6 * linear * lengths.mean() + 12 * 768 * 12 * (lengths.astype(float) ** 2).mean()
+
+    tokens = SimpleNamespace(lengths=lengths, offsets=np.zeros_like(lengths), ids=np.zeros(1, np.int32), pad=0)
+
+    def groups(mine: np.ndarray) -> list[np.ndarray]:
+        shapes = module.lay_out(tokens, mine, *module.LAYOUTS["padded"]["cuda"]).shapes  # as the script reads an MPNet
+        return np.split(mine[np.argsort(-lengths[mine], kind="stable")], np.cumsum([n for n, _ in shapes])[:-1])
 
     def deal(ranks: int) -> tuple:
-        return sampler_of(module, lengths, ranks, 64, 1, 1, lambda _: 32,
-                          lambda count, _: module.bucket_by_length(lengths, count, 0))  # fmt: skip
+        return Dealt(module, args, lengths, ranks, groups), lengths
 
     count = sum(p.numel() for part in (model, head) for p in part.parameters())
-    return Full(count, "MPNetModel of transformers on the meta device, head by its sizes", 64, 1, flops,
-                3 * found["operations"], "transformer", 500, deal,  # 12 layers, of 4 that were counted
+    return Full(count, "MPNetModel of transformers on the meta device, head by its sizes", args.batch_size, 1,
+                args.batch_size * flops, counted.operations, "transformer", args.save_every, deal,
                 "lognormal, median 75 tokens, sigma 0.45, at most 384")  # fmt: skip
 
 
@@ -822,15 +847,11 @@ def full_run_dpo_ddp(module, found: dict) -> Full:
 
 
 def full_run_train_quantumgrav_ddp(module, found: dict) -> Full:
-    with mock.patch("sys.argv", ["run_train_quantumgrav_ddp.py"]):
-        args = module.parse_args()
+    args = defaults(module)
     lengths = np.random.default_rng(0).integers(32, 64 + 1, 200_000)  # defaults of tools/make_causal_sets.py
 
     def deal(ranks: int) -> tuple:
-        world = {"get_world_size": lambda: ranks, "get_rank": lambda: 0}
-        with mock.patch.multiple("torch.distributed", **world):
-            sampler = module.GlobalBatchSampler(np.arange(len(lengths)), args, None, lengths)
-        return Dealt(sampler), lengths
+        return Dealt(module, args, lengths, ranks), lengths
 
     return Full(found["parameters"], "the network that was measured", args.batch_size, 1,
                 args.batch_size * lengths.mean() * found["flops_per_work"], found["operations"], "other",
@@ -953,7 +974,7 @@ def main() -> int:
     preload = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel"]
     preload += dict.fromkeys(WORKLOADS[name].script for name in options.scripts)
     if any(name.startswith("train_ddp") for name in options.scripts):
-        preload += ["sentence_transformers", "sklearn.decomposition"]
+        preload += ["sentence_transformers"]
     sys.path.insert(0, str(ROOT))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ.update(PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")

@@ -276,7 +276,8 @@ def run_new_script(script: str) -> int:
     def write_and_tell(log, row):
         write(log, row)
         if "lr" in row:  # of a step, and not of an evaluation
-            after_step(row["step"], dealt.pop(row["step"]))
+            # train_ddp's second phase counts its steps from 1 again
+            after_step(row["step"], dealt.pop(min(dealt)))
 
     module.GlobalBatchSampler.__iter__ = listen
     module.RunLog.write = write_and_tell

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from helpers import RankError, forkserver, one_process, run_ranks
 from torch.utils.data import DataLoader
 
-import train_ddp as block
-from train_ddp import DDPContext, GlobalBatchSampler, RunLog, StepGuard
+import run_dpo_ddp as block
+from run_dpo_ddp import DDPContext, GlobalBatchSampler, RunLog, StepGuard
 
 CPU = torch.device("cpu")
 
@@ -325,7 +325,18 @@ def test_nproc_inside_a_launcher_is_refused(monkeypatch, capsys):
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    return block.parse_args(list(argv))
+    """By the block's parser, with options of all kinds beside those of the block."""
+    parser = block.ArgumentParser(allow_abbrev=False)
+    group = parser.add_argument_group("Optimization")
+    group.add_argument("--batch_size", type=int, default=64)
+    group.add_argument("--phase1_lr", type=float, default=2e-5)
+    group.add_argument("--phase2_lr", type=float, default=5e-6)
+    group.add_argument("--use_projection", type=block.boolean, default=True)
+    group.add_argument("--teacher_query_prompt")
+    group.add_argument("--false_negative_margin", type=float, default=0.0)
+    group.add_argument("--matryoshka_dims", type=lambda text: [int(n) for n in text.split(",")], default=[])
+    block.add_ddp_arguments(parser, "./checkpoints", "train_ddp")
+    return block.parse_arguments(parser, list(argv))
 
 
 @pytest.fixture

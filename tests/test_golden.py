@@ -17,21 +17,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def golden_train_ddp(folder: Path) -> list[str]:
-    """Ten steps of each phase; random teacher, so that no other library's rounding comes in."""
-    with open(folder / "pairs.jsonl", "w") as file:
-        for i in range(120):
-            words = f"item {i} on shelf {i % 5} of hall {i % 17}"
-            positive = f"{words} is number {i * 31 % 97}" + " again" * (i % 6)
-            file.write(json.dumps({"query": f"which number is {words}", "positive": positive}) + "\n")
-    return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --cache_dir={folder}/cache
-        --teacher_model=builtin:bert:1x64 --student_model=builtin:bert:1x32 --student_max_length=24
-        --projection_hidden=48 --eval_fraction=0.1 --batch_size=16 --phase1_lr=3e-3 --phase2_lr=1e-3
-        --phase1_epochs=9 --phase2_epochs=9 --max_steps=10 --matryoshka_dims=16 --kl_weight=0.5 --mine_negatives=2
-        --mine_margin=0.0 --log_every=1 --wandb_mode=disabled --device=cpu --precision=fp32
-        --output_dir={folder}/out""".split()
-
-
 def golden_run_train_uniref50_ddp(folder: Path) -> list[str]:
     """Twenty steps and one evaluation; Muon, curriculum and crops are on the way."""
     from helpers import write_proteins  # which imports the scripts
@@ -77,7 +62,7 @@ def golden_run_train_rebm_ddp(folder: Path) -> list[str]:
 
 
 GOLDEN = {
-    "train_ddp": golden_train_ddp, "run_train_uniref50_ddp": golden_run_train_uniref50_ddp,
+    "run_train_uniref50_ddp": golden_run_train_uniref50_ddp,
     "run_dpo_ddp": golden_run_dpo_ddp, "run_train_rebm_ddp": golden_run_train_rebm_ddp,
 }  # fmt: skip
 

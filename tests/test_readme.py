@@ -305,10 +305,12 @@ def test_default_config_is_the_defaults(folder):
     """configs/train_ddp.yaml changes nothing, has every documented option, and leaves room for a global batch."""
     train_ddp = importlib.import_module("train_ddp")
     keys = yaml.safe_load((ROOT / "configs/train_ddp.yaml").read_text(encoding="utf-8"))
-    plain, read = (vars(train_ddp.parse_args(a)) for a in ([], ["--config", "configs/train_ddp.yaml"]))
+    given = ["train_ddp.py", "--config", "configs/train_ddp.yaml"]
+    plain, read = (vars(parse_sys_argv(train_ddp, words)) for words in (["train_ddp.py"], given))
+    assert {name: plain[name] for name in DEFAULTS} == DEFAULTS
     assert {name: read[name] for name in keys} == {name: plain[name] for name in keys}
     assert list(keys)[: len(DEFAULTS)] == list(DEFAULTS)
-    train_ddp.parse_args(["--config", "configs/train_ddp.yaml", "--global_batch_size=512"])
+    assert parse_sys_argv(train_ddp, [*given, "--global_batch_size=512"]).global_batch_size == 512
 
 
 def test_table_lists_what_exists():

@@ -1,0 +1,905 @@
+"""train_ddp.py and its two tools: known answers, and what a user sees of a run."""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_ddp as script
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = str(ROOT / "train_ddp.py")
+PREPARE = str(ROOT / "tools" / "prepare_texts.py")
+CPU = torch.device("cpu")
+
+
+def arguments(*options):
+    with mock.patch.object(sys, "argv", ["script", *options]):
+        return script.parse_args()
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def write_pairs(path, rows=130):
+    """Queries with two documents each, and negatives, of which one is among all rows'."""
+    lines = []
+    for i in range(rows):
+        place = f"item {i} of house {i % 13}"
+        positive = [
+            f"{place} is in hall {i % 7}" + " indeed" * (i % 9),
+            f"see shelf {i} for {place}",
+        ]
+        row = {"query": f"where is {place}", "positive": positive}
+        row["negatives"] = [f"nothing is known about room {i * 7 % rows}", "nothing"]
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    write_pairs(folder / "pairs.jsonl")
+    return folder
+
+
+def small(work, *options):
+    """Options of a run of seconds."""
+    data = [f"--phase{phase}_data={work}/pairs.jsonl" for phase in (1, 2)]
+    common = """--teacher_model=builtin:lsa:16 --student_model=builtin:bert:2x32 --device=cpu
+        --student_max_length=24 --projection_hidden=32 --eval_fraction=0.3 --phase1_epochs=3
+        --phase2_epochs=3 --phase1_lr=5e-3 --phase2_lr=2e-3 --num_negatives=2 --mine_negatives=3
+        --global_batch_size=24 --batch_size=8 --log_every=1"""
+    return [*data, f"--cache_dir={work}/cache", *common.split(), *options]
+
+
+def run(*options, program=SCRIPT, status=0, ranks=1):
+    """What a run says, and where it ends with an error, that."""
+    command = [sys.executable, program, *options]
+    if ranks > 1:
+        launch = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}"
+        command = [sys.executable, *launch.split(), program, *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(work):
+    """Both phases on two ranks, with a head; (what it says, its folder)."""
+    options = [f"--output_dir={work}/out", "--save_to_artifacts", f"--artifacts_dir={work}/models"]
+    return run(*small(work, *options), ranks=2), work / "out"
+
+
+@pytest.fixture(scope="module")
+def corpus(work, trained):
+    folders = [*work.glob("cache/texts-*")]
+    return script.Corpus(folders[0])
+
+
+@pytest.fixture(scope="module")
+def student_folder(work, trained):
+    folders = [*work.glob("cache/bert-*")]
+    return str(folders[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Losses
+
+
+def unit(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(*shape, generator=generator, dtype=torch.float64), dim=-1)
+
+
+@pytest.mark.parametrize("dim", [8, 768])
+def test_the_distance_is_a_sum_over_dimensions(dim):
+    """|s - t|^2 = 2 (1 - cos) for unit vectors of any size: the weights mean the same for all."""
+    s = unit(5, dim, seed=1)
+    t = unit(5, dim, seed=2)
+    cosine = F.cosine_similarity(s, t)
+    assert torch.allclose(script.distance(s, t, 1.0, 0.0), 2 * (1 - cosine))
+    assert torch.allclose(script.distance(s, t, 0.4, 0.6), 1.4 * (1 - cosine))
+
+
+def test_infonce_is_multiple_negatives_ranking_loss():
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer").losses
+    q = unit(6, 16, seed=5).float()
+    d = unit(6, 16, seed=6).float()
+    theirs = losses.MultipleNegativesRankingLoss(None, scale=50.0)
+    expected = theirs.compute_loss_from_embeddings([q, d], None).item()
+    found = script.infonce(q @ d.T / 0.02, torch.arange(6)).mean().item()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_divergence_against_torch():
+    logits = torch.randn(3, 7, requires_grad=True, dtype=torch.float64)
+    teacher = torch.randn(3, 7, dtype=torch.float64)
+    masked = torch.zeros(3, 7, dtype=torch.bool)
+    masked[1, 4:] = True
+    found = script.divergence(logits.masked_fill(masked, -math.inf), teacher, masked)
+    for i, kept in enumerate((7, 4, 7)):
+        log_p = F.log_softmax(logits[i, :kept], -1)
+        log_q = F.log_softmax(teacher[i, :kept], -1)
+        expected = F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+        assert found[i].item() == pytest.approx(expected.item())
+    found.sum().backward()
+    assert torch.isfinite(logits.grad).all() and (logits.grad[1, 4:] == 0).all()
+
+
+def test_what_is_no_negative():
+    """Gaps, other positives of the query, and what the teacher scores above the positive."""
+    documents = torch.tensor([10, 11, 12, 10, -1, 13])
+    positives = torch.tensor([[10, 13], [11, -1]])
+    labels = torch.tensor([0, 1])
+    scores = torch.tensor([[0.8, 0.9, 0.1, 0.8, 0.0, 0.5], [0.2, 0.7, 0.71, 0.2, 0.0, 0.1]])
+    expected = {
+        0.0: [[0, 1, 0, 1, 1, 1], [0, 0, 1, 0, 1, 0]],
+        0.05: [[0, 1, 0, 1, 1, 1], [0, 0, 0, 0, 1, 0]],
+        2.0: [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 0]],
+    }
+    for margin, rows in expected.items():
+        masked = script.not_negatives(documents, positives, labels, scores, margin)
+        assert masked.int().tolist() == rows
+
+
+GRADIENT = """
+import sys
+import torch
+import torch.distributed as dist
+import train_ddp as script
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+weight = torch.linspace(-1, 1, 30).view(6, 5).double().requires_grad_()
+items = torch.sin(torch.arange(7 * 3 * 6.0)).view(7, 3, 6).double()
+mine = torch.arange(7)[rank::world_size]
+dealt = [torch.arange(7)[r::world_size] for r in range(world_size)]
+most = len(dealt[0])
+arrival = torch.zeros(7, dtype=torch.int64)
+for r, places in enumerate(dealt):
+    arrival[places] = r * most + torch.arange(len(places))
+batch = script.PairBatch(*[None] * 7, arrival, most, 7)
+vectors = torch.nn.functional.normalize(items[mine] @ weight, dim=-1)
+documents = script.gather_documents(vectors[:, 1:], batch)
+loss = script.infonce(vectors[:, 0] @ documents.T / 0.1, mine * 2).sum() / 7
+plain = dist.all_reduce
+dist.all_reduce = None  # the backward pass is a reduce-scatter
+loss.backward()
+dist.all_reduce = plain
+dist.all_reduce(weight.grad)
+if rank == 0:
+    torch.save(weight.grad, sys.argv[1])
+dist.destroy_process_group()
+"""
+
+
+def test_the_gradient_over_ranks_is_that_of_the_whole_batch(tmp_path):
+    """With unequal shares, too."""
+    (tmp_path / "program.py").write_text(GRADIENT)
+    found = []
+    for ranks in (1, 3):
+        command = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}".split()
+        program = [str(tmp_path / "program.py"), str(tmp_path / "gradient.pt")]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *command, *program], check=True, env=env, timeout=100)
+        found.append(torch.load(tmp_path / "gradient.pt"))
+    assert found[0].abs().max() > 0.01
+    assert torch.allclose(found[0], found[1], rtol=1e-12, atol=1e-14)
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def test_ranking_metrics_against_counting(group):
+    documents = torch.eye(12)
+    second = 0.9 * documents[1] + documents[2]
+    queries = torch.stack([documents[0], second, documents[3] - documents[4]])
+    pairs = np.array([[0, 0], [1, 1], [1, 2], [2, 4]])
+    places = script.ranks_of_answers(queries, documents, pairs)
+    assert places.tolist() == [1, 2, 1, 12]
+    found = script.ranking_metrics(places, pairs[:, 0])
+    assert found["ndcg@10"] == pytest.approx(2 / 3)
+    assert found["mrr@10"] == pytest.approx(2 / 3)
+    assert found["recall@100"] == 1
+    same = script.ranks_of_answers(torch.ones(1, 12), torch.ones(12, 12), np.array([[0, 5]]))
+    assert same.tolist() == [12]  # one vector for all texts must not look good
+
+
+def test_the_artifact_has_the_figures_of_the_run(trained, corpus, work):
+    """By sentence-transformers' own evaluator, on the model as anybody loads it."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import evaluation
+
+    summary = json.loads((trained[1] / "summary.json").read_text())
+    model = SentenceTransformer(summary["artifacts"][-1], device="cpu")
+    assert model.encode("text").shape == (16,)
+    queries = {str(i): corpus.decode(n) for i, n in enumerate(corpus.eval_queries)}
+    documents = {str(i): corpus.decode(n) for i, n in enumerate(corpus.eval_documents)}
+    relevant = {}
+    for query, document in corpus.eval_pairs.tolist():
+        relevant.setdefault(str(query), set()).add(str(document))
+    evaluator = evaluation.InformationRetrievalEvaluator(queries, documents, relevant)
+    found = evaluator(model)
+    best = summary["best"]
+    assert best["metric"] == "ndcg@10" and best["better"] == "higher"
+    assert found["cosine_ndcg@10"] == pytest.approx(best["value"], abs=2e-3)
+    base = SentenceTransformer(summary["artifacts"][0], device="cpu")
+    assert base.encode("text").shape == (32,)
+    types = [type(module).__module__.split(".")[0] for module in model]
+    assert set(types) == {"sentence_transformers"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_and_says_so(trained):
+    said, folder = trained
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = rows_of(folder)
+    for phase in (1, 2):
+        losses = [row["loss"] for row in rows if "loss" in row and row["phase"] == phase]
+        assert len(losses) > 9 and sum(losses[-4:]) < sum(losses[:4])
+        path = folder / f"phase{phase}_best.pt"
+        values = [r["val/ndcg@10"] for r in rows if "val/ndcg@10" in r and r["phase"] == phase]
+        kept = torch.load(path, weights_only=True)["best"][f"phase {phase}"]
+        assert len(values) == 3 and kept["value"] == max(values)
+        assert summary["phases"][f"phase {phase}"]["ndcg@10"] == max(values)
+    best = summary["best"]
+    assert set(best) == {"metric", "value", "better", "step"}
+    values = {row["step"]: row["val/ndcg@10"] for row in rows if "val/ndcg@10" in row}
+    assert best["value"] == max(values.values()) == values[best["step"]]
+    assert torch.load(folder / "best.pt", weights_only=True)["step"] == best["step"]
+    assert best["value"] > summary["baselines"]["untrained"]["ndcg@10"] + 0.05
+    for text in ("untrained student", "after phase 1", "after phase 2", "teacher  "):
+        assert said.count(f"  {text}") == 1
+    assert "(50%) answer none of them" in said
+    assert not [*folder.glob("*.tmp"), *folder.glob("check*")]
+
+
+def test_mrl_and_the_teacher_once(work, trained):
+    """The second run finds the vectors of the first; its target is the first part of them."""
+    options = [f"--output_dir={work}/mrl", "--use_projection=False", "--skip_phase2"]
+    options += ["--student_model=builtin:bert:1x32", "--teacher_model=builtin:bert:1x64"]
+    options += ["--save_to_artifacts", f"--artifacts_dir={work}/models", "--max_steps=3"]
+    said = run(*small(work, *options))
+    assert "The teacher reads" in said
+    assert "the target is the first 32 of 64 dimensions" in said
+    before = len([*work.glob("cache/teacher-*")])
+    said = run(*small(work, *options, "--fresh"))
+    assert "The teacher reads" not in said and "no teacher is needed" in said
+    assert len([*work.glob("cache/teacher-*")]) == before
+    assert (work / "models" / "distilled-builtin-bert-1x32-32d-mrl" / "modules.json").exists()
+    said = run(*small(work, *options, "--teacher_model=builtin:lsa:16", "--fresh"), status=2)
+    assert "--use_projection False needs 32 teacher dimensions" in said
+
+
+def test_a_rate_changed_on_resume_is_said_and_applied(work, tmp_path, trained):
+    options = [f"--output_dir={tmp_path}/out", "--skip_phase2", "--warmup_ratio=0"]
+    run(*small(work, *options, "--max_steps=4"))
+    before = rows_of(tmp_path / "out")
+    said = run(*small(work, *options, "--max_steps=8", "--phase1_lr=1e-4"))
+    assert "--phase1_lr 0.0001, it was 0.005" in said
+    rows = [row for row in rows_of(tmp_path / "out") if "lr" in row]
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    assert before[0]["lr"] == 5e-3 and rows[4]["lr"] == pytest.approx(0.5e-4)
+    said = run(*small(work, *options, "--teacher_query_prompt=find: "), status=2)
+    assert "was trained on other data" in said and "--fresh" in said
+
+
+def test_skip_phase1(work, tmp_path, trained):
+    """From the checkpoint that is named, from that of an earlier run, or from the raw student."""
+    options = [f"--output_dir={tmp_path}/out", "--skip_phase1", "--max_steps=2"]
+    best = f"--phase1_checkpoint={trained[1]}/phase1_best.pt"
+    said = run(*small(work, *options, best))
+    assert f"Phase 2 starts from {trained[1]}/phase1_best.pt" in said and "phase 1:" in said
+    assert {row["phase"] for row in rows_of(tmp_path / "out")} == {2}
+    said = run(*small(work, *options, "--fresh"))
+    assert "phase 2 starts from the untrained student" in said
+    said = run(*small(work, *options, "--fresh", best, "--projection_hidden=16"), status=2)
+    assert "was trained with --projection_hidden 32" in said
+
+
+LONG_STEP = """
+import os, signal, threading, time
+import train_ddp as script
+
+plain = script.text_step
+
+def text_step(args, model, batches, scaler):
+    text_step.calls += 1
+    if text_step.calls == 3:
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        time.sleep(21)
+    return plain(args, model, batches, scaler)
+
+text_step.calls = 0
+script.text_step = text_step
+script.launch(script.parse_args, script.main)
+"""
+
+
+def test_a_stop_in_a_long_step_is_saved(work, tmp_path, trained):
+    (tmp_path / "program.py").write_text(LONG_STEP)
+    options = small(work, f"--output_dir={tmp_path}/out")
+    said = run(*options, program=str(tmp_path / "program.py"), status=143)
+    assert "stopped by SIGTERM" in said
+    assert torch.load(tmp_path / "out" / "latest.pt", weights_only=True)["step"] == 4
+
+
+def test_without_a_hub_it_is_said_in_seconds(tmp_path):
+    began = time.monotonic()
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://localhost:9"}
+    env = {**os.environ, **env}
+    env.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, SCRIPT, f"--output_dir={tmp_path}/out", f"--cache_dir={tmp_path}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and time.monotonic() - began < 45  # 10 s on an idle machine
+    assert "no model hub" in done.stdout
+    assert "--phase2_data ms_marco: microsoft/ms_marco" in done.stderr and "pydocs" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# The last word
+
+
+def fake_run(best, untrained, teacher=0.6):
+    corpus = SimpleNamespace(eval_queries=[0], eval_documents=[0, 1], eval_answers=1)
+    phases = {}
+    for phase, value in best.items():
+        record = {"metric": "ndcg@10", "value": value, "better": "higher", "step": 7}
+        phases[phase] = {**record, "metrics": {"ndcg@10": value}}
+    loop = {"best": phases, "untrained": {"ndcg@10": untrained}, "teacher": {"ndcg@10": teacher}}
+    return SimpleNamespace(corpus=corpus, loop={**loop, "step": 9, "epoch": 1}, log=mock.Mock())
+
+
+@pytest.mark.parametrize(
+    "values, untrained, best, warned",
+    [
+        ((0.54, 0.40), 0.53, 0.54, ["phase 2 made the student worse"]),
+        ((0.54, 0.55), 0.56, 0.55, ["training did not make the student better"]),
+        ((0.54, 0.55), 0.53, 0.55, []),
+    ],
+)
+def test_the_best_of_both_phases_is_kept(caplog, values, untrained, best, warned):
+    phases = {"phase 1": values[0], "phase 2": values[1]}
+    with caplog.at_level(logging.INFO):
+        found, table = script.compare(fake_run(phases, untrained))
+    assert found["value"] == best and len(table) == 4
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == len(warned)
+    for text, expected in zip(warnings, warned, strict=True):
+        assert expected in text
+
+
+def test_which_checkpoints_are_the_best():
+    run = fake_run({"phase 1": 0.54}, 0.5)
+    assert script.note_metrics(run, 2, {"ndcg@10": 0.40}) == ["phase2_best.pt"]
+    assert script.note_metrics(run, 2, {"ndcg@10": 0.55}) == ["phase2_best.pt", "best.pt"]
+    assert script.note_metrics(run, 2, {"ndcg@10": 0.55}) == []
+    run = fake_run({}, 0.5)
+    assert script.note_metrics(run, 1, {"ndcg@10": math.nan}) == []
+    assert script.note_metrics(run, 1, {"loss": 0.5}) == ["phase1_best.pt", "best.pt"]
+    assert script.note_metrics(run, 1, {"loss": 0.6}) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Students
+
+
+def make_student(folder, kind):
+    """A small random network with the tokenizer of the student in `folder`."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import (
+        AutoTokenizer,
+        ModernBertConfig,
+        ModernBertModel,
+        MPNetConfig,
+        MPNetModel,
+        Qwen3Config,
+        Qwen3Model,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    common = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 6}
+    common.update(intermediate_size=64, num_attention_heads=2, max_position_embeddings=64)
+    ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    if kind == "mpnet":
+        network = MPNetModel(MPNetConfig(**common, **ids))
+    elif kind == "modernbert":
+        more = {"cls_token_id": 2, "sep_token_id": 3, "global_attn_every_n_layers": 3}
+        network = ModernBertModel(ModernBertConfig(**common, **ids, **more))
+    else:
+        network = Qwen3Model(Qwen3Config(**common, **ids, num_key_value_heads=1, head_dim=16))
+    target = f"{folder}-{kind}"
+    network.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    pooling = Pooling(32, "lasttoken" if kind == "qwen3" else "mean")
+    modules = [Transformer(target, max_seq_length=24), pooling]
+    SentenceTransformer(modules=modules, device="cpu").save(target)
+    return target
+
+
+@pytest.mark.parametrize(
+    "kind, layouts",
+    [
+        ("bert", ["groups"]),
+        ("mpnet", ["padded"]),
+        ("modernbert", ["groups", "padded"]),
+        ("qwen3", ["groups", "padded"]),
+    ],
+)
+def test_students_in_their_layouts(kind, layouts, corpus, student_folder, tmp_path, group):
+    """Without padding or with, cut to 3 layers, saved and loaded: the same vectors."""
+    name = student_folder
+    if kind != "bert":
+        copy = tmp_path / "student"
+        subprocess.run(["cp", "-r", student_folder, copy], check=True)
+        name = make_student(copy, kind)
+    options = ["--student_max_length=24"]
+    if kind != "bert":
+        options.append("--student_layers=3")
+    args = arguments(*options, f"--cache_dir={tmp_path}", f"--output_dir={tmp_path}")
+    model = script.load_student(args, name)
+    config = model[0].model.config
+    if kind != "bert":
+        assert config.num_hidden_layers == 3
+        assert len(getattr(config, "layer_types", [1, 2, 3])) == 3
+    tokens = script.load_tokens(args, corpus, model)
+    student = script.Student(model, torch.float32)
+    layout = script.choose_layout(student, tokens, CPU)
+    assert student.layout in layouts
+    script.check_saving(args, student, corpus, tokens, CPU)
+
+    rows = np.array([0, 9, 30, 4, 77, 120, 33, 8])
+    loaded = script.load_model(name, "student")
+    if kind == "bert":
+        texts = corpus.texts(rows, ["", ""])
+        loaded.max_seq_length = 24
+        expected = torch.from_numpy(loaded.encode(texts, normalize_embeddings=True))
+        found = student.eval()(script.lay_out(tokens, rows, *layout))
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def loop_attention(query, key, value, starts, *more, scale=None, window_size=None, **options):
+    """Flash attention's varlen_attn, text by text: it needs a GPU."""
+    outputs = []
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        part = [t[first:last].transpose(0, 1) for t in (query, key, value)]
+        causal = window_size == (-1, 0)
+        outputs.append(F.scaled_dot_product_attention(*part, scale=scale, is_causal=causal))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def load_bert(args, corpus, folder):
+    model = script.load_student(args, folder)
+    tokens = script.load_tokens(args, corpus, model)
+    student = script.Student(model, torch.float32).eval()
+    layout = script.choose_layout(student, tokens, CPU)
+    return student.eval(), tokens, layout
+
+
+def test_flat_texts(corpus, student_folder, tmp_path, group, monkeypatch):
+    args = arguments("--student_max_length=24", f"--cache_dir={tmp_path}")
+    student, tokens, layout = load_bert(args, corpus, student_folder)
+    rows = np.arange(3, 60)
+    expected = student(script.lay_out(tokens, rows, *layout))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_attention)
+    student.layout = "flat"
+    texts = script.lay_out(tokens, rows, *script.LAYOUTS["flat"]["cuda"])
+    assert texts.mask.all() and len(texts.ids) == tokens.lengths[rows].sum()
+    assert torch.allclose(student(texts), expected, atol=1e-5)
+
+
+def test_laid_out_tokens_are_the_tokenizers(corpus, student_folder, tmp_path, group):
+    args = arguments("--student_max_length=24", f"--cache_dir={tmp_path}")
+    args.student_query_prompt = "find: "
+    model = script.load_student(args, student_folder)
+    tokens = script.load_tokens(args, corpus, model)
+    rows = np.random.default_rng(0).permutation(len(corpus.kinds))[:90]
+    texts = script.lay_out(tokens, rows, 4, 0.1)
+    found = {}
+    ids = texts.groups(texts.ids)
+    masks = texts.groups(texts.mask)
+    lines = []
+    for group_ids, mask in zip(ids, masks, strict=True):
+        for line, seen in zip(group_ids, mask, strict=True):
+            lines.append(line[seen.bool()].tolist())
+    found = [lines[place] for place in texts.order]
+    written = corpus.texts(rows, ["find: ", ""])
+    expected = model.tokenizer(written, truncation=True, max_length=24)["input_ids"]
+    assert found == expected
+    assert texts.mask.float().mean() > 0.9
+    assert texts.positions.max() < 24
+
+
+class Counter(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU, and casts of large tensors."""
+
+    WAITS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "masked_scatter_backward",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+        self.casts = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1]
+        if name in self.WAITS:
+            self.waits.append(name)
+        if name.startswith(("index", "_index_put")) and isinstance(args[1], (list, tuple)):
+            dtypes = [getattr(index, "dtype", None) for index in args[1]]
+            if torch.bool in dtypes:
+                self.waits.append(name)
+        if name == "_to_copy" and args[0].ndim == 2 and args[0].requires_grad:
+            self.casts += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def step(corpus, student_folder, tmp_path, group, work):
+    """A step of each phase: {phase: function that makes it}, and what is counted in it."""
+    options = small(work, f"--output_dir={tmp_path}", f"--cache_dir={tmp_path}")
+    args = arguments(*options, "--kl_weight=0.5", "--matryoshka_dims", "8", "16")
+    torch.manual_seed(0)
+    student, tokens, layout = load_bert(args, corpus, student_folder)
+    vectors = unit(len(corpus.kinds), 32).numpy().astype(np.float16)
+    data = script.TextData(tokens, vectors, layout, 32)
+    run = SimpleNamespace(args=args, corpus=corpus, data=data, state=None)
+    run.negatives = corpus.negatives
+    student.train()
+    return run, student
+
+
+def test_no_step_waits_for_the_device(step):
+    run, student = step
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    script.freeze_unused(student, run.data.lay_out(np.arange(4)))
+    for phase in (1, 2):
+        sampler, data = script.make_sampler(run, phase)
+        assert sampler.accumulation == 3
+        sampler.set_epoch(0)
+        batches = [data[item] for _, item in zip(range(3), sampler, strict=False)]
+        with Counter() as counter:
+            if phase == 1:
+                parts = script.text_step(run.args, student, batches, scaler)
+            else:
+                parts = script.pair_step(run.args, student, student, batches, scaler, lambda: None)
+        assert counter.waits == []
+        assert torch.isfinite(parts).all() and len(parts) == len(script.PARTS[phase])
+
+
+def test_micro_batches_have_the_gradient_of_the_whole_step(step):
+    """Negatives come from all of them."""
+    run, student = step
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    found = []
+    for batch_size in (24, 8, 5):
+        run.args.batch_size = batch_size
+        sampler, data = script.make_sampler(run, 2)
+        sampler.set_epoch(0)
+        batches = [data[i] for _, i in zip(range(sampler.accumulation), sampler, strict=False)]
+        student.zero_grad()
+        parts = script.pair_step(run.args, student, student, batches, scaler, lambda: None)
+        gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+        found.append((parts, gradient))
+    for parts, gradient in found[1:]:
+        assert torch.allclose(parts, found[0][0], rtol=1e-5)
+        assert (gradient - found[0][1]).norm() < 1e-4 * found[0][1].norm()
+
+
+def test_one_autocast_around_all_groups(step):
+    run, student = step
+    student.dtype = torch.bfloat16
+    casts = []
+    for layout in ((64, 0.9), (2, 0.0)):
+        texts = script.lay_out(run.data.tokens, np.arange(40), *layout)
+        with Counter() as counter:
+            student(texts)
+        casts.append((len(texts.shapes), counter.casts))
+    assert casts[0][0] == 1 and casts[1][0] > 5
+    assert casts[0][1] == casts[1][1] > 0
+
+
+def test_a_rank_reads_its_own_teacher_rows(step):
+    run, _ = step
+
+    class Counted(np.ndarray):
+        rows = 0
+
+        def __getitem__(self, key):
+            Counted.rows += len(key[0])
+            return np.asarray(self)[key]
+
+    run.data.vectors = run.data.vectors.view(Counted)
+    sampler, data = script.make_sampler(run, 2)
+    sampler.set_epoch(0)
+    batch = data[next(iter(sampler))]
+    assert Counted.rows == len(batch.targets) < len(batch.documents)
+
+
+# --------------------------------------------------------------------------------------------------
+# Teacher vectors and negatives
+
+
+class Teacher:
+    prompts = {"query": "q: ", "document": ""}
+    encoded = 0
+    fails = False
+
+    def get_embedding_dimension(self):
+        return 3
+
+    def encode(self, texts, **options):
+        if Teacher.fails:
+            raise KeyboardInterrupt
+        Teacher.encoded += len(texts)
+        return torch.tensor([[len(t), t.startswith("q: "), 1.0] for t in texts])
+
+
+def test_teacher_vectors_are_computed_once(corpus, tmp_path, group, monkeypatch):
+    """A stopped run's blocks are not computed again."""
+    monkeypatch.setattr(script, "load_teacher", lambda *args: Teacher())
+    monkeypatch.setattr(script, "ENCODED_TOGETHER", 32)
+    args = arguments(f"--cache_dir={tmp_path}")
+    folder = tmp_path / "teacher"
+    answers = ["", "", "SIGTERM"]
+    guard = SimpleNamespace(agree=lambda: answers.pop(0))
+
+    def compute():
+        return script.teacher_vectors(args, corpus, "name", folder, CPU, guard)
+
+    assert compute() is None and Teacher.encoded == 64
+    guard.agree = lambda: ""
+    vectors = compute()
+    assert Teacher.encoded == len(corpus.kinds)
+    Teacher.fails = True
+    assert np.array_equal(compute(), vectors)
+    texts = corpus.texts(range(len(corpus.kinds)), ["q: ", ""])
+    expected = [[len(t), t.startswith("q: "), 1.0] for t in texts]
+    expected = F.normalize(torch.tensor(expected), dim=1).numpy()
+    assert vectors.dtype == np.float16 and np.allclose(vectors, expected, atol=1e-3)
+
+
+IN_TURN = """
+import json, sys, time
+import torch.distributed as dist
+import train_ddp as script
+
+def load():
+    began = time.time()
+    time.sleep(0.3)
+    return [began, time.time()]
+
+dist.init_process_group("gloo")
+times = script.load_in_turn(load)
+open(f"{sys.argv[1]}/times-{dist.get_rank()}.json", "w").write(json.dumps(times))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_load_the_teacher_one_after_the_other(tmp_path):
+    (tmp_path / "program.py").write_text(IN_TURN)
+    run(str(tmp_path), program=str(tmp_path / "program.py"), ranks=3)
+    times = sorted(json.loads(path.read_text()) for path in tmp_path.glob("times-*.json"))
+    assert len(times) == 3
+    for one, other in zip(times[:-1], times[1:], strict=True):
+        assert one[1] <= other[0]
+
+
+def test_mined_negatives_against_sorting(corpus, tmp_path, group):
+    args = arguments(f"--cache_dir={tmp_path}", "--mine_negatives=4", "--mine_margin=0.1")
+    vectors = unit(len(corpus.kinds), 6, seed=3).numpy().astype(np.float16)
+    found = script.mine_negatives(args, corpus, vectors, tmp_path / "teacher", CPU)
+    own = corpus.negatives.shape[1]
+    assert np.array_equal(found[:, :own], corpus.negatives)
+    pool = np.unique([*corpus.pairs[:, 1], *corpus.negatives[corpus.negatives >= 0]])
+    scores = vectors.astype(np.float32)
+    for (query, positive), right, mined in zip(
+        corpus.pairs, corpus.positives, found[:, own:], strict=True
+    ):
+        limit = scores[query] @ scores[positive] - 0.1
+        close = {int(d): scores[query] @ scores[d] for d in pool if d not in right}
+        close = {d: score for d, score in close.items() if score <= limit}
+        expected = sorted(close, key=close.get, reverse=True)[:4]
+        assert mined[mined >= 0].tolist() == expected
+
+
+def test_negatives_are_drawn_from_those_that_are_there(step):
+    run, _ = step
+    _, data = script.make_sampler(run, 2)
+    data.negatives = np.arange(1000).reshape(-1, 10)
+    data.negatives[3, 1:] = -1
+    data.args.num_negatives = 4
+    whole = np.array([3, 5, 9, 20, 40])
+    drawn = data.draw(whole)
+    assert np.array_equal(drawn, data.draw(whole))
+    assert sorted(drawn[0]) == [-1, -1, -1, 30]
+    for row, number in zip(drawn[1:], whole[1:], strict=True):
+        assert len({*row}) == 4 and {*row} <= {*data.negatives[number]}
+    assert not np.array_equal(drawn, data.draw(whole[::-1])[::-1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+
+
+def prepare(out, *options, status=0):
+    command = [sys.executable, PREPARE, *options, f"--out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    return script.Corpus(out) if status == 0 else done.stderr
+
+
+def decoded(corpus, numbers):
+    return {corpus.decode(number) for number in np.ravel(numbers) if number >= 0}
+
+
+def test_nothing_held_out_is_trained_on(corpus):
+    held = decoded(corpus, corpus.eval_queries)
+    held |= decoded(corpus, corpus.eval_documents[: corpus.eval_answers])
+    trained = decoded(corpus, corpus.phase1) | decoded(corpus, corpus.pairs)
+    trained |= decoded(corpus, corpus.negatives)
+    assert not held & trained and len(held) > 60
+    texts = list(map(corpus.decode, range(len(corpus.kinds))))
+    assert len({*zip(texts, corpus.kinds.tolist(), strict=True)}) == len(texts)
+    for query, document in corpus.eval_pairs:
+        name = corpus.decode(corpus.eval_queries[query]).split()[3]
+        assert f" {name} " in corpus.decode(corpus.eval_documents[document]) + " "
+    for pair, right, wrong in zip(corpus.pairs, corpus.positives, corpus.negatives, strict=True):
+        assert pair[1] in right and not {*right[right >= 0]} & {*wrong}
+
+
+def test_the_split(work, tmp_path):
+    """The same in any order; what it leaves is trained on; distractors as many as asked for."""
+    options = ["--eval_fraction=0.5", "--eval_samples=20"]
+    found = prepare(tmp_path / "a", f"--phase2_data={work}/pairs.jsonl", *options)
+    assert len(found.eval_queries) == 20 and len(found.pairs) == 2 * 110
+    assert len(found.eval_documents) == 2 * found.eval_answers == 80
+    lines = (work / "pairs.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(reversed(lines)))
+    path = f"--phase2_data={tmp_path}/other.jsonl"
+    other = prepare(tmp_path / "b", path, *options, "--eval_distractors=0")
+    assert decoded(other, other.eval_queries) == decoded(found, found.eval_queries)
+    assert len(other.eval_documents) == 40
+
+    rows = []
+    for i in range(200):
+        row = {"query": f"query {i}", "positive": f"document {i}", "group": i // 10}
+        rows.append(json.dumps(row))
+    (tmp_path / "groups.jsonl").write_text("\n".join(rows))
+    found = prepare(tmp_path / "c", f"--phase2_data={tmp_path}/groups.jsonl", *options)
+    groups = {int(text.split()[1]) // 10 for text in decoded(found, found.eval_queries)}
+    assert len(found.eval_queries) == 10 * len(groups) == 20
+
+
+def test_all_kinds_of_files(work, tmp_path):
+    from datasets import Dataset
+
+    rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows))
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "pairs.parquet"))
+    single = [{"anchor": r["query"], "positive": r["positive"][0]} for r in rows]
+    Dataset.from_list(single).to_csv(str(tmp_path / "pairs.csv"))
+    expected = prepare(tmp_path / "jsonl", f"--phase2_data={work}/pairs.jsonl")
+    for kind in ("json", "parquet"):
+        found = prepare(tmp_path / kind, f"--phase2_data={tmp_path}/pairs.{kind}")
+        assert decoded(found, found.pairs) == decoded(expected, expected.pairs)
+    found = prepare(tmp_path / "csv", f"--phase2_data={tmp_path}/pairs.csv")
+    assert len(found.pairs) + len(found.eval_queries) == 130
+    (tmp_path / "texts.txt").write_text("\n\n".join(f"text {i} of some" for i in range(50)))
+    found = prepare(tmp_path / "txt", f"--phase1_data={tmp_path}/texts.txt")
+    assert len(found.phase1) + found.eval_answers == 50 and len(found.pairs) == 0
+
+
+BAD = [
+    b'{"query": "no positive"}',
+    b"not json",
+    b'{"query": "", "positive": "x"}',
+    b'["a list"]',
+    b"\xff\xfe",
+    b'{"query": "q", "positive": ["fine", 3]}',
+    b'{"query": "q", "positive": "p", "negatives": 5}',
+    b'{"query": "half a character \\ud800", "positive": "p"}',
+]
+
+
+def test_bad_rows_are_all_named(work, tmp_path):
+    good = (work / "pairs.jsonl").read_bytes().splitlines()
+    path = tmp_path / "pairs.jsonl"
+    path.write_bytes(b"\n".join(good[:10] + BAD + good[10:] + [b"broken"] * 30))
+    said = prepare(tmp_path / "out", f"--phase2_data={path}", status=1)
+    for number in range(11, 19):
+        assert f"{path} line {number}: " in said
+    assert "38 bad rows" in said and "and 18 more" in said and "--skip_bad_data" in said
+    assert len(said.splitlines()) == 22 and not (tmp_path / "out").exists()
+    found = prepare(tmp_path / "out", f"--phase2_data={path}", "--skip_bad_data")
+    assert len(found.pairs) + 2 * len(found.eval_queries) == 260
+    assert len((tmp_path / "out" / "bad_rows.txt").read_text().splitlines()) == 38
+    said = prepare(tmp_path / "none", "--phase2_data=nowhere.jsonl", status=1)
+    assert said == "--phase2_data nowhere.jsonl: no such file\n"
+
+
+def test_ms_marco_rows():
+    sys.path.insert(0, str(ROOT / "tools"))
+    import prepare_texts as tool
+
+    passages = {"is_selected": [0, 1, 0], "passage_text": ["a", "b", "c"]}
+    found = tool.from_ms_marco({"query": "q", "passages": passages}, "validation")
+    row = tool.parse_row("here", 3, found, 2)
+    assert row == tool.Row(3, "q", ["b"], ["a", "c"], "q", True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Options
+
+
+REFUSED = {
+    "--false_negative_margin=-3": "--false_negative_margin -3.0: must be from -1",
+    "--eval_fraction=1": "--eval_fraction 1.0",
+    "--temperature=0": "--temperature 0.0",
+    "--phase2_data=texts.txt": "--phase2_data texts.txt",
+    "--phase1_lr=nan": "--phase1_lr nan",
+    "--student_layer=3": "did you mean student_layers?",
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_that_cannot_be(option):
+    with pytest.raises(script.InputError) as caught:
+        arguments(option)
+    assert REFUSED[option] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_configurations(tmp_path):
+    """train_ddp.yaml changes nothing; quickstart's folder is another in each mode."""
+    plain = vars(arguments())
+    read = vars(arguments("--config", str(ROOT / "configs" / "train_ddp.yaml")))
+    assert {**read, "config": None} == plain
+    quickstart = str(ROOT / "configs" / "train_ddp_quickstart.yaml")
+    folders = {arguments(quickstart, f"--use_projection={v}").output_dir for v in ("True", "no")}
+    assert len(folders) == 2
+
+
+def test_learning_rates():
+    args = arguments("--warmup_ratio=0.25")
+    found = [script.lr_factor(args, step, 8) for step in range(8)]
+    fall = [1 - i / 6 for i in range(6)]
+    assert found == pytest.approx([1 / 3, 2 / 3, *fall])
+    for steps in (1, 2, 3, 50):
+        for warmup in ("0", "0.3", "1"):
+            args = arguments(f"--warmup_ratio={warmup}")
+            assert all(0 < script.lr_factor(args, step, steps) <= 1 for step in range(steps))

@@ -1,0 +1,265 @@
+"""Real text and two small models for train_ddp.py where there is no model hub; it runs this itself.
+
+    python tools/make_builtin_models.py pydocs --out FOLDER
+    python tools/make_builtin_models.py lsa --texts CORPUS --size 384 --out FOLDER
+    python tools/make_builtin_models.py bert --texts CORPUS --size 1x128 --out FOLDER
+
+pydocs writes pairs.jsonl: the documentation of Python, numpy and torch as installed. A docstring's
+first sentence is the query, its rest the document.
+lsa is a teacher: latent semantic analysis (Deerwester et al. 1990), that is TF-IDF and a truncated
+SVD, fitted on the training texts of CORPUS, a folder of tools/prepare_texts.py.
+bert is a student: a BERT with random weights and a WordPiece tokenizer of the training texts.
+Both are folders that SentenceTransformer loads.
+"""
+
+import argparse
+import ast
+import collections
+import gc
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+PACKAGES = ["numpy", "torch"]
+SKIPPED = {  # tests, demonstrations, and what is not documentation
+    *["test", "tests", "testing", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip"],
+    *["site-packages", "dist-packages", "config", "__pycache__", "pydoc_data", "antigravity.py"],
+    *["this.py", "turtle.py", "conftest.py", "setup.py"],
+}
+SIGNATURE = re.compile(r"\s*[\w.\\]+\([^\n]*\)(\s*->[^\n]*)?\s*(\n|$)")
+SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?:])\s+(?=[^a-z])|\n\s*\n")
+WORD = r"[^\W\d_]+|\d+"  # runs of letters or of digits: array_split and arraySplit2 fall apart
+LSA_WORDS = 12_000
+BERT_PIECES = 8_000
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("kind", choices=["pydocs", "lsa", "bert"], help="what to make")
+    add("--texts", type=Path, help="folder of tools/prepare_texts.py (lsa, bert)")
+    add("--size", help="DIMENSIONS of lsa (384), LAYERSxWIDTH of bert (1x128)")
+    add("--length", type=int, default=64, help="tokens that bert reads")
+    add("--seed", type=int, default=42, help="of bert's weights")
+    add("--out", type=Path, required=True, help="folder to write")
+    args = parser.parse_args()
+    if args.size is None:
+        args.size = "1x128" if args.kind == "bert" else "384"
+    if not re.fullmatch(r"\d+x\d+" if args.kind == "bert" else r"\d+", args.size):
+        parser.error(f"size {args.size}: builtin:lsa[:DIMENSIONS], builtin:bert[:LAYERSxWIDTH]")
+    return args
+
+
+def docstrings(path):
+    """(name, docstring) of a source file, of its public classes and functions, and of what it adds
+    to those that are written in C."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return  # sources for other versions of Python lie in the library, too
+    nodes = [(path.parent.name if path.name == "__init__.py" else path.stem, tree)]
+    while nodes:
+        name, node = nodes.pop()
+        text = ast.get_docstring(node, clean=False)
+        if text:
+            yield name, text
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for child in reversed(node.body):
+                if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    if not child.name.startswith("_"):
+                        nodes.append((child.name, child))
+    if "_docs" in path.name or "newdocs" in path.name:
+        yield from added_docstrings(tree)
+
+
+def added_docstrings(tree):
+    """(name, docstring) of the calls of torch's add_docstr and numpy's add_newdoc in a file."""
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        names = [word.attr for word in call.args if isinstance(word, ast.Attribute)]
+        texts = []
+        for argument in call.args:
+            for word in ast.walk(argument):
+                value = getattr(word, "value", None)
+                if isinstance(value, str) and len(value) < 60:
+                    names.append(value)
+                elif isinstance(value, str) and len(value) > 200:
+                    texts.append(value)
+        if names and texts:
+            yield names[-1], texts[0]
+
+
+def documentation():
+    """(name, text) of all documentation that is installed."""
+    from pydoc_data.topics import topics
+
+    for name, text in sorted(topics.items()):
+        plain = re.sub(r"[*`_]{1,2}(\S[^*`]*)[*`]{1,2}", r"\1", text)
+        for part in re.split(r"\n\s*\n", plain):
+            yield f"topic {name}", part
+    for module in ("builtins", "math", "itertools"):
+        for name, thing in vars(importlib.import_module(module)).items():
+            yield name, thing.__doc__
+    roots = [sysconfig.get_path("stdlib")]
+    for package in PACKAGES:  # found, not imported: torch takes seconds
+        roots += importlib.util.find_spec(package).submodule_search_locations
+    for root in map(Path, roots):
+        for path in sorted(root.rglob("*.py")):
+            if not SKIPPED.intersection(path.relative_to(root).parts):
+                yield from docstrings(path)
+
+
+def make_pydocs(args):
+    """A docstring's first sentence and its rest, none twice. The group is the object's bare name:
+    torch's log_softmax and LogSoftmax are held out together."""
+    seen = set()
+    lines = []
+    gc.disable()  # syntax trees are millions of small objects; collecting them doubles the time
+    for name, text in documentation():
+        text = inspect.cleandoc(text or "")
+        match = SIGNATURE.match(text)
+        while match:
+            text = text[match.end() :].lstrip("-\n ")
+            match = SIGNATURE.match(text)
+        parts = SENTENCE_END.split(text, maxsplit=1)
+        query = " ".join(parts[0].split())
+        document = " ".join(parts[-1].split()) if len(parts) > 1 else ""
+        keys = {re.sub(r"\W+", " ", part.lower()).strip() for part in (query, document)}
+        if len(document) >= 80 and len(query.split()) >= 2 and not seen & keys:
+            seen |= keys
+            group = name.replace("_", "").lower()
+            row = {"query": query, "positive": document, "group": group}
+            lines.append(json.dumps(row) + "\n")
+    (args.out / "pairs.jsonl").write_text("".join(lines))
+
+
+class Corpus:
+    """The training texts of a folder of tools/prepare_texts.py."""
+
+    def __init__(self, folder):
+        self.arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+
+    def texts(self, numbers):
+        offsets = self.arrays["offsets"]
+        found = []
+        for number in numbers:
+            part = self.arrays["text"][offsets[number] : offsets[number + 1]]
+            found.append(part.tobytes().decode())
+        return found
+
+
+def make_lsa(args):
+    """TF-IDF and the SVD are linear, so a text's vector is the mean over its words of idf times the
+    word's row of the SVD: a table of embeddings, of stock modules."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    corpus = Corpus(args.texts)
+    pairs = corpus.arrays["pairs"]
+    texts = corpus.texts(corpus.arrays["phase1"])
+    if len(pairs) > 0:
+        # a query and its document as one text: words that meet across the two share directions
+        queries = corpus.texts(pairs[:, 0])
+        documents = corpus.texts(pairs[:, 1])
+        texts = [f"{q}\n{d}" for q, d in zip(queries, documents, strict=True)]
+    vectorizer = TfidfVectorizer(token_pattern=WORD, max_features=LSA_WORDS, dtype=np.float32)
+    vectorizer.fit(texts)
+    vectorizer.idf_ = vectorizer.idf_**1.5  # rare words count more: better on documentation
+    dimensions = min(int(args.size), len(vectorizer.vocabulary_) - 1)
+    svd = TruncatedSVD(dimensions, n_iter=3, random_state=0)
+    svd.fit(vectorizer.transform(texts))
+
+    words = ["[UNK]", *vectorizer.get_feature_names_out().tolist()]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True)
+    weights = np.zeros((len(words), dimensions), np.float32)  # unknown words count for nothing
+    weights[1:] = svd.components_.T * vectorizer.idf_[:, None]
+    modules = [StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()]
+    model = SentenceTransformer(modules=modules, device="cpu")
+    model.save(str(args.out), create_model_card=False)
+
+
+def make_vocabulary(texts, normalizer, splitter):
+    """The most frequent words whole, all others by their letters. (The library's trainer makes
+    another vocabulary every time.)"""
+    words = collections.Counter()
+    for text in texts:
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
+            words[word] += 1
+    letters = collections.Counter()
+    for word, times in words.items():
+        for letter in word:
+            letters[letter] += times
+    common = sorted(letters, key=lambda letter: (-letters[letter], letter))[:200]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(common)]
+    pieces += [f"##{letter}" for letter in sorted(common)]
+    others = sorted(words.keys() - set(pieces), key=lambda word: (-words[word], word))
+    return pieces + others[: BERT_PIECES - len(pieces)]
+
+
+def make_bert(args):
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    corpus = Corpus(args.texts)
+    trained = [corpus.arrays["phase1"], corpus.arrays["pairs"].ravel()]
+    texts = corpus.texts(np.unique(np.concatenate(trained)))
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    splitter = pre_tokenizers.BertPreTokenizer()
+    pieces = make_vocabulary(texts, normalizer, splitter)
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.add_special_tokens(pieces[:5])
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+
+    layers, width = map(int, args.size.split("x"))
+    config = BertConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        intermediate_size=2 * width,
+        num_attention_heads=max(1, width // 32),
+        max_position_embeddings=args.length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    folder = args.out / "bert"
+    torch.manual_seed(args.seed)
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=args.length).save_pretrained(
+        folder
+    )
+    network = Transformer(str(folder), max_seq_length=args.length)
+    model = SentenceTransformer(modules=[network, Pooling(width)], device="cpu")
+    model.save(str(args.out), create_model_card=False)
+
+
+def main(args):
+    args.out.mkdir(parents=True)
+    try:
+        {"pydocs": make_pydocs, "lsa": make_lsa, "bert": make_bert}[args.kind](args)
+    except ValueError as error:  # too few texts, most often
+        sys.exit(f"{args.kind} cannot be made of these texts: {error}")
+
+
+if __name__ == "__main__":
+    main(parse_args())

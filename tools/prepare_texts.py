@@ -1,0 +1,369 @@
+"""Read, check and split texts for train_ddp.py, which runs this tool itself when it must.
+
+    python tools/prepare_texts.py --phase1_data texts.txt --phase2_data pairs.jsonl --out FOLDER
+
+Sources: FILE.txt, one text a line (phase 1); FILE.jsonl, .json, .csv or .parquet with query,
+positive (a text or a list of texts) and, if there are any, negatives; NAME or NAME:CONFIG of a data
+set of the hub; ms_marco, which is MS MARCO v1.1.
+
+Every row is checked first, and all that are wrong are listed: file, line, what was found. Held out
+are the validation rows of MS MARCO, elsewhere --eval_fraction of the queries by a hash: the split
+is the same for any order of the rows. Rows that share a column `group` stay together.
+
+Writes arrays into --out. Texts are numbered, each distinct one once:
+    text, offsets      UTF-8: text i is text[offsets[i]:offsets[i + 1]]
+    kinds              0: a query, 1: a document
+    phase1             texts to train on
+    pairs              (N, 2) query, document
+    positives          (N, P) all documents of a pair's query, then -1
+    negatives          (N, K) documents that are wrong for a pair's query, then -1
+    eval_queries, eval_documents    held-out texts; behind the documents that answer, distractors
+    eval_answers       how many documents answer
+    eval_pairs         (M, 2) places in these two lists: which document answers which query
+"""
+
+import argparse
+import csv
+import hashlib
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+
+class InputError(Exception):
+    """What the user gave cannot work."""
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--phase1_data", default="", help="texts; none: nothing is read for phase 1")
+    add("--phase2_data", default="", help="queries and documents; none: nothing for phase 2")
+    add("--max_samples_phase1", type=int, default=100_000, help="rows read for phase 1")
+    add("--max_samples_phase2", type=int, default=500_000, help="rows read for phase 2")
+    add(
+        "--eval_fraction",
+        type=float,
+        default=0.05,
+        help="share of the queries that may be held out",
+    )
+    add("--eval_samples", type=int, default=1000, help="at most; the rest is trained on")
+    text = "documents that answer no held-out query, for each one that does"
+    add("--eval_distractors", type=float, default=1.0, help=text)
+    add("--skip_bad_data", action="store_true", help="leave out rows that are wrong")
+    add("--out", type=Path, required=True, help="folder to write")
+    return parser.parse_args()
+
+
+QUERY = 0  # the two kinds of texts
+DOCUMENT = 1
+MAX_CHARACTERS = 10_000  # texts are cut there: no student reads more
+COLUMNS = {  # names that a field may have, in the order in which they are looked for
+    "query": ["query", "anchor", "question"],
+    "positives": ["positive", "positives", "answer", "document", "passage", "text"],
+    "negatives": ["negatives", "negative"],
+}
+WANTED = '{"query": text, "positive": text or [texts], "negatives": [texts]}'
+FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+
+
+class Row(NamedTuple):
+    number: int  # as read, from 0 on
+    query: str  # "" where there is none
+    positives: list
+    negatives: list
+    group: str  # rows of a group are held out together
+    held_out: bool | None  # by the data set's own split, if it has one
+
+
+def read_file(path):
+    """(place, record) for each row of a file. A row that cannot be read comes as an error."""
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        number = 0
+        for batch in ParquetFile(path).iter_batches():
+            for found in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", found
+    elif path.suffix == ".csv":
+        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            reader = csv.DictReader(file)
+            for found in reader:
+                yield f"{path} line {reader.line_num}", found
+    elif path.suffix == ".json":
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            rows = [error]
+        for number, found in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+            yield f"{path} row {number}", found
+    else:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    found = line.decode("utf-8").strip()
+                    if found and path.suffix == ".txt":
+                        found = {"text": found}
+                    elif found:
+                        found = json.loads(found)
+                except ValueError as error:  # not UTF-8, or not JSON
+                    found = error
+                if found != "":
+                    yield f"{path} line {number}", found
+
+
+def rows_to_read(args, phase):
+    """One source for both phases is read once."""
+    if args.phase1_data == args.phase2_data:
+        return max(args.max_samples_phase1, args.max_samples_phase2)
+    return getattr(args, f"max_samples_phase{phase}")
+
+
+def read_hub(name, phase, args):
+    """(place, record) for each row of a data set of the hub."""
+    from datasets import load_dataset
+
+    path, _, config = name.partition(":")
+    limits = {"train": rows_to_read(args, phase)}
+    if name == "ms_marco":
+        path = "microsoft/ms_marco"
+        config = "v1.1"
+        limits["validation"] = args.eval_samples
+    for split, limit in limits.items():
+        try:
+            rows = load_dataset(path, config or None, split=split)
+        except Exception as error:  # the library raises a dozen kinds
+            text = f"{path} is not on this machine and could not be fetched"
+            hint = "without a download: pydocs, or a .jsonl file"
+            raise InputError(f"--phase{phase}_data {name}: {text}; {hint} ({error})") from None
+        for number, found in enumerate(itertools.islice(rows, limit)):
+            if name == "ms_marco":
+                found = from_ms_marco(found, split)
+                if not found["positive"]:  # a query without an answer teaches nothing
+                    continue
+            yield f"{name} {split} row {number}", found
+
+
+def from_ms_marco(row, split):
+    """MS MARCO's passages as positives (those that were selected as an answer) and negatives."""
+    good = []
+    bad = []
+    passages = row["passages"]
+    for selected, text in zip(passages["is_selected"], passages["passage_text"], strict=True):
+        if selected:
+            good.append(text)
+        else:
+            bad.append(text)
+    held_out = split == "validation"
+    return {"query": row["query"], "positive": good, "negatives": bad, "held_out": held_out}
+
+
+def parse_row(place, number, found, phase):
+    """A record as a Row. A ValueError says where it is, what was found and what was expected."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{place}: found {str(found)[:80]!r}, expected {WANTED}")
+    fields = {}
+    for field, names in COLUMNS.items():
+        values = [found[name] for name in names if found.get(name) is not None]
+        value = values[0] if values else []
+        if isinstance(value, str):
+            value = [value]
+        if not are_texts(value):
+            text = f"{field} is {str(value)[:80]!r}"
+            raise ValueError(f"{place}: {text}, expected a text or a list of texts, none empty")
+        fields[field] = value
+    if not fields["positives"] or (phase == 2 and len(fields["query"]) != 1):
+        raise ValueError(f"{place}: found columns {sorted(map(str, found))[:8]}, expected {WANTED}")
+    query = fields["query"][0] if fields["query"] else ""
+    group = found.get("group")
+    if group is None:
+        group = query or fields["positives"][0]
+    held_out = found.get("held_out")
+    return Row(number, query, fields["positives"], fields["negatives"], str(group), held_out)
+
+
+def are_texts(value):
+    if not isinstance(value, list):
+        return False
+    for text in value:
+        if not isinstance(text, str) or not text.strip():
+            return False
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # half of a character
+            return False
+    return True
+
+
+def read_rows(name, phase, args, problems):
+    """The rows of a source, and to `problems` a line for each that is wrong."""
+    if Path(name).suffix in FILES:
+        if not Path(name).is_file():
+            raise InputError(f"--phase{phase}_data {name}: no such file")
+        records = itertools.islice(read_file(Path(name)), rows_to_read(args, phase))
+    else:
+        records = read_hub(name, phase, args)
+    rows = []
+    for number, (place, found) in enumerate(records):
+        try:
+            rows.append(parse_row(place, number, found, phase))
+        except ValueError as error:
+            problems.append(str(error))
+    return rows
+
+
+def refuse_rows(problems):
+    lines = problems[:20]
+    if len(problems) > 20:
+        lines.append(f"... and {len(problems) - 20} more")
+    hint = "--skip_bad_data goes on without them"
+    raise InputError("\n  ".join([f"{len(problems)} bad rows ({hint}):", *lines]))
+
+
+def place_of(group):
+    """A number from 0 to 1, by a hash: a split by it is the same for any order and any seed."""
+    digest = hashlib.sha256(group.strip().encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def choose_held_out(rows, args):
+    """The groups to hold out: up to --eval_samples rows in all. The others are trained on."""
+    sizes = {}
+    for row in rows:
+        if row.held_out is None:
+            may_be = place_of(row.group) < args.eval_fraction
+        else:
+            may_be = row.held_out
+        if may_be:
+            sizes[row.group] = sizes.get(row.group, 0) + 1
+    held_out = set()
+    room = args.eval_samples
+    for group in sorted(sizes, key=place_of):
+        if sizes[group] <= room:
+            held_out.add(group)
+            room -= sizes[group]
+    return held_out
+
+
+def spread_out(numbers, wanted):
+    """So many of the numbers, evenly spaced; all where there are not so many."""
+    wanted = min(wanted, len(numbers))
+    return [numbers[i * len(numbers) // wanted] for i in range(wanted)]
+
+
+def as_table(lists):
+    """Lists of numbers as the rows of an array, filled up with -1."""
+    table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int64)
+    for row, numbers in zip(table, lists, strict=True):
+        row[: len(numbers)] = numbers
+    return table
+
+
+def build_corpus(args):
+    """Read, check and split the data: lines about bad rows, and the arrays."""
+    problems = []
+    sources = {}
+    phases = [phase for phase in (1, 2) if getattr(args, f"phase{phase}_data")]
+    for phase in reversed(phases):  # phase 2 first: of a source for both it asks for more
+        name = getattr(args, f"phase{phase}_data")
+        if name not in sources:
+            sources[name] = read_rows(name, phase, args, problems)
+    if problems and not args.skip_bad_data:
+        refuse_rows(problems)
+    held_out = choose_held_out(itertools.chain(*sources.values()), args)
+
+    numbers = {}  # of each distinct (kind, text)
+
+    def number_of(kind, text):
+        return numbers.setdefault((kind, text[:MAX_CHARACTERS].strip()), len(numbers))
+
+    phase1 = set()
+    pairs = {}  # {(query, document): its negatives}
+    eval_pairs = {}
+    answers = set()  # held-out documents
+    for phase in phases:
+        limit = getattr(args, f"max_samples_phase{phase}")
+        for row in sources[getattr(args, f"phase{phase}_data")]:
+            into = eval_pairs if row.group in held_out else pairs
+            if into is pairs and row.number >= limit:
+                continue
+            documents = [number_of(DOCUMENT, text) for text in row.positives]
+            queries = [number_of(QUERY, row.query)] if row.query else []
+            if into is eval_pairs:
+                answers.update(documents)
+            elif phase == 1:
+                phase1.update(documents + queries)
+                continue
+            if queries:
+                negatives = [number_of(DOCUMENT, text) for text in row.negatives]
+                for document in documents:
+                    into.setdefault((queries[0], document), []).extend(negatives)
+
+    # what is held out is not trained on where it stands in other rows, either
+    held = answers.union(*eval_pairs)
+    phase1 -= held
+    pairs = {pair: found for pair, found in sorted(pairs.items()) if not held.intersection(pair)}
+    if not held or (1 in phases and not phase1) or (2 in phases and not pairs):
+        found = f"{len(phase1)} texts for phase 1, {len(pairs)} pairs for phase 2"
+        hint = "give more data, or another --eval_fraction"
+        raise InputError(f"{found}, {len(held)} held-out texts; none may be 0: {hint}")
+
+    positives = {}  # of each query: none of them is a negative of it
+    for query, document in pairs:
+        positives.setdefault(query, []).append(document)
+    negatives = []
+    for (query, _), found in pairs.items():
+        wrong = [number for number in dict.fromkeys(found) if number not in positives[query]]
+        negatives.append([number for number in wrong if number not in held])
+
+    # the judged negatives of held-out queries first, they are the hardest; then training documents
+    judged = set(itertools.chain(*eval_pairs.values())) - held
+    documents = {number for (kind, _), number in numbers.items() if kind == DOCUMENT}
+    others = documents - judged - held
+    wanted = round(args.eval_distractors * len(answers))
+    distractors = spread_out(sorted(judged), wanted)
+    distractors += spread_out(sorted(others), wanted - len(distractors))
+
+    eval_queries = sorted({query for query, _ in eval_pairs})
+    eval_documents = [*sorted(answers), *distractors]
+    row_of_query = {number: row for row, number in enumerate(eval_queries)}
+    row_of_document = {number: row for row, number in enumerate(eval_documents)}
+    matches = [(row_of_query[query], row_of_document[document]) for query, document in eval_pairs]
+    encoded = [text.encode() for _, text in numbers]
+    return problems, {
+        "text": np.frombuffer(b"".join(encoded), np.uint8),
+        "offsets": np.cumsum([0, *map(len, encoded)]),
+        "kinds": np.array([kind for kind, _ in numbers], np.uint8),
+        "phase1": np.array(sorted(phase1), np.int64),
+        "pairs": np.array([*pairs], np.int64).reshape(-1, 2),
+        "positives": as_table([positives[query] for query, _ in pairs]),
+        "negatives": as_table(negatives),
+        "eval_queries": np.array(eval_queries, np.int64),
+        "eval_documents": np.array(eval_documents, np.int64),
+        "eval_answers": np.array(len(answers)),
+        "eval_pairs": np.array(sorted(matches), np.int64).reshape(-1, 2),
+    }
+
+
+def main(args):
+    try:
+        problems, arrays = build_corpus(args)
+        args.out.mkdir(parents=True)
+        for name, array in arrays.items():
+            np.save(args.out / f"{name}.npy", array)
+            # fails where a full disk has cut the file, which np.save does not
+            np.load(args.out / f"{name}.npy", mmap_mode="r")
+    except (InputError, OSError, ValueError) as error:
+        sys.exit(str(error))
+    (args.out / "bad_rows.txt").write_text("".join(f"{line}\n" for line in problems))
+
+
+if __name__ == "__main__":
+    main(parse_args())
