@@ -104,9 +104,7 @@ def parse_args():
     add("--delta", type=float, default=0.0, help="better means by more than this")
     add("--grace", type=int, default=0, help="epochs before patience counts")
 
-    add = parser.add_argument_group(
-        "section parallel: of the original program's configurations"
-    ).add_argument
+    add = parser.add_argument_group("section parallel: of the original's files").add_argument
     add("--world_size", type=count, help="as --nproc_per_node")
     add("--master_addr", help="as the environment variable MASTER_ADDR")
     add("--master_port", help="as the environment variable MASTER_PORT")
@@ -757,7 +755,7 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:
+    except Exception:  # whatever it is, the other ranks wait for this one
         logging.error(traceback.format_exc())
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
@@ -1361,7 +1359,9 @@ def train(args, device, data, model, state, guard, log):
         restore(state, model, optimizer, scaler)
         loop = {name: state[name] for name in loop}
         if is_done(loop, args, steps):
-            logging.info("nothing is left to train: the test follows, with the options of then")
+            logging.info(
+                "nothing is left to train: the test follows; the options are those of then"
+            )
             log.args = argparse.Namespace(**state["args"])
 
     def save(name):

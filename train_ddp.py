@@ -1395,7 +1395,7 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:
+    except Exception:  # whatever it is, the other ranks wait for this one
         logging.error(traceback.format_exc())
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
@@ -1885,7 +1885,8 @@ def evaluate(run, head=True):
         weights = (run.args.phase1_l2_weight, run.args.phase1_cosine_weight)
         metrics["loss"] = distance(found, target, *weights).double().mean().item()
         metrics["teacher_cosine"] = (found * target).sum(1).double().mean().item()
-    return metrics
+    # rank 0's for all, who decide by them: another processor might round differently
+    return on_rank0(dict, metrics)
 
 
 def evaluate_teacher(run):
@@ -2411,6 +2412,8 @@ def main(args):
             else:
                 logging.warning(f"{path} is missing or damaged (a full disk?): saving the last one")
             summary["artifacts"] = on_rank0(save_artifacts, run, table)
+    if run.state and loop["step"] == run.state["step"]:  # nothing was left to train
+        log.args = argparse.Namespace(**run.state["args"])
     status = f"stopped by {guard.reason}" if guard.reason else "finished"
     log.close(status=status, steps=loop["step"], **summary)
     if not guard.reason:

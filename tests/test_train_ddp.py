@@ -308,6 +308,9 @@ def test_a_rate_changed_on_resume_is_said_and_applied(work, tmp_path, trained):
     rows = [row for row in rows_of(tmp_path / "out") if "lr" in row]
     assert [row["step"] for row in rows] == [*range(1, 9)]
     assert before[0]["lr"] == 5e-3 and rows[4]["lr"] == pytest.approx(0.5e-4)
+    run(*small(work, *options, "--max_steps=8", "--phase1_lr=7"))  # nothing is left to train
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["args"]["phase1_lr"] == 1e-4
     said = run(*small(work, *options, "--teacher_query_prompt=find: "), status=2)
     assert "was trained on other data" in said and "--fresh" in said
 

@@ -68,6 +68,8 @@ def parse_args(words=None):
     args.is_folder = (args.sources[0] / "node_ptr.npy").exists()
     if args.is_folder and (len(args.sources) > 1 or args.labels):
         parser.error(f"{args.sources[0]} is a folder of arrays: give it alone, without --labels")
+    if args.eval_edges < 1 or args.workers < 1:
+        parser.error("--eval_edges, --workers: expected 1 or more")
     if args.part and not args.is_folder:
         parser.error("--part: only a folder of arrays has parts")
     return args
@@ -160,7 +162,7 @@ def load(path, device):
     if not is_whole(path):
         stop(2, f"{path} is not there, or is damaged: expected best.pt or latest.pt of a run")
     state = load_checkpoint(path)
-    if state.get("script") != SCRIPT or state.get("format") != FORMAT:
+    if state.get("script") != SCRIPT or state.get("format") != FORMAT or "meta" not in state:
         stop(2, f"{path} is no checkpoint of {SCRIPT}, format {FORMAT}")
     args = argparse.Namespace(**state["args"])
     model = CausalSetNet(args, {task: state["meta"]["classes"][task] for task in args.tasks})
