@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-import run_dpo_ddp
+import test_ddp_setup
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
@@ -67,30 +67,30 @@ def runtime_args(**changes) -> argparse.Namespace:
     return argparse.Namespace(**values | changes)
 
 
-def one_process() -> run_dpo_ddp.DDPContext:
+def one_process() -> test_ddp_setup.DDPContext:
     """The context of a world of one on the CPU."""
-    return run_dpo_ddp.DDPContext(0, 1, 0, 1, run_dpo_ddp.torch.device("cpu"), "gloo", "python")
+    return test_ddp_setup.DDPContext(0, 1, 0, 1, test_ddp_setup.torch.device("cpu"), "gloo", "python")
 
 
 def run_rank(pipe, rank: int, world_size: int, port: int, work: bytes) -> None:
     """One process of run_ranks; sends (result, None) or (None, (class name, traceback))."""
-    for name in [n for names in run_dpo_ddp.LAUNCHERS.values() for n in names]:
+    for name in [n for names in test_ddp_setup.LAUNCHERS.values() for n in names]:
         os.environ.pop(name, None)
     ranks = dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size)
     ranks |= dict(MASTER_ADDR="localhost", MASTER_PORT=port, OMP_NUM_THREADS=1)
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    run_dpo_ddp.torch.set_num_threads(1)
+    test_ddp_setup.torch.set_num_threads(1)
     answer = (None, ("SystemExit", "ended without a result"))
     try:
         function, args = pickle.loads(work)
-        answer = (function(run_dpo_ddp.setup_ddp(runtime_args()), *args), None)
+        answer = (function(test_ddp_setup.setup_ddp(runtime_args()), *args), None)
     except BaseException as error:
         answer = (None, (type(error).__name__, traceback.format_exc()))
     pipe.send_bytes(pickle.dumps(answer))
     if answer[1]:
         os._exit(1)  # no waiting for peers, which may be stuck
     del answer
-    run_dpo_ddp.cleanup()
+    test_ddp_setup.cleanup()
 
 
 def run_ranks(world_size: int, function: Callable, *args, timeout: float = 60.0) -> list:
@@ -146,7 +146,7 @@ def run_program(argv: list[str], env: dict[str, str], output: str) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.clear(), os.environ.update(env)
     sys.argv, status = argv, 0
-    run_dpo_ddp.torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    test_ddp_setup.torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
     try:
         runpy.run_path(argv[0], run_name="__main__")

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from helpers import RankError, forkserver, one_process, run_ranks
 from torch.utils.data import DataLoader
 
-import run_dpo_ddp as block
-from run_dpo_ddp import DDPContext, GlobalBatchSampler, RunLog, StepGuard
+import test_ddp_setup as block
+from test_ddp_setup import DDPContext, GlobalBatchSampler, RunLog, StepGuard
 
 CPU = torch.device("cpu")
 
