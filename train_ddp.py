@@ -21,7 +21,7 @@ MS MARCO, elsewhere --eval_fraction of the queries; rows that share a column `gr
 
 Logged, over all ranks: step, phase, epoch, lr, loss, grad_norm (before clipping), skipped (steps
 whose gradient was not finite), samples_per_s (texts in phase 1, queries in phase 2), data_wait
-(share of the time); in phase 2 the parts of the loss: infonce and kl (nats per query), distance.
+(share of the time); in phase 2 the parts of the loss: infonce (nats per query) and distance.
 val/...: ndcg@10, mrr@10, recall@100 (from 0 to 1, held-out queries against --eval_distractors and
 the documents that answer them), teacher_cosine, loss (that of phase 1, on held-out texts).
 
@@ -126,15 +126,11 @@ def parse_args():
     add("--phase1_cosine_weight", type=float, default=0.6, help="of 1 - cosine")
     add("--infonce_weight", type=float, default=0.8, help="of InfoNCE")
     add("--phase2_l2_weight", type=float, default=0.2, help="of the squared distance")
-    text = "of KL(teacher's scores || student's scores)"
-    add("--kl_weight", type=float, default=0.0, help=text)
     add("--temperature", type=float, default=0.02, help="divides all scores")
     text = (
         "a document is no negative if the teacher's score is above the positive's by more; 2: all"
     )
     add("--false_negative_margin", type=float, default=0.0, help=text)
-    text = "also train these leading dimensions"
-    add("--matryoshka_dims", type=count, nargs="*", default=[], help=text)
 
     add = parser.add_argument_group("optimization").add_argument
     add("--phase1_epochs", type=count, default=1, help="passes over the texts")
@@ -678,7 +674,7 @@ INFLY_PROMPT = (
 LAYOUTS = {
     "flat": {"cpu": (1, 0.0), "cuda": (1, 0.0)},  # no padding: flash attention parts the texts
     "groups": {"cpu": (1, 0.02), "cuda": (32, 0.15)},  # one pass; attention group by group
-    "padded": {"cpu": (16, 0.15), "cuda": (64, 0.15)},  # a pass for each group
+    "padded": {"cpu": (16, 0.15), "cuda": (32, 0.15)},  # a pass for each group
 }
 
 
@@ -994,14 +990,6 @@ def infonce(logits, labels):
     return F.cross_entropy(logits, labels, reduction="none")
 
 
-def divergence(logits, teacher_logits, masked):
-    """KL(teacher || student) over the documents that are not masked; (n, M) -> (n,)."""
-    teacher = F.log_softmax(teacher_logits.masked_fill(masked, -math.inf), dim=1)
-    student = F.log_softmax(logits, dim=1)
-    terms = teacher.exp() * (teacher - student)
-    return terms.masked_fill(masked, 0.0).sum(1)
-
-
 def is_among(documents, positives):
     """Which of the documents (M,) are in each row of positives (n, P) -> (n, M)."""
     found = torch.zeros(len(positives), len(documents), dtype=torch.bool, device=documents.device)
@@ -1057,25 +1045,20 @@ def split_texts(batch, vectors):
 
 def text_loss(args, batch, vectors):
     """What a micro-batch adds to the mean loss of phase 1 over the step."""
-    targets = batch.targets.float()
-    sizes = [*args.matryoshka_dims, targets.shape[1]]
-    loss = 0.0
-    for size in sizes:
-        student = F.normalize(vectors[:, :size], dim=1)
-        target = F.normalize(targets[:, :size], dim=1)
-        terms = distance(student, target, args.phase1_l2_weight, args.phase1_cosine_weight)
-        loss = loss + terms.sum() / len(sizes)
-    return (loss / batch.total).reshape(1)
+    targets = F.normalize(batch.targets.float(), dim=1)
+    terms = distance(vectors, targets, args.phase1_l2_weight, args.phase1_cosine_weight)
+    return terms.sum() / batch.total
 
 
 def pair_loss(args, batches, vectors):
     """What this rank adds to the mean loss of phase 2 over the step, and to its parts: loss,
-    infonce, distance, kl. batches: its micro-batches; vectors: those of their texts. (all ranks)"""
+    infonce, distance. batches: its micro-batches; vectors: those of their texts. (all ranks)"""
     first = batches[0]
     labels = torch.cat([batch.labels for batch in batches])
     positives = torch.cat([batch.positives for batch in batches])
     pull = torch.cat([batch.pull for batch in batches])
-    targets = torch.cat([batch.targets for batch in batches]).float()
+    targets = torch.cat([batch.targets for batch in batches])
+    targets = F.normalize(targets.float(), dim=1)
     texts = torch.cat(vectors)
     pairs = [split_texts(batch, part) for batch, part in zip(batches, vectors, strict=True)]
     queries = torch.cat([part for part, _ in pairs])
@@ -1087,22 +1070,12 @@ def pair_loss(args, batches, vectors):
     margin = args.false_negative_margin
     masked = not_negatives(first.documents, positives, labels, scores, margin)
 
-    sizes = [*args.matryoshka_dims, targets.shape[1]]
-    parts = torch.zeros(4, device=texts.device)
-    for size in sizes:
-        query = F.normalize(queries[:, :size], dim=1)
-        document = F.normalize(documents[:, :size], dim=1)
-        logits = (query @ document.T / args.temperature).masked_fill(masked, -math.inf)
-        contrast = infonce(logits, labels).sum() / first.total
-        student = F.normalize(texts[:, :size], dim=1)
-        target = F.normalize(targets[:, :size], dim=1)
-        far = (distance(student, target, args.phase2_l2_weight, 0.0) * pull).sum()
-        kl = torch.zeros_like(far)
-        if args.kl_weight > 0:
-            kl = divergence(logits, scores / args.temperature, masked).sum() / first.total
-        loss = args.infonce_weight * contrast + far + args.kl_weight * kl
-        parts = parts + torch.stack([loss, contrast, far, kl]) / len(sizes)
-    return parts
+    logits = queries @ documents.T / args.temperature
+    logits = logits.masked_fill(masked, -math.inf)
+    contrast = infonce(logits, labels).sum() / first.total
+    far = (distance(texts, targets, args.phase2_l2_weight, 0.0) * pull).sum()
+    loss = args.infonce_weight * contrast + far
+    return torch.stack([loss, contrast, far])
 
 
 # ==================================================================================================
@@ -1955,7 +1928,7 @@ def text_step(args, ddp_model, batches, scaler):
     parts = 0.0
     for number, batch in enumerate(batches, start=1):
         with without_sync(ddp_model, number == len(batches)):
-            loss = text_loss(args, batch, ddp_model(batch.texts))
+            loss = text_loss(args, batch, ddp_model(batch.texts)).reshape(1)
             # DDP takes the mean over the ranks, we want the sum
             scaler.scale(loss.sum() * dist.get_world_size()).backward()
         parts = parts + loss.detach()
@@ -1963,7 +1936,7 @@ def text_step(args, ddp_model, batches, scaler):
 
 
 def pair_step(args, ddp_model, student, batches, scaler, reseed):
-    """The same of phase 2, (4,). The negatives are those of the whole step. So with several
+    """The same of phase 2, (3,). The negatives are those of the whole step. So with several
     micro-batches all vectors come first, without a graph; then the loss and its gradient by the
     vectors; then each micro-batch again, with its part of that gradient (Gao et al. 2021)."""
     scale = dist.get_world_size()
@@ -1999,7 +1972,7 @@ class Run(NamedTuple):
     loop: dict  # where training stands: it is saved with the weights
 
 
-PARTS = {1: ["loss"], 2: ["loss", "infonce", "distance", "kl"]}
+PARTS = {1: ["loss"], 2: ["loss", "infonce", "distance"]}
 
 
 def make_sampler(run, phase):
@@ -2348,9 +2321,6 @@ def prepare(args, device):
     else:
         logging.info(f"No head: the target is the first {width} of {vectors.shape[1]} dimensions")
     dimensions = student.dimensions(True)
-    for size in args.matryoshka_dims:
-        if size > dimensions:
-            raise InputError(f"--matryoshka_dims {size}: the student has {dimensions} dimensions")
     data = TextData(tokens, vectors, layout, dimensions)
     freeze_unused(student, data.lay_out(np.arange(min(4, len(tokens.lengths)))).to(device))
     negatives = mine_negatives(args, corpus, vectors, folder, device)

@@ -330,8 +330,10 @@ def damaged_row(case: Case, tmp_path: Path) -> str:
     said = damage(case.own_data(tmp_path / "own"))
     if case.form is NewForm:
         run = case.run((), statuses=(2, -15), within=60)
-        found = case.refused(run)
-        assert re.search(said, found)
+        case.refused(run)
+        lines = [line.strip() for line in run.text.splitlines() if re.search(said, line)]
+        assert len(lines) == 1, run.text[-3000:]
+        found = lines[0].partition(": error: ")[2] or lines[0]
         assert not [*case.folder.glob("*.pt")]
         return f"status 2 before training: {found.replace(f'{tmp_path}/own/', '')!r}"
     run = case.run((), statuses=(1,), within=60)
@@ -361,20 +363,28 @@ def nan_in_data(case: Case, tmp_path: Path) -> str:
 
 
 def nan_on_one_rank(case: Case, tmp_path: Path) -> str:
-    if case.form is NewForm:
+    if case.name == "run_train_quantumgrav_ddp":
         return nan_in_data(case, tmp_path)
     run = case.run([[1, 9, "nan", 0], [1, 10, "sound", 0]], statuses=(0,), within=100)
-    assert run.text.count("non-finite loss or gradient at step 10: the update was skipped on all ranks") == 1
+    if case.form is NewForm:
+        assert [row["step"] for row in run.rows if row.get("skipped")] == [10]
+        assert [row["step"] for row in run.rows if "lr" in row and "loss" not in row] == [10]
+        assert len(run.losses) == len(case.whole.losses) - 1
+        last_words = "3 steps in a row without a finite gradient"
+    else:
+        skipped = "non-finite loss or gradient at step 10: the update was skipped on all ranks"
+        assert run.text.count(skipped) == 1
+        assert len(run.losses) == len(case.whole.losses)
+        last_words = "3 steps in a row with a non-finite loss or gradient; samples of this rank"
     assert all(torch.isfinite(t).all() for t in state_of(run)["model"].values() if t.is_floating_point())
-    assert len(run.losses) == len(case.whole.losses)
     shutil.rmtree(case.folder)
     for trace in case.folder.parent.glob(f"{case.folder.name}.*"):
         trace.unlink()
     run = case.run([[1, 12, "nan", 0]], "--max_bad_steps=3", statuses=(1,), within=20)
-    assert "3 steps in a row with a non-finite loss or gradient; samples of this rank" in run.text
+    assert last_words in run.text
     assert 4 <= state_of(run)["step"] <= 12
     case.restart()
-    return "once: skipped on all ranks; 3 in a row: status 1 with the samples' ids; the same bits after a restart"
+    return "once: skipped on all ranks; 3 in a row: status 1; the same bits after a restart"
 
 
 def slow_rank(case: Case, tmp_path: Path) -> str:
@@ -412,7 +422,7 @@ def wandb_without_network(case: Case, tmp_path: Path) -> str:
         env = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "WANDB_SILENT": "true", "HOME": tmp_path}
         if case.form is NewForm:  # in a real process: wandb also does something at its exit
             job = case.torchrun(tmp_path, (), "--wandb_mode=online", **env)
-            job.wait_for("Training and testing completed successfully!")
+            job.wait_for("completed successfully!")
             case.ended(job, time.monotonic(), 0, 15)
             case.same(Run(case.folder))
             return "status 0, training does not wait, the same bits (seconds: at the exit)"
@@ -517,7 +527,9 @@ def stopped_in_evaluation(case: Case, tmp_path: Path) -> str:
     run = case.run([[0, last - 1, "evaluation", 15]], statuses=(143,), within=20)
     assert state_of(run)["step"] == last and last not in run.evaluated
     case.restart()
-    assert Run(case.folder).summary["test"] == case.whole.summary["test"]
+    summaries = [run.summary for run in (Run(case.folder), case.whole)]
+    figures = [{key: value for key, value in found.items() if key not in case.form.run_own} for found in summaries]
+    assert figures[0] == figures[1]
     return f"SIGTERM after steps {step}, {last}: checkpoint, 143; the same bits after each restart"
 
 
