@@ -1146,6 +1146,14 @@ def count(text):
     return int(text)
 
 
+def default_timeout(parser):
+    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
+    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
+    if not seconds.isdecimal() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
+    return int(seconds) / 60
+
+
 # an option that may be given as --compile, --compile=True, --compile no
 FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
 
@@ -1174,7 +1182,8 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--nproc_per_node", type=count, default=1, help="processes, where no launcher starts them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     add("--backend", default="auto", help="nccl, gloo or xccl; auto: what the device wants")
-    add("--timeout_minutes", type=float, default=30, help="limit of one collective")
+    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
+    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
     add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
 
 

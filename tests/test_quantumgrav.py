@@ -563,6 +563,15 @@ CONFIGS = {
 }
 
 
+def test_the_time_limit_of_the_environment(monkeypatch):
+    monkeypatch.setenv("NCCL_TIMEOUT", "7200")
+    assert arguments().timeout_minutes == 120
+    assert arguments("--timeout_minutes=5").timeout_minutes == 5
+    monkeypatch.setenv("NCCL_TIMEOUT", "2h")
+    with pytest.raises(script.InputError, match="NCCL_TIMEOUT=2h .*: must be a number of seconds"):
+        arguments()
+
+
 @pytest.mark.parametrize("text", CONFIGS)
 def test_configurations_that_cannot_be(tmp_path, text):
     (tmp_path / "c.yaml").write_text(text)

@@ -1,5 +1,6 @@
 """train_ddp.py and its two tools: known answers, and what a user sees of a run."""
 
+import contextlib
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_accelerator import META, Copies
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ddp as script
@@ -588,6 +590,29 @@ def test_no_step_waits_for_the_device(step):
                 parts = script.pair_step(run.args, student, student, batches, scaler, lambda: None)
         assert counter.waits == []
         assert torch.isfinite(parts).all() and len(parts) == len(script.PARTS[phase])
+
+
+def test_a_step_of_each_phase_on_the_meta_device(step, monkeypatch):
+    """There a tensor made elsewhere, a read value and a test of a tensor's value are errors."""
+    run, student = step
+    autocast = lambda device, *more, **options: contextlib.nullcontext()  # noqa: E731
+    monkeypatch.setattr(torch, "autocast", autocast)  # which does not know this device
+    student.to("meta")
+    for phase in (1, 2):
+        sampler, data = script.make_sampler(run, phase)
+        sampler.set_epoch(0)
+        item = next(iter(sampler))
+        copies = Copies()
+        with copies:
+            batch = data[item].to(META)
+        vectors = student(batch.texts)
+        if phase == 1:
+            loss = script.text_loss(run.args, batch, vectors)
+        else:
+            loss = script.pair_loss(run.args, [batch], [vectors])[0]
+        loss.backward()
+        assert loss.device == META
+        assert set(copies.found) == {True}, "the host waits for a copy"
 
 
 def test_micro_batches_have_the_gradient_of_the_whole_step(step):
