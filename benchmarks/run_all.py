@@ -49,10 +49,10 @@ class Part(NamedTuple):
 
 PARTS = {
     "train_ddp": Part(
-        "train_ddp.py", "bench_train_ddp.py --rounds 5 --rows 1500 --teacher",
+        "train_ddp.py", "bench_train_ddp.py --rounds 3 --rows 1000 --teacher",
         "bench_train_ddp.py --rounds 1 --rows 300 --batch 8", 45,
         (("^phase.*, default", 2.4), ("^phase.*, at its best", 1.6), ("^three epochs.*, default", 2.0),
-         ("the program replaced", 0.97))),
+         ("^phase.*the program replaced", 0.97))),
     "uniref50": Part(
         "run_train_uniref50_ddp.py", "bench_uniref50.py --rounds 5 --steps 3",
         "bench_uniref50.py --rounds 1 --steps 1 --batch 2 --accum 1 --sequences 400", 15, (("", 4.0),)),
