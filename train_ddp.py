@@ -1506,7 +1506,7 @@ def wrap_ddp(model, args, device):
         device_ids=None if device.type == "cpu" else [device.index],
         find_unused_parameters=args.find_unused_parameters,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # they are the same on all ranks, or each rank's own
+        forward_sync_buffers=False,  # they are the same on all ranks, or each rank's own
     )
     # After its first backward pass DDP changes its buckets, and so the order in which three or more
     # ranks are summed. Let that happen now, or a resumed run would differ in the last bit. The pass
