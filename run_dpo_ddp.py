@@ -1,1966 +1,2466 @@
-"""Fine-tune ProteinMPNN on preferences: of two sequences for one backbone, the preferred one becomes the likelier.
+"""Fine-tune ProteinMPNN on preferences: of two sequences for a backbone, the preferred one becomes
+the likelier.
 
-Direct preference optimisation (DPO, Rafailov et al. 2023) of an inverse-folding network (Dauparas et al. 2022): its
-log-probabilities of both sequences, less those of the frozen reference that it starts from, are compared.
+Direct preference optimisation (DPO, Rafailov et al. 2023) of an inverse-folding network (Dauparas
+et al. 2022): the log-probabilities that it gives both sequences are compared with those of the
+frozen network that it starts from, the reference.
 
-Run
-    ./scripts/run_dpo_ddp_local.sh 4 --train_data pairs.json --output_dir outputs/dpo_ddp    GPUs of this machine
-    torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp     one node
-    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST run_dpo_ddp.py --train_data pairs.json
-    mpiexec -n 24 -ppn 12 python run_dpo_ddp.py --train_data pairs.json       (qsub scripts/run_dpo_ddp_aurora.sh)
-    python run_dpo_ddp.py --config configs/run_dpo_ddp_quickstart.yaml       one process, no weights needed
-    python run_dpo_ddp.py --score_only --train_data pairs.json --checkpoint best_model.pt --out scores.csv
-    python run_dpo_ddp.py --sample 8 --pdb_file complex.cif --design_chains B --checkpoint best_model.pt
-Data
-    --train_data   JSON array or lines: pdb_file, preferred_seq, unpreferred_seq; chain_id, or design_chains and
-                   fixed_chains; mutable_positions or mutable_ranges (0-based, or residue numbers such as B42A); weight,
-                   margin, residue_weights. PDB or mmCIF, also .gz; paths are relative to the data file.
-    --scores       instead: pdb_file, sequences, scores; pairs are made where the scores differ
-    Held out: --val_data, or whole structures. --batch_size: pairs per GPU on average, of similar length.
-Logged metrics (over all ranks; in metrics.jsonl and wandb)
-    loss, val loss          of --loss_type; ln 2 at the start (sigmoid)
-    rewards/chosen, /rejected, /margins, /accuracies: beta (log p - log p of the reference) in nats, the difference of
-                            the two, and the share of pairs where it is above 0
-    likelihood_accuracy     share of the pairs whose chosen sequence is the likelier one
-    log_ratio, recovery, perplexity, entropy: of the chosen, per designed residue, in nats; samples/s: pairs a second
-Files in --output_dir: best_model.pt, latest_model.pt, checkpoint_epoch_N.pt, reference_model.pt (ProteinMPNN's own
-format), latest.pt (resume), best.pt, split.json, metrics.jsonl, structures.csv, summary.json, curves.png
+    torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp
+    ./scripts/run_dpo_ddp_local.sh 4 --train_data pairs.json      # the same, with logs in files
+    mpiexec -n 24 -ppn 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
+    qsub scripts/run_dpo_ddp_aurora.sh                            # Aurora (PBS)
+    python run_dpo_ddp.py --config configs/run_dpo_ddp_quickstart.yaml      # no weights needed
 
-Differences from the original: no dropout; log-probabilities without a floor, over what is designed alone; random
-decoding orders; structures are parsed and encoded once; the reference is computed once. --temperature is 0.1 as there.
+Before: tools/make_dpo_pairs.py makes pairs of scored sequences. After: tools/score_dpo.py compares
+networks on pairs, tools/design_dpo.py draws sequences.
+
+Data (--train_data): a JSON array, or an object per line, with pdb_file (PDB or mmCIF, also .gz; the
+path is relative to the data file), preferred_seq, unpreferred_seq, and if needed
+    chain_id, or design_chains and fixed_chains    the sequences are the design chains, one after
+                the other; fixed chains are context. Without: the first chain with protein
+    mutable_positions, mutable_ranges    what is designed of them: from 0 on, or residues as B42A
+    weight, residue_weights, margin      of the pair, of each residue, and what beta times the
+                log-ratio must exceed
+    cluster     pairs of a cluster, such as homologous chains, are held out together
+Held out are whole structures or clusters, or the pairs of --val_data.
+
+Logged, over all ranks: step, phase (1: warm start, 2: preferences), epoch, lr, loss (nats per
+residue in the warm start, then DPO's, ln 2 at the start), rewards/accuracies (share of the pairs
+with a margin above 0), rewards/margins (reward of the preferred less that of the unpreferred; a
+reward is beta times the log-ratio to the reference, in nats), grad_norm (before clipping), skipped
+(steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of the time). After
+each epoch of preferences val/...: these, likelihood_accuracy (the preferred is the likelier), and
+of the preferred sequence log_ratio, recovery, perplexity, entropy, per designed residue.
+
+Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
+its tools load them), latest.pt, previous.pt, best.pt, split.json, metrics.jsonl, curves.png,
+summary.json.
+
+Unlike the original (architvasan/DPO_InvFold) network and reference are without dropout, and so
+equal at the start; only what is designed counts; decoding orders are random; the reference is
+computed once. Matrix products are IEEE fp32 on GPUs, too: at temperature 0.1 the rounding of bf16
+is larger than what is learned.
 """
 
-from __future__ import annotations
-
 import argparse
-import collections
 import contextlib
+import ctypes
 import difflib
+import fcntl
 import functools
 import gc
+import gzip
 import hashlib
-import importlib
-import io
-import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import queue
 import re
-import resource
-import shutil
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 import zipfile
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import zlib
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor, nn
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
-# ---- Constants -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Arguments
 
-ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # ids 0 to 20 in ProteinMPNN's order; X is unknown
-UNKNOWN = 20
-WEIGHTS = "https://github.com/dauparas/ProteinMPNN (vanilla_model_weights, soluble_model_weights)"
-SAME = ("data_key beta temperature loss_type label_smoothing reference_free sft_weight diversity_lambda decoding_order "
-        "num_orders base_key freeze_encoder sft_epochs optimizer ema seed").split()  # what a resumed run must have kept
 
-# ---- Arguments -----------------------------------------------------------------------------------
+def parse_args():
+    parser = Parser(description=__doc__)
+    add = parser.add_argument_group("data").add_argument
+    add("--train_data", default="data/input/test_data_real.json", help="preference pairs")
+    add("--val_data", help="pairs to validate on; None: a part of the training pairs")
+    add("--val_fraction", type=float, default=0.1, help="that part: share of the pairs")
+    add("--max_length", type=count, default=500, help="residues designed at most")
+    add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong, list them")
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Every option, and the checks that need neither data nor devices."""
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    g = p.add_argument_group("Data").add_argument
-    g("--train_data", help="preference pairs, JSON or JSON lines [default: data/input/test_data_real.json]")
-    g("--val_data", help="pairs to validate on [default: --val_fraction of the training pairs]")
-    g("--scores", help="instead of --train_data: scored sequences, JSON or JSON lines")
-    g("--score_gap", type=float, default=0.0, help="least difference of scores that makes a pair")
-    g("--score_margin", type=float, default=0.0, help="margin of such a pair per unit of difference, nats")
-    g("--pairs_per_backbone", type=int, default=16, help="such pairs of a backbone at most")
-    g("--val_fraction", type=float, default=0.1, help="share of the pairs held out, by whole structures")
-    g("--max_length", type=int, default=500, help="residues designed at most")
-    g("--mutable_positions", nargs="+", help="designed positions, for every pair: 0-based, or residues such as B42A")
-    g("--mutable_ranges", nargs="+", help="inclusive ranges of them, such as 6-17 or B6-B17")
-    g("--cache_dir", default="./cache", help="where parsed structures are kept")
-    g("--skip_bad_data", help="leave out bad pairs and list them", **FLAG)
-    g("--verify_data", help="compare the checksums of the cache too", **FLAG)
-    g = p.add_argument_group("Model").add_argument
-    g("--base_model_name", default="v_48_020", help="weights to start from: NAME.pt in --base_model_dir; or random")
-    g("--base_model_dir", default="data/input/BioMPNN/soluble_model_weights", help="folder of the weights")
-    g("--base_model_config_dir", help=argparse.SUPPRESS)
-    g("--freeze_encoder", help="train the decoder alone; encode once (25 kB per residue and rank)", **FLAG)
-    g = p.add_argument_group("Preference").add_argument
-    g("--beta", type=float, default=0.1, help="weight of the log-ratio")
-    g("--temperature", type=float, default=0.1, help="of the probabilities that are compared; 1: the network's own")
-    g("--loss_type", default="sigmoid", choices=("sigmoid", "ipo", "hinge", "robust"), help="form of the loss")
-    g("--label_smoothing", type=float, default=0.0, help="assumed share of wrong labels (sigmoid, robust)")
-    g("--reference_free", help="compare the network's log-probabilities alone", **FLAG)
-    g("--sft_weight", type=float, default=0.0, help="of the chosen's cross entropy per residue, in the loss")
-    g("--diversity_lambda", type=float, default=0.0, help="of the expected distance of two samples, in the loss")
-    g("--decoding_order", default="random", choices=("random", "left_to_right"), help="of the designed residues")
-    g("--num_orders", type=int, default=4, help="random orders of a pair; an epoch takes the next one")
-    g = p.add_argument_group("Training").add_argument
-    g("--num_epochs", type=int, default=10, help="passes over the pairs")
-    g("--batch_size", type=int, default=1, help="pairs per GPU and micro-batch, on average")
-    g("--lr", "--learning_rate", type=float, default=3e-7, help="peak learning rate")
-    g("--warmup_steps", type=int, default=0, help="optimizer steps of warm-up")
-    g("--schedule", default="constant", choices=("constant", "linear", "cosine"), help="after the warm-up")
-    g("--optimizer", default="Adam", choices=("Adam", "AdamW"), help="how weight decay counts")
-    g("--weight_decay", type=float, default=0.0, help="none on biases and norms")
-    g("--ema", type=float, default=0.0, help="decay of averaged weights, which are validated and saved (0: none)")
-    g("--early_stop_patience", type=int, default=0, help="epochs without a better val loss that end the run (0: off)")
-    g("--sft_epochs", type=int, default=0, help="first: passes of maximum likelihood on the chosen sequences")
-    g("--sft_lr", type=float, default=1e-3, help="their peak learning rate (cosine)")
-    g("--eval_batch_size", type=int, default=16, help="pairs per evaluation batch")
-    g("--eval_orders", type=int, default=1, help="decoding orders that validation averages over")
-    g("--no_cuda", help="= --device cpu", **FLAG)
-    g = p.add_argument_group("Modes").add_argument
-    g("--score_only", help="do not train: a CSV row per pair of --train_data", **FLAG)
-    g("--sample", type=int, default=0, help="do not train: draw so many sequences for --pdb_file")
-    g("--sample_temperature", type=float, default=0.1, help="of --sample")
-    g("--pdb_file", help="structure of --sample")
-    g("--design_chains", nargs="+", help="chains to design, of --sample [default: the first]")
-    g("--fixed_chains", nargs="+", help="chains that are context, of --sample [default: none]")
-    g("--fixed_positions", nargs="+", help="residues that keep their letter, of --sample: 0-based, or such as B42A")
-    g("--checkpoint", help="weights of a mode [default: OUTPUT_DIR/best_model.pt, else the base model]")
-    g("--out", help="file of a mode [default: OUTPUT_DIR/scores.csv or designs.fasta]")
-    add_ddp_arguments(p, output_dir="outputs/dpo_ddp", wandb_project="dpo-proteinmpnn")
-    args = parse_arguments(p, argv)
-    args.train_data = args.train_data or (None if args.scores else "data/input/test_data_real.json")
-    above_0 = ("beta temperature num_orders num_epochs batch_size lr sft_lr eval_batch_size eval_orders max_length "
-               "pairs_per_backbone").split()
-    from_0 = ("score_gap score_margin sft_weight diversity_lambda warmup_steps weight_decay early_stop_patience "
-              "sft_epochs sample sample_temperature val_fraction ema label_smoothing").split()
-    sampling = ("pdb_file", "design_chains", "fixed_chains", "fixed_positions", "sample_temperature")
-    refused = {
-        "not taken: --base_model_config_dir (the weights say the sizes)": "base_model_config_dir" in args.given,
-        **{f"--{n} {getattr(args, n)} must be above 0": getattr(args, n) <= 0 for n in above_0},
-        **{f"--{n} {getattr(args, n)} must not be negative": getattr(args, n) < 0 for n in from_0},
-        "--val_fraction and --ema must be below 1, --label_smoothing below 0.5":
-            max(args.val_fraction, args.ema, 2 * args.label_smoothing) >= 1,
-        "give one of --train_data and --scores": bool(args.train_data) == bool(args.scores) and not args.sample,
-        "--score_only and --sample: one of the two": args.score_only and args.sample > 0,
-        "--sample needs --pdb_file": args.sample > 0 and not args.pdb_file,
-        f"--{', --'.join(sampling)} belong to --sample": not args.sample and bool({*sampling} & {*args.given}),
-        "--checkpoint and --out belong to --score_only and --sample":
-            not (args.score_only or args.sample) and bool(args.checkpoint or args.out),
-        f"--checkpoint {args.checkpoint}: no such file": bool(args.checkpoint) and not Path(args.checkpoint).is_file(),
-        "--loss_type ipo, hinge have no --label_smoothing": args.label_smoothing and args.loss_type in ("ipo", "hinge"),
-        f"--no_cuda and --device {args.device}: one of the two": args.no_cuda and args.device not in ("auto", "cpu"),
-    }  # fmt: skip
-    for message in (m for m, wrong in refused.items() if wrong):
-        p.error(message)
-    args.device = "cpu" if args.no_cuda else args.device
-    if args.decoding_order != "random":
-        args.num_orders = args.eval_orders = 1
+    add = parser.add_argument_group("model").add_argument
+    text = "weights to start from: NAME.pt in --base_model_dir; or random"
+    add("--base_model_name", default="v_48_020", help=text)
+    default = "data/input/BioMPNN/soluble_model_weights"
+    add("--base_model_dir", default=default, help="folder of the weights")
+    add("--base_model_config_dir", help=argparse.SUPPRESS)  # the original's; nothing needs it
+
+    add = parser.add_argument_group("preferences").add_argument
+    add("--beta", type=float, default=0.1, help="weight of the log-ratio")
+    text = "of the probabilities that are compared; 1: the network's own"
+    add("--temperature", type=float, default=0.1, help=text)
+    add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
+    text = "share of the pairs that are thought to be the wrong way round (sigmoid)"
+    add("--label_smoothing", type=float, default=0.0, help=text)
+    text = "of the preferred sequence's cross entropy per residue, in the loss"
+    add("--sft_weight", type=float, default=0.0, help=text)
+    kinds = ["random", "left_to_right"]
+    add("--decoding_order", default="random", choices=kinds, help="of the designed residues")
+    text = "random orders of each pair; an epoch takes the next one"
+    add("--num_orders", type=count, default=4, help=text)
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--num_epochs", type=count, default=10, help="passes over the pairs")
+    add("--lr", type=float, default=3e-7, help="peak learning rate")
+    add("--learning_rate", type=float, help="as --lr")
+    add("--weight_decay", type=float, default=0.0, help="of matrices; biases and norms: 0")
+    add("--schedule", default="constant", choices=["constant", "cosine"], help="after the warm-up")
+    add("--warmup_steps", type=int, default=0, help="steps in which the rate rises")
+    text = "before: epochs of maximum likelihood on the preferred sequences (warm start)"
+    add("--sft_epochs", type=int, default=0, help=text)
+    add("--sft_lr", type=float, default=1e-3, help="peak learning rate of the warm start (cosine)")
+    add("--eval_batch_size", type=count, default=16, help="pairs per forward pass in evaluations")
+    add("--no_cuda", **FLAG, default=False, help="as --device cpu")
+
+    add_common_arguments(parser, output_dir="outputs/dpo_ddp", batch_size=1, precision="fp32")
+    args = parse_with_config(parser)
+
+    if args.learning_rate is not None:
+        args.lr = args.learning_rate
+    if args.no_cuda:
+        if args.device not in ("auto", "cpu"):
+            parser.error(f"--no_cuda and --device {args.device}: give one of the two")
+        args.device = "cpu"
+    if args.backend in ("ccl", "xpu"):  # the seeds' names; PyTorch has its own: xccl
+        args.backend = "auto"
+    for name in ("beta", "temperature"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} {getattr(args, name)}: must be a finite number above 0")
+    names = ["lr", "sft_lr", "weight_decay", "sft_weight", "warmup_steps", "sft_epochs"]
+    for name in names:
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name} {getattr(args, name)}: must be a finite number from 0 on")
+    if not 0 < args.val_fraction < 1:
+        parser.error(f"--val_fraction {args.val_fraction}: must be between 0 and 1")
+    if not 0 <= args.label_smoothing < 0.5:
+        parser.error(f"--label_smoothing {args.label_smoothing}: must be from 0 to below 0.5")
+    if args.label_smoothing > 0 and args.loss_type == "ipo":
+        parser.error("--label_smoothing: --loss_type ipo has none")
+    if args.decoding_order == "left_to_right":
+        args.num_orders = 1
     return args
 
-# ---- Data ----------------------------------------------------------------------------------------
 
-COUNTS = {"parsed": 0}  # structure files that this process has read
-BACKBONE = ("N", "CA", "C", "O")
-RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR MSE".split()
-LETTERS = dict(zip(RESIDUES, ALPHABET[:20] + "M", strict=True))  # selenomethionine is read as methionine
-PREFERENCE = ("preferred_seq", "unpreferred_seq")
-PER_RESIDUE = {"chosen": np.uint8, "rejected": np.uint8, "designed": np.bool_, "weights": np.float32}
-PER_PAIR = {"backbone": np.int64, "weight": np.float32, "margin": np.float32}
+# --------------------------------------------------------------------------------------------------
+# Data
+
+ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order; X is unknown
+BACKBONE = ["N", "CA", "C", "O"]
+BONDS = [(0, 1), (1, 2), (2, 3)]  # of these atoms
+RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
+    TYR""".split()
+LETTERS = dict(zip(RESIDUES, ALPHABET[:20], strict=True))
+LETTERS["MSE"] = "M"  # selenomethionine is read as methionine
+EVALUATION = 1_000_000  # number of the decoding order that evaluations use
+FIELDS = {  # of the data, with an example of each
+    "pdb_file": "1UBI.pdb",
+    "preferred_seq": "ACD",
+    "unpreferred_seq": "ACE",
+    "chain_id": "B",
+    "design_chains": ["B", "A"],
+    "fixed_chains": ["C"],
+    "mutable_positions": [3, "B42A"],
+    "mutable_ranges": [[3, "B42A"]],
+    "weight": 1.0,
+    "residue_weights": [1.0, 0.5],
+    "margin": 0.5,
+    "cluster": "kinases",
+}
+REQUIRED = ["pdb_file", "preferred_seq", "unpreferred_seq"]
+
 
 class Chain(NamedTuple):
-    """A protein chain of L residues, in the order of the file; or several, one after the other."""
+    """A protein chain of L residues, in the order of the file."""
+
     letters: str  # X where a residue is none of the 20
-    coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in angstrom, NaN where missing
-    numbers: np.ndarray  # (L,) int64: of the file, one more for every insertion code up to there
-    labels: list[str]  # chain, number, insertion code: B42, B42A
-    chain_index: np.ndarray  # (L,) int64
-    @property
-    def valid(self) -> np.ndarray:
-        """(L,) bool: all four atoms are there."""
-        return np.isfinite(self.coords).all((1, 2))
+    coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
+    numbers: np.ndarray  # (L,) int64: the file's, and one more for each insertion code before
+    labels: list  # chain, number, insertion code: B42, B42A
 
-def read_structure(path: str | Path) -> dict[str, Chain]:
-    """The chains of a PDB or mmCIF file, plain or gz, by the names that they have in the PDB; one without protein is
-    empty. First model, first alternative of each atom, ATOM records and selenomethionine. A residue that is none of the
-    20 counts where it has three of the backbone's atoms. Raises ValueError with file, chain and residue."""
+    def whole(self):
+        """(L,) bool: which residues have all four atoms."""
+        return np.isfinite(self.coords).all(axis=(1, 2))
+
+
+class Structure(NamedTuple):
+    chains: dict  # {name: Chain}
+    digest: str  # of the file's content
+    notes: list  # what is odd in it, as lines
+
+
+def read_structure(path):
+    """A PDB or mmCIF file, plain or gz, as a Structure, with the chains' names in the PDB.
+
+    As ProteinMPNN reads it: the first model, the first alternative of each atom, ATOM records and
+    selenomethionine. A residue that is none of the 20 counts if it has three of the backbone's
+    atoms. Raises ValueError."""
     import gemmi
+
+    expected = "expected a structure in PDB or mmCIF format, plain or whole gz"
     try:
-        model = gemmi.read_structure(str(path), format=gemmi.CoorFormat.Detect)[0]
-    except (RuntimeError, ValueError, IndexError, OSError, EOFError) as error:
-        found = " ".join(str(error).split()) if Path(path).is_file() else "no such file"
-        raise ValueError(f"{path}: {found}; expected a structure in PDB or mmCIF format, plain or whole gz") from error
-    COUNTS["parsed"] += 1
-    chains = {chain.name: read_chain(path, chain) for chain in model}
+        content = Path(path).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; {expected}") from None
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path}: {error}; {expected}") from None
+    if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
+        foreign = "BinaryCIF, MMTF or PDBML, it seems"
+        raise ValueError(f"{path}: format not supported ({foreign}); {expected}")
+    try:
+        structure = gemmi.read_structure_string(content, format=gemmi.CoorFormat.Detect)
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path}: {reason}; {expected}") from None
+    if len(structure) == 0:
+        raise ValueError(f"{path}: no atoms in it; {expected}")
+
+    chains = {}
+    notes = []
+    for chain in structure[0]:
+        chains[chain.name] = read_chain(path, content, chain, notes)
     if not any(chain.letters for chain in chains.values()):
-        raise ValueError(f"{path}: no protein residues in chains {', '.join(chains) or '(none)'}; expected ATOM "
-                         "records of amino acids (of HETATM records only MSE is read)")
-    return chains
+        names = ", ".join(chains) or "(none)"
+        text = "expected ATOM records of amino acids (of HETATM records only MSE is read)"
+        raise ValueError(f"{path}: no protein residues in its chains {names}; {text}")
+    return Structure(chains, digest, notes)
 
-def read_chain(path: str | Path, chain) -> Chain:
-    """A gemmi chain. Raises ValueError where an atom of a residue occurs twice."""
-    residues = {}  # (number, insertion code): name, atoms
-    for residue in (r for r in chain if r.het_flag != "H" or r.name == "MSE"):
-        _, atoms = residues.setdefault((residue.seqid.num, residue.seqid.icode.strip()), (residue.name, {}))
+
+def read_chain(path, content, chain, notes):
+    """A gemmi chain as a Chain. Raises ValueError where an atom of a residue occurs twice."""
+    residues = {}  # (number, insertion code): (name, {atom's name: atom})
+    for residue in chain:
+        if residue.het_flag == "H" and residue.name != "MSE":
+            if all(name in residue for name in BACKBONE[:3]):
+                text = f"{path}: residue {chain.name}{residue.seqid} {residue.name} is left out"
+                notes.append(f"{text}: it is a HETATM; as an ATOM it would be read as X")
+            continue
+        # of two residues in one place the first counts; its atoms come first, whatever follows
+        key = (residue.seqid.num, residue.seqid.icode.strip())
+        _, atoms = residues.setdefault(key, (residue.name, {}))
         for atom in residue:
-            first = atoms.setdefault(atom.name, atom) if atom.name in BACKBONE else atom
-            if first is not atom and not first.has_altloc() and not atom.has_altloc():
-                raise ValueError(f"{path}: chain {chain.name}: residue {chain.name}{residue.seqid} has two atoms "
-                                 f"{atom.name}; expected one, or alternatives (do two chains have this name?)")
-    kept = {key: found for key, found in residues.items() if found[0] in LETTERS or len(found[1]) >= 3}
-    numbers, missing = np.array([number for number, _ in kept], np.int64), [math.nan] * 3
-    coords = [[atoms[n].pos.tolist() if n in atoms else missing for n in BACKBONE] for _, atoms in kept.values()]
-    return Chain("".join(LETTERS.get(name, "X") for name, _ in kept.values()),
-                 np.array(coords, np.float32).reshape(-1, 4, 3),
-                 numbers + np.cumsum(np.diff(numbers, prepend=numbers[:1] - 1) == 0),
-                 [f"{chain.name}{number}{code}" for number, code in kept], np.zeros_like(numbers))
+            if atom.name not in BACKBONE:
+                continue
+            first = atoms.setdefault(atom.name, atom)
+            alternatives = first.has_altloc() or atom.has_altloc()
+            if first is not atom and not alternatives:
+                text = f"residue {chain.name}{residue.seqid} has two atoms {atom.name}"
+                hint = "expected one, or alternatives (do two chains have this name?)"
+                raise ValueError(f"{path}: chain {chain.name}: {text}; {hint}")
 
-def join_chains(path: str | Path, chains: dict[str, Chain], names: tuple[str, ...]) -> Chain:
-    """Those named. ValueError with file and chain where one is absent, has no whole residue, or comes twice."""
-    for name in names:
-        complete = chains[name].valid.sum() if name in chains else 0
-        if not complete or names.count(name) > 1:
-            raise ValueError(f"{path}: chain {name}: {complete} residues with all of N, CA, C and O, named "
-                             f"{names.count(name)} times; expected one of {', '.join(chains)} that has some, once")
-    letters, coords, numbers, labels, _ = zip(*(chains[name] for name in names), strict=True)
-    index = np.repeat(np.arange(len(names)), [*map(len, letters)])
-    return Chain("".join(letters), np.concatenate(coords), np.concatenate(numbers), sum(labels, []), index)
+    letters = []
+    coords = []
+    numbers = []
+    labels = []
+    shift = 0
+    for (number, code), (name, atoms) in residues.items():
+        if name not in LETTERS and len(atoms) < 3:
+            continue
+        if numbers and number + shift == numbers[-1]:  # an insertion code: A42, A42A
+            shift += 1
+        letters.append(LETTERS.get(name, "X"))
+        numbers.append(number + shift)
+        labels.append(f"{chain.name}{number}{code}")
+        coords.append(backbone_coords(path, content, labels[-1], atoms, notes))
+    array = np.array(coords, np.float32).reshape(-1, 4, 3)
+    return Chain("".join(letters), array, np.array(numbers, np.int64), labels)
 
-def mutable_mask(positions: list | None, ranges: list | None, labels: list[str]) -> np.ndarray:
-    """(len(labels),) bool: positions and inclusive ranges, [first, last] or 6-17, B42-B50, of 0-based numbers or labels
-    such as B42A; all where neither is given. Raises ValueError."""
-    mask, times = np.full(len(labels), positions is None and ranges is None), collections.Counter(labels)
-    where = {label: i for i, label in enumerate(labels) if times[label] == 1} | {str(i): i for i in range(len(labels))}
-    for ends in [[residue, residue] for residue in positions or []] + [*(ranges or [])]:
-        if isinstance(ends, str):  # a residue's number may be negative
-            ends = re.sub(r"(\d[A-Za-z]?)-", r"\1 ", ends, count=1).split()
-        places = [where.get(str(residue), -1) for residue in ends]
-        if len(places) != 2 or not 0 <= places[0] <= places[1]:
-            raise ValueError(f"residues {'-'.join(dict.fromkeys(map(str, ends)))}; expected one, or a first and a last "
-                             f"one, from 0 to {len(labels) - 1} or {labels[0]} to {labels[-1]}")
-        mask[places[0] : places[1] + 1] = True
-    return mask
 
-def split_places(values: str | list[str] | None) -> list[str] | None:
-    """`3 4 5` or `B42 B42A`, also with commas, as a list; None stays."""
-    return values and " ".join([values] if isinstance(values, str) else values).replace(",", " ").split()
+def backbone_coords(path, content, label, atoms, notes):
+    """(4, 3) of a residue, NaN where an atom is missing; all NaN if the bonds cannot be right: a
+    field full of asterisks reads as 0, and coordinates may be in nanometres."""
+    found = np.full((4, 3), math.nan, np.float32)
+    for row, name in enumerate(BACKBONE):
+        if name in atoms:
+            found[row] = atoms[name].pos.tolist()
 
-FIELDS = {  # of the data files, with an example of each
-    "pdb_file": "1UBI.pdb", "preferred_seq": "ACD", "unpreferred_seq": "ACE", "sequences": ["ACD"], "scores": [0.5],
-    "chain_id": "B", "design_chains": ["B", "A"], "fixed_chains": ["C"], "weight": 1.0, "margin": 0.5,
-    "residue_weights": [1.0, 0.5], "mutable_positions": [3, "B42A"], "mutable_ranges": [[3, "B42A"]]}
+    for one, other in BONDS:
+        length = np.linalg.norm(found[one] - found[other])
+        if length < 0.8 or length > 2.2:  # False where an atom is missing
+            line = atom_lines(content).get(str(atoms[BACKBONE[one]].serial), "?")
+            text = f"residue {label} counts as missing: {BACKBONE[one]} and {BACKBONE[other]}"
+            notes.append(
+                f"{path}, line {line}: {text} are {length:.3g} Å apart, expected 0.8 to 2.2"
+            )
+            return np.full_like(found, math.nan)
+    return found
 
-def fits(value, example) -> bool:
-    """Whether `value` is a text, a finite number, or a list of what the example is a list of."""
+
+@functools.lru_cache(maxsize=1)
+def atom_lines(content):
+    """{serial number of an atom: its line in a file}"""
+    lines = {}
+    for line, text in enumerate(content.decode(errors="replace").splitlines(), start=1):
+        if text.startswith(("ATOM", "HETATM")):
+            lines.setdefault(text[6:11].strip(), line)  # PDB
+            lines.setdefault(text.split()[1], line)  # mmCIF
+    return lines
+
+
+def try_structure(path):
+    """read_structure for a process of its own: the Structure, or the error's text."""
+    try:
+        return read_structure(path)
+    except ValueError as error:
+        return str(error)
+
+
+def read_structures(paths):
+    """{path: Structure, or what is wrong with it}; the files are shared out over the ranks, and
+    each rank over its part of the cores. (all ranks)"""
+    mine = paths[dist.get_rank() :: dist.get_world_size()]
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    processes = max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    if processes > 1 and len(mine) >= 64:  # fewer are read before the processes have started
+        # forked, as the DataLoader's workers are: they compute nothing with torch
+        options = {"mp_context": multiprocessing.get_context("fork")}
+        options.update(initializer=ignore_signals, initargs=(0,))
+        with ProcessPoolExecutor(processes, **options) as pool:
+            found = list(pool.map(try_structure, mine, chunksize=8))
+    else:
+        found = [try_structure(path) for path in mine]
+
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, dict(zip(mine, found, strict=True)))
+    structures = {}
+    for part in parts:
+        structures.update(part)
+    return structures
+
+
+def read_rows(path):
+    """[(place, path of its structure, row)] of a JSON array, or of an object per line, told apart
+    by content. Fields that are null are left out. A line that is no JSON stays a text. (rank 0)"""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+        is_array = text.lstrip().startswith("[")
+        rows = json.loads(text) if is_array else text.split("\n")
+    except (ValueError, OSError) as error:
+        expected = "expected a JSON array of objects, or an object per line"
+        raise InputError(f"{path}: {error}; {expected}") from None
+
+    found = []
+    for number, row in enumerate(rows):
+        place = f"{path}: index {number}"
+        if not is_array:
+            place = f"{path}: line {number + 1}"
+            if not row.strip():
+                continue
+            with contextlib.suppress(ValueError):
+                row = json.loads(row)
+        structure = ""
+        if isinstance(row, dict):
+            row = {name: value for name, value in row.items() if value is not None}
+            structure = os.path.abspath(Path(path).parent / str(row.get("pdb_file", "")))
+        found.append((place, structure, row))
+    return found
+
+
+def fits(value, example):
+    """Whether a value is a text, a finite number, or a list of what the example is a list of."""
     if isinstance(example, list):
-        return isinstance(value, list) and all(any(fits(part, one) for one in example) for part in value)
+        if not isinstance(value, list):
+            return False
+        for part in value:
+            if not any(fits(part, kind) for kind in example):
+                return False
+        return True
     if isinstance(example, str):
         return isinstance(value, str) and value != ""
     return type(value) in (int, float) and abs(value) < 1e30
 
-def check_fields(row, scored: bool) -> list[str]:
-    """What is wrong with the fields of a row of a data file."""
-    known = [name for name in FIELDS if name not in ((*PREFERENCE, "margin") if scored else ("sequences", "scores"))]
+
+def check_fields(row, fields, required):
+    """What is wrong with the fields of a row, as texts."""
     if not isinstance(row, dict):
-        return [f"{row!r:.80}; expected an object with {', '.join(known[:3])}"]
-    problems = [f"no {name}" for name in known[:3] if name not in row]
-    problems += [f"unknown field {name!r}; expected {', '.join(known)}" for name in row if name not in known]
-    return problems + [f"{name} is {value!r:.80}; expected such as {json.dumps(FIELDS[name])}"
-                       for name, value in row.items() if name in known and not fits(value, FIELDS[name])]
+        return [f"{row!r:.80}; expected an object with {', '.join(required)}"]
+    problems = [f"no {name}" for name in required if name not in row]
+    for name, value in row.items():
+        if name in ("description", "comment"):
+            continue
+        if name not in fields:
+            problems.append(f"unknown field {name!r}; expected {', '.join(fields)}")
+        elif not fits(value, fields[name]):
+            example = json.dumps(fields[name])
+            problems.append(f"{name} is {value!r:.80}; expected such as {example}")
+    return problems
 
-def read_data_file(path: str) -> list[tuple[str, str, object]]:
-    """(place, path of its structure, row) of a JSON array, or of an object per line, told apart by content; without
-    fields that say nothing. Raises ValueError where the array is none. A line that is no JSON is a str."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-        array = text.lstrip().startswith("[")
-        rows, found = json.loads(text) if array else map(str.strip, text.split("\n")), []
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: {error}; expected a JSON array of objects, or an object per line") from error
-    for number, row in enumerate(rows, not array):
-        with contextlib.suppress(ValueError):
-            row = row if array else json.loads(row)
-        if isinstance(row, dict):
-            row = {n: value for n, value in row.items() if value is not None and n not in ("description", "comment")}
-        structure = Path(path).parent / str(row.get("pdb_file", "") if isinstance(row, dict) else "")
-        if array or row != "":
-            found.append((f"{path}: {'index' if array else 'line'} {number}", os.path.abspath(structure), row))
-    return found
 
-def pairs_by_score(scores: np.ndarray, kinds: np.ndarray, least: float, most: int) -> list[tuple[int, int]]:
-    """(better, worse) of sequences with `scores` (n,), at least `least` apart, that are not of the same kind (n,): at
-    most `most`, largest differences first, but each sequence once before any is there twice, and so on."""
-    gaps = scores[:, None] - scores
-    pairs = np.argwhere((gaps > 0) & (gaps >= least - 1e-9) & (kinds[:, None] != kinds))
-    pairs = pairs[np.argsort(-gaps[tuple(pairs.T)], kind="stable")]
-    taken, used = [*range(len(pairs))] if len(pairs) <= most else [], np.zeros(len(scores))
-    while len(taken) < min(most, len(pairs)):
-        often = np.square(used[pairs]).sum(1)
-        often[taken] = math.inf
-        taken.append(often.argmin())
-        used[pairs[taken[-1]]] += 1
-    return [*map(tuple, pairs[sorted(taken)].tolist())]
+class Complex(NamedTuple):
+    """Chains, one after the other: those that are designed first."""
 
-def to_ids(letters: str) -> np.ndarray:
+    chain: Chain  # all of them as one
+    index: np.ndarray  # (L,) int64: number of the residue's chain
+    key: tuple  # path, design chains, fixed chains
+    designed: np.ndarray  # (L,) bool: in a design chain, mutable, and resolved
+    length: int  # residues of the design chains
+
+
+def join_chains(path, structure, row):
+    """The Complex that a row of the data means. Raises ValueError."""
+    chains = structure.chains
+    first = next(name for name in chains if chains[name].letters)
+    design = row.get("design_chains") or [row.get("chain_id", first)]
+    if "chain_id" in row and design != [row["chain_id"]]:
+        text = f"chain_id {row['chain_id']} and design_chains {', '.join(design)}"
+        raise ValueError(f"{text}: give one of the two")
+    names = [*design, *row.get("fixed_chains", [])]
+
+    for name in names:
+        whole = chains[name].whole().sum() if name in chains else 0
+        if whole == 0 or names.count(name) > 1:
+            found = f"{whole} residues with all of N, CA, C and O, named {names.count(name)} times"
+            hint = f"expected one of {', '.join(chains)} that has some, once"
+            if structure.notes:
+                hint += f" ({structure.notes[0]})"
+            raise ValueError(f"{path}: chain {name}: {found}; {hint}")
+
+    parts = [chains[name] for name in names]
+    labels = []
+    for part in parts:
+        labels += part.labels
+    joined = Chain(
+        "".join(part.letters for part in parts),
+        np.concatenate([part.coords for part in parts]),
+        np.concatenate([part.numbers for part in parts]),
+        labels,
+    )
+
+    index = np.repeat(np.arange(len(names)), [len(part.letters) for part in parts])
+    length = int((index < len(design)).sum())
+    designed = np.zeros(len(labels), bool)
+    ranges = row.get("mutable_ranges")
+    designed[:length] = choose_residues(row.get("mutable_positions"), ranges, labels[:length])
+    key = (path, tuple(design), tuple(names[len(design) :]))
+    return Complex(joined, index, key, designed & joined.whole(), length)
+
+
+def choose_residues(positions, ranges, labels):
+    """(len(labels),) bool: positions, and ranges with both ends, of numbers from 0 on or labels
+    such as B42A; all where neither is given. Raises ValueError."""
+    if positions is None and ranges is None:
+        return np.ones(len(labels), bool)
+    place_of = {}
+    for place, label in enumerate(labels):
+        place_of[label] = -1 if label in place_of else place  # no place if two have this label
+    for place in range(len(labels)):
+        place_of[str(place)] = place
+
+    chosen = np.zeros(len(labels), bool)
+    for ends in [[one, one] for one in positions or []] + list(ranges or []):
+        places = [place_of.get(str(end), -1) for end in ends]
+        if len(places) != 2 or not 0 <= places[0] <= places[1]:
+            text = "-".join(dict.fromkeys(str(end) for end in ends))
+            hint = f"0 to {len(labels) - 1} or {labels[0]} to {labels[-1]}"
+            raise ValueError(
+                f"residues {text}; expected one, or a first and a last one, from {hint}"
+            )
+        chosen[places[0] : places[1] + 1] = True
+    return chosen
+
+
+def to_ids(letters):
     """(n,) uint8 of letters of the alphabet."""
-    return np.frombuffer(letters.encode().translate(bytes.maketrans(ALPHABET.encode(), bytes(range(21)))), np.uint8)
+    return np.array([ALPHABET.index(letter) for letter in letters], np.uint8)
 
-class Collector:
-    """Takes in the rows of data files. Each structure is read once, however many pairs it has."""
-    def __init__(self, args: Namespace):
-        self.args, self.other_letters, self.names = args, 0, []
-        self.numbers = collections.defaultdict(itertools.count().__next__)  # of the backbones that are used, by key
-        self.pairs: list[tuple] = []  # PER_RESIDUE, then PER_PAIR, of each
-        self.read = functools.cache(read_structure)
-        self.join = functools.cache(lambda path, *names: join_chains(path, self.read(path), sum(names, ())))
-    def backbone(self, path: str, row: dict) -> tuple[tuple, Chain, int, np.ndarray]:
-        """A row's backbone: its key (file, design chains, fixed chains), itself, how many residues its design chains
-        have, which come first, and (L,) bool, those that are mutable. Raises ValueError."""
-        chains, args = self.read(path), self.args
-        design = row.get("design_chains") or [row.get("chain_id") or next(n for n in chains if chains[n].letters)]
-        if "chain_id" in row and design != [row["chain_id"]]:
-            raise ValueError(f"chain_id {row['chain_id']} and design_chains {', '.join(design)}: one of the two")
-        key = path, tuple(design), tuple(row.get("fixed_chains", ()))
-        backbone = self.join(*key)
-        count, mutable = (backbone.chain_index < len(design)).sum(), np.zeros(len(backbone.letters), bool)
-        given = split_places(args.mutable_positions), split_places(args.mutable_ranges)
-        given = given if any(given) else (row.get("mutable_positions"), row.get("mutable_ranges"))
-        mutable[:count] = mutable_mask(*given, backbone.labels[:count])
-        return key, backbone, count, mutable
-    def add(self, path: str, number: str, row: dict) -> None:
-        """Take in row `number`; or nothing of it: raises ValueError with all that is wrong."""
-        (key, backbone, count, mutable), args = self.backbone(path, row), self.args
-        designed, native, chains = mutable & backbone.valid, to_ids(backbone.letters), "+".join(key[1])
-        scored = "sequences" in row
-        texts = dict(enumerate(row["sequences"])) if scored else {name: row[name] for name in PREFERENCE}
-        texts = {f"sequence {name}" if scored else name: text.upper() for name, text in texts.items()}
-        scores, weight = np.float64(row["scores"] if scored else [1, 0]), row.get("weight", 1)
-        weights = np.float32(row.get("residue_weights", [1] * count))
-        problems = [f"{name} has {len(text)} letters; expected {count}, the residues of chain {chains}"
-                    for name, text in texts.items() if len(text) != count]
-        problems += [f"{name} has {found[0]!r} at position {found.start()}; expected letters of {ALPHABET}"
-                     for name, text in texts.items() if (found := re.search(f"[^{ALPHABET}]", text))]
-        if count > args.max_length:
-            problems.append(f"{count} residues in design chains {chains}; expected --max_length {args.max_length}")
-        if not designed.any():
-            problems.append("no residue is both mutable and resolved")
-        elif weight <= 0 or len(weights) != count or weights.min() < 0 or not weights[designed[:count]].any():
-            problems.append(f"weight {weight}, {len(weights)} residue_weights; expected a weight above 0, {count} "
-                            "residue_weights from 0 up, above 0 for a residue that is designed")
-        if len(scores) != len(texts) or not texts:
-            problems.append(f"{len(texts)} sequences, {len(scores)} scores; expected as many, and some")
-        if problems:
-            raise ValueError(*problems)
-        ids = np.stack([np.append(to_ids(text), native[count:]) for text in texts.values()])
-        kinds = np.unique(ids[:, designed], axis=0, return_inverse=True)[1].ravel()
-        if not scored and kinds[0] == kinds[1]:
-            same = "differ only where nothing is designed" if (ids[0] != ids[1]).any() else "are identical"
-            raise ValueError(f"{' and '.join(texts)} {same}; expected a difference at a designed residue")
-        self.other_letters += bool((ids != native)[:, ~mutable & backbone.valid].any())
-        ids, weights = np.where(designed, ids, native), np.append(weights, np.zeros(len(native) - count))
-        for i, j in pairs_by_score(scores, kinds, args.score_gap, args.pairs_per_backbone) if scored else [(0, 1)]:
-            margin = (scores[i] - scores[j]) * args.score_margin if scored else row.get("margin", 0.0)
-            self.pairs.append((ids[i], ids[j], designed, weights, self.numbers[key], weight, margin))
-            self.names.append(f"{Path(path).name.split('.')[0]}:{chains}:{number}" + f":{i}>{j}" * scored)
-    def write(self, folder: Path, k: int, counts: list[int]) -> None:
-        """PER_RESIDUE and PER_PAIR of all pairs, features of the backbones, files and hashes of the structures as .npy
-        files and, last, a manifest of their sizes and checksums. Raises OSError."""
-        columns = dict(zip((*PER_RESIDUE, *PER_PAIR), zip(*self.pairs, strict=True), strict=True))
-        digests = [sha256_of(Path(path)) for path, *_ in self.numbers]
-        files = {digest: os.path.relpath(path) for digest, (path, *_) in zip(digests, self.numbers, strict=True)}
-        backbones = [self.join(*key) for key in tqdm(self.numbers, "featurise", disable=not sys.stderr.isatty())]
-        features = [featurise(b.coords, b.valid, b.numbers, b.chain_index, k) for b in backbones]
-        groups = {digest: i for i, digest in enumerate(files)}
-        arrays = {name: np.concatenate(columns[name], dtype=kind) for name, kind in PER_RESIDUE.items()} | {
-            **{name: np.array(columns[name], kind) for name, kind in PER_PAIR.items()},
-            **{name: np.concatenate([found[name] for found in features]) for name in features[0]},
-            "group": np.array([groups[digest] for digest in digests])[[*columns["backbone"]]],
-            "offsets": np.cumsum([0, *(len(found.letters) for found in backbones)]), "names": np.array(self.names),
-            "files": np.array([*files.values()]), "digests": np.array([*files]), "counts": np.array(counts)}
-        sizes = {}
-        for name, array in arrays.items():
-            np.save(content := io.BytesIO(), array)  # numpy itself would not notice that a disk is full
-            write_file(folder / f"{name}.npy", content.getbuffer())
-            sizes[f"{name}.npy"] = [len(content.getbuffer()), sha256_of(folder / f"{name}.npy")]
-        write_file(folder / "manifest.json", json.dumps(sizes, indent=1).encode())
 
-def prepare_pairs(args: Namespace) -> str:
-    """The cache folder of this run's pairs, filled unless it is whole: named by all that it is made of, so that no
-    structure is read where nothing has changed. ValueError with all problems, unless bad rows may be left out."""
-    names = [name for name in (args.scores or args.train_data, args.val_data) if name]
-    rows, *others = map(read_data_file, names)
-    train, rows, key = len(rows), sum(others, rows), [sha256_of(Path(name)) for name in names]
-    for path in sorted({path for _, path, _ in rows}):
-        key.append((path, os.path.isfile(path) and (os.path.getsize(path), os.path.getmtime(path))))
-    settings = ("neighbours max_length mutable_positions mutable_ranges skip_bad_data score_gap score_margin "
-                "pairs_per_backbone").split()
-    folder = cache_folder(args, "dpo", key, bool(args.scores), [getattr(args, name) for name in settings])
-    if cache_is_whole(folder, args.verify_data):
-        return str(folder)
-    collector, wrong, kept = Collector(args), [], 0
-    for number, (place, path, row) in enumerate(tqdm(rows, "check pairs", disable=not sys.stderr.isatty())):
-        scored = bool(args.scores and number < train or isinstance(row, dict) and "sequences" in row)
-        try:
-            if found := check_fields(row, scored):
-                raise ValueError(*found)
-            collector.add(path, place.split()[-1], row)
-        except ValueError as error:
-            wrong.append((place, error.args))
-        kept = len(collector.pairs) if number < train else kept
-    problems = [f"{place}: {what}" for place, found in wrong for what in found]
-    if problems and not args.skip_bad_data:
-        shown = "\n  ".join(problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20))
-        raise ValueError(f"{len(wrong)} bad rows of {len(rows)} (--skip_bad_data goes on without them):\n  {shown}")
-    if not kept or args.val_data and kept == len(collector.pairs):
-        raise ValueError(f"{kept} pairs to train on, {len(collector.pairs) - kept} in --val_data, {len(wrong)} of "
-                         f"{len(rows)} rows left out; expected some" + " (a smaller --score_gap?)" * bool(args.scores))
-    if collector.other_letters:
-        warn(f"{collector.other_letters} rows have other letters where nothing is mutable: the structure's count there")
-    write_file(folder / "skipped_data.txt", "".join(f"{line}\n" for line in problems).encode())
-    collector.write(folder, args.neighbours, [kept, len(wrong)])
-    return str(folder)
+class Backbone(NamedTuple):
+    """The resolved residues of a Complex, as the network wants them."""
 
-class PreferenceBatch(NamedTuple):
-    """P pairs on G backbones of at most L residues, with padding."""
-    items: np.ndarray  # (P,) int64: numbers of the pairs
-    geometry: Geometry
-    owner: Tensor  # (P,) int64: number of the pair's backbone in `geometry`
-    chosen: Tensor  # (P, L) int64: letters; the structure's where nothing is designed
-    rejected: Tensor  # (P, L) int64
-    designed: Tensor  # (P, L) bool: mutable and resolved
-    weights: Tensor  # (P, L) float32, per residue
-    weight: Tensor  # (P,) float32
-    margin: Tensor  # (P,) float32
-    encoded: tuple[Tensor, Tensor] | None = None  # of a frozen encoder
+    neighbours: np.ndarray  # (L, k) int32: the k nearest by CA, itself first, then -1
+    atoms: np.ndarray  # (L, 5, 3) float32: N, CA, C, O, and CB where glycine has none
+    place: np.ndarray  # (2, L) int64: number of the residue, and of its chain
 
-def moved(value, device: torch.device):
-    """A tensor, or a named tuple with tensors, on the device. Copies from pinned memory do not stop the host."""
-    if isinstance(value, Tensor):
-        pin = device.type == "cuda" and value.device.type == "cpu"
-        return (value.pin_memory() if pin else value).to(device, non_blocking=True)
-    return type(value)(*(moved(part, device) for part in value)) if isinstance(value, tuple) else value
 
-def flat_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places (R, L) in a flat array of R stretches, 0 where padded, and (R, L) bool, whether they are not."""
-    place = np.arange(lengths.max())
-    inside = place < lengths[:, None]
-    return np.where(inside, starts[:, None] + place, 0), inside
+def featurise(coords, numbers, index, k):
+    """A Backbone from coords (L, 4, 3) of residues that have all of them."""
+    length = len(coords)
+    n, ca, c, _ = np.moveaxis(coords, 1, 0)
+    normal = np.cross(ca - n, c - ca)
+    cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
+    atoms = np.concatenate([coords, cb[:, None]], axis=1).astype(np.float32)
+    neighbours = np.full((length, k), -1, np.int32)
+    kept = min(k, length)
+    for row in range(length):
+        squared = np.square(ca[row] - ca).sum(axis=1)
+        squared[row] = -1.0  # itself first, whoever else is at its place
+        neighbours[row, :kept] = squared.argsort(kind="stable")[:kept]
+    return Backbone(neighbours, atoms, np.stack([numbers, index]).astype(np.int64))
 
-class Pairs:
-    """A cache folder, memory-mapped: N pairs on backbones that are featurised."""
-    def __init__(self, folder: Path):
-        self.arrays = {p.stem: np.asarray(np.load(p, mmap_mode="r")) for p in folder.glob("*.npy")}
-        self.names, self.files, self.digests = (self.arrays[name].tolist() for name in ("names", "files", "digests"))
-        self.train, self.skipped = self.arrays["counts"].tolist()  # the first pairs are to train on; bad rows
-        self.offsets, self.backbone, self.group = (self.arrays[name] for name in ("offsets", "backbone", "group"))
-        self.lengths = np.diff(self.offsets)[self.backbone]  # (N,) residues of all chains
-        self.starts = np.cumsum(self.lengths) - self.lengths
-    def __len__(self) -> int:
-        return len(self.backbone)
-    def geometry(self, backbones: np.ndarray) -> Geometry:
-        """Of backbones (G,), on the host; K is the largest number of neighbours."""
-        rows, inside = flat_rows(self.offsets[backbones], np.diff(self.offsets)[backbones])
-        neighbours = np.where(inside[:, :, None], self.arrays["neighbours"][rows], -1)
-        neighbours = neighbours[:, :, : (neighbours >= 0).sum(-1).max()].astype(np.int64)
-        others = [self.arrays[name][rows] for name in ("atoms", "numbers", "chain_index")]
-        found = neighbours.clip(0), neighbours >= 0, *others, self.arrays["valid"][rows] & inside
-        return Geometry(*map(torch.from_numpy, found))
-    def collate(self, ids: np.ndarray) -> PreferenceBatch:
-        """The pairs `ids` (P,), on the host."""
-        backbones, owner = np.unique(self.backbone[ids], return_inverse=True)
-        rows, inside = flat_rows(self.starts[ids], self.lengths[ids])
-        arrays = [self.arrays[name][rows] * inside for name in PER_RESIDUE]
-        arrays += [self.arrays[name][ids] for name in ("weight", "margin")]
-        owner, chosen, rejected, *others = map(torch.from_numpy, (owner, *arrays))
-        return PreferenceBatch(ids, self.geometry(backbones), owner, chosen.long(), rejected.long(), *others)
 
-def load_pairs(args: Namespace, ddp: DDPContext) -> Pairs:
-    """The pairs of --train_data or --scores, then those of --val_data. Sets args.data_key. (all ranks)"""
-    folder = Path(on_rank0(ddp, prepare_pairs, args))
-    if not (folder / "manifest.json").exists():
-        raise ValueError(f"rank 0 wrote {folder}, but it is not here: --cache_dir must be shared by the nodes")
-    manifest, pairs = json.loads((folder / "manifest.json").read_text()), Pairs(folder)
-    if pairs.skipped and ddp.rank == 0:
-        warn(f"left out {pairs.skipped} bad rows, listed in {folder / 'skipped_data.txt'}")
-    content = [pairs.train, pairs.digests, *(manifest[f"{name}.npy"] for name in (*PER_RESIDUE, *PER_PAIR))]
-    args.data_key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    require_same(ddp, "the training data", args.data_key.encode())
-    return pairs
+class Pair(NamedTuple):
+    """Two sequences for the L resolved residues of a backbone."""
 
-def held_out(pairs: Pairs, fraction: float, seed: int) -> np.ndarray:
-    """(structure files,) bool: in the order of a seeded hash of their content, until they have `fraction` of the pairs;
-    one that would make it twice that is passed over. Raises ValueError where there is one structure alone."""
-    sizes, held = np.bincount(pairs.group), np.zeros(len(pairs.files), bool)
-    order = sorted(range(len(held)), key=lambda i: hashlib.sha256(f"{seed} {pairs.digests[i]}".encode()).digest())
-    if len(order) < 2:
-        raise ValueError(f"all pairs are on {pairs.files[0]}, and whole structures are held out: give --val_data")
-    for i in order:
-        taken, wanted = sizes[held].sum(), fraction * len(pairs)
-        held[i] = taken < wanted - 1e-6 and taken + sizes[i] <= 2 * wanted + 1 and held.sum() < len(order) - 1
-    held[min(order, key=lambda i: sizes[i])] |= not held.any()
-    return held
+    name: str
+    backbone: int
+    letters: np.ndarray  # (2, L) uint8: preferred, unpreferred; the structure's in the context
+    designed: np.ndarray  # (L,) bool
+    weights: np.ndarray  # (L,) float32: 0 where nothing is designed
+    values: np.ndarray  # (2,) float32: weight and margin of the pair
+    group: str  # held out together: a cluster, or a structure
 
-def split_pairs(args: Namespace, ddp: DDPContext, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of the pairs to train and to validate on, kept in split.json. (all ranks)"""
-    last = np.arange(len(pairs)) >= pairs.train
-    apart = last if args.val_data else held_out(pairs, args.val_fraction, args.seed)[pairs.group]
-    train, valid = np.flatnonzero(~apart), np.flatnonzero(apart)
-    if ddp.rank == 0 and (both := np.intersect1d(pairs.group[train], pairs.group[valid])).size:
-        warn(f"{both.size} structures are in --val_data and in the training data, {pairs.files[both[0]]} for one")
-    require_same(ddp, "the split", apart.tobytes())
-    split = {name: [pairs.names[i] for i in ids] for name, ids in (("train", train), ("valid", valid))}
-    on_rank0(ddp, write_file, Path(args.output_dir) / "split.json", json.dumps(split, indent=1).encode())
-    log0(f"Loaded {len(train)} training and {len(valid)} validation pairs")
-    return train, valid
 
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
+def check_pair(args, row, found):
+    """What is wrong with a row whose fields are right, as texts. found: its Complex."""
+    problems = []
+    chains = "+".join(found.key[1])
+    for name in ("preferred_seq", "unpreferred_seq"):
+        letters = row[name].upper()
+        if len(letters) != found.length:
+            text = f"expected {found.length}, the residues of chain {chains}"
+            problems.append(f"{name} has {len(letters)} letters; {text}")
+        other = re.search(f"[^{ALPHABET}]", letters)
+        if other:
+            text = f"expected letters of {ALPHABET}"
+            problems.append(f"{name} has {other[0]!r} at position {other.start()}; {text}")
 
-def cache_is_whole(folder: Path, verify: bool) -> bool:
-    """Whether a cache folder is complete. A truncated or changed file is named, and the folder made anew."""
-    manifest = folder / "manifest.json"
-    for name, (size, checksum) in (json.loads(manifest.read_text()) if manifest.exists() else {}).items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else -1
-        if found != size or (verify and sha256_of(folder / name) != checksum):
-            warn(f"{folder / name} is damaged ({found} bytes, {size} expected): making {folder} anew")
-            manifest.unlink()
-            return False
-    return manifest.exists()
+    if found.length > args.max_length:
+        text = f"expected at most --max_length {args.max_length}"
+        problems.append(f"{found.length} residues in design chains {chains}; {text}")
+    if not found.designed.any():
+        problems.append("no residue is both mutable and resolved")
+    if row.get("weight", 1) <= 0:
+        problems.append(f"weight is {row['weight']}; expected a number above 0")
+    weights = np.array(row.get("residue_weights", [1.0] * found.length))
+    if len(weights) != found.length or weights.min() < 0:
+        text = f"expected {found.length} numbers from 0 up"
+        problems.append(f"{len(weights)} residue_weights; {text}")
+    elif found.designed.any() and not weights[found.designed[: found.length]].any():
+        problems.append("residue_weights are 0 where something is designed; expected one above 0")
+    if problems:
+        return problems
 
-def cache_folder(args: Namespace, kind: str, *key) -> Path:
-    """The folder of a cached thing, named by a hash of all that went into it."""
-    digest = hashlib.sha256(json.dumps([1, *key], default=str).encode()).hexdigest()
-    return Path(args.cache_dir) / f"{kind}-{digest[:16]}"
+    places = np.flatnonzero(found.designed[: found.length])
+    one = row["preferred_seq"].upper()
+    other = row["unpreferred_seq"].upper()
+    if all(one[place] == other[place] for place in places):
+        text = "differ only where nothing is designed" if one != other else "are identical"
+        hint = "expected a difference at a designed residue"
+        problems.append(f"preferred_seq and unpreferred_seq {text}; {hint}")
+    return problems
 
-def write_file(path: Path, content: bytes) -> None:
-    """In a folder that is made for it. Raises OSError if that fails. (rank 0 only)"""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not atomic_write(path, lambda file: file.write(content)):
-        raise OSError(f"{path} could not be written: free space there or give another folder")
 
-def bucket_by_tokens(lengths: Callable, mean_items: int, least: int, seed: int) -> Callable:
-    """A `cut` for GlobalBatchSampler: batches of similar lengths(ids), nearly equal numbers of tokens with padding, in
-    random order, `mean_items` items on average and never fewer than `least`."""
-    def cut(ids: np.ndarray, epoch: int) -> list[np.ndarray]:
-        sizes, count = lengths(ids), len(ids) // mean_items
-        order = np.argsort(sizes, kind="stable")
-        sizes = padded = sizes[order]
-        for _ in range(3):  # as padding depends on the cut
-            total = np.cumsum(padded)
-            ends = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
-            ends = np.minimum(ends, len(ids) - least * np.arange(count - 1, 0, -1))  # longest last: few in a batch
-            edges = np.r_[0, ends, len(ids)]
-            padded = np.repeat(sizes[edges[1:] - 1], np.diff(edges))
-        batches = np.split(ids[order], ends)
-        return [batches[i] for i in np.random.default_rng([seed, epoch, int(ids[0])]).permutation(count)]
-    return cut
+class Pairs(Dataset):
+    """N pairs on backbones that are featurised."""
 
-# ---- Model ---------------------------------------------------------------------------------------
+    def __init__(self, args, k):
+        """args: max_length, seed, decoding_order; k: neighbours of the network."""
+        self.args = args
+        self.k = k
+        self.pairs = []
+        self.backbones = []
+        self.numbers = {}  # of the backbones, by the key of their Complex
+        self.digests = []  # of each backbone's file
+        self.clusters = {}  # of each file, by its digest
+        self.problems = []
+        self.other_letters = 0  # pairs that would change what is not designed
 
-WIDTH, SCALE, RADIAL = 128, 30.0, 16  # hidden size, what a sum of messages is divided by, functions per distance
-ORDERS, DRAWS = 11, 12  # streams of keyed_uniform: decoding orders, residues of designs
-PAIRS = [[int(atom) for atom in pair] for pair in (  # N CA C O CB are 0 to 4; of a residue, of its neighbour
-    "11 00 22 33 44 10 12 13 14 02 03 04 42 43 32 01 21 31 41 20 30 40 24 34 23".split())]
+    def add(self, place, path, row, structure):
+        """Take in a row of the data, or note what is wrong with it."""
+        problems = check_fields(row, FIELDS, REQUIRED)
+        if not problems and isinstance(structure, str):
+            problems = [structure]
+        if not problems:
+            try:
+                found = join_chains(path, structure, row)
+                problems = check_pair(self.args, row, found)
+            except ValueError as error:
+                problems = [str(error)]
 
-def featurise(coords: np.ndarray, valid: np.ndarray, numbers: np.ndarray, chain_index: np.ndarray,
-              k: int) -> dict[str, np.ndarray]:
-    """What the model needs of a structure, as in Geometry, from coords (L, 4, 3) N CA C O in Angstrom: neighbours
-    (L, k) int32 are the k nearest valid residues by CA, itself first, then -1."""
-    places, atoms = np.flatnonzero(valid), np.zeros((len(valid), 5, 3), np.float32)
-    neighbours, kept = np.full((len(valid), k), -1, np.int32), min(k, len(places))
-    n, ca, c = (coords[places, atom] for atom in range(3))
-    cb = -0.58273431 * np.cross(ca - n, c - ca) + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
-    atoms[places] = np.concatenate([coords[places], cb[:, None]], axis=1)
-    for low in range(0, len(places), 256):  # of a long complex not all pairs at once
-        rows = np.arange(low, min(low + 256, len(places)))
-        squared = np.square(ca[rows, None] - ca).sum(-1)
-        squared[rows - low, rows] = -1.0
-        neighbours[places[rows], :kept] = places[squared.argsort(axis=1, kind="stable")[:, :kept]]
-    return dict(neighbours=neighbours, atoms=atoms, numbers=numbers, chain_index=chain_index, valid=valid)
+        if not problems:
+            cluster = self.clusters.setdefault(structure.digest, row.get("cluster"))
+            if cluster != row.get("cluster"):
+                text = (
+                    f"cluster is {row.get('cluster')}, of another pair on this structure {cluster}"
+                )
+                problems = [f"{text}; expected one cluster for all pairs of a structure"]
 
-class Geometry(NamedTuple):
-    """G structures of L residues with padding, as featurise gives them."""
-    neighbours: Tensor  # (G, L, K) int64, 0 where there is none
-    near: Tensor  # (G, L, K) bool, whether there is one
-    atoms: Tensor  # (G, L, 5, 3) float32, Angstrom: N, CA, C, O, and CB where glycine has none
-    numbers: Tensor  # (G, L) int64, of the residues in their chain
-    chain_index: Tensor  # (G, L) int64
-    valid: Tensor  # (G, L) bool, whether there is a residue with coordinates
+        for problem in problems:
+            self.problems.append(f"{place}: {problem}")
+        if not problems:
+            self.pairs.append(self.make_pair(place, row, structure, found))
+
+    def make_pair(self, place, row, structure, found):
+        whole = found.chain.whole()
+        if found.key not in self.numbers:
+            self.numbers[found.key] = len(self.backbones)
+            parts = (found.chain.coords, found.chain.numbers, found.index)
+            self.backbones.append(featurise(*[part[whole] for part in parts], self.k))
+            self.digests.append(structure.digest)
+
+        native = to_ids(found.chain.letters)
+        letters = np.stack([native, native])
+        for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
+            letters[number, : found.length] = to_ids(row[name].upper())
+        context = ~found.designed
+        if (letters != native)[:, context & whole].any():
+            self.other_letters += 1
+        letters[:, context] = native[context]
+
+        weights = np.zeros(len(native), np.float32)
+        weights[: found.length] = row.get("residue_weights", 1.0)
+        weights[context] = 0
+        path, design, _ = found.key
+        return Pair(
+            name=f"{Path(path).name.split('.')[0]}:{'+'.join(design)}:{place.split()[-1]}",
+            backbone=self.numbers[found.key],
+            letters=letters[:, whole],
+            designed=found.designed[whole],
+            weights=weights[whole],
+            values=np.array([row.get("weight", 1.0), row.get("margin", 0.0)], np.float32),
+            group=str(row.get("cluster") or structure.digest),
+        )
+
+    def finish(self):
+        """Once all rows are in."""
+        self.backbone = np.array([pair.backbone for pair in self.pairs], np.int64)
+        lengths = np.array([pair.letters.shape[1] for pair in self.pairs])
+        # time and memory of a pair; those of one backbone together: it is then encoded once
+        self.cost = lengths + self.backbone / (len(self.backbones) + 1)
+
+    def ranks(self, number, order):
+        """(L,) int64: the place of each residue of a pair in decoding order number `order`, a
+        function of the seed, the pair and that number. The context comes first."""
+        designed = self.pairs[number].designed
+        context = np.count_nonzero(~designed)
+        places = np.arange(np.count_nonzero(designed))
+        if self.args.decoding_order == "random":
+            generator = np.random.default_rng([self.args.seed, number, order])
+            places = generator.permutation(places)
+        ranks = np.zeros(len(designed), np.int64)
+        ranks[~designed] = np.arange(context)
+        ranks[designed] = context + places
+        return ranks
+
+    def structures(self, numbers):
+        """Backbones, one after the other."""
+        found = [self.backbones[number] for number in numbers]
+        sizes = np.array([len(backbone.atoms) for backbone in found])
+        k = min(self.k, sizes.max())
+        first = 0
+        neighbours = []
+        for backbone, size in zip(found, sizes, strict=True):
+            part = backbone.neighbours[:, :k]
+            neighbours.append(np.where(part < 0, -1, part + first))
+            first += size
+
+        return Structures(
+            torch.from_numpy(np.concatenate(neighbours).astype(np.int64)),
+            torch.from_numpy(np.concatenate([backbone.atoms for backbone in found])),
+            torch.from_numpy(np.concatenate([backbone.place for backbone in found], axis=1)),
+        )
+
+    def __getitem__(self, item):
+        """item: (ids of a micro-batch, those of the global batch, number of the decoding order)"""
+        ids, whole, order = item
+        numbers = np.unique(self.backbone[ids])
+        return self.batch(ids, len(whole), order, numbers, self.structures(numbers))
+
+    def batch(self, ids, whole, order, numbers, structures):
+        """Pairs `ids` on `structures`, which are the backbones `numbers`."""
+        sizes = [len(self.backbones[number].atoms) for number in numbers]
+        first = dict(zip(numbers, np.cumsum(sizes) - sizes, strict=True))
+        some = [self.pairs[number] for number in ids]
+
+        residues = []
+        for place, (number, pair) in enumerate(zip(ids, some, strict=True)):
+            length = len(pair.weights)
+            row = first[pair.backbone] + np.arange(length)
+            of_pair = np.full(length, place)
+            residues.append(np.stack([*pair.letters, row, self.ranks(number, order), of_pair]))
+        return Batch(
+            structures,
+            torch.from_numpy(np.concatenate(residues, axis=1)),
+            torch.from_numpy(np.concatenate([pair.weights for pair in some])),
+            torch.from_numpy(np.stack([pair.values for pair in some], axis=1)),
+            torch.from_numpy(np.asarray(ids, np.int64)),
+            1 / whole,
+        )
+
+    def __len__(self):
+        return len(self.pairs)
+
+
+class Structures(NamedTuple):
+    """Backbones of different lengths, not padded but laid one after the other: N residues."""
+
+    neighbours: torch.Tensor  # (N, K) int64: rows of the nearest residues, -1 where there are few
+    atoms: torch.Tensor  # (N, 5, 3) float32
+    place: torch.Tensor  # (2, N) int64
+
+    def to(self, device):
+        return Structures(*[tensor.to(device, non_blocking=True) for tensor in self])
+
+
+class Batch(NamedTuple):
+    """P pairs, with M residues in all. Few tensors, since each is a copy to the device."""
+
+    structures: Structures
+    # (5, M) int64: letters of the preferred and of the unpreferred sequence, row of the residue in
+    # `structures`, place in the decoding order of its pair, number of its pair in the batch
+    residues: torch.Tensor
+    weights: torch.Tensor  # (M,) float32: 0 where nothing is designed
+    values: torch.Tensor  # (2, P) float32: weight and margin of the pairs
+    ids: torch.Tensor  # (P,) int64
+    share: float  # 1 / pairs of the global batch: what a pair counts in the loss
+
+    def to(self, device):
+        tensors = [tensor.to(device, non_blocking=True) for tensor in self[1:5]]
+        return Batch(self.structures.to(device), *tensors, self.share)
+
+
+def load_pairs(args, k):
+    """The pairs of --train_data, then those of --val_data, and how many are of the former. Raises
+    InputError with all that is wrong. (all ranks)"""
+    names = [args.train_data]
+    if args.val_data:
+        names.append(args.val_data)
+    rows = []
+    for name in names:
+        rows.append(on_rank0(read_rows, name))
+    paths = set()
+    for found in rows:
+        paths.update(path for _, path, row in found if path and "pdb_file" in row)
+    structures = read_structures(sorted(paths))
+
+    pairs = Pairs(args, k)
+    counts = []
+    for found in rows:
+        for place, path, row in found:
+            pairs.add(place, path, row, structures.get(path))
+        counts.append(len(pairs))
+    pairs.finish()
+    if pairs.problems and not args.skip_bad_data:
+        refuse_rows(pairs.problems)
+    for name, number in zip(names, np.diff([0, *counts]), strict=True):
+        if number == 0:
+            raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
+    on_rank0(log_oddities, pairs, structures)
+    return pairs, counts[0]
+
+
+def refuse_rows(problems):
+    """Raises InputError with the first 20."""
+    lines = [f"{len(problems)} problems (--skip_bad_data leaves such rows out): {problems[0]}"]
+    lines += problems[1:20]
+    if len(problems) > 20:
+        lines.append(f"... and {len(problems) - 20} more")
+    raise InputError("\n  ".join(lines))
+
+
+def log_oddities(pairs, structures):
+    """What the user should know about the data, and is no error. (rank 0)"""
+    notes = [f"left out: {problem}" for problem in pairs.problems]
+    for structure in structures.values():
+        if isinstance(structure, Structure):
+            notes += structure.notes
+    for note in notes[:20]:
+        logging.warning(note)
+    if len(notes) > 20:
+        logging.warning(f"... and {len(notes) - 20} more such lines")
+    if pairs.other_letters > 0:
+        text = "pairs have other letters where nothing is designed: the structure's count there"
+        logging.warning(f"{pairs.other_letters} {text}")
+
+
+def choose_groups(sizes, fraction, seed):
+    """The groups to hold out, of `sizes`, {group: pairs}: in the order of a seeded hash of their
+    names, until they have `fraction` of all pairs; one that would make it twice that is passed
+    over."""
+    wanted = fraction * sum(sizes.values())
+
+    def key(group):
+        return hashlib.sha256(f"{seed} {group}".encode()).digest()
+
+    held = set()
+    taken = 0
+    for group in sorted(sizes, key=key):
+        few = taken < wanted - 1e-6 and taken + sizes[group] <= 2 * wanted + 1
+        if few and len(held) < len(sizes) - 1:
+            held.add(group)
+            taken += sizes[group]
+    return held or {min(sorted(sizes, key=key), key=sizes.get)}
+
+
+def split_pairs(args, pairs, trained):
+    """Ids of the pairs to train on, and of those to validate on. trained: how many come from
+    --train_data. (rank 0)"""
+    groups = [pair.group for pair in pairs.pairs]
+    ids = np.arange(len(pairs))
+    if args.val_data:
+        both = set(groups[:trained]) & set(groups[trained:])
+        if both:
+            text = "structures or clusters are in --val_data and in the training data, too"
+            logging.warning(f"{len(both)} {text}")
+        return ids[:trained], ids[trained:]
+
+    sizes = Counter(groups)
+    if len(sizes) > 1:
+        held = choose_groups(sizes, args.val_fraction, args.seed)
+        is_held = np.array([group in held for group in groups])
+        return ids[~is_held], ids[is_held]
+    return split_by_sequence(args, pairs)
+
+
+def split_by_sequence(args, pairs):
+    """The same for pairs of one structure or cluster: no held-out sequence is trained on."""
+    column = 1  # the unpreferred sequences, unless they are all the same
+    for column in (1, 0):
+        texts = [pair.letters[column].tobytes() for pair in pairs.pairs]
+        if len(set(texts)) > 1:
+            break
+    sizes = Counter(texts)
+    if len(sizes) < 2:
+        raise InputError("all pairs are the same: nothing can be held out; give --val_data")
+    held = choose_groups(sizes, args.val_fraction, args.seed)
+
+    train = []
+    valid = []
+    for number, pair in enumerate(pairs.pairs):
+        if texts[number] in held:
+            valid.append(number)
+        elif pair.letters[1 - column].tobytes() not in held:
+            train.append(number)
+
+    what = "unpreferred" if column == 1 else "preferred"
+    text = f"all pairs are on one structure or cluster: {len(held)} {what} sequences are held out"
+    text += ", the validation tells nothing about other structures"
+    left_out = len(pairs) - len(train) - len(valid)
+    if left_out > 0:
+        text += f"; {left_out} pairs have such a sequence on their other side and are left out"
+    logging.warning(text)
+    if not train:
+        raise InputError("no pair is left to train on; give --val_data")
+    return np.array(train), np.array(valid)
+
+
+def hash_pairs(pairs, train, valid):
+    """Of all that training depends on."""
+    digest = hashlib.sha256()
+    for pair in pairs.pairs:
+        digest.update(f"{pairs.digests[pair.backbone]} {pair.group}".encode())
+        for array in (pair.letters, pair.designed, pair.weights, pair.values):
+            digest.update(array.tobytes())
+    digest.update(train.tobytes() + b"|" + valid.tobytes())
+    return digest.hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------
+# Model
+
+WIDTH = 128
+SCALE = 30.0  # what a sum of messages is divided by
+RADIAL = 16  # Gaussians for a distance
+# Distances between atoms of a residue and atoms of its neighbour; N, CA, C, O, CB are 0 to 4.
+DISTANCES = """11 00 22 33 44 10 12 13 14 02 03 04 42 43 32 01 21 31 41 20 30 40 24 34 23""".split()
+
 
 class Layer(nn.Module):
-    """A layer of messages from neighbours, each made of `inputs` vectors. `edges`: it also updates the edges."""
-    def __init__(self, inputs: int, edges: bool):
+    """A layer of messages from neighbours, each made of `inputs` vectors. The names are those of
+    the released weights. edges: it also updates the edges."""
+
+    def __init__(self, inputs, edges):
         super().__init__()
-        self.W1, self.W2, self.W3 = nn.Linear(inputs * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.dense = nn.ModuleDict({"W_in": nn.Linear(WIDTH, 4 * WIDTH), "W_out": nn.Linear(4 * WIDTH, WIDTH)})
+        self.W1 = nn.Linear(inputs * WIDTH, WIDTH)
+        self.W2 = nn.Linear(WIDTH, WIDTH)
+        self.W3 = nn.Linear(WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.dense = nn.ModuleDict({"W_in": wide, "W_out": nn.Linear(4 * WIDTH, WIDTH)})
         if edges:
-            self.W11, self.W12, self.W13 = nn.Linear(3 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.W11 = nn.Linear(inputs * WIDTH, WIDTH)
+            self.W12 = nn.Linear(WIDTH, WIDTH)
+            self.W13 = nn.Linear(WIDTH, WIDTH)
             self.norm3 = nn.LayerNorm(WIDTH)
-    def forward(self, h: Tensor | float, x: Tensor, near: Tensor) -> Tensor:
-        """Nodes h (..., D) after the messages of their neighbours near (..., K), of which W1 made x (..., K, D)."""
+
+    def forward(self, h, x, near):
+        """Nodes h (..., D) after the messages of their neighbours: x (..., K, D) is what W1 made,
+        near (..., K) is 1 where there is a neighbour, else 0."""
         near = near.to(x.dtype)
-        summed = (near.unsqueeze(-2) @ F.gelu(self.W2(F.gelu(x)))).squeeze(-2)
-        message = F.linear(summed, self.W3.weight) + near.sum(-1, keepdim=True) * self.W3.bias  # W3 is linear
+        # W3 is linear, and so it is applied to the sum instead of each message
+        total = (near.unsqueeze(-2) @ F.gelu(self.W2(F.gelu(x)))).squeeze(-2)
+        message = F.linear(total, self.W3.weight) + near.sum(-1, keepdim=True) * self.W3.bias
         h = self.norm1(h + message / SCALE)
         return self.norm2(h + self.dense["W_out"](F.gelu(self.dense["W_in"](h))))
 
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed tensors for the next ones: fetching it can be half of a CPU's step."""
-    import ctypes
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**31 - 1), mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+    def update_edges(self, h, edges, rows):
+        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, rows))))
+        return self.norm3(edges + self.W13(x))
 
-def joined(linear: nn.Linear, h: Tensor | None, edges: Tensor, index: Tensor) -> Tensor:
-    """linear([h_i, edge_ij, h_j]) (G, L, K, D) of nodes h (G, L, D), zero if None, edges (G, L, K, D) and the rows j,
-    index (G * L * K,), of the flat nodes. The nodes' parts are computed per node, then gathered."""
+
+def join_linear(linear, h, edges, rows):
+    """linear([h_i, edge_ij, h_j]) (N, K, D) of nodes h (N, D), None if they are zero, and edges
+    (N, K, D); rows (N K,): the neighbours j. The nodes' parts are computed once per node, then
+    fetched. (Sums are in place here: these are the largest tensors.)"""
     own, edge, other = linear.weight.split(WIDTH, dim=1)
     if h is None:
         return F.linear(edges, edge, linear.bias)
-    x = F.linear(edges, edge) + F.linear(h, own, linear.bias).unsqueeze(2)
-    x += F.linear(h, other).flatten(0, 1).index_select(0, index).view(edges.shape)
+    x = F.linear(edges, edge)
+    x += F.linear(h, own, linear.bias).unsqueeze(1)
+    x += F.linear(h, other).index_select(0, rows).view(edges.shape)
     return x
 
+
 class ProteinMPNN(nn.Module):
-    """Inverse folding (Dauparas et al. 2022): the released weights fit, and give what their own program computes
-    without dropout and noise. But a missing residue is nobody's neighbour, so that padding changes nothing."""
-    def __init__(self, neighbours: int = 48, dtype: torch.dtype = torch.float32, device_type: str = "cpu"):
+    """Inverse folding: the released weights fit, and give what the official program computes
+    without dropout and noise. Only a missing residue is nobody's neighbour here."""
+
+    def __init__(self, neighbours=48, noise_level=0.0):
         super().__init__()
-        self.neighbours, self.dtype, self.device_type = neighbours, dtype, device_type
-        self.noise_level = 0.0  # of the coordinates it was trained on, Angstrom, as its file says
-        self.features = nn.ModuleDict({
-            "embeddings": nn.ModuleDict({"linear": nn.Linear(66, RADIAL)}), "norm_edges": nn.LayerNorm(WIDTH),
-            "edge_embedding": nn.Linear(RADIAL + 25 * RADIAL, WIDTH, bias=False)})
-        self.W_e, self.W_s = nn.Linear(WIDTH, WIDTH), nn.Embedding(len(ALPHABET), WIDTH)
-        self.encoder_layers = nn.ModuleList(Layer(3, edges=True) for _ in range(3))
-        self.decoder_layers = nn.ModuleList(Layer(4, edges=False) for _ in range(3))
+        self.neighbours = neighbours
+        self.noise_level = noise_level  # of the coordinates that it was trained on, Angstrom
+        self.dtype = torch.float32  # of matrix products, see choose_precision
+        self.features = nn.ModuleDict()
+        self.features["embeddings"] = nn.ModuleDict({"linear": nn.Linear(66, RADIAL)})
+        inputs = RADIAL + len(DISTANCES) * RADIAL
+        self.features["edge_embedding"] = nn.Linear(inputs, WIDTH, bias=False)
+        self.features["norm_edges"] = nn.LayerNorm(WIDTH)
+        self.W_e = nn.Linear(WIDTH, WIDTH)
+        self.W_s = nn.Embedding(len(ALPHABET), WIDTH)
+        self.encoder_layers = nn.ModuleList([Layer(3, edges=True) for _ in range(3)])
+        self.decoder_layers = nn.ModuleList([Layer(4, edges=False) for _ in range(3)])
         self.W_out = nn.Linear(WIDTH, len(ALPHABET))
-        self.register_buffer("pairs", torch.tensor(PAIRS), persistent=False)
-        for matrix in (p for p in self.parameters() if p.dim() > 1):
-            nn.init.xavier_uniform_(matrix)
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
-    def first_edges(self, geometry: Geometry, index: Tensor, k: int) -> Tensor:
-        """Edges (G, L, K, D) from the distances between the atoms of both residues, as RADIAL Gaussians of each, and
-        from their places in the chain. index (G * L * K,): rows of the neighbours."""
-        position, embedding = self.features["embeddings"]["linear"], self.features["edge_embedding"].weight
-        (number, length), (own, other) = geometry.valid.shape, self.pairs.T
-        atoms = geometry.atoms.flatten(0, 1)
-        x = atoms.index_select(1, own).unsqueeze(1) - atoms.index_select(1, other)[index].view(-1, k, len(own), 3)
-        x = x.square_().sum(-1).add_(1e-6).sqrt_().view(-1, len(own), 1)
-        x = x - torch.linspace(2.0, 22.0, RADIAL, device=x.device)
-        # the clamp keeps out denormal numbers, with which a CPU's matrix product takes 200 times as long
-        x = x.mul_(RADIAL / 20.0).square_().clamp_(max=50.0).neg_().exp_().view(len(index), -1)
-        numbers, chains = (t.flatten()[index].view(number, length, k) for t in (geometry.numbers, geometry.chain_index))
-        relative = (geometry.numbers.unsqueeze(2) - numbers + 32).clamp(0, 64)  # 65: another chain
-        relative = torch.where(geometry.chain_index.unsqueeze(2) == chains, relative, 65)
-        table = F.linear(position.weight.T + position.bias, embedding[:, :RADIAL])
-        x = torch.addmm(F.embedding(relative.flatten(), table), x, embedding[:, RADIAL:].T)
-        return self.W_e(self.features["norm_edges"](x)).view(number, length, k, WIDTH)
-    def encode(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """Nodes (G, L, D) and edges (G, L, K, D) of the structures, whatever their sequences; K at most L."""
-        (number, length), k = geometry.valid.shape, min(geometry.near.shape[1:])
-        first = torch.arange(number, device=geometry.valid.device)[:, None, None] * length
-        index, near = (geometry.neighbours[:, :, :k] + first).flatten(), geometry.near[:, :, :k]
+
+        own = torch.tensor([int(pair[0]) for pair in DISTANCES])
+        other = torch.tensor([int(pair[1]) for pair in DISTANCES])
+        self.register_buffer("own_atoms", own, persistent=False)
+        self.register_buffer("other_atoms", other, persistent=False)
+        self.register_buffer("centres", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def autocast(self):
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.centres.device.type, self.dtype)
+
+    def first_edges(self, structures, rows):
+        """Edges (N, K, D) from distances between atoms, each as RADIAL Gaussians, and from the
+        residues' places in the chain. rows (N K,): the neighbours."""
+        residues, k = structures.neighbours.shape
+        own = self.own_atoms
+        other = self.other_atoms
+        atoms = structures.atoms
+        there = atoms.index_select(1, other).index_select(0, rows).view(residues, k, len(other), 3)
+        x = atoms.index_select(1, own).unsqueeze(1) - there
+        x = x.square_().sum(-1).add_(1e-6).sqrt_().view(-1, len(own), 1) - self.centres
+        # the clamp keeps out denormal numbers, with which a CPU's matrix product takes 200 times as
+        # long
+        x = x.mul_(RADIAL / 20.0).square_().clamp_(max=50.0).neg_().exp_().view(len(rows), -1)
+
+        number, chain = structures.place
+        apart = number.unsqueeze(1) - number.index_select(0, rows).view(residues, k)
+        same = chain.unsqueeze(1) == chain.index_select(0, rows).view(residues, k)
+        offset = torch.where(same, (apart + 32).clamp(0, 64), 65)
+        position = self.features["embeddings"]["linear"]
+        weight = self.features["edge_embedding"].weight
+        table = F.linear(position.weight.T + position.bias, weight[:, :RADIAL])
+        x = torch.addmm(F.embedding(offset.flatten(), table), x, weight[:, RADIAL:].T)
+        return self.W_e(self.features["norm_edges"](x)).view(residues, k, WIDTH)
+
+    def encode(self, structures):
+        """Nodes (N, D) and edges (N, K, D) of the structures, whatever their sequences."""
+        near = structures.neighbours >= 0
+        rows = structures.neighbours.clamp(min=0).flatten()
         with self.autocast():
-            h, edges = None, self.first_edges(geometry, index, k)
+            edges = self.first_edges(structures, rows)
+            h = None
             for layer in self.encoder_layers:
-                h = layer(0.0 if h is None else h, joined(layer.W1, h, edges, index), near)
-                x = F.gelu(layer.W12(F.gelu(joined(layer.W11, h, edges, index))))
-                edges = layer.norm3(edges + layer.W13(x))
+                x = join_linear(layer.W1, h, edges, rows)
+                h = layer(0.0 if h is None else h, x, near)
+                edges = layer.update_edges(h, edges, rows)
         return h, edges
-    def forward(self, geometry: Geometry, owner: Tensor, sequences: Tensor, ranks: Tensor,
-                encoded: tuple[Tensor, Tensor] | None = None, tables: list[Tensor] | None = None) -> Tensor:
-        """Logits (S, L, 21) float32 of sequences (S, L), each on the structure owner (S,); `encoded`: what encode made
-        of the structures, if it is known. A residue sees the letters of those with lower ranks (S, L). What each layer
-        makes of a residue (S, L, D) for those that see its letter is appended to `tables`."""
-        nodes, edges = encoded or self.encode(geometry)
-        (number, length), k = sequences.shape, edges.shape[2]
-        near, neighbours = geometry.near[:, :, :k][owner], geometry.neighbours[:, :, :k][owner]
-        visible = ranks.gather(1, neighbours.flatten(1)).view(neighbours.shape) < ranks.unsqueeze(-1)
-        first = torch.arange(number, device=owner.device) * length  # rows of the sequences, then of the structures
-        first = torch.where(visible, first[:, None, None], (number + owner)[:, None, None] * length)
-        index = (neighbours + first).flatten()
+
+    def forward(self, structures, letters, row, rank, encoded=None):
+        """Logits (C, M, 21) float32 of letters (C, M): C versions of sequences with M residues, of
+        which residue m is row[m] of the structures. A residue sees the letters of those neighbours
+        with a lower rank (M,). encoded: what `encode` has made of the structures."""
+        nodes, edges = encoded or self.encode(structures)
+        versions, residues = letters.shape
+        neighbours = structures.neighbours.index_select(0, row)
+        near = neighbours >= 0
+        neighbours = neighbours.clamp(min=0)
+        # sequences lie as their structures do: the same step leads from a residue to a neighbour
+        step = torch.arange(residues, device=row.device) - row
+        in_sequence = torch.where(near, neighbours + step[:, None], 0)
+        seen = rank.index_select(0, in_sequence.flatten()).view(near.shape) < rank[:, None]
+        # rows of a table with what neighbours of each version say, and then those without a letter
+        version = torch.arange(versions, device=row.device)[:, None, None] * residues
+        rows = torch.where(seen, in_sequence + version, versions * residues + neighbours).flatten()
+
+        # from here on the versions lie one after the other
+        row = row.repeat(versions)
+        near = near.repeat(versions, 1)
         with self.autocast():
-            h, letters = nodes[owner], self.W_s(sequences)
+            h = nodes.index_select(0, row)
+            embedded = self.W_s(letters.flatten())
             for layer in self.decoder_layers:
                 own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-                seen = F.linear(letters, letter) + F.linear(h, other)
-                if tables is not None:
-                    tables.append(seen)
-                table = torch.cat([seen.flatten(0, 1), F.linear(nodes, other).flatten(0, 1)])
-                x = F.linear(edges, edge).index_select(0, owner)
-                x += table.index_select(0, index).view(x.shape)
-                x += F.linear(h, own, layer.W1.bias).unsqueeze(2)
+                with_letter = F.linear(embedded, letter) + F.linear(h, other)
+                table = torch.cat([with_letter, F.linear(nodes, other)])
+                x = F.linear(edges, edge).index_select(0, row)
+                x += table.index_select(0, rows).view(x.shape)
+                x += F.linear(h, own, layer.W1.bias).unsqueeze(1)
                 h = layer(h, x, near)
-            return self.W_out(h).float()
+        # in fp32: bf16 would round the logits, too
+        return self.W_out(h.float()).view(versions, residues, -1)
 
-def decoding_ranks(designed: Tensor, valid: Tensor, seed: int, ids: Tensor, draw: int, how: str) -> Tensor:
-    """designed, valid (S, L) bool -> (S, L) int64, the place of each residue in the decoding order: context, designed
-    ones, those without coordinates. how: "left_to_right" or "random", a function of (seed, id, draw, position)."""
-    keys = torch.arange(designed.shape[1], device=designed.device).expand(designed.shape)
-    if how == "random":
-        keys = (keyed_uniform(seed, draw, ids, designed.shape[1], ORDERS) * 2**24).long()
-    keys = torch.where(valid, keys + designed * 2**32, 2**33)
-    return keys.argsort(dim=1, stable=True).argsort(dim=1)
 
-def read_model(path: str | Path) -> ProteinMPNN:
-    """The network in a ProteinMPNN file (vanilla, soluble), fp32 on the CPU. ValueError where it is something else."""
+FOREIGN = {  # what else is called ProteinMPNN or has its keys: how its weights begin
+    "context_encoder_layers.": "a LigandMPNN model, which needs ligand atoms",
+    "features.node_embedding.": "a label-membrane model, which needs labels",
+}
+
+
+def read_model(path):
+    """The network in a file of ProteinMPNN (vanilla, soluble), fp32, on the CPU. Raises
+    InputError."""
+    expected = "expected num_edges, model_state_dict of a full-backbone ProteinMPNN, as v_48_020.pt"
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  not a training checkpoint
-        weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", n): v.float() for n, v in found["model_state_dict"].items()}
-        edges, k = weights.get("features.edge_embedding.weight", torch.zeros(1)), found.get("num_edges")
-        foreign = {"context_encoder_layers.": "a LigandMPNN model, which needs ligand atoms",
-                   "features.node_embedding.": "a label-membrane model, which needs labels"}
-        refused = ["a CA-only model, which sees no backbone but CA"] * (edges.shape[-1] == 167)
-        refused += [why for start, why in foreign.items() if any(name.startswith(start) for name in weights)]
-        refused += [f"num_edges is {k}, not a number of neighbours"] * (not isinstance(k, int) or k < 1)
-        if refused:
-            raise ValueError(refused[0])
-        model = ProteinMPNN(k)
-        model.noise_level = float(found.get("noise_level") or 0.0)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        weights = {}
+        for name, value in found["model_state_dict"].items():
+            weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
+
+        edges = weights.get("features.edge_embedding.weight")
+        if edges is not None and edges.shape[-1] == 167:
+            raise ValueError("a CA-only model, which sees no backbone but CA")
+        for start, what in FOREIGN.items():
+            if any(name.startswith(start) for name in weights):
+                raise ValueError(what)
+        neighbours = found.get("num_edges")
+        if not isinstance(neighbours, int) or neighbours < 1:
+            raise ValueError(f"num_edges is {neighbours}, not a number of neighbours")
+
+        model = ProteinMPNN(neighbours, float(found.get("noise_level") or 0.0))
         model.load_state_dict(weights)
     except Exception as error:  # torch raises six kinds
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:500]} ({type(error).__name__}); expected num_edges, "
-                         "noise_level, model_state_dict of a full-backbone ProteinMPNN such as v_48_020.pt") from error
+        reason = " ".join(str(error).split())[:500]
+        raise InputError(f"{path}: {reason} ({type(error).__name__}); {expected}") from None
     return model
 
-@torch.no_grad()
-def design(model: ProteinMPNN, geometry: Geometry, native: Tensor, designed: Tensor, count: int, temperature: float,
-           seed: int, batch: int) -> tuple[Tensor, Tensor]:
-    """`count` sequences (count, L) int64 for a structure (G = 1), and the mean negative log-probability (count,) of
-    their designed residues at temperature 1. Where designed (L,) is False they are as native (L,); X is never drawn.
-    Each has its own decoding order and depends on (seed, its number) alone; `batch` are drawn at once."""
-    (nodes, edges), device = model.encode(geometry), native.device
-    neighbours, near = geometry.neighbours[0, :, : edges.shape[2]], geometry.near[0, :, : edges.shape[2]]
-    context, steps = int((geometry.valid[0] & ~designed).sum()), int(designed.sum())
-    sequences, scores, layers = native.repeat(count, 1), torch.zeros(count, device=device), []
-    with model.autocast():
-        for layer in model.decoder_layers:  # with its products that no letter changes
-            own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-            layers.append((layer, own, letter, other, F.linear(edges[0], edge), F.linear(nodes[0], other)))
-    for low in range(0, count, batch):
-        ids = torch.arange(low, min(low + batch, count), device=device)
-        rows, found, tables = torch.arange(len(ids), device=device), sequences[low : low + batch], []
-        ranks = decoding_ranks(designed.expand(found.shape), geometry.valid.expand(found.shape), seed, ids, 0, "random")
-        order, draws = ranks.argsort(dim=1), keyed_uniform(seed, 0, ids, len(native), DRAWS)
-        model(geometry, torch.zeros_like(ids), found, ranks, (nodes, edges), tables)  # for the context
-        for step, at in enumerate(order[:, context : context + steps].T, context):
-            h, around, starts = nodes[0, at], neighbours[at], []
-            visible = ranks.gather(1, around).unsqueeze(-1) < step
-            with model.autocast():
-                for (layer, own, _, _, between, unseen), seen in zip(layers, tables, strict=True):
-                    starts.append(h)
-                    x = between[at] + torch.where(visible, seen[rows[:, None], around], unseen[around])
-                    h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), near[at])
-                logits = model.W_out(h).float()
-                p = (logits[:, :UNKNOWN].double() / max(temperature, 1e-6)).softmax(-1).cumsum(-1)
-                drawn = torch.searchsorted(p, draws[rows, at, None].double() * p[:, -1:], right=True).squeeze(-1)
-                for (_, _, letter, other, _, _), seen, h in zip(layers, tables, starts, strict=True):
-                    seen[rows, at] = F.linear(model.W_s(drawn), letter) + F.linear(h, other)
-            scores[ids] -= logits.log_softmax(-1)[rows, drawn] / steps
-            found[rows, at] = drawn
-    return sequences, scores
 
-@torch.no_grad()
-def update_ema(average: list[Tensor], parameters: list[Tensor], decay: float, step: int) -> None:
-    """average = d * average + (1 - d) * parameters, d = min(decay, (1 + step) / (10 + step)), in a few kernels."""
-    torch._foreach_lerp_(average, parameters, 1.0 - min(decay, (1 + step) / (10 + step)))
+def official(model):
+    """The network as ProteinMPNN's own tools load it, and read_model."""
+    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    content = {"num_edges": model.neighbours, "noise_level": model.noise_level}
+    return {**content, "model_state_dict": weights}
 
-@contextlib.contextmanager
-def averaged_weights(model: nn.Module, average: list[Tensor]) -> Iterator[None]:
-    """The model in evaluation mode with the averaged weights."""
-    parameters, training = [p.data for p in model.parameters()], model.training
-    kept = [p.clone() for p in parameters]
-    try:
-        torch._foreach_copy_(parameters, average)
-        yield model.eval()
-    finally:
-        torch._foreach_copy_(parameters, kept)
-        model.train(training)
 
-# ---- Loss ----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Loss
 
-def sequence_logps(logits: Tensor, sequences: Tensor, weights: Tensor, temperature: float) -> Tensor:
-    """log p of sequences (S, L) summed over residues with `weights` (S, L), nats, (S,) float64. logits (S, L, 21)."""
-    logp = F.log_softmax(logits / temperature, dim=-1).gather(-1, sequences[..., None])[..., 0]
-    return (logp * weights).double().sum(1)
 
-def preference_loss(h: Tensor, residues: Tensor, margin: Tensor, args: Namespace) -> Tensor:
-    """Loss of each pair (P,), from h (P,) = log-ratio of the chosen over the rejected, less that of the reference.
-    sigmoid: -log s(beta h) (Rafailov et al. 2023), with label smoothing e (1 - e) and e of both signs (Mitchell 2023);
-    robust: the unbiased form of that (Chowdhury et al. 2024); hinge: relu(1 - beta h) (Zhao et al. 2023); ipo:
-    (h / residues - 1 / (2 beta))^2 (Azar et al. 2023). `margin` (P,): what beta h must exceed (Touvron et al. 2023)."""
-    z, e = args.beta * h - margin, args.label_smoothing
+def log_probabilities(logits, letters):
+    """log p (C, M) of letters (C, M), from logits (C, M, 21)."""
+    return F.log_softmax(logits, dim=-1).gather(-1, letters.unsqueeze(-1)).squeeze(-1)
+
+
+def sum_by_pair(values, batch):
+    """(C, M) -> (C, P)"""
+    sums = values.new_zeros(values.shape[0], len(batch.ids))
+    return sums.index_add(1, batch.residues[4], values)
+
+
+def sum_exactly(values, batch):
+    """(C, M) -> (2, C, P): sums over the residues of each pair, as two numbers that belong
+    together.
+
+    At temperature 0.1 a sequence's log-probability is thousands of nats, and what is learned is a
+    thousandth of one. float32 cannot hold that, and some devices have no float64. So the whole
+    256ths, whose sum is exact, are summed apart from the rest, which is small."""
+    whole = (values.detach() * 256).round() / 256
+    return torch.stack([sum_by_pair(whole, batch), sum_by_pair(values - whole, batch)])
+
+
+def sequence_scores(logits, letters, batch, temperature):
+    """log p of the sequences at a temperature, summed over residues with their weights: (2, C, P)
+    as sum_exactly gives it. No floor: the gradient reaches unlikely letters, too."""
+    logp = log_probabilities(logits / temperature, letters)
+    return sum_exactly(logp * batch.weights, batch)
+
+
+def log_ratios(scores, reference):
+    """(C, P) of the network's scores (2, C, P) over those of the reference."""
+    return (scores - reference).sum(0)  # the large parts first, without rounding
+
+
+def preference_loss(args, ratio, residues, margin):
+    """Loss (P,) of pairs. ratio (P,): log-ratio of the preferred sequence to the reference, less
+    that of the unpreferred one. residues (P,): sum of the residues' weights. margin (P,): what beta
+    times the ratio must exceed (Touvron et al. 2023).
+
+    sigmoid: -log s(beta ratio), with label smoothing e both signs, weighted 1 - e and e (Rafailov
+    et al. 2023, Mitchell 2023). ipo: (ratio / residues - 1 / (2 beta))^2 (Azar et al. 2023)."""
+    z = args.beta * ratio - margin
     if args.loss_type == "ipo":
         return (z / residues - 0.5).square() / args.beta**2
-    if args.loss_type == "hinge":
-        return F.relu(1 - z)
-    right, wrong = -F.logsigmoid(z), -F.logsigmoid(-z)
-    return (1 - e) * right + e * wrong if args.loss_type == "sigmoid" else ((1 - e) * right - e * wrong) / (1 - 2 * e)
+    smoothing = args.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
 
-def diversity(logits: Tensor, designed: Tensor, temperature: float) -> Tensor:
-    """Expected share (S,) of designed residues at which two samples differ, 1 - sum_a p(a)^2 (Simpson 1949)."""
-    p = F.softmax(logits / temperature, dim=-1)
-    return ((1 - p.square().sum(-1)) * designed).sum(1) / designed.sum(1)
 
-# ===== shared DDP block: begin (identical in every script; tests/test_shared_block.py) =====
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors (exit status 2) that name the nearest known option."""
-    source = ""  # "FILE: " while a --config file is being read
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
-    def unknown(self, key: str) -> NoReturn:
-        known, last = [option.lstrip("-") for option in self._option_string_actions], key.rpartition(".")[2]
-        near = difflib.get_close_matches(key, known, 1, 0.8) + difflib.get_close_matches(last, known, 1, 0.5)
-        self.error(f"unknown option {key!r}; " + (f"the nearest known one is {near[0]!r}" if near else "see --help"))
+def cross_entropy(logits, batch):
+    """(P,) of the preferred sequence, nats per residue, with the residues' weights."""
+    logp = log_probabilities(logits[:1], batch.residues[:1]) * batch.weights
+    return -sum_by_pair(logp, batch)[0] / residue_weights(batch)
 
-def boolean(text: str) -> bool:
-    """True, yes, on, 1 or False, no, off, 0, in any case (argparse's type=bool takes 'False' for True)."""
-    if (value := str(text).lower()) not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of True, False, yes, no, 1, 0")
-    return value in ("true", "yes", "on", "1")
 
-LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # and the others' names for these
-             "Open MPI": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-             "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "PALS": ("PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-             "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")}
-# Who this process is among the ranks (numbers), where its tensors live (torch.device), and by what it was started.
-DDPContext = collections.namedtuple("DDPContext", "rank world_size local_rank local_world_size device backend launcher")
-LOGGER = logging.getLogger("ddp")
-log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 alone
-FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}  # --name or --name=False
+def residue_weights(batch):
+    """(P,) sum of the weights of each pair's residues."""
+    return sum_by_pair(batch.weights[None], batch)[0]
 
-def add_ddp_arguments(parser: ArgumentParser, output_dir: str, wandb_project: str) -> None:
-    """The options that every script has: batch and step, checkpoints, logging, runtime."""
-    g = parser.add_argument_group("Step").add_argument
-    g("--global_batch_size", type=int, help="samples per optimizer step, on any number of GPUs (sets --accumulation)")
-    g("--accumulation", type=int, default=1, help="micro-batches per optimizer step")
-    g("--lr_scaling", default="none", choices=("none", "linear", "sqrt", "conservative"), help="by the number of ranks")
-    g("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm (0 = no clipping)")
-    g("--max_bad_steps", type=int, default=10, help="non-finite steps in a row that end the run")
-    g("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="auto: bf16 where the GPU has it")
-    g("--compile", help="torch.compile the model", **FLAG)
-    g("--seed", type=int, default=42, help="one seed for initialisation, split, order and noise")
-    g = parser.add_argument_group("Checkpoints").add_argument
-    g("--output_dir", default=output_dir, help="checkpoints, metrics, summary; a run found there is resumed")
-    g("--fresh", help="start anew; a run in --output_dir is moved aside", **FLAG)
-    g("--save_every", type=int, default=500, help="optimizer steps between checkpoints")
-    g("--keep_checkpoints", type=int, default=2, help="checkpoints to keep beside best.pt")
-    g("--max_minutes", type=float, default=0.0, help="write a checkpoint and stop after so long (0 = no limit)")
-    g = parser.add_argument_group("Logging").add_argument
-    g("--log_every", type=int, default=10, help="optimizer steps between log lines")
-    g("--wandb_mode", default="auto", choices=("auto", "online", "offline", "disabled"), help="auto: online with a key")
-    g("--wandb_project", default=wandb_project, help="wandb project")
-    g("--wandb_name", help="wandb run name")
-    g = parser.add_argument_group("Runtime").add_argument
-    g("--config", help="YAML or JSON file of defaults; the command line wins")
-    g("--nproc", type=int, default=0, help="start so many processes on this machine (plain python only)")
-    g("--device", default="auto", choices=("auto", "cuda", "xpu", "cpu"), help="auto: the accelerator if there is one")
-    g("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "ccl", "xpu"), help="auto: by device")
-    g("--ddp_timeout_minutes", type=float, help="limit of a collective [default: NCCL_TIMEOUT seconds, else 30]")
-    g("--local_rank", type=int, help="set by torch.distributed.launch")
 
-def split_tokens(parser: ArgumentParser, argv: list[str]) -> list[str]:
-    """A command line with `key=value`, `--key value` and `--key-with-hyphens` brought to `--key=value`."""
-    options, tokens, wants_value = parser._option_string_actions, [], False
-    for token in argv:
-        key, equals, value = token.partition("=")
-        if token.startswith("--") or (equals and not wants_value and re.fullmatch(r"[A-Za-z_][\w.]*", key)):
-            key = "--" + key.removeprefix("--").replace("-", "_")
-            if key not in options:
-                parser.unknown(key[2:])
-            token, wants_value = key + equals + value, not equals and options[key].nargs is None
-        elif wants_value:
-            token, wants_value = f"{tokens.pop()}={token}", False
-        tokens.append(token)
-    return tokens
+def pair_loss(args, logits, batch, reference):
+    """What a micro-batch adds to the loss of the global batch; and (3,) to its logged preference
+    loss, accuracy and margin. reference (2, 2, P): scores of both sequences.
 
-def read_config(parser: ArgumentParser, path: str) -> list[str]:
-    """A YAML or JSON file as tokens. In a section training: training.batch_size, or batch_size of its --help group."""
-    import yaml
-    options, tokens, parser.source = parser._option_string_actions, [], f"{path}: "
-    try:
-        tree = (json.loads if path.endswith(".json") else yaml.safe_load)(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(" ".join(str(error).split()))
-    if not isinstance(tree, dict):
-        parser.error(f"holds {type(tree).__name__}, not a mapping of option names to values")
-    groups = {(group.title or "").lower(): group._group_actions for group in parser._action_groups}
-    def walk(node: dict, prefix: str, inside: list) -> None:
-        for key, value in node.items():
-            name = f"--{key}" if options.get(f"--{key}") in inside else f"--{prefix}{key}"
-            if name not in options and isinstance(value, dict):
-                walk(value, f"{prefix}{key}.", groups.get(str(key).lower(), []))
-            elif name not in options:
-                parser.unknown(f"{prefix}{key}")
-            elif value is not None:
-                value = ",".join(map(str, value)) if isinstance(value, list) else value
-                tokens.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    walk(tree, "", [])
-    parser.parse_args(tokens)  # wrong values are errors of the file, too
-    parser.source = ""
-    return tokens
+    Why not the mean over the micro-batch? Ranks may have different numbers of pairs, and a mean of
+    such means is not the mean. So each pair is divided by the pairs of the whole global batch, and
+    the shares are summed: over micro-batches by backward(), over ranks by DDP, which takes their
+    mean, times the number of ranks (see `train`)."""
+    scores = sequence_scores(logits, batch.residues[:2], batch, args.temperature)
+    ratios = log_ratios(scores, reference)
+    ratio = ratios[0] - ratios[1]
+    weight, margin = batch.values
+    losses = preference_loss(args, ratio, residue_weights(batch), margin)
+    objective = losses
+    if args.sft_weight > 0:
+        objective = losses + args.sft_weight * cross_entropy(logits, batch)
+    shown = torch.stack([losses.sum(), (ratio > 0).sum(), args.beta * ratio.sum()])
+    return (weight * objective).sum() * batch.share, shown.detach() * batch.share
 
-def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line over a --config file over the defaults. `args.given`: names of what the user set."""
-    tokens = split_tokens(parser, sys.argv[1:] if argv is None else argv)
-    if configs := [token.partition("=")[2] for token in tokens if token.startswith("--config=")]:
-        tokens = read_config(parser, configs[-1]) + tokens
-    args, options = parser.parse_args(tokens), parser._option_string_actions
-    args.given = sorted({options[name].dest for token in tokens if (name := token.partition("=")[0]) in options})
-    for name in ("accumulation", "save_every", "log_every", "keep_checkpoints", "max_bad_steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.global_batch_size is not None and (args.global_batch_size < 1 or "accumulation" in args.given):
-        parser.error(f"--global_batch_size {args.global_batch_size}: above 0; it or --accumulation, one of the two")
-    if args.global_batch_size and "lr_scaling" in args.given and args.lr_scaling != "none":
-        parser.error(f"--lr_scaling {args.lr_scaling}: the fixed --global_batch_size does not grow with the ranks")
-    args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
+
+def warm_start_loss(logits, batch):
+    """The same of the warm start: cross entropy of the preferred sequence."""
+    losses = cross_entropy(logits, batch)
+    zero = torch.zeros_like(losses.sum())
+    shown = torch.stack([losses.sum(), zero, zero])
+    return (batch.values[0] * losses).sum() * batch.share, shown.detach() * batch.share
+
+
+# ==================================================================================================
+# Distributed training. These lines are the same in every script: read them once.
+# "(all ranks)" marks what every rank must call, in the same order; "(rank 0)" what it alone calls.
+
+START = time.monotonic()
+PARENT = os.getppid()
+SCRIPT = Path(sys.argv[0]).name
+FORMAT = 2  # of checkpoints
+
+# Where launchers say who a process is: its rank, the number of ranks, its rank on this machine.
+RANK_VARIABLES = [
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
+    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
+    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
+]
+
+# with which a launcher shows a process some devices only (NVIDIA, AMD, AMD, Intel)
+DEVICE_MASKS = """CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
+    ZE_AFFINITY_MASK""".split()
+
+stop_signal = 0  # the last signal that this process got
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+
+
+class RunError(Exception):
+    """The run cannot go on: one line that says why, no traceback, exit status 1."""
+
+    status = 1
+
+
+class InputError(RunError):
+    """What the user gave cannot work: the same, with exit status 2."""
+
+    status = 2
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help with the docstring as it stands and the default of every option."""
+
+
+class Parser(argparse.ArgumentParser):
+    source = "command line"  # or the file that is being read
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(f"{self.source}: {message}")
+
+
+def boolean(text):
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+
+
+def count(text):
+    """The type of options that are whole numbers from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def default_timeout(parser):
+    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
+    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
+    if not seconds.isdecimal() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
+    return int(seconds) / 60
+
+
+# an option that may be given as --compile, --compile=True, --compile no
+FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+
+
+def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+    add = parser.add_argument_group("the same in every script").add_argument
+    add("--config", help="YAML or JSON file of options; the command line wins")
+    add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
+    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
+    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
+    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
+    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
+    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end it")
+    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
+    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    text = "needed where a step leaves out some parameters; slower"
+    add("--find_unused_parameters", **FLAG, default=False, help=text)
+    add("--save_every", type=count, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=count, default=10, help="steps between log lines")
+    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
+    add("--nproc_per_node", type=count, default=1, help="processes, where no launcher starts them")
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
+    add("--backend", default="auto", help="nccl, gloo or xccl; auto: what the device wants")
+    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
+    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
+    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
+
+
+def parse_with_config(parser):
+    """The command line over the file of --config over the defaults."""
+    line = sys.argv[1:]
+    if line and "=" not in line[0] and line[0].endswith((".yaml", ".yml", ".json")):
+        line = [f"--config={line[0]}", *line[1:]]
+    line = as_options(parser, line)
+    args = parser.parse_args(line)
+    if args.config:
+        parser.source = args.config
+        try:
+            content = yaml.safe_load(Path(args.config).read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
+        if not isinstance(content, dict):
+            parser.error("must be made of lines such as lr: 0.001")
+        args = parser.parse_args(as_options(parser, config_words(content)))
+        parser.source = "command line"
+        args = parser.parse_args(line, args)  # on top of what the file said
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
     return args
 
-def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, str]:
-    """(rank, world size, local rank, local world size, launcher); `devices`: processes that this node can take."""
-    def number(name: str) -> int | None:
-        if env.get(name) and not env[name].isdigit():
-            raise ValueError(f"{name}={env[name]!r} is not a number")
-        return int(env[name]) if env.get(name) else None
-    for launcher, names in LAUNCHERS.items():
-        rank, world, local, local_world = map(number, names)
-        if rank is None:
+
+def config_words(content, prefix="--"):
+    """A YAML file as a command line; a key in a section becomes --section.key."""
+    words = []
+    for key, value in content.items():
+        if isinstance(value, dict):
+            words += config_words(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            words += [f"{prefix}{key}", *map(str, value)]
+        elif value is not None:
+            words.append(f"{prefix}{key}={value}")
+    return words
+
+
+def as_options(parser, words):
+    """Words as options that the parser knows: key=value becomes --key=value, and --section.key one
+    of two things. If there is an option --section_key, it is that; else the section only groups
+    options for the eye, and it is --key."""
+    known = [*vars(parser.parse_args([])), "help"]
+    options = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
+            parts = key.removeprefix("--").replace("-", "_").split(".")
+            names = ["_".join(parts[start:]) for start in range(len(parts))]
+            found = [name for name in names if name in known]
+            if not found:
+                near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
+                hint = f"did you mean {near[0]}?" if near else "--help lists them"
+                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
+            key = f"--{found[0]}"
+        options.append(key + equals + value)
+    return options
+
+
+def find_ranks():
+    """(rank, world size, local rank) from the launcher that started us, None without one."""
+    incomplete = None
+    for names in RANK_VARIABLES:
+        # sbatch sets Slurm's variables for plain python, too, which has no other ranks to wait for
+        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
             continue
-        if launcher == "PALS" and world is None and (world := number("PMI_SIZE")) is None:
-            with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py; no MPI library for it
-                from mpi4py import MPI
-                world = MPI.COMM_WORLD.Get_size()
-        if launcher == "Hydra" and local is None:  # PALS and srun --mpi=pmi2 set PMI_RANK beside their own variables
-            local, local_world = map(number, LAUNCHERS["PALS" if env.get("PALS_LOCAL_RANKID") else "SLURM"][2:])
-        if world is None:
-            raise ValueError(f"{names[0]}={rank} is set but no world size is: export {names[1]}")
-        if rank >= world:
-            raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world}")
-        if local is None and world > devices:
-            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit {devices} places: export {names[2]}")
-        local = rank if local is None else local
-        return rank, world, local, local_world or min(world, max(devices, local + 1)), launcher
-    return 0, 1, 0, 1, "python"
+        if names[0] in os.environ:
+            missing = [name for name in names if name not in os.environ]
+            if not missing:
+                return [int(os.environ[name]) for name in names]
+            incomplete = (
+                f"{names[0]} is set, but not {missing[0]}: start with torchrun, or export it"
+            )
+    if incomplete:
+        raise InputError(incomplete)
+    return None
 
-def find_master(env: dict[str, str], world_size: int, local_world_size: int) -> tuple[str, str]:
-    """(MASTER_ADDR, MASTER_PORT): as set, else the job's first host, else this one if it holds all ranks."""
-    job = re.match(r"\d*", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "").group()
-    port = env.get("MASTER_PORT") or (str(20000 + int(job) % 20000) if job else "29500")
-    if env.get("MASTER_ADDR"):
-        return env["MASTER_ADDR"], port
-    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9]-ib,login1" -> "gpu03-ib"; split at commas in no bracket
-        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", env["SLURM_JOB_NODELIST"])[0]), port
-    if env.get("PBS_NODEFILE"):
-        return Path(env["PBS_NODEFILE"]).read_text().split()[0], port
-    if world_size > local_world_size:
-        raise ValueError(f"{world_size} ranks on several nodes and MASTER_ADDR is not set: export the first one's")
-    return "localhost", port
 
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The accelerator number `local_rank` (0 where the launcher shows each rank one), or the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "cpu" or (name == "auto" and (found is None or found.type not in ("cuda", "xpu"))):
-        return torch.device("cpu")
-    if found is None or name not in ("auto", found.type):
-        raise ValueError(f"--device {name}: this machine shows {found.type if found else 'no accelerator'}")
-    if 1 < (count := torch.accelerator.device_count()) <= local_rank:
-        raise ValueError(f"local rank {local_rank} has no device: {count} are visible: start at most {count} per node")
-    torch.accelerator.set_device_index(index := local_rank if count > 1 else 0)
-    return torch.device(found.type, index)
+class LogHandler(logging.StreamHandler):
+    def emit(self, record):
+        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
+            super().emit(record)
 
-def choose_backend(name: str, device: torch.device) -> str:
-    """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
-    if (serves := {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)) != device.type:
-        raise ValueError(f"--backend {name} serves {serves} devices, the device is {device.type}: use --backend auto")
-    if name == "gloo" or device.type == "cpu":
-        return "gloo"
-    if device.type == "cuda" and not dist.is_nccl_available():
-        raise ValueError("this torch was built without NCCL: use --backend gloo")
-    if device.type == "cuda" or dist.is_xccl_available():
-        return "nccl" if device.type == "cuda" else "xccl"
-    with contextlib.suppress(ImportError):
-        importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend "ccl"
-        return "ccl"
-    warn("no xccl in this torch and no oneCCL bindings: falling back to gloo, which is slow")
-    return "gloo"
 
-def setup_ddp(args: argparse.Namespace) -> DDPContext:
-    """Find this process's rank and device, start its log, signals and the process group. (all ranks)"""
-    env = ({} if args.local_rank is None else {"LOCAL_RANK": str(args.local_rank)}) | os.environ
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = 0 if args.device == "cpu" or not torch.accelerator.is_available() else torch.accelerator.device_count()
-    rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
-    launcher = "--nproc" if getattr(args, "nproc", 0) > 1 else launcher
-    start_logging(rank)
-    device = choose_device(args.device, local_rank)
-    backend = choose_backend(args.backend, device)
-    if "OMP_NUM_THREADS" not in env:
-        torch.set_num_threads(max(1, cores // local_world_size))
-    log_all(f"Process {rank}/{world_size} started")
-    if world_size > 1:
-        address, port = find_master(env, world_size, local_world_size)
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
-        limit = timedelta(minutes=args.ddp_timeout_minutes or float(env.get("NCCL_TIMEOUT") or 1800) / 60)
-        ids = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
-        try:
-            dist.init_process_group(backend, timeout=limit, **ids)
-        except dist.DistNetworkError as error:
-            advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
-            busy = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
-            raise RuntimeError(busy if "EADDRINUSE" in str(error) else advice) from error
-        log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # not before: no handler runs while init waits
-        signal.signal(number, StepGuard.on_signal)
-    log_all(f"Using device: {device}")
-    return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
+def setup_ddp(args):
+    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
+    # plain python is a group of one: the code below has one path only
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    if "MASTER_ADDR" not in os.environ and rank != local_rank:
+        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
 
-def cleanup() -> None:  # destroy the process group, once main has returned
-    gc.collect()  # while a tensor or the DDP object is alive, gloo's threads abort one good exit in four
-    if dist.is_initialized():
+    logging.basicConfig(
+        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
+        level=logging.INFO,
+        datefmt="%Y-%m-%d %H:%M:%S",
+        handlers=[LogHandler(sys.stdout)],
+    )
+    logging.info(f"Process {rank}/{world_size} started")
+    if args.nproc_per_node not in (1, world_size):
+        logging.info(f"  not {args.nproc_per_node}: the launcher's number counts")
+    device = choose_device(args, local_rank)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
+    keep_freed_memory()
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    backend = args.backend
+    if backend == "auto":
+        backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.timeout_minutes),
+        device_id=None if device.type == "cpu" else device,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # from here on only errors are each rank's
+    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
+    return device
+
+
+def keep_freed_memory():
+    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
+    system again and again can take a sixth of a step on CPUs."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def choose_device(args, local_rank):
+    """The accelerator of this rank, or the CPU where there is none."""
+    device = torch.device("cpu")
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
+        devices = torch.accelerator.device_count()
+        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
+        masked = any(name in os.environ for name in DEVICE_MASKS)
+        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= devices:
+            text = f"local rank {local_rank}, but {devices} devices on this machine"
+            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
+        device = torch.device(kind.type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+    if args.device not in ("auto", device.type):
+        raise InputError(f"--device {args.device}: this machine has {device.type}")
+    return device
+
+
+def on_signal(number, frame):
+    global stop_signal
+    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
+
+
+def ignore_signals(worker):
+    """For the workers of a DataLoader. A launcher signals them, too, but their rank needs them
+    until it has stopped; then they end with it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def cleanup():
+    gc.collect()  # gloo may abort where a tensor of the group outlives it
+    if dist.is_initialized():  # not after --help: `record` turns its exit into a return
         dist.destroy_process_group()
 
-def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, spawned: bool = False) -> int:
-    """Run `main(args)` as this rank, or in --nproc new processes (`spawned`: one of them); returns the exit status."""
+
+def launch(parse_args, main):
+    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
+
+    @record  # torchrun's summary then shows the traceback of the rank that failed first
+    def run():
+        try:
+            args = parse_args()
+            if args.nproc_per_node > 1 and find_ranks() is None:
+                hand_over_to_torchrun(args.nproc_per_node)
+            return main(args)
+        except RunError as error:
+            refuse(error)
+
     try:
-        if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-            raise ValueError(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
-        if args.nproc and not spawned:
-            _, world_size, _, _, launcher = find_ranks(dict(os.environ), sys.maxsize)
-            if world_size > 1 or launcher == "torchrun":
-                raise ValueError(f"--nproc {args.nproc}: {launcher} has already started {world_size} ranks: drop it")
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    if args.nproc > 1 and not spawned:
-        return start_processes(main, args)
-    try:
-        return record(main)(args)
-    except Exception:  # whatever it is: said with its rank and traceback, and a status of 1
-        LOGGER.error("failed on rank %s\n%s", os.environ.get("RANK", "0"), traceback.format_exc())
-        if dist.is_initialized():  # peers may be gone: no waiting for them in destroy or at exit
-            sys.stdout.flush()
-            os._exit(1)
-        return 1
-    finally:
-        cleanup()
+        status = run()
+    except Exception:  # whatever it is, the other ranks wait for this one
+        logging.error(traceback.format_exc())
+        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
+    cleanup()
+    sys.stdout.flush()
+    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
 
-def start_processes(main: Callable, args: argparse.Namespace) -> int:
-    """Start --nproc ranks of `main` on this machine; passes signals on to them and their exit status back."""
-    with socket.create_server(("localhost", 0)) as probe:
-        os.environ.update({"MASTER_PORT": str(probe.getsockname()[1])} | os.environ | {"MASTER_ADDR": "localhost"})
-    context = torch.multiprocessing.spawn(run_process, (main, args), nprocs=args.nproc, join=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda n, _: [os.kill(p.pid, n) for p in context.processes if p.is_alive()])
-    try:
-        while not context.join(grace_period=5):
-            continue
-    except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    return 0
 
-def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:  # of start_processes
-    os.environ.update(zip(LAUNCHERS["torchrun"], 2 * (str(local_rank), str(args.nproc)), strict=True))
-    sys.exit(launch(main, args, spawned=True))
+def hand_over_to_torchrun(processes):
+    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
+    where = ["--standalone"]  # on any free port
+    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
+        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
+        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
+    options = [f"--nproc_per_node={processes}", "--shutdown-timeout=120"]
+    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
 
-def start_logging(rank: int) -> None:
-    """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
-    line = logging.Formatter(f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S")
-    LOGGER.handlers, LOGGER.propagate, LOGGER.rank = [logging.StreamHandler(sys.stdout)], False, rank
-    LOGGER.handlers[0].setFormatter(line)
-    LOGGER.setLevel(logging.INFO)
 
-def log0(text: str) -> None:  # (rank 0 only)
-    if getattr(LOGGER, "rank", 0) == 0:
-        LOGGER.info(text)
+def refuse(error):
+    """Say why the run cannot go on, and end. Most often all ranks are here, for the same reason,
+    and one line is enough. So all but rank 0 wait: when rank 0 has left, the launcher ends them
+    before they speak. A rank that is still there after that has a reason of its own."""
+    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
+    if not is_rank0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+    os._exit(error.status)
 
-def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
-    """Sums over all ranks in float64, in one collective and one host sync. (all ranks, same keys)"""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ddp.device).squeeze() for v in sums.values()])
-    if ddp.world_size > 1:
-        dist.all_reduce(packed)
-    return dict(zip(sums, packed.tolist(), strict=True))
 
-def barrier(ddp: DDPContext) -> None:  # (all ranks)
-    reduce_sums(ddp, {"ranks": 1.0})  # dist.barrier() would choose a device of its own on NCCL
+def sum_over_ranks(values):
+    """The elements of a tensor, summed in float64, as floats; waits for the device. (all ranks)"""
+    # by Python: some devices have no float64
+    parts = values.new_empty(dist.get_world_size() * len(values))
+    dist.all_gather_single(parts, values)
+    rows = parts.view(-1, len(values)).tolist()
+    return [math.fsum(column) for column in zip(*rows, strict=True)]
 
-def on_rank0(ddp: DDPContext, function: Callable, *args):
-    """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
-    outcome, error, StepGuard.beat = [None, None], None, math.inf  # however long rank 0 takes
-    try:
-        outcome[0] = function(*args) if ddp.rank == 0 else None
-    except Exception as caught:
-        error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
-    if ddp.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0, device=ddp.device)
-    StepGuard.beat = time.monotonic()
+
+def on_rank0(function, *args):
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
+    nobody waits for a rank 0 that has failed. (all ranks)"""
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*args)
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise error or RuntimeError(f"rank 0 failed in {function.__name__}: {outcome[1]}")
+        raise outcome[1]
     return outcome[0]
 
-def require_same(ddp: DDPContext, what: str, value: bytes) -> None:
-    """Raises RuntimeError on all ranks if `value` differs between ranks. (all ranks)"""
-    digest = hashlib.sha256(value).digest()
-    if reduce_sums(ddp, {"other": float(on_rank0(ddp, lambda: digest) != digest)})["other"]:
-        raise RuntimeError(f"the ranks disagree on {what}: do all nodes see the same files and versions?")
-
-def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
-    """ids (B,) int64 -> (B, draws) float32 in [0, 1) by seed, epoch, id, draw alone: SplitMix64 (Steele et al. 2014)"""
-    def mix(x: torch.Tensor) -> torch.Tensor:  # int64 wraps; the masks make the shifts logical
-        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-        x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-        return x ^ ((x >> 31) & 0x1FFFFFFFF)
-    golden, state = -0x61C8864680B583EB, torch.zeros((), dtype=torch.int64, device=ids.device)
-    for part in (seed, epoch, stream):
-        state = mix(state * golden + part + 1)
-    rows = mix(mix(ids.long() + state) * golden + 1)[:, None]
-    return ((mix(rows + torch.arange(1, draws + 1, device=ids.device) * golden) >> 40) & 0xFFFFFF).float() / 2**24
-
-def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
-    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any world size."""
-    cell = world_size * args.batch_size
-    if kept and args.global_batch_size not in (None, kept):
-        raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
-    total = kept or args.global_batch_size or cell * args.accumulation
-    if total % cell and not kept:
-        raise ValueError(f"--global_batch_size {total} is not a multiple of {world_size} ranks x --batch_size "
-                         f"{args.batch_size} = {cell}")
-    micro = total / world_size / (accumulation := -(-total // cell))
-    log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    log0(f"global batch {total} = {world_size} ranks x {micro:g} x {accumulation} accumulation")
-    return total, accumulation
-
-def scaled_lr(lr: float, rule: str, world_size: int) -> float:
-    """--lr_scaling of the rate to `world_size` ranks (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
-    factor = {"none": 1, "linear": world_size, "sqrt": world_size**0.5, "conservative": min(world_size, 6)}[rule]
-    if factor != 1:
-        log0(f"learning rate {lr:g} x {factor:g} ({rule} scaling, {world_size} ranks) = {lr * factor:g}")
-    return lr * factor
-
-def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
-    """Factor on the rate at 0-based `step`: warm-up from above zero, then constant or decaying to zero at `total`."""
-    done = (step - warmup) / max(1, total - warmup)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
-    return (step + 1) / (warmup + 1) if step < warmup else decay
 
 class GlobalBatchSampler(DistributedSampler):
-    """The items, shuffled by (seed, epoch) alone, cut into global batches (what is left over waits for another epoch),
-    dealt round-robin to the ranks, cut into micro_steps. Yields this rank's micro-batches (int64 ids) from `start` on.
-    `cut(ids, epoch)` may regroup the items of `window` batches into as many: length buckets, token or node budgets."""
-    def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
-                 cut: Callable | None = None):
-        super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
-        if n < global_batch or global_batch < ddp.world_size * micro_steps:
-            raise ValueError(f"{n} samples, global batch {global_batch}, {ddp.world_size} ranks x {micro_steps} "
-                             "micro-batches: each must be at least the next")
-        self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
-        self.window, self.cut = window, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
-    def __len__(self) -> int:  # micro-batches left in the epoch
-        return max(0, self.n // self.global_batch - self.start) * self.micro_steps
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        self.epoch, self.start = epoch, start
-    def permuted(self, positions: np.ndarray) -> np.ndarray:
-        """Items at `positions` of the shuffle, by a Feistel network (randperm: 2 s, 480 MB a rank for 60 M items)."""
-        half = max(1, ((self.n - 1).bit_length() + 1) // 2)
-        mask, keys = (1 << half) - 1, np.random.SeedSequence([self.seed, self.epoch]).generate_state(8, np.uint64)
-        items, walk = positions.astype(np.uint64), np.ones(len(positions), bool)
-        while walk.any():
-            left, right = items[walk] >> np.uint64(half), items[walk] & np.uint64(mask)
-            for key in keys:
-                mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-                mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-                left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & np.uint64(mask))
-            items[walk] = (left << np.uint64(half)) | right
-            walk = items >= self.n  # cycle walking (Black and Rogaway 2002)
-        return items.astype(np.int64)
-    def batches(self, start: int = 0) -> Iterator[np.ndarray]:
-        """Global batches of the epoch from number `start` on. (the same on all ranks)"""
-        end, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
-        windows = (np.arange(low, min(low + stride, end)) for low in range(start // self.window * stride, end, stride))
-        batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
-        return itertools.islice(batches, start % self.window, None)  # its first window holds batch `start`
-    def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
-        """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
-        mine = batch[self.rank if rank is None else rank :: self.num_replicas]
-        ends = [len(mine) * micro // self.micro_steps for micro in range(self.micro_steps + 1)]
-        return [mine[a:b] for a, b in itertools.pairwise(ends)]
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return itertools.chain.from_iterable(map(self.deal, self.batches(self.start)))
-    def fingerprint(self) -> bytes:
-        """Hash of the plan's inputs and of its first and last 1,000 batches, for require_same."""
-        digest = hashlib.sha256(repr((self.n, self.global_batch, self.seed, self.epoch)).encode())
-        for start in {0, max(0, self.n // self.global_batch - 1000)}:
-            for batch in itertools.islice(self.batches(start), 1000):
-                digest.update(batch.tobytes())
-        return digest.digest()
+    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
+    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
+    a restart.
 
-def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
-    """DistributedDataParallel; the model itself in a world of one. Every parameter must get a gradient."""
-    if ddp.world_size == 1:
-        return model
-    ids = None if ddp.device.type == "cpu" else [ddp.device.index]
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
-    wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
-    # the first backward pass fixes the order of 3 ranks' sums: one of zeros, so that a resume does not change it
-    zero, wrapped.module = sum((p * 0).sum() for p in model.parameters() if p.requires_grad), torch.nn.Identity()
-    wrapped(zero).backward()
+    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost: of each id,
+    such as its length. The global batch stays a random sample; within it, ids of similar cost come
+    into the same micro-batch, where they need little padding, and all ranks get equal work."""
+
+    def __init__(self, ids, args, state, cost=None):
+        super().__init__(ids, seed=args.seed, drop_last=True)
+        world_size = self.num_replicas
+        self.ids = ids
+        self.cost = cost
+        self.start = 0
+        self.global_batch = args.global_batch_size or args.batch_size * world_size
+        if state:  # a run keeps its batch, on any number of ranks
+            self.global_batch = state["global_batch"]
+            if args.global_batch_size not in (0, self.global_batch):
+                text = f"this run was started with {self.global_batch}"
+                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
+        parts = world_size * self.accumulation
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        if self.global_batch > len(ids):
+            raise InputError(f"{self.global_batch} samples a step, but {len(ids)} to train on")
+        if self.global_batch < parts:
+            text = f"{world_size} ranks x {self.accumulation} micro-batches"
+            raise InputError(f"{self.global_batch} samples a step are too few for {text}")
+        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
+        if self.accumulation > 1:
+            each += f" × {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
+
+    def set_epoch(self, epoch, start=0):
+        self.epoch = epoch
+        self.start = start
+
+    def __len__(self):
+        return (self.steps - self.start) * self.accumulation
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
+        for step in range(self.start, self.steps):
+            first = step * self.global_batch
+            batch = self.ids[order[first : first + self.global_batch]]
+            if self.cost is not None:
+                batch = batch[np.argsort(self.cost[batch], kind="stable")]
+            for part in np.array_split(batch, self.accumulation):
+                yield part[self.rank :: self.num_replicas], batch
+
+
+def choose_precision(args, device):
+    """The dtype for torch.autocast, where float32 means none."""
+    name = args.precision
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "bf16"
+    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
+    # torch.compile may fail once the newer one, fp32_precision, was used.
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+
+
+def wrap_ddp(model, args, device):
+    if args.compile:
+        model = torch.compile(model)
+    if dist.get_world_size() == 1:
+        return model  # nothing to add up, and DDP would take its time for it
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        find_unused_parameters=args.find_unused_parameters,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,  # they are the same on all ranks, or each rank's own
+    )
+    # After its first backward pass DDP changes its buckets, and so the order in which three or more
+    # ranks are summed. Let that happen now, or a resumed run would differ in the last bit. The pass
+    # needs no network, only a loss that depends on every parameter: it is zero times their sum.
+    wrapped.module = nn.Identity()
+    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
     wrapped.module = model
-    wrapped.zero_grad(set_to_none=True)
+    wrapped.zero_grad()
     return wrapped
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:  # without DDP's and torch.compile's wrappers
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    return model
 
-def sync_gradients(model: torch.nn.Module, last: bool):
-    """Context for a micro-batch's forward and backward: gradients are all-reduced in the last one only."""
-    wrapped = getattr(model, "_orig_mod", model)
-    return contextlib.nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
+def default_generator(device):
+    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
 
-def resolve_precision(name: str, device: torch.device) -> torch.dtype:  # of --precision
-    if name == "fp16" and device.type == "cpu":
-        raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
-    has_bf16 = device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = torch.bfloat16 if has_bf16 else torch.float32
-    return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 class StepGuard:
-    """The end of an optimizer step, and what all ranks agree on there: non-finite numbers, signals, the time limit."""
-    signal, beat = 0, 0.0  # of this process: the signal it got, and when it last showed that it is not stuck
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
-                 dtype: torch.dtype, started: float):
-        self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
-        self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
-        if not self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
-            raise ValueError(f"{type(optimizer).__name__} needs fused=True, or it cannot skip a non-finite update")
-        self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
-        self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
-        self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    @classmethod
-    def on_signal(cls, number: int, _frame) -> None:
-        """Ask for a stop at the next step; end a process stuck with a dead peer before the launcher's SIGKILL does."""
-        def watch() -> None:
-            while time.monotonic() - cls.beat < 20.0:
-                time.sleep(0.5)
-            os._exit(128 + number)
-        if not cls.signal:
-            cls.signal, cls.beat = number, time.monotonic()
-            threading.Thread(target=watch, daemon=True).start()
-    def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
-        """Clip, update if all is finite, agree: (gradient norm, why to stop or ''). `ids`: of this rank. (all ranks)"""
-        StepGuard.beat = now = time.monotonic()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
-        flags = torch.tensor([0.0, StepGuard.signal, now > self.deadline]).to(self.ddp.device, non_blocking=True)
-        # under a scaler a gradient that overflows is routine: it skips by itself
-        flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
-        if self.ddp.world_size > 1:
+    """Skips updates that are not finite, and lets the ranks agree to stop.
+
+    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
+    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
+    next step is queued, and are read one step late."""
+
+    def __init__(self, args, device):
+        self.args = args
+        self.deadline = START + 60 * (args.max_minutes or math.inf)
+        self.launched = find_ranks() is not None
+        self.bad_in_row = torch.zeros((), device=device)
+        self.flags = None  # of the last call, on their way to the host
+        self.arrived = None  # the event that says that they are there
+        self.reason = ""
+
+    def update(self, optimizer, scaler):
+        """Clip and step. Returns the gradient's norm, on the device."""
+        if not optimizer.defaults.get("fused"):
+            raise InputError("only an optimizer with fused=True can skip a step without a wait")
+        scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, limit)
+        # DDP has added up the ranks' gradients: a NaN on one is one on all, and all skip alike.
+        bad = norm.isfinite().logical_not().float()
+        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
+        return norm
+
+    def agree(self):
+        """Why to stop, or "", the same on all ranks: what was so at the call before. (all ranks)"""
+        if self.flags is not None:
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            bad, number, late, orphaned = self.flags.tolist()
+            if bad >= self.args.max_bad_steps:
+                text = f"{bad:.0f} steps in a row without a finite gradient"
+                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
+            if number > 0:
+                self.reason = signal.Signals(int(number)).name
+            elif late > 0:
+                self.reason = "time limit"
+            elif orphaned > 0:
+                self.reason = "death of the launcher"
+
+        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
+        number = torch.full_like(self.bad_in_row, stop_signal)
+        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
+        # a rank whose launcher was killed gets another parent, and nobody would ever end it
+        is_orphan = self.launched and os.getppid() != PARENT
+        orphaned = torch.full_like(self.bad_in_row, is_orphan)
+        flags = torch.stack([self.bad_in_row, number, late, orphaned])
+        if dist.get_world_size() > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if not self.scaler.is_enabled():  # fused optimizers skip the update on the device where found_inf is 1
-            self.optimizer.grad_scale, self.optimizer.found_inf = None, flags[0]
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        reason = self.finish()  # of the step before: the device is still busy with this one
-        self.pending = (step, ids, flags.to("cpu", non_blocking=True))
-        self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
-        return norm, reason
-    def finish(self) -> str:
-        """Read the flags of the last step: why to stop, the same on all ranks; RuntimeError after max_bad_steps."""
-        if self.pending is None:
-            return ""
-        if self.event is not None:
-            self.event.synchronize()
-        (step, ids, flags), self.pending = self.pending, None
-        bad, number, late = flags.tolist()
-        self.recent.append((step, ids))
-        self.bad_in_row, self.bad_steps = self.bad_in_row + 1 if bad else 0, self.bad_steps + bool(bad)
-        if bad and self.ddp.rank == 0:
-            warn(f"non-finite loss or gradient at step {step}: the update was skipped on all ranks")
-        if self.bad_in_row >= self.max_bad:
-            samples = "; ".join(f"step {n}: {[int(i) for part in ids for i in part][:64]}" for n, ids in self.recent)
-            raise RuntimeError(f"{self.bad_in_row} steps in a row with a non-finite loss or gradient; "
-                               f"samples of this rank in the last ones: {samples}")
-        return signal.Signals(int(number)).name if number else "time limit" if late else ""
+        self.flags = flags.to("cpu", non_blocking=True)
+        if flags.device.type != "cpu":
+            self.arrived = torch.accelerator.current_stream().record_event()
+        return self.reason
 
-def stop_status(reason: str) -> int:  # status and last line of a run that stopped early, its checkpoint written
-    resumes = "requeue me" if reason == "SIGUSR1" else f"stopped by {reason}: the same command goes on from here"
-    log0(f"checkpoint written, {resumes}")
-    return {"SIGTERM": 143, "SIGINT": 130}.get(reason, 0)
 
-def rng_states(ddp: DDPContext) -> list[dict]:  # random state of every rank, for a checkpoint (all ranks)
-    state = {"cpu": torch.get_rng_state()}
-    if ddp.device.type != "cpu":
-        state[ddp.device.type] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
-    states = [state] * ddp.world_size
-    if ddp.world_size > 1:
-        dist.all_gather_object(states, state)
-    return states
+def exit_status(reason):
+    """Of a run that was stopped, or not (""). A time limit and a queue's SIGUSR1 are planned."""
+    if reason:
+        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
+    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
+    return statuses.get(reason, 1)
 
-def restore_rng(states: list[dict], ddp: DDPContext, seed: int) -> None:
-    """This rank's random state; on another world size a new one from (seed, rank)."""
-    torch.manual_seed(seed + ddp.rank)
-    if len(states) == ddp.world_size:
-        torch.set_rng_state(states[ddp.rank]["cpu"])
-        if ddp.device.type in states[ddp.rank].keys() - {"cpu"}:
-            torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank][ddp.device.type], ddp.device)
 
-def atomic_write(path: Path, write: Callable) -> bool:
-    """`write(file)` to a temporary file, fsync, rename; False and a warning if that fails (disk full). (rank 0 only)"""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    StepGuard.beat = math.inf  # however long it takes
+def save_checkpoint(folder, name, state):
+    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
+    new = folder / "new.tmp"
     try:
-        with open(temporary, "wb") as file:
-            write(file)
+        with open(new, "wb") as file:
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        return True
-    except (OSError, RuntimeError) as error:  # torch.save turns "no space left" into RuntimeError
-        temporary.unlink(missing_ok=True)
-        free = shutil.disk_usage(path.parent).free / 1e6
-        warn(f"could not write {path} ({str(error).splitlines()[0]}; {free:.0f} MB free): the old file is untouched")
-        return False
-    finally:
-        StepGuard.beat = time.monotonic()
+        if name == "latest.pt" and (folder / name).exists():
+            os.replace(folder / name, folder / "previous.pt")
+        os.replace(new, folder / name)
+    except (OSError, RuntimeError) as error:  # a full disk, most likely, which may get better
+        new.unlink(missing_ok=True)
+        reason = str(error).splitlines()[0]
+        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
 
-def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, best: bool = False) -> bool:
-    """step_*.pt (the `keep` newest stay), latest.pt and, if asked, best.pt, atomically. (rank 0 only)"""
-    numbered = Path(directory) / f"step_{step:08d}.pt"
-    if not atomic_write(numbered, lambda file: torch.save(state, file)):  # noqa: TID251
-        return False
-    for name in ("latest.pt", "best.pt") if best else ("latest.pt",):
-        link = numbered.with_name(f".{name}.link")
-        link.unlink(missing_ok=True)
-        try:
-            os.link(numbered, link)
-        except OSError:  # a file system without hard links
-            shutil.copy(numbered, link)
-        link.replace(numbered.with_name(name))
-    for old in sorted(numbered.parent.glob("step_*.pt"))[:-keep]:
-        old.unlink()
-    return True
 
-def load_checkpoint(path: str | Path) -> dict:
-    """A checkpoint, on the CPU, its model's names without `module.` and `_orig_mod.`. ValueError if it is damaged."""
-    Path(path).stat()  # FileNotFoundError if it is not there
+def is_whole(path):
+    """Whether the checksums in a checkpoint are right; torch.load does not look at them."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            if damaged := archive.testzip():
-                raise ValueError(f"checksum of {damaged} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:
-        first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    return state | {"model": {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}}
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
 
-def find_checkpoint(directory: Path) -> str | None:
-    """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
-    files = sorted(directory.glob("step_*.pt")) + [*directory.glob("latest.pt")]
-    for path in reversed(files):
-        try:
-            load_checkpoint(path)
-            return str(path)
-        except ValueError as error:
-            warn(f"{error}: using the one before it")
-    if files:
-        raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or give --fresh")
 
-def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
-    """Prepare --output_dir; the checkpoint to resume from, if any: its arguments in `same` must be ours. (all ranks)"""
-    folder = Path(args.output_dir)
-    def prepare() -> str | None:
-        if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):  # torchrun's restarts go on
-            aside = folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
-            log0(f"--fresh: the run in {folder} was moved to {aside}")
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--output_dir {folder} is not writable")
-        for left in [*folder.glob(".*.tmp"), *folder.glob(".*.link")]:  # of a save that was killed
-            left.unlink()
-        return find_checkpoint(folder)
-    restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]  # nodes may differ
-    if (path := on_rank0(ddp, prepare)) is None:
+def load_checkpoint(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def prepare_folder(folder, fresh):
+    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
+    global folder_lock
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
+        lock(folder)
+        if fresh and first_start and folder.exists():
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder.mkdir(exist_ok=True)
+        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
+        (folder / "new.tmp").unlink()
+    except OSError as error:
+        raise InputError(f"{folder} is not writable: {error}") from None
+    paths = [path for path in (folder / "latest.pt", folder / "previous.pt") if path.exists()]
+    for path in paths:
+        if is_whole(path):
+            return path
+        logging.warning(f"{path} is damaged: trying the one before it")
+    if paths:
+        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
+    return None
+
+
+def lock(folder):
+    """Until this process ends. (flock would be inherited by the workers, which may live longer.)"""
+    try:
+        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
+
+
+def open_run(args, data_hash):
+    """The checkpoint to go on from, or None for a new run. (all ranks)"""
+    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
+    if path is None:
         return None
+    if not path.exists():
+        raise InputError(f"rank 0 has {path}, this machine has not: all must see --output_dir")
     state = load_checkpoint(path)
-    for name in same:
-        if (old := state["args"].get(name)) != (new := getattr(args, name)):
-            raise ValueError(f"{folder} holds a run with {'data' if name == 'data_key' else '--' + name} {old!r}, this "
-                             f"one has {new!r}: give another --output_dir, or --fresh to move the old run aside")
-    log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
+    hint = "--fresh moves the old run aside, --output_dir names another folder"
+    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
+        if state.get(what) != now:
+            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
+    if state["data_hash"] != data_hash:
+        raise InputError(f"{path} was trained on other data: {hint}")
+    if state["step"] != on_rank0(state.get, "step"):
+        raise InputError(f"{path} is not the same here as on rank 0: all must see --output_dir")
+    logging.info(f"resuming {path} at step {state['step']}")
+    for name, value in vars(args).items():
+        if value != state["args"].get(name):
+            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
     return state
 
+
+def restore(state, model, optimizer, scaler):
+    # the optimizer's momenta as they were, but its options as they are now, such as --weight_decay
+    options = optimizer.state_dict()["param_groups"]
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
+        scaler.load_state_dict(state["scaler"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        hint = "give the options it had; or --fresh, which moves the old run aside"
+        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
+
+
 class RunLog:
-    """metrics.jsonl, the log line, wandb, summary.json and curves.png of a run."""
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, resumed: dict | None):
-        self.args, self.ddp, self.folder, resumed = args, ddp, Path(args.output_dir), resumed or {}
-        self.wandb_id, self.wall = resumed.get("wandb_id") or os.urandom(4).hex(), resumed.get("wall_s", 0.0)
-        self.last_step, (self.final_loss, self.speed) = resumed.get("step", 0), resumed.get("speed", (None, None))
-        self.started = time.monotonic()
-        self.reset()
-        log0(f"command: {' '.join(sys.argv)}")
-        log0(f"torch {torch.__version__}, world size {ddp.world_size}, backend {ddp.backend}, started by "
-             f"{ddp.launcher}, {torch.get_num_threads()} CPU threads per rank")
-        changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
-        log0(f"arguments that differ from the defaults: {changed or 'none'}")
-        if ddp.rank == 0:
-            path, self.queue, self.unwritten = self.folder / "metrics.jsonl", queue.SimpleQueue(), b""
-            path.touch()  # and drop records of steps that this run makes again
-            rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
-            rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
-            atomic_write(path, lambda file: file.write("".join(rows).encode()))
-            self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.folder = Path(args.output_dir)
+        self.path = self.folder / "metrics.jsonl"
+        # steps after the checkpoint, or all without one, are made again: their lines go
+        kept = state["log_size"] if state else 0
+        if dist.get_rank() == 0 and self.size() > kept:
+            os.truncate(self.path, kept)
+        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
+        self.rows = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
+        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
             self.thread.start()
-    def feed_wandb(self) -> None:
-        """wandb in a thread of its own: what it does wrong, or slowly, never reaches the training loop."""
-        mode = self.args.wandb_mode
-        if mode == "auto":
-            netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-            key = os.environ.get("WANDB_API_KEY") or (netrc.exists() and "wandb" in netrc.read_text())
-            mode = os.environ.get("WANDB_MODE") or ("online" if key else "disabled")
-            log0(f"wandb {mode} (--wandb_mode auto: {'an' if key else 'no'} API key is configured)")
-        if mode == "disabled":
-            return
+
+    def size(self):
+        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def feed_wandb(self):
+        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
         try:
             import wandb
-            run = wandb.init(project=self.args.wandb_project, name=self.args.wandb_name, id=self.wandb_id, mode=mode,
-                             resume="allow", dir=str(self.folder), config=vars(self.args),
-                             settings=wandb.Settings(init_timeout=30, silent=True))
-            while (row := self.queue.get()) is not None:
-                run.log(row)
+
+            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
+            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
+            run = wandb.init(project=project, resume="allow", **options)
+            for row in iter(self.rows.get, None):  # until there is a None in the queue
+                run.log(row, step=row["step"])
             run.finish()
         except Exception as error:
-            warn(f"wandb failed and is off; metrics.jsonl has everything ({type(error).__name__}: {str(error)[:200]})")
-    def waiting(self, iterator: Iterator):
-        """next(iterator), its time counted as waiting for data."""
-        begin, item = time.monotonic(), next(iterator)
-        StepGuard.beat = time.monotonic()
-        self.waited, self.steps = self.waited + StepGuard.beat - begin, self.steps + 1
-        return item
-    def add(self, samples: int, **sums: tuple[torch.Tensor, float]) -> None:
-        """Add the (sum, count) pairs of a micro-batch of this rank; they stay on the device."""
-        self.samples += samples
-        for name, (total, count) in sums.items():
-            old = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (old[0] + total.detach().double(), old[1] + count)
-    def interval(self, step: int, total: int, epoch: int, model: torch.nn.Module, lr: float, norm: torch.Tensor,
-                 **extra) -> None:
-        """Reduce what was added since the last call and record it. (all ranks) The only host sync of the loop."""
-        sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
-        sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
-        seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
-        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums if sums[f"{n}/1"]}  # where there were any
-        timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}  # ns per step
-        exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
-        if self.ddp.device.type != "cpu":  # of the device's allocator, not of the process (in kB; macOS: bytes)
-            peak = torch.accelerator.max_memory_allocated(self.ddp.device)
-        wait, comm = self.waited / seconds, max(0.0, exposed * 1e-9) * self.steps / seconds
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": wait, "comm": comm, "mem_gb": peak / 1e9}
-        self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
-        numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
-        log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
-             f"{self.speed:.0f} data_wait={wait:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}"
-             + "".join(f" {n}={v:.6g}" for n, v in extra.items()))
-        self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
-        self.reset()
-    def reset(self) -> None:
-        """Start an interval (also after an evaluation or a checkpoint, so that speeds are of training alone)."""
-        self.last, self.waited, self.steps, self.samples, self.sums = time.monotonic(), 0.0, 0, 0, {}
-    def write(self, row: dict) -> None:
-        """One record to metrics.jsonl and wandb. (rank 0 writes)"""
-        if self.ddp.rank == 0:
-            row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
-            self.unwritten += (json.dumps(row) + "\n").encode()
-            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
-                self.unwritten = self.unwritten[file.write(self.unwritten) :]  # disk full: the rest waits
-            if self.thread.is_alive():  # not when wandb is off
-                self.queue.put(row)
-    def close(self, status: str, **fields) -> None:
-        """summary.json, the end of wandb, and every loss and metric against the step in curves.png. (rank 0 writes)"""
-        if self.ddp.rank > 0:
+            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def write(self, row):
+        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
+        if dist.get_rank() > 0:
             return
-        summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
-                   "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
-                   "wall_s": self.wall + time.monotonic() - self.started}
-        atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-        self.queue.put(None)
-        self.thread.join(timeout=30)
+        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
         try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return warn("no curves.png: pip install matplotlib")
-        curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
-        for row in map(json.loads, re.findall(r".*}\n", (self.folder / "metrics.jsonl").read_text())):  # whole records
-            for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
-                curves[name].append((row["step"], row[name]))
-        rows = max(1, -(-len(curves) // 3))  # margins are given, as finding good ones takes as long as drawing
-        figure = Figure((12, 2.6 * rows))
-        figure.subplots_adjust(0.06, 0.2 / rows, 0.99, 1 - 0.12 / rows, wspace=0.25, hspace=0.5)
-        for place, (name, points) in enumerate(curves.items(), 1):
-            axis = figure.add_subplot(rows, 3, place, title=name, xlabel="optimizer step")
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-        atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
-# ===== shared DDP block: end =====
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            if self.path.exists():
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        if self.thread.is_alive():
+            self.rows.put(row)
 
-# ---- Evaluate ------------------------------------------------------------------------------------
+    def close(self, **summary):
+        if dist.get_rank() > 0:
+            return
+        seconds = round(time.monotonic() - START, 1)
+        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
+        summary.update(torch=torch.__version__, args=vars(self.args))
+        try:
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+            draw_curves(self.path)
+        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
+            logging.warning(f"no summary.json or no curves.png: {error}")
+        if self.thread.is_alive():
+            self.rows.put(None)
+            self.thread.join(timeout=30)
 
-EVAL_DRAW, SFT_DRAW = 1000, 2000  # numbers of decoding orders, apart from those of training
-COLUMNS = ("chosen", "rejected", "nll", "recovered", "entropy", "residues")  # of score_pairs
 
-def pair_logits(model: nn.Module, batch: PreferenceBatch, draw: int, args: Namespace, both: bool = True) -> tuple:
-    """Logits (S, L, 21) of a batch's chosen sequences, then (`both`) of its rejected ones, in decoding order number
-    `draw` of each pair, the same for its two sequences; and log p of its sequences at --temperature (P, 2)."""
-    ids, times = torch.from_numpy(batch.items).to(batch.chosen.device), 2 if both else 1
-    ranks = decoding_ranks(batch.designed, batch.geometry.valid[batch.owner], args.seed, ids, draw, args.decoding_order)
-    sequences = torch.cat([batch.chosen, batch.rejected][:times])
-    logits = model(batch.geometry, batch.owner.repeat(times), sequences, ranks.repeat(times, 1), batch.encoded)
-    weights = (batch.designed * batch.weights).repeat(times, 1)
-    return logits, sequence_logps(logits, sequences, weights, args.temperature).view(times, -1).T
+def draw_curves(path):
+    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
+    from matplotlib.figure import Figure
+
+    curves = {}
+    for line in open(path):
+        row = json.loads(line)
+        step = row.pop("step")
+        for name, value in row.items():
+            curves.setdefault(name, []).append((step, value))
+    figure = Figure((12, 1 + len(curves)), layout="constrained")
+    for number, (name, points) in enumerate(curves.items(), start=1):
+        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
+        axis.plot(*zip(*points, strict=True), linewidth=1)
+    figure.savefig(path.with_name("curves.png"), dpi=110)
+
+
+# End of the lines that every script has.
+# ==================================================================================================
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+SCORES = 4  # the first columns of a table: sequence_scores of both sequences, whole parts first
+COLUMNS = SCORES + 4  # cross entropy, hits and entropy of the preferred sequence; its residues
+
+
+class Run(NamedTuple):
+    """What training and evaluation share."""
+
+    args: argparse.Namespace
+    device: torch.device
+    data: Pairs
+    train_ids: np.ndarray
+    valid_ids: np.ndarray
+    model: ProteinMPNN
+    guard: StepGuard
+    log: RunLog
+
+
+def share_out(run, ids):
+    """Places in `ids`, in parts of whole backbones with --eval_batch_size pairs or a few more: so a
+    backbone is encoded once, however many pairs it has. (If there are very many, all ranks are to
+    have some of them.)"""
+    size = run.args.eval_batch_size
+    backbone = run.data.backbone[ids]
+    _, counts = np.unique(backbone, return_counts=True)
+
+    parts = []
+    part = []
+    for places in np.split(np.argsort(backbone, kind="stable"), np.cumsum(counts)[:-1]):
+        for start in range(0, len(places), 16 * size):
+            part.extend(places[start : start + 16 * size])
+            if len(part) >= size:
+                parts.append(np.array(part))
+                part = []
+    if part:
+        parts.append(np.array(part))
+    return parts
+
 
 @torch.no_grad()
-def score_pairs(task: Task, ids: np.ndarray, draws: list[int] | None = None) -> Tensor:
-    """COLUMNS of the pairs `ids` under the model, means over decoding orders `draws` (else those of validation), (N, 6)
-    float64 on the host: log p of both sequences at --temperature; of the chosen, its cross entropy at temperature 1,
-    residues that are the likeliest, entropy, summed over designed residues; their number. (all ranks)"""
-    draws = draws or range(EVAL_DRAW, EVAL_DRAW + task.args.eval_orders)
-    args, ddp, size = task.args, task.ddp, task.args.eval_batch_size
-    table = torch.zeros(len(ids), len(COLUMNS), dtype=torch.float64)
-    order = np.lexsort((ids, task.pairs.backbone[ids], task.pairs.lengths[ids]))  # pairs of a backbone together
-    for low in range(ddp.rank * size, len(ids), ddp.world_size * size):
-        places = order[low : low + size]
-        batch = task.collate(ids[places])
-        for draw in draws:
-            logits, logps = pair_logits(task.model, batch, draw, args)
-            logp = F.log_softmax(logits[: len(places)], dim=-1)
-            values = (-logp.gather(-1, batch.chosen[..., None])[..., 0], logp.argmax(-1) == batch.chosen,
-                      -(logp.exp() * logp).sum(-1), batch.designed)
-            sums = [(v * batch.designed).double().sum(1) for v in values]
-            table[torch.from_numpy(places)] += torch.column_stack([logps, *sums]).cpu() / len(draws)
-        StepGuard.beat = time.monotonic()
-    if ddp.world_size > 1:
-        table = table.to(ddp.device)
-        dist.all_reduce(table)  # every row is zero on all ranks but one
-    return table.cpu()
+def score(run, ids, orders):
+    """A table (len(orders), len(ids), COLUMNS) float32, on the device, of the pairs `ids` in each
+    of the decoding orders; None if the ranks agreed to stop. Part k goes to rank k % world_size,
+    each pair once: the same on any number of ranks. (all ranks)"""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    parts = share_out(run, ids)
+    table = torch.zeros(len(orders), len(ids), COLUMNS, device=run.device)
+    run.model.eval()
 
-def pair_table(task: Task, ids: np.ndarray, reference: Tensor) -> dict[str, np.ndarray]:
-    """What is known of each pair, {name: (N,) float64}: COLUMNS, rewards, margins, losses. `reference` (N, 2)."""
-    table = score_pairs(task, ids)
-    rewards = task.args.beta * (table[:, :2] - reference)
-    found = dict(zip(COLUMNS, table.T, strict=True))
-    margin = torch.from_numpy(task.pairs.arrays["margin"][ids].astype(np.float64))
-    loss = preference_loss((rewards[:, 0] - rewards[:, 1]) / task.args.beta, found["residues"], margin, task.args)
-    found |= {"reference_chosen": reference[:, 0], "reference_rejected": reference[:, 1], "loss": loss,
-              "reward_chosen": rewards[:, 0], "reward_rejected": rewards[:, 1], "margin": rewards[:, 0] - rewards[:, 1]}
-    return {name: values.numpy() for name, values in found.items()}
+    for first in range(0, len(parts), world_size):
+        if run.guard.agree():  # here and not once at the end: this may take long
+            return None
+        if first + rank < len(parts):
+            part = parts[first + rank]
+            numbers = np.unique(run.data.backbone[ids[part]])
+            structures = run.data.structures(numbers).to(run.device)
+            encoded = run.model.encode(structures)
+            for start in range(0, len(part), run.args.eval_batch_size):
+                places = part[start : start + run.args.eval_batch_size]
+                for number, order in enumerate(orders):
+                    batch = run.data.batch(ids[places], len(ids), order, numbers, structures)
+                    batch = batch.to(run.device)
+                    values = table_rows(run, batch, encoded)
+                    table[number, torch.from_numpy(places).to(run.device)] = values
 
-def summarise(table: dict[str, np.ndarray], beta: float) -> dict[str, float]:
-    """Metrics of a pair_table: means over pairs; recovery, perplexity, entropy and log-ratio over designed residues."""
-    t, residues = table, table["residues"].sum()
-    found = {"loss": t["loss"].mean(),
-             "rewards/accuracies": (t["margin"] > 0).mean(), "rewards/margins": t["margin"].mean(),
-             "rewards/chosen": t["reward_chosen"].mean(), "rewards/rejected": t["reward_rejected"].mean(),
-             "likelihood_accuracy": (t["chosen"] > t["rejected"]).mean(),
-             "log_ratio": t["reward_chosen"].sum() / beta / residues, "recovery": t["recovered"].sum() / residues,
-             "perplexity": np.exp(t["nll"].sum() / residues), "entropy": t["entropy"].sum() / residues}
-    return {name: float(value) for name, value in found.items()}
+    run.model.train()
+    dist.all_reduce(table)  # each row is zero on all ranks but one
+    return table
 
-def evaluate(task: Task) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Metrics of the validation pairs, and their pair_table; the same on any number of ranks. (all ranks)"""
-    with averaged_weights(task.model, task.average) if task.args.ema else contextlib.nullcontext():
-        table = pair_table(task, task.val_ids, task.reference[task.val_ids, 0])
-    return summarise(table, task.args.beta), table
 
-def report_structures(task: Task, table: dict[str, np.ndarray]) -> None:
-    """structures.csv and the log: a row per structure file of the validation pairs, of their pair_table. (all ranks)"""
-    group, rows = task.pairs.group[task.val_ids], []
-    for number in np.unique(group):
-        found = summarise({name: values[group == number] for name, values in table.items()}, task.args.beta)
-        found = {name: f"{value:.6f}" for name, value in found.items()}
-        rows.append({"structure": task.pairs.files[number], "pairs": (group == number).sum(), **found})
-        log0("  " + " ".join(f"{name}={value}" for name, value in rows[-1].items()))
-    on_rank0(task.ddp, write_file, Path(task.args.output_dir) / "structures.csv", csv_of(rows))
+def table_rows(run, batch, encoded):
+    """(P, COLUMNS) of a batch."""
+    letters = batch.residues[:2]
+    row = batch.residues[2]
+    rank = batch.residues[3]
+    logits = run.model(batch.structures, letters, row, rank, encoded)
+    scores = sequence_scores(logits, letters, batch, run.args.temperature)
+    designed = (batch.weights > 0).float()
+    logp = F.log_softmax(logits[0], dim=-1)
+    own = log_probabilities(logits[:1], letters[:1])[0]
+    hits = logp.argmax(-1) == letters[0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    sums = sum_by_pair(torch.stack([-own, hits, entropy, torch.ones_like(own)]) * designed, batch)
+    return torch.cat([scores.flatten(0, 1), sums]).T
 
-def csv_of(rows: list[dict]) -> bytes:
-    """`rows` as CSV, with their names."""
-    cells = [list(rows[0]), *(row.values() for row in rows)]
-    return "".join(",".join(f'"{c}"' if "," in str(c) else str(c) for c in row) + "\n" for row in cells).encode()
 
-# ---- Train ---------------------------------------------------------------------------------------
+def summarise(args, table, reference, data, ids):
+    """Metrics of pairs `ids`, from the table (N, COLUMNS) of the network and the reference's scores
+    (N, SCORES), float64 on the host. Means are over pairs, or over designed residues."""
+    scores = (table[:, :SCORES] - reference).view(-1, 2, 2).sum(1)
+    ratio = scores[:, 0] - scores[:, 1]
+    own = table[:, :SCORES].view(-1, 2, 2).sum(1)
+    entropy, hits, spread, residues = table[:, SCORES:].sum(0).tolist()
+    margin = torch.tensor([float(data.pairs[number].values[1]) for number in ids])
+    weights = torch.tensor([float(data.pairs[number].weights.sum()) for number in ids])
+    loss = preference_loss(args, ratio, weights.double(), margin.double())
 
-@dataclass
-class Task:
-    """What the stages, the evaluation and the modes share."""
-    args: Namespace
-    ddp: DDPContext
-    model: ProteinMPNN
-    pairs: Pairs
-    train_ids: np.ndarray | None  # None: nothing is trained
-    val_ids: np.ndarray
-    average: list[Tensor] = field(default_factory=list)  # EMA of the parameters
-    encoded: dict[int, tuple] | None = None  # what the frozen encoder makes of each backbone, on the host
-    reference: Tensor | None = None  # (pairs, orders, 2) float64: log p of both sequences; order 0 for validation
-    history: list[dict] = field(default_factory=list)
-    def collate(self, ids: np.ndarray) -> PreferenceBatch:
-        """The pairs `ids`, on the device, with the frozen encoder's output."""
-        batch = moved(self.pairs.collate(ids), self.ddp.device)
-        if self.encoded is None:
-            return batch
-        backbones, shape = np.unique(self.pairs.backbone[ids]), batch.geometry.near.shape
-        nodes, edges = torch.zeros(*shape[:2], WIDTH), torch.zeros(*shape, WIDTH)
-        for row, number in enumerate(backbones.tolist()):
-            if number not in self.encoded:
-                with torch.no_grad():
-                    found = self.model.encode(moved(self.pairs.geometry(backbones[row : row + 1]), self.ddp.device))
-                self.encoded[number] = [x[0].float().cpu() for x in found]
-            length, k = self.encoded[number][1].shape[:2]
-            nodes[row, :length], edges[row, :length, :k] = self.encoded[number]
-        return batch._replace(encoded=(moved(nodes, self.ddp.device), moved(edges, self.ddp.device)))
+    metrics = {
+        "loss": loss.mean(),
+        "rewards/accuracies": (ratio > 0).double().mean(),
+        "rewards/margins": args.beta * ratio.mean(),
+        "rewards/chosen": args.beta * scores[:, 0].mean(),
+        "rewards/rejected": args.beta * scores[:, 1].mean(),
+        "likelihood_accuracy": (own[:, 0] > own[:, 1]).double().mean(),
+        "log_ratio": scores[:, 0].sum() / residues,
+        "recovery": hits / residues,
+        "perplexity": math.exp(min(entropy / residues, 700)),
+        "entropy": spread / residues,
+    }
+    return {name: float(value) for name, value in metrics.items()}
 
-@dataclass
-class Stage:
-    """Where a stage stands: what a checkpoint must bring back beside the weights."""
-    name: str  # sft: maximum likelihood on the chosen sequences; dpo
-    first: int = 0  # optimizer steps of the stage before
-    step: int = 0  # optimizer steps of this stage
-    epoch: int = 0
-    best: dict | None = None
-    peak: float = 0.0  # learning rate
-    loss: float = 0.0  # sum over this epoch's pairs, at a checkpoint
-    owed: bool = False  # the epoch's validation has yet to be made
 
-def make_step(task: Task, sampler: GlobalBatchSampler, epoch: int, batch: np.ndarray) -> tuple[list[tuple], int]:
-    """This rank's part of a global batch (places in task.train_ids), and how many pairs that has. For each micro-batch:
-    itself, its pairs (0: it stands in where this rank has none), their log p of the reference (P, 2) float64."""
-    lengths, ranks, micro = task.pairs.lengths[task.train_ids[batch]], task.ddp.world_size, []
-    # a block for each rank, as its pairs share backbones; of as many residues, as batches are sorted by length
-    ends = np.searchsorted(lengths.cumsum() - lengths / 2, lengths.sum() * np.arange(1, ranks) / ranks)
-    ends = np.minimum(ends, len(batch) - min(sampler.micro_steps, len(batch) // ranks) * np.arange(ranks - 1, 0, -1))
-    for part in np.array_split(np.split(batch, ends)[task.ddp.rank], sampler.micro_steps):
-        ids = task.train_ids[part if len(part) else batch[:1]]
-        reference = None if task.reference is None else task.reference[ids, epoch % task.args.num_orders]
-        micro.append((task.collate(ids), len(part), moved(reference, task.ddp.device)))
-    return micro, len(batch)
+def evaluate(run, reference):
+    """Metrics of the validation pairs; None if the ranks agreed to stop. reference (N, SCORES) of
+    all pairs. (all ranks)"""
+    table = score(run, run.valid_ids, [EVALUATION])
+    if table is None:
+        return None
+    own = reference[torch.from_numpy(run.valid_ids).to(run.device)]
+    # by rank 0 for all, who decide by it: another processor might round differently
+    host = (table[0].cpu().double(), own.cpu().double())
+    return on_rank0(summarise, run.args, *host, run.data, run.valid_ids)
 
-def stage_loss(task: Task, model: nn.Module, stage: Stage, batch: PreferenceBatch, reference: Tensor) -> tuple:
-    """Sum over a micro-batch's pairs of the stage's loss, and {name: (P,)} to log."""
-    args, dpo = task.args, stage.name == "dpo"
-    draw = stage.epoch % args.num_orders if dpo else SFT_DRAW + stage.epoch
-    logits, logps = pair_logits(model, batch, draw, args, both=dpo)
-    nll, residues = 0.0, batch.designed.sum(1)
-    if not dpo or args.sft_weight:
-        nll = -sequence_logps(logits[: len(residues)], batch.chosen, batch.designed.float(), 1.0) / residues
-    if not dpo:
-        return (batch.weight * nll).sum(), {"loss": nll}
-    rewards = args.beta * (logps - reference)
-    margins = rewards[:, 0] - rewards[:, 1]
-    losses = preference_loss(margins / args.beta, residues, batch.margin, args)
-    whole = batch.weight * losses + args.sft_weight * nll
-    if args.diversity_lambda:
-        shares = diversity(logits, batch.designed.repeat(2, 1), args.temperature)
-        whole = whole - args.diversity_lambda * shares.view(2, -1).mean(0)
-    return whole.sum(), {"loss": losses, "rewards/accuracies": (margins > 0).double(), "rewards/margins": margins}
 
-def stage_step(task: Task, model, stage: Stage, micro: list[tuple], pairs: int, log: RunLog, scaler) -> tuple:
-    """Forward and backward of an optimizer step; this rank's parts of the whole loss and of the preference loss."""
-    whole, shown = (torch.zeros((), dtype=torch.float64, device=task.ddp.device) for _ in range(2))
-    for number, (batch, count, reference) in enumerate(micro, 1):
-        with sync_gradients(model, number == len(micro)):
-            loss, values = stage_loss(task, model, stage, batch, reference)
-            # DDP averages over ranks: times ranks / pairs, that is the mean over the pairs of the whole step
-            scaler.scale(loss * (bool(count) * task.ddp.world_size / pairs)).backward()
-        if count:
-            log.add(count, **{name: (value.sum(), count) for name, value in values.items()})
-            shown += values["loss"].detach().sum()
-            whole += loss.detach()
-    return whole, shown
+def as_text(metrics):
+    return " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
 
-def check_start(task: Task, micro: list[tuple], loss: Tensor, pairs: int) -> None:
-    """RuntimeError unless the first loss is that of equal networks (ln 2, sigmoid), as these still are. (all ranks)"""
-    equal = [preference_loss(torch.zeros_like(batch.margin), batch.designed.sum(1), batch.margin, task.args)[:count]
-             for batch, count, _ in micro]
-    sums = {"found": loss / pairs, "expected": torch.cat(equal).double().sum() / pairs}
-    found, expected = reduce_sums(task.ddp, sums).values()
-    if not abs(found - expected) <= (1e-4 if task.model.dtype == torch.float32 else 0.05) * max(1.0, expected):
-        raise RuntimeError(f"the first loss is {found:.6f}, that of equal networks is {expected:.6f}: network and "
-                           "reference differ before training (weights, precision, decoding order?)")
-    log0(f"first loss {found:.6f}, as it must be where network and reference are equal ({expected:.6f})")
 
-def save_official(task: Task, name: str) -> None:
-    """The model, averaged where that is asked for, as ProteinMPNN's own tools load it, and read_model. (rank 0 only)"""
-    model = unwrap(task.model)
-    with averaged_weights(model, task.average) if task.args.ema else contextlib.nullcontext():
-        weights = {n: v.detach().to("cpu", torch.float32, copy=True) for n, v in model.state_dict().items()}
-    state = {"num_edges": model.neighbours, "noise_level": model.noise_level, "model_state_dict": weights}
-    atomic_write(Path(task.args.output_dir) / name, lambda file: torch.save(state, file))  # noqa: TID251
+# --------------------------------------------------------------------------------------------------
+# Train
 
-def checkpoint(task: Task, stage: Stage, optimizer, guard: StepGuard, log: RunLog, total: int, best: bool, done: bool):
-    """Everything needed to go on bit by bit, written by rank 0. (all ranks)"""
-    args, ddp, states = task.args, task.ddp, rng_states(task.ddp)
-    StepGuard.beat = math.inf  # however long rank 0 takes
-    if ddp.rank == 0:
-        state = {
-            "format": 1, "script": "run_dpo_ddp.py", "args": vars(args), "world_size": ddp.world_size, "done": done,
-            "global_batch": total, "model": task.model.state_dict(), "ema": task.average, "reference": task.reference,
-            "optimizer": optimizer.state_dict(), "scaler": guard.scaler.state_dict(), "rng": states,
-            "stage": vars(stage), "step": stage.first + stage.step, "epoch": stage.epoch, "history": task.history,
-            "bad_steps": guard.bad_steps, "speed": (log.final_loss, log.speed), "wandb_id": log.wandb_id,
-            "wall_s": log.wall + time.monotonic() - log.started}
-        if not save_checkpoint(args.output_dir, state, state["step"], args.keep_checkpoints, best) and done:
-            raise OSError(f"the end of the run could not be saved: free space in {args.output_dir}, run again")
-    barrier(ddp)
-    StepGuard.beat = time.monotonic()
-    log.reset()
 
-def finish_epoch(task: Task, stage: Stage, log: RunLog, mean: float, epochs: int) -> bool:
-    """Validate after an epoch of training loss `mean`, and say so. True if it is the best so far. (all ranks)"""
-    if stage.name == "sft":
-        log0(f"warm start, epoch {stage.epoch}/{epochs}: {mean:.4f} nats per residue")
-        return False
-    metrics, _ = evaluate(task)
-    value, step = metrics["loss"], stage.first + stage.step
-    better = stage.best is None or value < stage.best["value"]
-    if better:
-        stage.best = {"name": "val loss", "value": value, "step": step}
-    task.history.append({"step": step, "epoch": stage.epoch, **{f"val {n}": v for n, v in metrics.items()}})
-    log.write(task.history[-1])
-    log0(f"Epoch {stage.epoch} Summary:")
-    log0(f"  Train Loss: {mean:.4f}")
-    log0(f"  Val Loss:   {value:.4f}" + " (best so far)" * better)
-    log0("  " + " ".join(f"{n}={v:.4f}" for n, v in metrics.items()))
-    return better
+class PairSampler(GlobalBatchSampler):
+    """Says also in which decoding order an epoch takes its pairs, which workers need to know."""
 
-def train(task: Task, stage: Stage, log: RunLog, state: dict | None, total: int, micro_steps: int) -> str:
-    """Train a stage, from `state` if it is this stage's. Returns why it was stopped, or ''. (all ranks)"""
-    args, ddp, dpo = task.args, task.ddp, stage.name == "dpo"
-    lengths, backbone = task.pairs.lengths[task.train_ids], task.pairs.backbone[task.train_ids]
-    lengths = lengths + backbone / (backbone.max() + 1.0)  # pairs of a backbone together: it is encoded once
-    cut = bucket_by_tokens(lambda ids: lengths[ids], total, max(1, total // args.batch_size), args.seed)
-    sampler = GlobalBatchSampler(len(lengths), total, micro_steps, args.seed + (not dpo), ddp, 8, cut)
-    per_epoch, epochs = len(sampler) // micro_steps, args.num_epochs if dpo else args.sft_epochs
-    steps = epochs * per_epoch
-    stage.peak = stage.peak or scaled_lr(args.lr if dpo else args.sft_lr, args.lr_scaling, ddp.world_size)
-    warmup, schedule = (args.warmup_steps, args.schedule) if dpo else (min(50, steps // 10), "cosine")
-    trained = [p for p in task.model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim > 1]},
-              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-    optimizer = getattr(torch.optim, args.optimizer)(groups, lr=stage.peak, weight_decay=args.weight_decay, fused=True)
-    guard = StepGuard(args, ddp, optimizer, task.model.dtype, log.started)  # a fused optimizer can skip on the device
-    task.average = task.average or [p.detach().clone() for p in task.model.parameters()]
+    def __init__(self, ids, args, state, cost):
+        super().__init__(ids, args, state, cost)
+        self.sft_epochs = args.sft_epochs
+        self.orders = args.num_orders
+
+    def __iter__(self):
+        order = self.epoch - self.sft_epochs
+        if order < 0:  # in the warm start, which needs no reference, any other one
+            order = EVALUATION + 1 + self.epoch
+        else:
+            order = order % self.orders
+        for ids, whole in super().__iter__():
+            yield ids, whole, order
+
+
+def lr_factor(args, step, steps):
+    """What the peak rate is multiplied by: a straight rise, then constant, or half a cosine."""
+    if step < args.warmup_steps:
+        return (step + 1) / (args.warmup_steps + 1)
+    if args.schedule == "constant":
+        return 1.0
+    done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)
+    return 0.5 + 0.5 * math.cos(math.pi * done)
+
+
+def warm_start_factor(step, steps):
+    """The same of the warm start: a rise of at most 50 steps, then half a cosine."""
+    rise = min(50, steps // 10)
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
+
+
+def make_optimizer(args, model):
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": decay, "weight_decay": args.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.lr, fused=True)
+
+
+def score_reference(run):
+    """(num_orders + 1, N, SCORES) of the network as it stands, which from now on is the reference:
+    of the training pairs in each decoding order, and last of the validation pairs in the order of
+    evaluations; None if the ranks agreed to stop. (all ranks)"""
+    args = run.args
+    logging.info("Scoring all pairs with the reference ...")
+    reference = torch.zeros(args.num_orders + 1, len(run.data), SCORES, device=run.device)
+
+    parts = [(run.train_ids, range(args.num_orders)), (run.valid_ids, [EVALUATION])]
+    for ids, orders in parts:
+        table = score(run, ids, orders)
+        if table is None:
+            return None
+        rows = torch.from_numpy(ids).to(run.device)
+        for number, order in enumerate(orders):
+            place = -1 if order == EVALUATION else number
+            reference[place, rows] = table[number, :, :SCORES]
+    return reference
+
+
+def measure_rounding(run, reference):
+    """Standard deviation of what rounding makes of beta times a log-ratio: training pairs scored in
+    IEEE fp32 beside the reference's scores. 0 in fp32; None if the ranks agreed to stop.
+    (all ranks)"""
+    model = run.model
+    kept = (model.dtype, torch.get_float32_matmul_precision())
+    if kept == (torch.float32, "highest"):
+        return 0.0
+    ids = run.train_ids[:64]
+
+    model.dtype = torch.float32
+    torch.set_float32_matmul_precision("highest")
+    table = score(run, ids, [0])
+    model.dtype = kept[0]
+    torch.set_float32_matmul_precision(kept[1])
+    if table is None:
+        return None
+
+    rounded = reference[0, torch.from_numpy(ids).to(run.device)]
+    off = (table[0, :, :SCORES] - rounded).view(-1, 2, 2).sum(1).cpu()
+    noise = run.args.beta * (off[:, 0] - off[:, 1]).square().mean().sqrt().item()
+    if dist.get_rank() == 0:
+        text = f"beta times a log-ratio is known to ±{noise:.2g} only (in fp32 ±0.00001)"
+        logging.warning(f"--precision {run.args.precision}: {text}")
+    return noise
+
+
+def start_preferences(run):
+    """(scores of the reference, their rounding, metrics of the validation pairs before training),
+    or None if the ranks agreed to stop. (all ranks)"""
+    reference = score_reference(run)
+    if reference is None:
+        return None
+    noise = measure_rounding(run, reference)
+    if noise is None:
+        return None
+    before = evaluate(run, reference[-1])
+    if before is None:
+        return None
+    logging.info(f"before training: {as_text(before)}")
+    return reference, noise, before
+
+
+def check_start(args, found, expected, pairs, noise):
+    """The first loss of the preferences must be that of equal networks, ln 2 with the sigmoid, but
+    for rounding. With it z, beta times a log-ratio, is not 0 but has a standard deviation of
+    s = sqrt(2) noise, as network and reference are rounded apart. -log s(z) = ln 2 - z/2 + z^2/8,
+    so the mean over P pairs is off by s / (2 sqrt(P)), by chance, and by s^2 / 8. Raises
+    RunError."""
+    spread = math.sqrt(2) * noise
+    slope = 0.5 if args.loss_type == "sigmoid" else 1 / args.beta
+    curve = 1 / 8 if args.loss_type == "sigmoid" else 1 / args.beta**2
+    tolerance = 4 * slope * spread / math.sqrt(pairs) + 4 * curve * spread**2
+    tolerance += 1e-4 * max(1.0, expected)  # fp32 has some, too
+
+    if not abs(found - expected) <= tolerance:
+        text = (
+            f"the first loss is {found:.6f}, that of equal networks {expected:.6f} ±{tolerance:.1g}"
+        )
+        hint = "network and reference differ before training (weights, precision, decoding order?)"
+        raise RunError(f"{text}: {hint}")
+    logging.info(f"first loss {found:.6f}, as it must be of equal networks: {expected:.6f}")
+
+
+def equal_loss(args, batch):
+    """What a micro-batch would add to the loss if network and reference were equal."""
+    margin = batch.values[1]
+    losses = preference_loss(args, torch.zeros_like(margin), residue_weights(batch), margin)
+    return losses.sum() * batch.share
+
+
+def validate(run, reference, loop, train_loss):
+    """Metrics of the validation pairs, logged; None if the ranks agreed to stop. (all ranks)"""
+    metrics = evaluate(run, reference[-1])
+    if metrics is None:
+        return None
+    epoch = loop["validated"] + 1
+    logging.info(f"Epoch {epoch} Summary:")
+    logging.info(f"  Train Loss: {train_loss:.4f}")
+    logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
+    row = {f"val/{name}": value for name, value in metrics.items()}
+    run.log.write({"step": loop["step"], "epoch": epoch, **row})
+    if not math.isfinite(metrics["loss"]):
+        raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: lower --lr")
+    return metrics
+
+
+def train(run, state):
+    """Returns where training stands: its step, its best epoch, and more. (all ranks)"""
+    args = run.args
+    device = run.device
+    data = run.data
+    model = run.model
+    guard = run.guard
+    log = run.log
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    sampler = PairSampler(run.train_ids, args, state, data.cost)
+    text = f"Batch size per GPU: {args.batch_size}"
+    logging.info(f"{text}, Total batch size: {sampler.global_batch}")
+    warm_steps = args.sft_epochs * sampler.steps
+    steps = warm_steps + args.num_epochs * sampler.steps
+    # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
+    # it computes a step the host prepares the next batch and queues its copy, which does not wait
+    # either: the memory is pinned. If preparing takes longer (data_wait is high): --num_workers.
+    loader = DataLoader(
+        data,
+        batch_size=None,  # our sampler makes whole batches
+        sampler=sampler,
+        num_workers=args.num_workers,
+        persistent_workers=args.num_workers > 0,
+        pin_memory=device.type != "cpu",
+        worker_init_fn=ignore_signals,
+    )
+    optimizer = make_optimizer(args, model)
+    scaler = torch.amp.GradScaler(device.type, enabled=model.dtype == torch.float16)
+    ddp_model = wrap_ddp(model, args, device)
+    generator = default_generator(device)
+    # all that the loop must know to go on: it is saved with the weights
+    loop = {
+        "step": 0,
+        "validated": 0,  # epochs of preferences
+        "best": None,
+        "before": None,  # metrics before the preferences
+        "noise": 0.0,  # see measure_rounding
+        "global_batch": sampler.global_batch,
+    }
+    reference = None  # scores of all pairs, once the warm start is over
+    epoch_sums = torch.zeros(2, device=device)  # this rank's share: loss, steps
     if state:
-        optimizer.load_state_dict(state["optimizer"])
-        guard.scaler.load_state_dict(state["scaler"])
-        restore_rng(state["rng"], ddp, args.seed)
-        task.model.load_state_dict(state["model"])
-        task.average = [t.to(ddp.device) for t in state["ema"]]
-        guard.bad_steps, task.history, task.reference = state["bad_steps"], state["history"], state["reference"]
-    model = wrap_ddp(torch.compile(task.model, dynamic=True) if args.compile else task.model, ddp)
-    log0(f"{stage.name}: {len(lengths)} pairs, {epochs} epochs x {per_epoch} steps, peak learning rate {stage.peak:g}")
-    require_same(ddp, "the batches", sampler.fingerprint())
-    reason, early, batches = "", False, None
-    shown = torch.tensor(stage.loss * (ddp.rank == 0), dtype=torch.float64, device=ddp.device)  # this rank's part of it
-    log.reset()
-    while not reason:
-        if stage.owed:  # also first of all in a run that was stopped before it
-            mean, shown = stage.loss / (per_epoch * total), torch.zeros_like(shown)
-            stage.epoch, stage.loss, stage.owed = stage.epoch + 1, 0.0, False
-            better = finish_epoch(task, stage, log, mean, epochs)
-            early = dpo and 0 < args.early_stop_patience * per_epoch <= stage.first + stage.step - stage.best["step"]
-            checkpoint(task, stage, optimizer, guard, log, total, better, done=dpo and (early or stage.step >= steps))
-            if dpo and ddp.rank == 0:
-                for name in (f"checkpoint_epoch_{stage.epoch}.pt", "latest_model.pt", *["best_model.pt"] * better):
-                    save_official(task, name)
-        if early or stage.step >= steps:
+        restore(state, model, optimizer, scaler)
+        loop = {name: state[name] for name in loop}
+        if state["reference"] is not None:
+            reference = state["reference"].to(device)
+        if rank == 0:
+            epoch_sums += torch.tensor(state["epoch_sums"], device=device)
+        if loop["validated"] >= args.num_epochs:
+            logging.info("nothing is left to train; the options are those of then")
+            log.args = argparse.Namespace(**state["args"])
+
+    def save(name):
+        content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
+        content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
+        content.update(epoch_sums=sum_over_ranks(epoch_sums), reference=reference)
+        content.update(neighbours=model.neighbours, noise_level=model.noise_level)
+        content["base_hash"] = run.data.base_hash
+        content["model"] = model.state_dict()
+        content["optimizer"] = optimizer.state_dict()
+        content["scaler"] = scaler.state_dict()
+        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
+
+    def save_official(name):
+        content = {**official(model), "step": loop["step"]}
+        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
+
+    logging.info("Starting distributed training...")
+    bar = tqdm(total=steps, initial=loop["step"], disable=rank > 0 or not sys.stderr.isatty())
+    batches = None
+    began = time.monotonic()
+    since = loop["step"]
+    data_wait = 0.0
+    # loss, accuracy, margin, gradient norm, steps; none of skipped steps
+    sums = torch.zeros(5, device=device)
+    while not guard.reason:
+        step = loop["step"]
+        epoch, position = divmod(step, sampler.steps)
+        phase = 1 if step < warm_steps else 2
+
+        # after the warm start, or at once: the network as it stands becomes the reference
+        if phase == 2 and reference is None:
+            started = start_preferences(run)
+            if started is None:  # the ranks stop
+                break
+            reference, loop["noise"], loop["before"] = started
+            optimizer.state.clear()  # the momenta of the warm start point elsewhere
+            save_official("reference_model.pt")
+            save("latest.pt")
+            began = time.monotonic()
+
+        # after every epoch of preferences: validate; all ranks have the same metrics, and so agree
+        if epoch - args.sft_epochs > loop["validated"]:
+            paused = time.monotonic()
+            loss_sum, made = sum_over_ranks(epoch_sums)
+            metrics = validate(run, reference, loop, loss_sum / max(1, made))
+            if metrics is None:  # the ranks stop: this step's checkpoint was made before
+                break
+            loop["validated"] = epoch - args.sft_epochs
+            epoch_sums.zero_()
+            if loop["best"] is None or metrics["loss"] < loop["best"]["value"]:
+                best = {"metric": "loss", "value": metrics["loss"], "better": "lower"}
+                loop["best"] = {**best, "step": step, "metrics": metrics}
+                save("best.pt")
+                save_official("best_model.pt")
+            save_official("latest_model.pt")
+            if step >= steps:
+                save("latest.pt")  # the same command, given again, then knows that all is done
+            began += time.monotonic() - paused
+        if step >= steps:
             break
-        position = stage.step % per_epoch
-        if position == 0 or batches is None:  # an epoch starts, or goes on after a restart
-            sampler.set_epoch(stage.epoch)
-            batches = (make_step(task, sampler, stage.epoch, batch) for batch in sampler.batches(position))
-            if dpo:
-                log0(f"Epoch {stage.epoch + 1}/{epochs}")
-            bar = tqdm(total=per_epoch, initial=position, desc="Training" if dpo else "Warm start",
-                       disable=ddp.rank > 0 or not sys.stderr.isatty())
+
+        if position == 0 or batches is None:
+            if phase == 1:
+                logging.info(f"Warm start, epoch {epoch + 1}/{args.sft_epochs}")
+            else:
+                logging.info(f"Epoch {epoch - args.sft_epochs + 1}/{args.num_epochs}")
+            sampler.set_epoch(epoch, start=position)
+            batches = iter(loader)
+        # Nothing here draws from this generator, but what you add may: noise, dropout. By (seed,
+        # step, rank) a resumed run then draws the same. (The factors keep steps below 1,000,003 and
+        # ranks below 4,099 apart.)
+        generator.manual_seed((args.seed * 1_000_003 + step) * 4099 + rank)
+        if phase == 1:
+            lr = args.sft_lr * warm_start_factor(step, warm_steps)
+        else:
+            lr = args.lr * lr_factor(args, step - warm_steps, steps - warm_steps)
         for group in optimizer.param_groups:
-            group["lr"] = stage.peak * lr_at(stage.step, steps, warmup, schedule)
-        micro, count = log.waiting(batches)
-        loss, part = stage_step(task, model, stage, micro, count, log, guard.scaler)
-        if dpo and stage.step == 0 and not args.reference_free:
-            check_start(task, micro, part, count)
-        shown += part
-        norm, reason = guard.step(loss, stage.first + stage.step + 1, [b.items[:n] for b, n, _ in micro])
-        if args.ema:
-            update_ema(task.average, list(task.model.parameters()), args.ema, stage.step)
-        stage.step += 1
-        step, last = stage.first + stage.step, stage.step == steps
+            group["lr"] = lr
+
+        # forward and backward, micro-batch by micro-batch
+        step_shown = torch.zeros(3, device=device)
+        expected = torch.zeros((), device=device)
+        for micro in range(1, sampler.accumulation + 1):
+            asked = time.monotonic()
+            batch = next(batches).to(device)
+            data_wait += time.monotonic() - asked
+            # gradients are added up over the ranks in the last micro-batch only
+            sync = contextlib.nullcontext()
+            if world_size > 1 and micro < sampler.accumulation:
+                sync = ddp_model.no_sync()
+            letters = batch.residues[:phase]  # the warm start reads the preferred sequence alone
+            with sync:
+                logits = ddp_model(batch.structures, letters, *batch.residues[2:4])
+                if phase == 1:
+                    loss, shown = warm_start_loss(logits, batch)
+                else:
+                    order = (epoch - args.sft_epochs) % args.num_orders
+                    own = reference[order].index_select(0, batch.ids).T.reshape(2, 2, -1)
+                    loss, shown = pair_loss(args, logits, batch, own)
+                scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
+            step_shown += shown
+            if step == warm_steps:
+                expected += equal_loss(args, batch)
+        if step == warm_steps:
+            found, equal = sum_over_ranks(torch.stack([step_shown[0], expected]))
+            check_start(args, found, equal, sampler.global_batch, loop["noise"])
+
+        # update, unless the gradient is not finite; then the step counts in no mean, either
+        norm = guard.update(optimizer, scaler)
+        values = torch.cat([step_shown, torch.stack([norm, torch.ones_like(norm)])])
+        values = torch.where(norm.isfinite(), values, 0.0)
+        sums += values
+        if phase == 2:
+            epoch_sums += torch.stack([values[0], values[4] / world_size])
+        step += 1
+        loop["step"] = step
         bar.update()
-        if stage.step % args.log_every == 0 or last:
-            log.interval(step, stage.first + steps, stage.epoch, model, group["lr"], norm, phase=1 + dpo)
-            bar.set_postfix(loss=log.final_loss, refresh=False)
-        stage.owed = position + 1 == per_epoch
-        if stage.owed:  # a stop comes before it, as it may take longer than there is time
-            bar.close()
-            reason = reason or guard.finish()
-        save = reason or not stage.owed and stage.step % args.save_every == 0
-        if save or stage.owed:
-            stage.loss = reduce_sums(ddp, {"loss": shown})["loss"]
-        if save:
-            checkpoint(task, stage, optimizer, guard, log, total, best=False, done=False)
-    if early:
-        log0(f"stopped early: no better val loss in {args.early_stop_patience} epochs")
-    guard.finish()
-    return reason
 
-def start_preferences(task: Task, log: RunLog) -> None:
-    """Score all pairs under the model as it stands, the reference. (all ranks)"""
-    task.average = [p.detach().clone() for p in task.model.parameters()]
-    if task.ddp.rank == 0:
-        save_official(task, "reference_model.pt")
-    task.reference = torch.zeros(len(task.pairs), task.args.num_orders, 2, dtype=torch.float64)
-    if not task.args.reference_free:
-        for draw in range(task.args.num_orders):
-            task.reference[task.train_ids, draw] = score_pairs(task, task.train_ids, [draw])[:, :2]
-        task.reference[task.val_ids, 0] = score_pairs(task, task.val_ids)[:, :2]
-    metrics, _ = evaluate(task)
-    task.history.append({"step": 0, "epoch": 0, **{f"val {n}": v for n, v in metrics.items()}})
-    log.write(task.history[-1])
-    log0("before training: " + " ".join(f"{n}={v:.4f}" for n, v in metrics.items()))
+        # once in a while: log. Here the host waits for the GPU. (all ranks)
+        if step % args.log_every == 0 or step in (warm_steps, steps):
+            *shares, norm_sum, good = sum_over_ranks(sums)
+            seconds = time.monotonic() - began
+            made = step - since
+            row = {"step": step, "phase": phase, "epoch": epoch, "lr": lr}
+            row["skipped"] = made - good / world_size
+            if good > 0:
+                names = ["loss", "rewards/accuracies", "rewards/margins"]
+                if phase == 1:
+                    names = names[:1]
+                for name, share in zip(names, shares, strict=False):
+                    row[name] = share * world_size / good  # each rank has a share of it ...
+                row["grad_norm"] = norm_sum / good  # ... and all of the norm
+            row["samples_per_s"] = made * sampler.global_batch / seconds
+            row["data_wait"] = data_wait / seconds
+            log.write(row)
+            began = time.monotonic()
+            since = step
+            data_wait = 0.0
+            sums.zero_()
 
-# ---- Main ----------------------------------------------------------------------------------------
+        # save; also before an evaluation, which may be long and may be interrupted (all ranks)
+        reason = guard.agree()
+        if reason or step % args.save_every == 0 or step % sampler.steps == 0:
+            save("latest.pt")
+    bar.close()
+    return loop
 
-def load_network(args: Namespace, ddp: DDPContext, *files: Path) -> tuple[ProteinMPNN, str]:
-    """The network in the first of `files` and the base weights that is there, on the device; its name. (all ranks)"""
+
+# --------------------------------------------------------------------------------------------------
+# Main
+
+# what the reference's scores, or the best epoch, depend on
+KEPT = ["temperature", "beta", "loss_type", "label_smoothing", "decoding_order", "num_orders"]
+KEPT += ["sft_epochs", "seed"]
+
+
+def load_network(args):
+    """The network to start from, and a hash of its weights. (all ranks)"""
     torch.manual_seed(args.seed)  # the same on all ranks
-    base = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
-    name = next((str(path) for path in (*files, base) if path.exists()), args.base_model_name)
-    if name == args.base_model_name != "random":
-        raise ValueError(f"{base}: no such file. The weights are published at {WEIGHTS}: give their folder as "
-                         "--base_model_dir; or --base_model_name random with --sft_epochs 20 to start without")
-    model = ProteinMPNN() if name == "random" else read_model(name)
-    model.dtype, model.device_type = resolve_precision(args.precision, ddp.device), ddp.device.type
-    for module in (model.features, model.W_e, model.encoder_layers) if args.freeze_encoder else ():
-        module.requires_grad_(False)
-    weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
-    args.neighbours, args.base_key = model.neighbours, hashlib.sha256(weights).hexdigest()[:16]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    log0(f"{name}: {trained:,} trained parameters, {model.neighbours} neighbours, {model.dtype}")
-    return model.to(ddp.device), name
+    if args.base_model_name == "random":
+        model = ProteinMPNN()
+    else:
+        path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
+        if not path.exists():
+            text = (
+                "the weights are published at https://github.com/dauparas/ProteinMPNN: give their"
+            )
+            text += " folder as --base_model_dir"
+            hint = "--base_model_name random with --sft_epochs 20 starts without"
+            raise InputError(f"{path}: no such file; {text}, or {hint}")
+        model = read_model(path)
 
-def write_scores(task: Task, base: str, policy: Path) -> int:
-    """--score_only: log-probabilities, rewards and margin of each pair as CSV. `base` is the reference. (all ranks)"""
-    args, ddp, ids = task.args, task.ddp, task.val_ids
-    reference, neighbours = score_pairs(task, ids)[:, :2] * (not args.reference_free), args.neighbours
-    task.model, name = load_network(args, ddp, policy)
-    if args.neighbours != neighbours:
-        raise ValueError(f"{name} has {args.neighbours} neighbours; expected {neighbours}, as {base} has")
-    table, path = pair_table(task, ids, reference), Path(args.out or Path(args.output_dir) / "scores.csv")
-    rows = [{"pair": task.pairs.names[i], **{n: f"{values[i]:.6f}" for n, values in table.items()}} for i in ids]
-    on_rank0(ddp, write_file, path, csv_of(rows))
-    metrics = " ".join(f"{n}={value:.4f}" for n, value in summarise(table, args.beta).items())
-    log0(f"{len(rows)} pairs, {name} against {base}: {metrics}; {path}")
-    return 0
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    base_hash = digest.hexdigest()[:16]
+    if base_hash != on_rank0(str, base_hash):
+        raise InputError("the weights to start from are not the same here as on rank 0")
+    noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
+    number = sum(p.numel() for p in model.parameters())
+    logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
+    return model, base_hash
 
-def write_designs(args: Namespace, ddp: DDPContext, model: ProteinMPNN, weights: str) -> int:
-    """--sample: N sequences for --pdb_file as FASTA, after its own one; '/' between chains. (one process)"""
-    if ddp.world_size > 1:
-        raise ValueError("--sample works in one process: start it with python, without torchrun or mpiexec")
-    row = {n: split_places(getattr(args, n)) for n in ("design_chains", "fixed_chains") if getattr(args, n)}
-    (_, names, _), backbone, count, designed = Collector(args).backbone(args.pdb_file, row)
-    designed[:count] &= ~mutable_mask(split_places(args.fixed_positions) or [], None, backbone.labels[:count])
-    designed &= backbone.valid
-    if not designed.any():
-        raise ValueError(f"{args.pdb_file}: nothing is designed: all residues are fixed or lack atoms")
-    arrays = featurise(backbone.coords, backbone.valid, backbone.numbers, backbone.chain_index, model.neighbours)
-    neighbours, *others = (torch.from_numpy(array)[None] for array in arrays.values())
-    geometry = Geometry(neighbours.long().clamp(min=0), neighbours >= 0, *others)
-    native, free = torch.from_numpy(to_ids(backbone.letters).astype(np.int64)), torch.from_numpy(designed)
-    inputs = [moved(value, ddp.device) for value in (geometry, native, free)]
-    found = design(model, *inputs, args.sample, args.sample_temperature, args.seed, args.eval_batch_size)
-    drawn, scores = (x.cpu() for x in found)
-    stem = Path(args.pdb_file).name.split(".")[0]
-    headers = [f"{stem} designed_chains={','.join(names)} designed_residues={designed.sum()} model={weights}"]
-    for i, (ids, score) in enumerate(zip(drawn, scores.tolist(), strict=True)):
-        recovery = (ids == native)[free].double().mean()
-        headers.append(f"{stem}_{i} T={args.sample_temperature:g} seed={args.seed} {score=:.4f} {recovery=:.4f}")
-    text, ends = "", np.searchsorted(backbone.chain_index, range(len(names) + 1))
-    for header, ids in zip(headers, [native, *drawn], strict=True):
-        letters = "".join(ALPHABET[i] for i in ids)
-        text += f">{header}\n{'/'.join(letters[a:b] for a, b in itertools.pairwise(ends))}\n"
-    path = Path(args.out or Path(args.output_dir) / "designs.fasta")
-    write_file(path, text.encode())
-    log0(f"{args.sample} sequences, mean score {scores.mean():.4f} nats per residue: {path}")
-    return 0
 
-def main(args: Namespace) -> int:
-    """Train, both stages, from where the run in --output_dir stands; or score, or sample. Returns the exit status."""
-    ddp = setup_ddp(args)
-    if args.score_only or args.sample:  # nothing to save: signals end it at once
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-    keep_freed_memory()
-    torch.set_float32_matmul_precision("high")  # what stays in fp32 runs on tensor cores
-    policy = Path(args.checkpoint or Path(args.output_dir) / "best_model.pt")  # its reference lies beside it
-    files = [policy] * (args.sample > 0) + [policy.with_name("reference_model.pt")] * args.score_only
-    model, name = load_network(args, ddp, *files)
-    if args.sample:
-        return write_designs(args, ddp, model, name)
-    pairs = load_pairs(args, ddp)
-    if args.score_only:
-        return write_scores(Task(args, ddp, model, pairs, None, np.arange(len(pairs))), name, policy)
-    state = open_run(args, ddp, SAME)
-    if state and state["done"] and args.num_epochs == state["args"]["num_epochs"]:
-        log0(f"the run in {args.output_dir} is finished, after {state['step']} steps: --fresh starts anew")
-        return 0
-    total, micro_steps = resolve_batch(args, ddp.world_size, state["global_batch"] if state else None)
-    log = RunLog(args, ddp, state)
-    task = Task(args, ddp, model, pairs, *split_pairs(args, ddp, pairs), encoded={} if args.freeze_encoder else None)
-    log0(f"beta {args.beta:g}, temperature {args.temperature:g}, learning rate {args.lr:g}")
-    stage, reason = Stage(**state["stage"]) if state else Stage("sft" if args.sft_epochs else "dpo"), ""
-    if stage.name == "sft":
-        reason = train(task, stage, log, state, total, micro_steps)
-        stage, state = stage if reason else Stage("dpo", first=stage.step), None
-    if not reason:
-        if not state:
-            start_preferences(task, log)
-        reason = train(task, stage, log, state, total, micro_steps)
-    if reason:
-        log.close("stopped", steps=stage.first + stage.step, reason=reason)
-        barrier(ddp)  # the first rank to end makes some launchers kill the others
-        return stop_status(reason)
-    best = load_checkpoint(Path(args.output_dir) / "best.pt")
-    model.load_state_dict(best["model"])
-    task.average = [tensor.to(ddp.device) for tensor in best["ema"]]
-    if ddp.rank == 0:  # also where a run was killed between its checkpoint and this file
-        save_official(task, "best_model.pt")
-    metrics, table = evaluate(task)
-    log0(f"validation pairs by structure, at step {best['step']} (best val loss):")
-    report_structures(task, table)
-    log.close("finished", steps=stage.first + stage.step, epochs=stage.epoch, samples_per_s=log.speed,
-              final_loss=log.final_loss, best_metric=stage.best, metrics=metrics,
-              baselines={f"{n} before training": v for n, v in task.history[0].items() if n.startswith("val")},
-              checkpoint=str(Path(args.output_dir) / "best_model.pt"))
-    log0(f"Training complete! Best validation loss: {stage.best['value']:.4f}. Models saved to: {args.output_dir}")
-    log0(f"finished: {args.output_dir}/summary.json, curves.png, best_model.pt")
-    return 0
+def write_split(folder, data, train_ids, valid_ids):
+    """split.json, and bad_rows.txt if rows were left out. (rank 0)"""
+    names = [pair.name for pair in data.pairs]
+    split = {}
+    for part, ids in {"train": train_ids, "valid": valid_ids}.items():
+        split[part] = [names[number] for number in ids]
+    try:
+        (folder / "split.json").write_text(json.dumps(split, indent=1))
+        if data.problems:
+            (folder / "bad_rows.txt").write_text("\n".join(data.problems) + "\n")
+    except OSError as error:
+        logging.warning(f"no split.json or no bad_rows.txt: {error}")
+
+
+def report(loop):
+    """The last word: the best epoch beside the network before. Returns what to keep. (rank 0)"""
+    before = loop["before"]
+    best = loop["best"]
+    for who, metrics in {"before": before, "after": best["metrics"]}.items():
+        logging.info(f"validation, {who:7} {as_text(metrics)}")
+    if not best["value"] < before["loss"]:
+        text = f"val loss {best['value']:.4f}, before {before['loss']:.4f}"
+        hint = "look at --lr, the number of pairs, and whether the pairs say the same"
+        logging.warning(f"training did not make the network better ({text}): {hint}")
+    elif best["metrics"]["perplexity"] > 1.5 * before["perplexity"]:
+        text = f"perplexity {best['metrics']['perplexity']:.2f}, before {before['perplexity']:.2f}"
+        hint = "--sft_weight or a larger --beta keep them likely"
+        logging.warning(f"the preferred sequences became less likely ({text}): {hint}")
+
+
+def main(args):
+    device = setup_ddp(args)
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
+    logging.info(f"Using device: {device}")
+    model, base_hash = load_network(args)
+    data, trained = load_pairs(args, model.neighbours)
+    train_ids, valid_ids = on_rank0(split_pairs, args, data, trained)
+    data.hash = hash_pairs(data, train_ids, valid_ids)
+    data.base_hash = base_hash
+    logging.info(f"Loaded {len(train_ids)} training and {len(valid_ids)} validation pairs")
+    state = open_run(args, data.hash)
+    if state:
+        for name in KEPT:
+            if state["args"][name] != getattr(args, name):
+                raise InputError(f"--{name}: this run was started with {state['args'][name]}")
+        if state["base_hash"] != base_hash:
+            raise InputError("this run was started from other weights: --fresh starts anew")
+    on_rank0(write_split, Path(args.output_dir), data, train_ids, valid_ids)
+
+    model.dtype = choose_precision(args, device)
+    guard = StepGuard(args, device)
+    log = RunLog(args, state)
+    model.to(device)
+    run = Run(args, device, data, train_ids, valid_ids, model, guard, log)
+    loop = train(run, state)
+    summary = {}
+    if not guard.reason:
+        on_rank0(report, loop)
+        best = {name: value for name, value in loop["best"].items() if name != "metrics"}
+        summary = {"best": best, "validation": loop["best"]["metrics"]}
+        summary["baselines"] = {"before": loop["before"]}
+    status = f"stopped by {guard.reason}" if guard.reason else "finished"
+    log.close(status=status, steps=loop["step"], **summary)
+    if not guard.reason:
+        logging.info("Training and evaluation completed successfully!")
+    return exit_status(guard.reason)
+
 
 if __name__ == "__main__":
-    sys.exit(launch(main, parse_args()))
+    launch(parse_args, main)

@@ -1,35 +1,42 @@
-"""run_dpo_ddp.py beside a port of the step of the program that its document describes.
+"""Training steps of run_dpo_ddp.py beside the program that it replaces and beside a port of the
+step of the program that its document describes.
 
-    python benchmarks/bench_dpo.py [--rounds 5] [--lengths 20 100 300] [--batch 1 8]
+    python benchmarks/bench_dpo.py
+    python benchmarks/bench_dpo.py --rounds 1 --seconds 0.1 --lengths 20 --batch 1
 
-Both sides: the same random weights, pairs, structures and number of threads (1), fp32 on a CPU, one process. The
-structures are chains of helices and coils, written as PDB files; each has one pair, the worst case for a program that
-encodes a structure once for all its sequences. Times are of whole training steps, in pairs per second. The rounds
-alternate: in each, both sides step for --seconds. The ratio is of the two in the same round.
+Pairs per second. All sides: the same random weights, pairs, structures and number of threads (1),
+fp32 on a CPU, one process each. The structures are chains of helices and coils, written as PDB
+files; each has one pair, the worst case for a program that encodes a structure once for all its
+sequences. In each round all sides step for --seconds; ratios are of the same round.
 
-The port does what that program did. Batches of one pair. In each step the PDB file is parsed and made into tensors, of
-which some are never used. Four full forward passes, policy and frozen reference on both sequences: 25 distance matrices
-[L, L], the order mask by an einsum of one-hot matrices, concatenations [L, K, 384] and [L, K, 512]; dropout 0.1 in the
-policy. Logits over the temperature 0.1, log(p + 1e-20), left-to-right order, Adam, the loss read by `.item()` three
-times. To its advantage: the parser is a few lines of slicing where that program had a general one (14 ms for 106
-residues), there is no progress bar, and both sequences share one parse. Its radial functions are often denormal
-numbers, whose products take a CPU many times as long; ours avoids them. --flush_denormal takes that away on both sides.
+ours       the script's own step, from the pairs in memory to the update
+replaced   the same of the program that it replaces (commit e7785a5), from its mapped arrays
+port       what the original program did. Batches of one pair. In each step the PDB file is parsed
+           and made into tensors, of which some are never used. Four full forward passes, policy and
+           frozen reference on both sequences: 25 distance matrices [L, L], the order mask by an
+           einsum of one-hot matrices, concatenations [L, K, 384] and [L, K, 512]; dropout 0.1 in
+           the policy. Logits over the temperature 0.1, log(p + 1e-20), left-to-right order, Adam,
+           the loss read by `.item()` three times. To its advantage: the parser is a few lines of
+           slicing where that program had a general one (14 ms for 106 residues), there is no
+           progress bar, and both sequences share one parse. Its radial functions are often denormal
+           numbers, whose products take a CPU many times as long; ours avoids them.
+           --flush_denormal takes that away on all sides
 
-Ours is the script's own step, from the memory-mapped arrays to the update. What it does once per run is not in its time
-and is given below the table: parsing, features and the cache, and the reference's log-probabilities.
+What is done once per run is not in these times and is given below the table.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import json
+import logging
 import math
 import multiprocessing
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -40,8 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import run_dpo_ddp as script  # noqa: E402
+REPLACED = "e7785a5"
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
@@ -55,18 +61,22 @@ class Pair(NamedTuple):
 
 
 # ---- Structures ----
-def place(a: np.ndarray, b: np.ndarray, c: np.ndarray, bond: float, angle: float, torsion: float) -> np.ndarray:
+def place(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, bond: float, angle: float, torsion: float
+) -> np.ndarray:
     """The atom at `bond` from c, with angle b-c-x and torsion a-b-c-x in degrees."""
     angle, torsion = math.radians(angle), math.radians(torsion)
     x = (c - b) / np.linalg.norm(c - b)
     z = np.cross(b - a, x)
     z /= np.linalg.norm(z)
-    turned = -math.cos(angle) * x + math.sin(angle) * (math.cos(torsion) * np.cross(z, x) + math.sin(torsion) * z)
+    turned = -math.cos(angle) * x + math.sin(angle) * (
+        math.cos(torsion) * np.cross(z, x) + math.sin(torsion) * z
+    )
     return c + bond * turned
 
 
 def build_backbone(length: int, draw: np.random.Generator) -> np.ndarray:
-    """N, CA, C and O (L, 4, 3) of a chain of helices of 8 to 14 residues with coils of 3 to 6 between them."""
+    """N, CA, C and O (L, 4, 3): helices of 8 to 14 residues with coils of 3 to 6 between them."""
     torsions, helix = [], True
     while len(torsions) < length:
         count = int(draw.integers(8, 15) if helix else draw.integers(3, 7))
@@ -98,7 +108,7 @@ def write_pdb(path: Path, coords: np.ndarray, sequence: str) -> None:
 
 
 def make_pairs(folder: Path, length: int, count: int, seed: int) -> list[Pair]:
-    """`count` structures with a pair each: random residues against the same with a tenth of them replaced."""
+    """`count` structures with a pair each: random residues against the same, a tenth replaced."""
     draw, pairs = np.random.default_rng((seed, length)), []
     for i in range(count):
         chosen = draw.integers(0, 20, length)
@@ -121,7 +131,10 @@ def port_parse(path: Path) -> dict:
             atoms.setdefault(number, {})[name] = [float(line[k : k + 8]) for k in (30, 38, 46)]
             sequence.setdefault(number, line[17:20])
     coords = {name: [atoms[n][name] for n in sorted(atoms)] for name in ("N", "CA", "C", "O")}
-    return {"coords": coords, "seq": "".join(ALPHABET[NAMES.index(sequence[n])] for n in sorted(sequence))}
+    return {
+        "coords": coords,
+        "seq": "".join(ALPHABET[NAMES.index(sequence[n])] for n in sorted(sequence)),
+    }
 
 
 def port_tensors(entry: dict) -> dict[str, Tensor]:
@@ -132,9 +145,13 @@ def port_tensors(entry: dict) -> dict[str, Tensor]:
     length = x.shape[1]
     native = np.array([[ALPHABET.index(letter) for letter in entry["seq"]]])
     ones = np.ones((1, length), np.float32)
-    unused = {f"unused{i}": torch.from_numpy(np.zeros((1, length, 21), np.float32)) for i in range(4)}
+    unused = {
+        f"unused{i}": torch.from_numpy(np.zeros((1, length, 21), np.float32)) for i in range(4)
+    }
     return unused | {
-        "X": torch.from_numpy(x).float(), "mask": torch.from_numpy(mask), "S": torch.from_numpy(native),
+        "X": torch.from_numpy(x).float(),
+        "mask": torch.from_numpy(mask),
+        "S": torch.from_numpy(native),
         "designed": torch.from_numpy(ones), "index": torch.arange(length)[None],
         "chain": torch.from_numpy(ones).long(),
     }  # fmt: skip
@@ -161,11 +178,17 @@ class PortLayer(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.W1, self.W2, self.W3 = nn.Linear(128 + width, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+        self.W1, self.W2, self.W3 = (
+            nn.Linear(128 + width, 128),
+            nn.Linear(128, 128),
+            nn.Linear(128, 128),
+        )
         self.norm1, self.norm2, self.dense = nn.LayerNorm(128), nn.LayerNorm(128), PortDense()
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, h: Tensor, around: Tensor, mask: Tensor, attend: Tensor | None = None) -> Tensor:
+    def forward(
+        self, h: Tensor, around: Tensor, mask: Tensor, attend: Tensor | None = None
+    ) -> Tensor:
         x = torch.cat([h.unsqueeze(2).expand(-1, -1, around.shape[2], -1), around], -1)
         message = self.W3(F.gelu(self.W2(F.gelu(self.W1(x)))))
         if attend is not None:
@@ -183,7 +206,9 @@ class PortEncoderLayer(PortLayer):
         self.W11, self.W12, self.W13 = nn.Linear(384, 128), nn.Linear(128, 128), nn.Linear(128, 128)
         self.norm3 = nn.LayerNorm(128)
 
-    def encode(self, h: Tensor, edges: Tensor, index: Tensor, mask: Tensor, attend: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, h: Tensor, edges: Tensor, index: Tensor, mask: Tensor, attend: Tensor
+    ) -> tuple[Tensor, Tensor]:
         h = self(h, torch.cat([edges, at_neighbours(h, index)], -1), mask, attend)
         x = torch.cat([edges, at_neighbours(h, index)], -1)
         x = torch.cat([h.unsqueeze(2).expand(-1, -1, x.shape[2], -1), x], -1)
@@ -193,7 +218,8 @@ class PortEncoderLayer(PortLayer):
 
 class PortFeatures(nn.Module):
     PAIRS = (
-        "N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB "
+        "N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
+        "N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB "
         "C-O"
     ).split()
 
@@ -206,7 +232,9 @@ class PortFeatures(nn.Module):
         centres = torch.linspace(2.0, 22.0, 16).view(1, 1, 1, -1)
         return torch.exp(-(((distances.unsqueeze(-1) - centres) / 1.25) ** 2))
 
-    def forward(self, x: Tensor, mask: Tensor, number: Tensor, chain: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, mask: Tensor, number: Tensor, chain: Tensor
+    ) -> tuple[Tensor, Tensor]:
         n, ca, c, o = x.unbind(2)
         cross = torch.cross(ca - n, c - ca, dim=-1)
         cb = -0.58273431 * cross + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
@@ -217,7 +245,9 @@ class PortFeatures(nn.Module):
         nearest, index = torch.topk(all_ca, min(48, x.shape[1]), dim=-1, largest=False)
         parts = [self.radial(nearest)]
         for a, b in (pair.split("-") for pair in self.PAIRS):
-            between = torch.sqrt(((atoms[a].unsqueeze(2) - atoms[b].unsqueeze(1)) ** 2).sum(-1) + 1e-6)  # [B, L, L]
+            between = torch.sqrt(
+                ((atoms[a].unsqueeze(2) - atoms[b].unsqueeze(1)) ** 2).sum(-1) + 1e-6
+            )  # [B, L, L]
             parts.append(self.radial(between.gather(2, index)))
         offset = (number.unsqueeze(2) - number.unsqueeze(1)).gather(2, index)
         same = (chain.unsqueeze(2) == chain.unsqueeze(1)).long().gather(2, index)
@@ -228,11 +258,15 @@ class PortFeatures(nn.Module):
 
 
 class PortMPNN(nn.Module):
-    """Structure, sequence and decoding order -> log-probabilities [B, L, 21] of the logits over `temperature`."""
+    """Structure, sequence, decoding order -> logits [B, L, 21]."""
 
     def __init__(self):
         super().__init__()
-        self.features, self.W_e, self.W_s = PortFeatures(), nn.Linear(128, 128), nn.Embedding(21, 128)
+        self.features, self.W_e, self.W_s = (
+            PortFeatures(),
+            nn.Linear(128, 128),
+            nn.Embedding(21, 128),
+        )
         self.encoder_layers = nn.ModuleList(PortEncoderLayer() for _ in range(3))
         self.decoder_layers = nn.ModuleList(PortLayer(384) for _ in range(3))
         self.W_out = nn.Linear(128, 21)
@@ -273,24 +307,36 @@ class Port:
         self.reference.eval().requires_grad_(False)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=RATE)
 
-    def log_probability(self, model: nn.Module, data: dict[str, Tensor], sequence: Tensor) -> Tensor:
+    def log_probability(
+        self, model: nn.Module, data: dict[str, Tensor], sequence: Tensor
+    ) -> Tensor:
         logits = model(data, sequence, torch.arange(sequence.shape[1])[None])
         p = (logits / TEMPERATURE).softmax(-1).gather(-1, sequence.unsqueeze(-1)).squeeze(-1)
         return (torch.log(p + 1e-20) * data["mask"] * data["designed"]).sum(-1)
 
     def logits(self, pair: Pair) -> Tensor:
         """Of the chosen sequence (L, 21), dropout off."""
-        data, sequence = port_tensors(port_parse(pair.file)), torch.tensor([[ALPHABET.index(a) for a in pair.chosen]])
+        data, sequence = (
+            port_tensors(port_parse(pair.file)),
+            torch.tensor([[ALPHABET.index(a) for a in pair.chosen]]),
+        )
         with torch.no_grad():
             return self.reference(data, sequence, torch.arange(len(pair.chosen))[None])[0]
 
     def step(self, pair: Pair) -> float:
         data = port_tensors(port_parse(pair.file))
-        chosen, rejected = (torch.tensor([[ALPHABET.index(a) for a in s]]) for s in (pair.chosen, pair.rejected))
+        chosen, rejected = (
+            torch.tensor([[ALPHABET.index(a) for a in s]]) for s in (pair.chosen, pair.rejected)
+        )
         self.optimizer.zero_grad()
-        policy = [self.log_probability(self.policy, data, sequence) for sequence in (chosen, rejected)]
+        policy = [
+            self.log_probability(self.policy, data, sequence) for sequence in (chosen, rejected)
+        ]
         with torch.no_grad():
-            reference = [self.log_probability(self.reference, data, sequence) for sequence in (chosen, rejected)]
+            reference = [
+                self.log_probability(self.reference, data, sequence)
+                for sequence in (chosen, rejected)
+            ]
         margin = BETA * ((policy[0] - reference[0]) - (policy[1] - reference[1]))
         loss = -F.logsigmoid(margin).mean()
         loss.backward()
@@ -298,25 +344,88 @@ class Port:
         return sum(loss.item() for _ in range(3)) / 3  # for its sum, its bar and its average
 
 
-# ---- Ours ----
+# ---- Ours, and the program replaced ----
+def write_data(pairs: list[Pair], folder: Path) -> Path:
+    rows = []
+    for pair in pairs:
+        row = {"pdb_file": str(pair.file), "preferred_seq": pair.chosen}
+        rows.append({**row, "unpreferred_seq": pair.rejected})
+    path = folder / f"pairs{len(pairs[0].chosen)}.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def options_of(data: Path, folder: Path) -> list[str]:
+    return f"""--train_data={data} --base_model_name=random --output_dir={folder}/out --device=cpu
+        --precision=fp32 --wandb_mode=disabled --lr={RATE} --beta={BETA} --eval_batch_size=1
+        --temperature={TEMPERATURE} --decoding_order=left_to_right""".split()
+
+
 class Ours:
     """The script's model, data and step. `once`: seconds per pair of what is done once."""
 
-    def __init__(self, weights: dict[str, Tensor], pairs: list[Pair], folder: Path):
-        rows = [{"pdb_file": str(p.file), "preferred_seq": p.chosen, "unpreferred_seq": p.rejected} for p in pairs]
-        data = folder / f"pairs{len(pairs[0].chosen)}.json"
-        data.write_text(json.dumps(rows))
-        args = script.parse_args(
-            f"""--train_data={data} --base_model_name=random --output_dir={folder}/out --cache_dir={folder}/cache
-            --device=cpu --precision=fp32 --wandb_mode=disabled --lr={RATE} --beta={BETA} --temperature={TEMPERATURE}
-            --decoding_order=left_to_right --eval_batch_size=1""".split()
-        )
+    def __init__(self, pairs: list[Pair], folder: Path):
+        import run_dpo_ddp as script
+
+        self.script = script
+        sys.argv = ["run_dpo_ddp.py", *options_of(write_data(pairs, folder), folder)]
+        self.args = script.parse_args()
+        if not torch.distributed.is_initialized():
+            logging.disable(logging.INFO)
+            script.setup_ddp(self.args)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.manual_seed(self.args.seed)
+        self.model = script.ProteinMPNN()
+        begin = time.monotonic()
+        self.data, _ = script.load_pairs(self.args, self.model.neighbours)
+        self.once = {"parsing and features": (time.monotonic() - begin) / len(pairs)}
+        device = torch.device("cpu")
+        self.guard = script.StepGuard(self.args, device)
+        self.optimizer = script.make_optimizer(self.args, self.model)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        ids = np.arange(len(pairs))
+        common = (self.data, ids, ids, self.model, self.guard, None)
+        run = script.Run(self.args, device, *common)
+        begin = time.monotonic()
+        self.reference = script.score_reference(run)[0]
+        # training and validation pairs are the same here, each scored once
+        self.once["reference"] = (time.monotonic() - begin) / len(pairs) / 2
+
+    def forward(self, batch) -> Tensor:
+        residues = batch.residues
+        return self.model(batch.structures, residues[:2], residues[2], residues[3])
+
+    def logits(self) -> Tensor:
+        """Of the first pair's chosen sequence (L, 21)."""
+        ids = np.array([0])
+        with torch.no_grad():
+            return self.forward(self.data[ids, ids, 0])[0]
+
+    def step(self, ids: np.ndarray) -> None:
+        batch = self.data[ids, ids, 0]
+        own = self.reference.index_select(0, batch.ids).T.reshape(2, 2, -1)
+        loss, _ = self.script.pair_loss(self.args, self.forward(batch), batch, own)
+        self.scaler.scale(loss).backward()
+        self.guard.update(self.optimizer, self.scaler)
+        self.guard.agree()
+
+
+class Replaced:
+    """The same of the program replaced."""
+
+    def __init__(self, pairs: list[Pair], folder: Path):
+        import run_dpo_ddp as script
+
+        self.script = script
+        words = options_of(write_data(pairs, folder), folder)
+        args = script.parse_args([*words, f"--cache_dir={folder}/cache"])
         ddp = script.DDPContext(0, 1, 0, 1, torch.device("cpu"), "gloo", "python")
         script.keep_freed_memory()
+        torch.manual_seed(args.seed)
         model = script.ProteinMPNN()
-        model.load_state_dict(weights)
         args.neighbours = model.neighbours
-        begin, ids = time.monotonic(), np.arange(len(pairs))
+        begin = time.monotonic()
+        ids = np.arange(len(pairs))
         data = script.load_pairs(args, ddp)
         self.once = {"parsing and features": (time.monotonic() - begin) / len(pairs)}
         self.task = script.Task(args, ddp, model, data, ids, ids[:0])
@@ -325,126 +434,165 @@ class Ours:
         self.once["reference"] = (time.monotonic() - begin) / len(pairs)
         optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
         self.guard = script.StepGuard(args, ddp, optimizer, torch.float32, time.monotonic())
-        self.stage, self.log = script.Stage("dpo"), SimpleNamespace(add=lambda *counts, **sums: None)
+        self.stage = script.Stage("dpo")
+        self.log = SimpleNamespace(add=lambda *counts, **sums: None)
 
     def logits(self) -> Tensor:
-        """Of the first pair's chosen sequence (L, 21)."""
+        task = self.task
         with torch.no_grad():
-            return script.pair_logits(self.task.model, self.task.collate(np.array([0])), 0, self.task.args)[0][0]
+            found = self.script.pair_logits(task.model, task.collate(np.array([0])), 0, task.args)
+        return found[0][0]
+
+    def step(self, ids: np.ndarray) -> None:
+        task = self.task
+        micro = [(task.collate(ids), len(ids), task.reference[ids, 0])]
+        common = (len(ids), self.log, self.guard.scaler)
+        loss, _ = self.script.stage_step(task, task.model, self.stage, micro, *common)
+        self.guard.step(loss, 1, [ids])
 
 
-def ours_step(side: Ours, ids: np.ndarray) -> Tensor:
-    """One training step on the pairs `ids`: from the mapped arrays to the update."""
-    task = side.task
-    micro = [(task.collate(ids), len(ids), task.reference[ids, 0])]
-    loss, _ = script.stage_step(task, task.model, side.stage, micro, len(ids), side.log, side.guard.scaler)
-    side.guard.step(loss, 1, [ids])
-    return loss
+class PortSide:
+    def __init__(self, pairs: list[Pair], folder: Path):
+        import run_dpo_ddp as script
+
+        torch.manual_seed(42)
+        self.port = Port(script.ProteinMPNN().state_dict())
+        self.pairs = pairs
+        self.once = {}
+
+    def logits(self) -> Tensor:
+        return self.port.logits(self.pairs[0])
+
+    def step(self, ids: np.ndarray) -> None:
+        for number in ids:
+            self.port.step(self.pairs[number])
 
 
 # ---- Comparison ----
-def pairs_per_second(step: Callable[[int], int], seconds: float) -> float:
-    """`step(number)` takes a step and returns how many pairs it took; two steps at least."""
-    begin, done, number = time.monotonic(), 0, 0
-    while number < 2 or time.monotonic() - begin < seconds:
-        done, number = done + step(number), number + 1
-    return done / (time.monotonic() - begin)
+SIDES = {"ours": Ours, "replaced": Replaced, "port": PortSide}
+OTHERS = {"replaced": f"the program replaced ({REPLACED})", "port": "port of the original"}
 
 
-def work(side: str, pipe, args: argparse.Namespace, folder: Path) -> None:
-    """A process of its own for each side, as memory is handled differently. Answers (length,) by logits and notes,
-    (pairs per step, seconds) by a speed."""
+def work(side: str, pipe, args: argparse.Namespace, folder: Path, program: Path) -> None:
+    """A process of its own for each side, as memory is handled differently. Answers (length,) by
+    logits and notes, (pairs per step, seconds) by a speed."""
+    sys.path.insert(0, str(program))
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(args.flush_denormal)
-    torch.manual_seed(args.seed)
-    weights = {name: value.clone() for name, value in script.ProteinMPNN().state_dict().items()}
-    while request := pipe.recv():
+    while True:
+        request = pipe.recv()
+        if request is None:
+            return
         if len(request) == 1:
             pairs = make_pairs(folder, request[0], max(args.batch), args.seed)
-            if side == "port":
-                port = Port(weights)
-                pipe.send((port.logits(pairs[0]), {}))
-            else:
-                ours = Ours(weights, pairs, folder)
-                pipe.send((ours.logits(), ours.once))
+            there = SIDES[side](pairs, folder)
+            pipe.send((there.logits(), there.once))
             continue
         size, seconds = request
+        begin = time.monotonic()
+        number = 0
+        while number < 2 or time.monotonic() - begin < seconds:
+            there.step((np.arange(size) + number * size) % len(pairs))
+            number += 1
+        pipe.send(number * size / (time.monotonic() - begin))
 
-        def step(number: int) -> int:
-            if side == "port":
-                port.step(pairs[number % len(pairs)])  # noqa: B023  called in this turn alone
-            else:
-                ours_step(ours, (np.arange(size) + number * size) % len(pairs))  # noqa: B023
-            return size  # noqa: B023
 
-        pipe.send(pairs_per_second(step, seconds))
+@contextlib.contextmanager
+def worktree(folder: Path):
+    """The commit of the program replaced, checked out in `folder`."""
+    git = ["git", "-C", ROOT, "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", folder], check=True)
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
+def rounds_of(work: str, other: str, unit: str, mine: list, theirs: list, ratios: list) -> list:
     """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    rows = zip(mine, theirs, ratios, strict=True)
-    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+    records = []
+    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
+        record = {"work": work, "with": other, "unit": unit}
+        records.append({**record, "ours": a, "other": b, "ratio": ratio})
+    return records
 
 
 def compare(args: argparse.Namespace, folder: Path) -> list[dict]:
-    """Both sides in alternation; prints the table. Returns the rounds."""
-    context, pipes = multiprocessing.get_context("spawn"), {}
-    for side in ("port", "ours"):
+    """All sides in turns; prints the table. Returns the rounds."""
+    context = multiprocessing.get_context("spawn")
+    pipes = {}
+    for side in SIDES:
         pipes[side], theirs = context.Pipe()
         (folder / side).mkdir()
-        context.Process(target=work, args=(side, theirs, args, folder / side), daemon=True).start()
+        program = folder / "worktree" if side == "replaced" else ROOT
+        work_args = (side, theirs, args, folder / side, program)
+        context.Process(target=work, args=work_args, daemon=True).start()
         theirs.close()
 
     def ask(side: str, *request):
         pipes[side].send(request)
         return pipes[side].recv()
 
-    notes, records = [], []
-    print(f"1 process x {args.threads} thread, {args.rounds} rounds of {args.seconds:g} s for each side\n")
-    print("| residues | batch of ours | port, pairs/s | run_dpo_ddp.py, pairs/s | ratio |\n|---|---|---|---|---|")
+    notes = []
+    records = []
+    print(f"1 process x {args.threads} thread, {args.rounds} rounds of {args.seconds:g} s each\n")
+    print("| residues | batch of ours | compared with | ours, pairs/s | it, pairs/s | ratio |")
+    print("|---|---|---|---|---|---|", flush=True)
     for length in args.lengths:
-        (there, _), (here, once) = ask("port", length), ask("ours", length)
-        difference = (there.log_softmax(-1) - here.log_softmax(-1)).abs().max().item()
-        if difference > 1e-4:
-            sys.exit(f"{length} residues: both sides differ by {difference:.1e} in a log-probability")
-        runs = {0: ("port", 1)} | {size: ("ours", size) for size in args.batch}
-        found = {size: [] for size in runs}
-        for i in range(-1, args.rounds):  # the first round warms up
-            for size, run in runs.items():
-                speed = ask(*run, args.seconds if i >= 0 else 0.0)
-                found[size] += [speed] * (i >= 0)
+        answers = {side: ask(side, length) for side in SIDES}
+        here, once = answers["ours"]
+        for side in OTHERS:
+            difference = answers[side][0].log_softmax(-1) - here.log_softmax(-1)
+            worst = difference.abs().max().item()
+            if worst > 1e-4:
+                sys.exit(f"{length} residues: {side} differs by {worst:.1e} in a log-probability")
+        # the port takes one pair at a time, whatever the batch of the others
+        runs = [("port", 1)]
         for size in args.batch:
-            ratios = [a / b for a, b in zip(found[size], found[0], strict=True)]
-            print(
-                f"| {length} | {size} | {spread(found[0])} | {spread(found[size])} | {spread(ratios, 1)} |", flush=True
-            )
-            name = f"{length} residues, batch {size}"
-            records += rounds_of(name, "port of the original", "pairs/s", found[size], found[0], ratios)
+            runs += [("ours", size), ("replaced", size)]
+        found = {run: [] for run in runs}
+        for number in range(-1, args.rounds):  # the first round warms up
+            for run in runs if number % 2 else runs[::-1]:
+                speed = ask(*run, args.seconds if number >= 0 else 0.0)
+                if number >= 0:
+                    found[run].append(speed)
+        for size in args.batch:
+            mine = found["ours", size]
+            for side, title in OTHERS.items():
+                theirs = found[side, 1 if side == "port" else size]
+                ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+                cells = [length, size, title, spread(mine), spread(theirs), spread(ratios)]
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+                name = f"{length} residues, batch {size}"
+                records += rounds_of(name, title, "pairs/s", mine, theirs, ratios)
         costs = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in once.items())
-        notes.append(f"{length} residues: log-probabilities equal to {difference:.0e}; once per pair: {costs}")
+        notes.append(f"{length} residues: once per pair: {costs}")
     for pipe in pipes.values():
-        pipe.send(())
+        pipe.send(None)
     print("\n" + "\n".join(notes))
     return records
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="alternating runs of both sides")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each run (two steps at least)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[20, 100, 300], help="residues")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="pairs per step of ours")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of both sides")
-    parser.add_argument("--flush_denormal", action="store_true", help="both sides: let the CPU round them to zero")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="turns of each side")
+    add("--seconds", type=float, default=4.0, help="of a turn (two steps at least)")
+    add("--lengths", type=int, nargs="+", default=[20, 100, 300], help="residues")
+    add("--batch", type=int, nargs="+", default=[1, 8], help="pairs per step of ours")
+    add("--threads", type=int, default=1, help="CPU threads of all sides")
+    add("--flush_denormal", action="store_true", help="all sides: round them to zero")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = compare(args, Path(folder))
+    with tempfile.TemporaryDirectory() as name, worktree(Path(name) / "worktree"):
+        found = compare(args, Path(name))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

@@ -1,0 +1,221 @@
+"""Make preference pairs for run_dpo_ddp.py of scored sequences.
+
+    python tools/make_dpo_pairs.py scored.json --out pairs.json
+    python tools/make_dpo_pairs.py ddg.csv --out pairs.json --lower_is_better --score_gap 0.5
+    python tools/make_dpo_pairs.py pairs.json --out swapped.json --swap     # a control
+
+scored.json: a JSON array, or an object per line, with pdb_file, sequences and scores (as many), and
+other fields of the pairs if needed, such as design_chains or cluster: see run_dpo_ddp.py --help.
+A CSV file has the columns pdb_file, sequence and score; its other columns, such as chain_id or
+cluster, are fields, too, and lines that agree in all of them are scored together.
+
+Of a backbone's sequences the pairs with the largest differences of the score are taken, but each
+sequence once before any is taken twice. Sequences that are the same where something is designed
+make no pair. Every pair is checked as the training checks it.
+
+--swap turns pairs round. A network that was trained on such pairs must do worse than chance on the
+true ones: if it does not, the measurement is wrong.
+"""
+
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+from tqdm import tqdm
+
+from run_dpo_ddp import (
+    FIELDS,
+    REQUIRED,
+    InputError,
+    Pairs,
+    Parser,
+    check_fields,
+    count,
+    join_chains,
+    read_rows,
+    refuse_rows,
+    try_structure,
+)
+
+SCORED = {**FIELDS, "sequences": ["ACD"], "scores": [0.5]}
+for name in ("preferred_seq", "unpreferred_seq", "margin"):
+    del SCORED[name]
+
+
+def parse_args(words=None):
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("data", help="JSON, JSON lines or CSV")
+    add("--out", default="pairs.json", help="file to write")
+    add("--lower_is_better", action="store_true", help="the lower score is preferred")
+    add("--score_gap", type=float, default=0.0, help="least difference of the scores of a pair")
+    add("--pairs_per_backbone", type=count, default=16, help="pairs of a row, or backbone, at most")
+    text = "margin of a pair per unit of the difference, nats; 0: none"
+    add("--score_margin", type=float, default=0.0, help=text)
+    add("--swap", action="store_true", help="turn round what is preferred")
+    add("--max_length", type=count, default=500, help="residues designed at most")
+    add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
+    args = parser.parse_args(words)
+    if Path(args.out).exists():
+        parser.error(f"{args.out} exists: give another --out")
+    if not Path(args.out).resolve().parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
+    if args.score_gap < 0 or args.score_margin < 0:
+        parser.error("--score_gap, --score_margin: expected 0 or more")
+    args.seed = 0
+    return args
+
+
+def read_csv(path):
+    """The same as read_rows gives, of a CSV file: a row for all lines that belong together."""
+    rows = {}
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        missing = {"pdb_file", "sequence", "score"} - set(reader.fieldnames or [])
+        if missing:
+            raise InputError(f"{path}: no column {', '.join(sorted(missing))}")
+        for line in reader:
+            sequence = line.pop("sequence")
+            score = line.pop("score")
+            fields = {name: value for name, value in line.items() if value}
+            if "design_chains" in fields:
+                fields["design_chains"] = fields["design_chains"].split()
+            if "fixed_chains" in fields:
+                fields["fixed_chains"] = fields["fixed_chains"].split()
+            place = f"{path}: line {reader.line_num}"
+            structure = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
+            new = (place, structure, {**fields, "sequences": [], "scores": []})
+            _, _, row = rows.setdefault(json.dumps(fields), new)
+            row["sequences"].append(sequence)
+            try:
+                row["scores"].append(float(score))
+            except (TypeError, ValueError):
+                raise InputError(f"{place}: score is {score!r}; expected a number") from None
+    return list(rows.values())
+
+
+def choose_pairs(scores, kinds, least, most):
+    """[(better, worse)] of sequences with `scores` (n,), at least `least` apart and not of the same
+    kind (n,): at most `most`, the largest differences first, but each sequence once before any is
+    there twice, and so on."""
+    gaps = scores[:, None] - scores
+    is_pair = (gaps > 0) & (gaps >= least - 1e-9) & (kinds[:, None] != kinds)
+    pairs = np.argwhere(is_pair)
+    pairs = pairs[np.argsort(-gaps[is_pair], kind="stable")]
+    if len(pairs) <= most:
+        return pairs.tolist()
+    taken = []
+    used = np.zeros(len(scores))
+    free = np.ones(len(pairs), bool)
+    while len(taken) < most:
+        often = np.where(free, np.square(used[pairs]).sum(axis=1), np.inf)
+        best = often.argmin()  # the first of the least: that with the largest difference
+        free[best] = False
+        used[pairs[best]] += 1
+        taken.append(best)
+    return pairs[sorted(taken)].tolist()
+
+
+def check_scored(args, row, path, structure):
+    """The problems of a row with scores, and which residues are designed, (L,) bool."""
+    problems = check_fields(row, SCORED, ["pdb_file", "sequences", "scores"])
+    if problems:
+        return problems, None
+    if isinstance(structure, str):
+        return [structure], None
+    if len(row["sequences"]) != len(row["scores"]):
+        return [f"{len(row['sequences'])} sequences, {len(row['scores'])} scores"], None
+    try:
+        found = join_chains(path, structure, row)
+    except ValueError as error:
+        return [str(error)], None
+    for number, text in enumerate(row["sequences"]):
+        if len(text) != found.length:
+            hint = f"expected {found.length}, the residues of chain {'+'.join(found.key[1])}"
+            problems.append(f"sequence {number} has {len(text)} letters; {hint}")
+    if not found.designed.any():
+        problems.append("no residue is both mutable and resolved")
+    return problems, found.designed[: found.length]
+
+
+def pairs_of(args, row, designed):
+    """The pairs of a row with scores, as rows for the training."""
+    texts = [text.upper() for text in row["sequences"]]
+    scores = np.array(row["scores"], np.float64)
+    if args.lower_is_better:
+        scores = -scores
+    places = np.flatnonzero(designed)
+    kinds = [tuple(text[place] for place in places) for text in texts]
+    kinds = np.unique(np.array(kinds), axis=0, return_inverse=True)[1].ravel()
+    others = {name: value for name, value in row.items() if name not in ("sequences", "scores")}
+    made = []
+    for better, worse in choose_pairs(scores, kinds, args.score_gap, args.pairs_per_backbone):
+        pair = {**others, "preferred_seq": texts[better], "unpreferred_seq": texts[worse]}
+        if args.score_margin > 0:
+            pair["margin"] = round(args.score_margin * (scores[better] - scores[worse]), 6)
+        made.append(pair)
+    return made
+
+
+def make_pairs(args):
+    """The rows to write, and what is wrong."""
+    is_csv = args.data.endswith(".csv")
+    rows = read_csv(args.data) if is_csv else read_rows(args.data)
+    if not rows:
+        raise InputError(f"{args.data}: no rows; expected pdb_file, sequences, scores in each")
+    checker = Pairs(args, k=1)
+    structures = {}
+    problems = []
+    made = []
+    for place, path, row in tqdm(rows, unit=" rows", disable=None):
+        if path not in structures:
+            structures[path] = try_structure(path) if path else "no pdb_file"
+        if isinstance(row, dict) and REQUIRED[1] in row:
+            found = [row]
+        else:
+            wrong, designed = check_scored(args, row, path, structures[path])
+            problems += [f"{place}: {text}" for text in wrong]
+            found = [] if wrong else pairs_of(args, row, designed)
+        for pair in found:
+            before = len(checker)
+            checker.add(place, path, pair, structures[path])
+            if len(checker) > before:
+                folder = Path(args.out).resolve().parent
+                made.append({**pair, "pdb_file": os.path.relpath(path, folder)})
+    return made, problems + checker.problems
+
+
+def swapped(pair):
+    turned = {"preferred_seq": pair["unpreferred_seq"], "unpreferred_seq": pair["preferred_seq"]}
+    return {**pair, **turned}
+
+
+def main():
+    try:
+        args = parse_args()
+        made, problems = make_pairs(args)
+        if problems and not args.skip_bad_data:
+            refuse_rows(problems)
+        for problem in problems:
+            print(f"left out: {problem}")
+        if not made:
+            text = f"no two scores of a backbone are {args.score_gap:g} apart"
+            raise InputError(f"{args.data}: no pairs: {text}, or their sequences are the same")
+        if args.swap:
+            made = [swapped(pair) for pair in made]
+        lines = ",\n".join(json.dumps(pair) for pair in made)
+        Path(args.out).write_text(f"[\n{lines}\n]\n")
+    except (InputError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{args.out}: {len(made):,} pairs")
+
+
+if __name__ == "__main__":
+    main()
