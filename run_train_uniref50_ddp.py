@@ -1,1963 +1,1922 @@
-"""Train a discrete-diffusion language model of proteins on UniRef50, and sample sequences from it.
+"""Train a language model of proteins on UniRef50 by masked diffusion.
 
-Residues are masked (or replaced) at a random rate; a transformer predicts the originals. The weighted cross entropy
-bounds the likelihood (SEDD, Lou et al. 2024; MDLM, Sahoo et al. 2024).
+Residues of a sequence are hidden at a random rate, from none to all. A transformer that reads in
+both directions predicts them. Its cross entropy, weighted by one over the time, bounds the
+likelihood of the sequence (SEDD, Lou et al. 2024; MDLM, Sahoo et al. 2024).
 
-Run
-    python run_train_uniref50_ddp.py --prepare uniref50.fasta.gz ./input_data/uniref50       once: FASTA to arrays
-    ./run_train_uniref50_ddp.sh --datafile ./input_data/uniref50                             all GPUs of this machine
-    python run_train_uniref50_ddp.py --config configs/config_uniref50_quickstart.yaml        one process
-    torchrun --nproc_per_node=8 run_train_uniref50_ddp.py --datafile ./input_data/uniref50   one node
-    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST run_train_uniref50_ddp.py   node 1 alike
-    python run_train_uniref50_ddp.py --sample 16 --checkpoint experiments_ddp/best.pt --out samples.fasta
-Data (--datafile)
-    FOLDER      of --prepare: flat uint8 tokens and int64 offsets, memory-mapped, shared by the ranks of a node
-    FILE        FASTA, text (one sequence per line), either as .gz, or processed_uniref50.pt: prepared into --cache_dir
-    Validation: the sequences whose hash is below --val_ratio, the same for any order, seed and number of ranks
-Logged metrics (over all ranks; in metrics.jsonl and wandb)
-    loss                nats per residue of the training bound (with --use_curriculum: of easier times than the bound)
-    nelbo bits perplexity   held-out bound per residue, EMA weights, fixed noise; nelbo_se: its standard error
-    ce@0.15 sample_*    cross entropy where 15 % is hidden (nats); samples against training data (nats, shares)
-    samples/s tokens/s  sequences, real residues a second; padding: share of the tokens computed for nothing
-    mfu                 model FLOPs a second over the matrix-product rate measured on this device
-    data_wait, comm     share of the time spent waiting for batches; in all-reduces that nothing hides
-Files in --output_dir: latest.pt (resume), best.pt, metrics.jsonl, samples/*.fasta, summary.json, curves.png
-Differences from the original recipe: loss per real residue instead of per padded position, BOS and EOS, no residue
-deleted, a noise schedule that ends fully masked, validation without curriculum, all times in optimizer updates.
+    python tools/prepare_uniref50.py uniref50.fasta.gz input_data/uniref50      # once
+    ./run_train_uniref50_ddp.sh --datafile input_data/uniref50                  # all GPUs
+    ./run_train_uniref50_ddp.sh --config configs/config_uniref50_quickstart.yaml
+    python run_train_uniref50_ddp.py --config configs/config_uniref50_quickstart.yaml
+    torchrun --nproc_per_node=8 run_train_uniref50_ddp.py --datafile input_data/uniref50
+    python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
+
+Data (--datafile): a folder of tools/prepare_uniref50.py, or a file that this tool reads (FASTA,
+text, either as .gz, or the original's .pt). A file is prepared into --cache_dir at the first start.
+Held out are the sequences whose hash is below --val_ratio: the same in any order and on any seed.
+
+Every step is a random sample of --batch_size x --accum x GPUs sequences. They lie one after the
+other without padding, and a token sees only its own sequence. Longer ones are cropped at random.
+
+Logged, over all ranks: step, epoch, lr, loss (nats per residue, the bound), grad_norm (before
+clipping), skipped (steps whose gradient was not finite), samples_per_s (sequences), residues_per_s,
+data_wait (share of the time). val/..., with averaged weights and fixed noise: nelbo (held-out
+bound, nats per residue), nelbo_se (its standard error), bits, perplexity, unigram (the entropy by
+the residues' shares in the training data), below_unigram, below_unigram_se, ce@0.15 ... (cross
+entropy where 15 % is hidden).
+
+Files in --output_dir: latest.pt, previous.pt, best.pt, metrics.jsonl, samples/*.fasta, curves.png,
+summary.json.
+
+Time conditioning. The best prediction of hidden residues does not depend on the noise level (Ou et
+al. 2024), but the original shows it to the network, and so does this one. It costs 5 to 10 % of a
+step's time on CPUs, by memory traffic; on GPUs not measured. --time_conditioning False saves it.
+
+Unlike the original (architvasan/protein_lig_sedd) the loss counts residues and not padding, no
+residue is deleted, sequences begin and end with tokens of their own, the schedule ends fully
+hidden, validation is by all ranks with fixed noise, and all times are optimizer steps.
 """
 
-from __future__ import annotations
-
 import argparse
-import collections
 import contextlib
+import ctypes
 import difflib
-import errno
-import functools
+import fcntl
 import gc
-import gzip
 import hashlib
-import importlib
-import itertools
 import json
 import logging
 import math
-import multiprocessing
 import os
 import queue
-import re
-import resource
-import shutil
 import signal
-import socket
+import subprocess
 import sys
 import threading
 import time
-import timeit
 import traceback
 import zipfile
-import zlib
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor, nn
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
-# ---- Constants -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Arguments
 
-BOS, PAD, EOS, MASK = 0, 1, 2, 36  # <s> <pad> </s>, the absorbing state; 3 <unk>, 4 and 31 to 35 are never used
-RESIDUES = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"  # ids 5 to 30, the last six as they stand in UniRef: unknown or rare
-FIRST, LAST, STATES = 5, 30, 26  # ids of the residues, their number
-RATES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # hidden shares at which validation reports the cross entropy
-PUBLISHED = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
-MODEL = ("max_protein_len hidden_size cond_dim n_blocks_prot n_heads time_conditioning graph_type loss noise_type "
-         "sigma_min sigma_max noise_eps").split()  # what a checkpoint's weights mean
-SAME = [*MODEL, *"data_key max_samples optimizer ema seed".split()]  # what a resumed run must have kept
-REFUSED = {  # keys of the original's YAML that do nothing here, and why
-    "model.name model.type model.length": "one architecture: give its sizes, and data.max_protein_len",
-    "model.n_blocks_lig model.esm_dim model.molformer_dim data.max_ligand_len data.vocab_size_ligand "
-    "data.use_structure training.task graph.file graph.report_all": "proteins alone: no ligands, no structures",
-    "model.device ngpus": "each rank takes its own device; --gpus of the launcher, or torchrun, sets their number",
-    "model.scale_by_sigma training.weight": "scores are relative to the noise, which also gives the weight of a time",
-    "tokens data.vocab_size_protein": "the vocabulary is fixed: ids 0 to 35 and the mask, 36",
-    "defaults hydra.run.dir": "Hydra is not used: work_dir is the output folder",
-    "training.snapshot_freq_for_preemption": "every checkpoint can be resumed: training.snapshot_freq",
-    "training.quick_gen_freq monitoring.sample_frequency": "samples are drawn at every evaluation: training.eval_freq",
-    "training.force_reprocess": "a changed file is prepared again",
-    "data.train data.valid data.train_ratio": "data.datafile names the data, data.val_ratio the share held out",
-    "sampling.noise_removal": "the last sampling step always leaves no mask",
-    "eval.perplexity eval.perplexity_batch_size": "perplexity is always reported: eval.batch_size",
-    "memory.mixed_precision": "--precision fp32 or bf16 says it",
-    "monitoring.log_gradients monitoring.log_weights": "the gradient's norm is always logged, histograms never",
-    "ddp.find_unused_parameters ddp.broadcast_buffers ddp.gradient_as_bucket_view ddp.static_graph":
-        "every parameter gets a gradient and no buffer changes: DDP is set for that",
-}
 
-# ---- Arguments -----------------------------------------------------------------------------------
+class Alias(argparse.Action):
+    """A second name for an option, which is in `const`."""
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Every option, and the checks that need neither data nor devices."""
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    def section(title: str) -> Callable:  # of options with two names each: --lr and, as in YAML, optim.lr
-        add = p.add_argument_group(title).add_argument
-        return lambda name, *more, **kw: add(*(f"--{n}" for n in (name, f"{title.lower()}.{name}", *more)), **kw)
-    g = section("Data")
-    g("datafile", default="./input_data/processed_uniref50.pt", help="prepared folder, or FASTA, text, .pt")
-    g("cache_dir", default="./cache", help="where a file is prepared")
-    g("val_ratio", type=float, default=0.05, help="share of the sequences held out, by their hash (when preparing)")
-    g("max_protein_len", type=int, default=512, help="tokens of a row, BOS and EOS among them; longer ones are cropped")
-    g("skip_bad_data", help="leave out damaged records and list them (when preparing)", **FLAG)
-    g("verify_data", help="read the prepared arrays through before training", **FLAG)
-    g = section("Model")
-    g("hidden_size", type=int, default=768, help="width")
-    g("n_blocks_prot", type=int, default=8, help="transformer blocks")
-    g("n_heads", type=int, default=12, help="attention heads")
-    g("cond_dim", type=int, default=256, help="width of the noise embedding")
-    g("dropout", type=float, default=0.1, help="after attention and MLP")
-    g("time_conditioning", help="False: the network does not see the noise level (absorb)", **FLAG | {"default": True})
-    g = section("Diffusion")
-    g("graph_type", "graph.type", default="absorb", choices=("absorb", "uniform"), help="masked, or replaced, residues")
-    g("loss", default="nelbo", choices=("nelbo", "score_entropy"), help="softmax over residues, or free scores")
-    g("noise_type", "noise.type", default="loglinear", choices=("loglinear", "cosine", "geometric"), help="schedule")
-    g("sigma_min", "noise.sigma_min", type=float, default=1e-4, help="total noise at time 0 (cosine, geometric)")
-    g("sigma_max", "noise.sigma_max", type=float, default=20.0, help="total noise at time 1 (cosine, geometric)")
-    g("noise_eps", "noise.eps", type=float, default=1e-3, help="share not masked at time 1 (loglinear)")
-    g = section("Curriculum")
-    g("use_curriculum", "curriculum.enabled", help="early times first; the loss is no bound meanwhile", **FLAG)
-    g("preschool_time", type=int, default=10_000, help="optimizer steps until all times are equal")
-    g("difficulty_ramp", default="linear", choices=("linear", "exponential", "cosine"), help="how they become so")
-    g("bias_strength", type=float, default=2.0, help="time = u^(1 + strength * what is left of the ramp)")
-    g = section("Training")
-    g("batch_size", type=int, default=16, help="rows of max_protein_len tokens per GPU, shared by short sequences")
-    g("n_iters", "lr_schedule.max_steps", type=int, default=500_000, help="optimizer steps at most")
-    g("epochs", type=int, default=50, help="passes over the data at most")
-    g("max_samples", type=int, default=50_000_000, help="sequences of the training split at most")
-    g("num_workers", type=int, default=4, help="threads that make batches ahead (0: none)")
-    g("ema", type=float, default=0.9995, help="decay of the averaged weights that are validated and sampled")
-    g("snapshot_sampling", help="draw samples at every evaluation", **FLAG | {"default": True})
-    g("eval_freq", type=int, default=2000, help="optimizer steps between evaluations")
-    for name, dest in ("accum", "accumulation"), ("log_freq", "log_every"), ("snapshot_freq", "save_every"):
-        g(name, dest=dest, type=int, default=argparse.SUPPRESS, help=f"= --{dest}")
-    p.add_argument("--training.seed", dest="seed", type=int, default=argparse.SUPPRESS, help="= --seed")
-    g = section("Optim")
-    g("optimizer", default="AdamW", choices=("AdamW", "Adam", "Muon"), help="Muon: for matrices, AdamW for the rest")
-    g("lr", type=float, default=5e-5, help="peak learning rate on one GPU (see --lr_scaling)")
-    g("warmup", "lr_schedule.warmup_steps", type=int, default=5000, help="warm-up on one GPU, in optimizer steps")
-    g("min_lr_ratio", "lr_schedule.min_lr_ratio", type=float, default=0.01, help="last learning rate over the peak")
-    g("schedule", "lr_schedule.type", default="cosine", help="after the warm-up",
-      choices=("cosine", "linear", "constant", "cosine_with_warmup"))
-    g("weight_decay", type=float, default=0.01, help="none on biases, norms and embeddings")
-    g("beta1", type=float, default=0.9, help="Adam's, and Muon's momentum of 0.95 aside")
-    g("beta2", type=float, default=0.999, help="Adam's")
-    g("adam_eps", "optim.eps", type=float, default=1e-8, help="Adam's")
-    g("grad_clip", dest="max_grad_norm", type=float, default=argparse.SUPPRESS, help="= --max_grad_norm")
-    g = section("Memory")
-    g("gradient_checkpointing", help="compute activations twice instead of keeping them", **FLAG)
-    g("max_memory_per_gpu", type=float, default=0.85, help="share of a GPU's memory that a rank may take")
-    g = section("Eval")
-    g("eval_batch_size", "eval.batch_size", type=int, default=16, help="sequences per evaluation or sampling batch")
-    g("eval_sequences", type=int, default=2000, help="held-out sequences that are validated on")
-    g("eval_draws", type=int, default=2, help="noise draws of each for the bound")
-    g = section("Sampling")
-    g("sampling_method", "method", default="rigorous", choices=("rigorous", "simple"), help="exact, or fast")
-    g("predictor", choices=("first_hitting", "analytic"), help="rigorous: which [default: first_hitting if absorb]")
-    g("steps", default=100, type=int, help="sampling steps (analytic and simple)")
-    g("sample", type=int, default=0, help="do not train: draw so many sequences from --checkpoint into --out")
-    g("samples_per_eval", type=int, default=16, help="sequences drawn at an evaluation")
-    g("sample_length", type=int, default=0, help="residues of a sample (0: lengths as in the training data)")
-    g("infill", help="FASTA whose '?' are to be filled in, instead of sampling from nothing")
-    g("temperature", type=float, default=1.0, help="of the network's predictions (1: exact)")
-    g("top_p", type=float, default=1.0, help="sample from the likeliest residues of so much probability (1: exact)")
-    g("checkpoint", help="weights for --sample [default: OUTPUT_DIR/best.pt]")
-    g("out", help="file of --sample [default: OUTPUT_DIR/samples.fasta]")
-    g("prepare", nargs=2, metavar=("IN", "OUT"), help="do not train: read IN, write the folder OUT")
-    for said in (f"{name} ({why})" for names, why in REFUSED.items() for name in names.split()):
-        p.add_argument(f"--{said.split()[0]}", dest="refused", action="append", type=lambda _, said=said: said,
-                       default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add_ddp_arguments(p, output_dir="./experiments_ddp", wandb_project="uniref50-sedd-ddp")
-    p.add_argument("--work_dir", dest="output_dir", default=argparse.SUPPRESS, help="= --output_dir")
-    p.set_defaults(accumulation=4, lr_scaling="linear", log_every=100, save_every=2000, seed=42, max_grad_norm=1.0)
-    args = parse_arguments(p, argv)
-    above_0 = ("batch_size n_iters epochs max_samples eval_freq hidden_size n_blocks_prot n_heads cond_dim lr "
-               "sigma_min eval_batch_size eval_sequences eval_draws steps samples_per_eval preschool_time").split()
-    up_to_1, rates = ("val_ratio", "top_p", "max_memory_per_gpu", "noise_eps"), ("dropout", "ema")
-    from_0, uniform = ("temperature", "sample", "sample_length", "num_workers"), args.graph_type == "uniform"
-    refused = {
-        "not taken: " + "; ".join(getattr(args, "refused", ())): hasattr(args, "refused"),
-        **{f"--{n} {getattr(args, n)} must be above 0": getattr(args, n) <= 0 for n in [*above_0, *up_to_1]},
-        **{f"--{n} {getattr(args, n)} must be at most 1": getattr(args, n) > 1 for n in up_to_1},
-        **{f"--{n} {getattr(args, n)} must be from 0 to below 1": not 0 <= getattr(args, n) < 1 for n in rates},
-        f"--hidden_size {args.hidden_size} must be {args.n_heads} heads times an even number":
-            args.hidden_size % max(2, 2 * args.n_heads) != 0,
-        f"--max_protein_len {args.max_protein_len} must be at least 8": args.max_protein_len < 8,
-        f"--cond_dim {args.cond_dim} must be even": args.cond_dim % 2 > 0,
-        **{f"--{n} {getattr(args, n)} must not be negative": getattr(args, n) < 0 for n in from_0},
-        f"--sigma_max {args.sigma_max} must be above --sigma_min {args.sigma_min}": args.sigma_max <= args.sigma_min,
-        "--graph_type uniform needs --time_conditioning: replaced residues do not show":
-            uniform and not args.time_conditioning,
-        "--graph_type uniform has the analytic sampler only":
-            uniform and (args.sampling_method == "simple" or args.predictor == "first_hitting"),
-        "--graph_type uniform with --loss score_entropy has no sampler: --snapshot_sampling=False":
-            uniform and args.loss == "score_entropy" and args.snapshot_sampling,
-        "--infill, --checkpoint and --out belong to --sample": not args.sample and bool(
-            args.infill or args.checkpoint or args.out),
-        "--sample and --prepare: one of the two": bool(args.sample and args.prepare)}
-    for message in (m for m, wrong in refused.items() if wrong):
-        p.error(message)
-    args.lr_scaling = "none" if args.global_batch_size else args.lr_scaling  # as the batch, it does not grow
-    args.schedule = args.schedule.removesuffix("_with_warmup")
+    def __call__(self, parser, namespace, value, option_string=None):
+        setattr(namespace, self.const, value)
+
+
+def parse_args():
+    parser = Parser(description=__doc__)
+    add = parser.add_argument_group("data").add_argument
+    default = "./input_data/processed_uniref50.pt"
+    add("--datafile", default=default, help="folder of tools/prepare_uniref50.py, or a file")
+    add("--cache_dir", default="./cache", help="where a file is prepared")
+    add("--val_ratio", type=float, help="share of a file that is held out; None: 0.05")
+    add("--skip_bad_data", **FLAG, default=False, help="leave out bad records (of a file)")
+    add("--prepare_only", **FLAG, default=False, help="check the options, prepare a file, end")
+    text = "tokens of a sequence at most, with its begin and end; longer ones are cropped"
+    add("--max_protein_len", type=count, default=512, help=text)
+
+    add = parser.add_argument_group("model").add_argument
+    add("--hidden_size", type=count, default=768, help="width")
+    add("--n_blocks_prot", type=count, default=8, help="transformer blocks")
+    add("--n_heads", type=count, default=12, help="attention heads")
+    add("--cond_dim", type=count, default=256, help="width of the noise embedding")
+    add("--dropout", type=float, default=0.1, help="after attention and MLP")
+    add("--time_conditioning", **FLAG, default=True, help="show the noise level to the network")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--accum", type=count, default=4, help="micro-batches per step, of a new run")
+    add("--n_iters", type=count, default=500_000, help="optimizer steps at most")
+    add("--epochs", type=count, default=50, help="passes over the data at most")
+    add("--ema", type=float, default=0.9995, help="decay of the averaged weights")
+
+    add = parser.add_argument_group("optim").add_argument
+    add("--lr", type=float, default=5e-5, help="peak learning rate, on one GPU")
+    add("--warmup", type=int, default=5000, help="steps to reach it, on one GPU")
+    kinds = ["none", "linear", "sqrt", "conservative"]
+    text = "what N GPUs multiply both by: 1, N, sqrt(N), min(N, 6); none with --global_batch_size"
+    add("--lr_scaling", default="linear", choices=kinds, help=text)
+    text = "last learning rate over the peak, to which half a cosine leads"
+    add("--min_lr_ratio", type=float, default=0.01, help=text)
+    add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
+    add("--beta1", type=float, default=0.9, help="AdamW's")
+    add("--beta2", type=float, default=0.999, help="AdamW's")
+
+    add = parser.add_argument_group("memory").add_argument
+    text = "compute activations twice instead of keeping them"
+    add("--gradient_checkpointing", **FLAG, default=False, help=text)
+    add("--max_memory_per_gpu", type=float, default=0.85, help="share that a rank may take")
+
+    add = parser.add_argument_group("eval").add_argument
+    add("--eval_freq", type=count, default=2000, help="steps between evaluations")
+    add("--eval_sequences", type=count, default=2000, help="held-out sequences at most")
+    add("--eval_draws", type=count, default=2, help="draws of the noise for each of them")
+    add("--eval_batch_size", type=count, default=16, help="sequences per forward pass")
+
+    add = parser.add_argument_group("sampling, at every evaluation").add_argument
+    add("--samples_per_eval", type=int, default=16, help="sequences; 0: none")
+    text = "rigorous: samples of the model; simple: surest residues first, another law"
+    add("--sampling_method", default="rigorous", choices=["rigorous", "simple"], help=text)
+    text = "network calls per sample; 0: one per residue, which is exact (rigorous)"
+    add("--sampling_steps", type=int, default=100, help=text)
+
+    add = parser.add_argument_group("names of the original").add_argument
+    add("--work_dir", action=Alias, const="output_dir", help="as --output_dir")
+    add("--log_freq", action=Alias, const="log_every", type=count, help="as --log_every")
+    add("--wandb_project", help="as the environment variable WANDB_PROJECT")
+    add("--wandb_name", help="as the environment variable WANDB_NAME")
+
+    add_common_arguments(parser, output_dir="./experiments_ddp", batch_size=16)
+    parser.set_defaults(log_every=100, save_every=2000)
+    args = parse_with_config(parser)
+
+    if args.hidden_size % (2 * args.n_heads) != 0:
+        text = f"must be {args.n_heads} heads times an even number"
+        parser.error(f"--hidden_size {args.hidden_size}: {text}")
+    if args.cond_dim % 2 != 0:
+        parser.error(f"--cond_dim {args.cond_dim}: must be even")
+    if args.max_protein_len < 8:
+        parser.error(f"--max_protein_len {args.max_protein_len}: must be at least 8")
+    for name in ("dropout", "ema", "beta1", "beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be from 0 to below 1")
+    if args.val_ratio is not None and not 0 < args.val_ratio < 1:
+        parser.error(f"--val_ratio {args.val_ratio}: must be between 0 and 1")
+    if not 0 < args.max_memory_per_gpu <= 1:
+        parser.error(f"--max_memory_per_gpu {args.max_memory_per_gpu}: must be above 0, at most 1")
+    names = ["lr", "warmup", "min_lr_ratio", "weight_decay"]
+    for name in [*names, "samples_per_eval", "sampling_steps"]:
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name} {getattr(args, name)}: must be a finite number from 0 on")
+    for name in ("wandb_project", "wandb_name"):
+        if getattr(args, name):
+            os.environ[name.upper()] = getattr(args, name)
     return args
 
-# ---- Data ----------------------------------------------------------------------------------------
 
-CHUNK_BYTES = 4 << 20  # what a worker gets at a time; a longer record comes whole
-INLINE_CHUNKS = 24  # before workers are started, which takes some seconds: they import this file
-SPLITS = ("train", "valid")
-UPPER = bytes(ord(chr(c).upper()) if chr(c).upper() in RESIDUES + "*" else ord("?") for c in range(256))
-TO_TOKENS = bytes(("<.>.." + RESIDUES).find(chr(c)) % 256 for c in range(256))  # '<': BOS, '>': EOS, '?': 255
+# --------------------------------------------------------------------------------------------------
+# Data
 
-class Source:
-    """What --prepare reads, known by content: FASTA, text with a sequence per line (both also gz), torch.save's."""
-    def __init__(self, name: str):
-        """Raises ValueError where there is no such file or its content is none of these."""
-        self.name, self.damage, self.form = name, "", "text"  # or fasta, or list: a line for each of its entries
-        if not Path(name).is_file():
-            raise ValueError(f"{name}: no such file; expected FASTA, text with a sequence per line, or .pt")
-        head = next(self.blocks(1 << 16), b"")
-        if head.startswith((b"PK\3\4", b"\x80")):  # zip, pickle
-            self.form = "list"
-        elif not head.strip() or b"\0" in head and not head.strip().startswith(b">"):
-            raise ValueError(f"{name}: found {head[:16]!r}; expected FASTA or text, plain or whole gz, or a torch file")
-        elif b"\n>" in b"\n" + head:
-            self.form = "fasta"
-    def read(self, size: int) -> bytes:
-        data = self.file.read(size)
-        self.digest.update(data)
-        self.size, StepGuard.beat = self.size + len(data), time.monotonic()
-        return data
-    def blocks(self, most: int) -> Iterator[bytes]:
-        """The content, unzipped; sets `size`, `digest`, and `damage` of gz data that end early. ValueError: corrupt."""
-        self.size, self.digest = 0, hashlib.sha256()
-        try:
-            with open(self.name, "rb") as self.file:
-                read = gzip.GzipFile(fileobj=self).read1 if self.file.peek(2).startswith(b"\x1f\x8b") else self.read
-                yield from iter(lambda: read(most), b"")
-        except EOFError as error:
-            self.damage = f"the gz data are truncated ({error}): fetch the file again"
-        except (zlib.error, gzip.BadGzipFile) as error:  # what came before may be wrong too
-            raise ValueError(f"{self.name}: the gz data are corrupt ({error}): fetch the file again") from error
-    def chunks(self) -> Iterator[bytes]:
-        """The content in parts that end where a record ends."""
-        held, mark = bytearray(), b"\n>" if self.form == "fasta" else b"\n"
-        for block in self.entries() if self.form == "list" else self.blocks(min(CHUNK_BYTES, 1 << 17)):
-            held += block
-            if len(held) >= CHUNK_BYTES and (end := held.rfind(mark) + 1):
-                yield bytes(memoryview(held)[:end])
-                del held[:end]
-        if self.damage:
-            del held[held.rfind(mark) + 1 :]  # a record that is not whole
-        if held:
-            yield bytes(held)
-    def entries(self) -> Iterator[bytes]:
-        """A line for each entry of the list in a torch file: str, or dict with one or with ids. ValueError: no list."""
-        collections.deque(self.blocks(CHUNK_BYTES), 0)  # for the file's size and digest
-        try:
-            data = torch.load(self.name, map_location="cpu", weights_only=True)  # noqa: TID251  not a checkpoint
-        except Exception as error:  # torch raises five kinds
-            raise ValueError(f"{self.name}: {str(error).splitlines()[0][:120]}; expected a list in a whole file that "
-                             "loads with weights_only=True") from error
-        if isinstance(data, dict):
-            data = data.get("sequences", data.get("data", f"a dict of {sorted(map(str, data))[:8]}"))
-        if not isinstance(data, list):
-            raise ValueError(f"{self.name}: {data!r:.200}; expected a list, or a dict with one as sequences or data")
-        keys = ("protein_seq", "sequence", "text", "prot_tokens")
-        letters = np.frombuffer(b"   ??" + RESIDUES.encode() + b"?", np.uint8)  # of ids; spaces: BOS, PAD and EOS
-        for entry in data:
-            if isinstance(entry, dict):
-                entry = next((entry[key] for key in keys if isinstance(entry.get(key), (str, Tensor))), "")
-            if isinstance(entry, Tensor):
-                entry = letters[entry.long().flatten().clamp(-1, LAST + 1).numpy()].tobytes().decode().strip()
-            yield (entry.replace("\n", "") if isinstance(entry, str) else "").encode("utf-8", "replace") + b"\n"
+# The vocabulary: 0 begin, 2 end, 5 to 30 the residues, 36 the mask. The other numbers are free, as
+# in the original; 64 makes the two matrices that know the vocabulary fit a GPU's tiles.
+BEGIN = 0
+END = 2
+FIRST = 5
+RESIDUES = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"  # the last six as they stand in UniRef: unknown or rare
+KINDS = len(RESIDUES)
+MASK = 36
+VOCABULARY = 64
 
-def encode_chunk(data: bytes, form: str, val_ratio: float) -> tuple[list[tuple], list[tuple[int, str]], int, int]:
-    """The records in `data`, split by their hash: tokens, lengths with BOS and EOS, counts of letters (26,) per split;
-    (line from 0, what is wrong) of the others; lines and bytes. A few calls per record, none per residue."""
-    lines, size, before = np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")), len(data), b""
-    if b"\r" in data:
-        data = data.replace(b"\r\n", b"\n").rstrip(b"\r")
-    if form == "fasta":
-        before, *records = (b"\n" + data).split(b"\n>")
-        bodies = [text.partition(b"\n")[2].translate(UPPER, b"\n \t").removesuffix(b"*") for text in records]
-    else:
-        records = data.removesuffix(b"\n").split(b"\n")
-        bodies = [text.strip().translate(UPPER).removesuffix(b"*") for text in records]
-    tokens = np.frombuffer((b"<" + b"><".join(bodies) + b">").translate(TO_TOKENS), np.uint8)
-    lengths = np.array([*map(len, bodies)], np.int64) + 2
-    offsets = np.append(0, np.cumsum(lengths))
-    hashes = np.frombuffer(b"".join(hashlib.blake2b(body, digest_size=8).digest() for body in bodies), ">u8")
-    group = np.where(lengths == 2, 2, hashes / 2.0**64 < val_ratio)  # 0 train, 1 valid, 2 left out
-    group[np.searchsorted(offsets, np.flatnonzero(tokens > LAST), "right") - 1] = 2
-    problems = list(describe(before, records, group, form)) if (group == 2).any() or before.strip() else []
-    parts, splits = ([], [], []), []
-    for a, b in itertools.pairwise(np.flatnonzero(np.diff(group, prepend=-1, append=-1))):  # runs that go the same way
-        parts[group[a]].append(tokens[offsets[a] : offsets[b]])
-    for kind in range(2):
-        kept = b"".join(parts[kind])
-        pairs = np.frombuffer(kept + b"\0" * (len(kept) % 2), np.uint16)  # as bincount widens what it counts to int64
-        counts = np.bincount(pairs, minlength=1 << 16).reshape(256, 256)
-        splits.append((kept, lengths[group == kind], (counts.sum(0) + counts.sum(1))[FIRST : LAST + 1]))
-    return splits, problems, lines, size
+PUBLISHED = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
+EARLIEST = 1e-3  # time; the weight of a hidden residue, 1 / time, is at most 1000
+ALL_BUT = (
+    1e-3  # share of the residues that is not hidden at time 1, for a finite noise (Lou et al.)
+)
 
-def describe(before: bytes, records: list[bytes], group: np.ndarray, form: str) -> Iterator[tuple[int, str]]:
-    """(line in the chunk, what is wrong) of the records in group 2. `before`: what stands before the first header."""
-    line, fasta, good = before.count(b"\n"), form == "fasta", (RESIDUES + RESIDUES.lower()).encode()
-    right = "expected letters, and '*' only at a sequence's end"
-    right += ", in a str or as protein_seq, sequence, text or prot_tokens of a dict" * (form == "list")
-    if text := before.strip():
-        yield before[: before.index(text)].count(b"\n") - 1, f"{text[:40]!r} before the first '>'; expected a header"
-    for entry, bad in zip(records, group == 2, strict=True):
-        body = entry.partition(b"\n")[2] if fasta else entry.strip()
-        if bad and (body or form != "text"):  # empty lines of a text are fine
-            wrong = body.rstrip().removesuffix(b"*").translate(None, good + b" \t" * fasta)
-            first = wrong.lstrip(b"\n").partition(b"\n")[0]  # line with a wrong character
-            found = "".join(dict.fromkeys(first.decode("utf-8", "backslashreplace")))[:12]
-            what = f"{found!r} among the residues" if found else "no residues"
-            yield line + (1 + wrong.index(first) if fasta and found else 0), f"{what}; {right}"
-        line += entry.count(b"\n") + 1
 
-def follow_parent() -> None:
-    """A worker's start: Ctrl-C is its parent's to handle, and it ends where its parent was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+class Batch(NamedTuple):
+    """Sequences of different lengths, not padded but laid one after the other: T tokens of B
+    sequences, of which M residues are hidden."""
 
-def run_ahead(pool, function: Callable, items: Iterable, count: int) -> Iterator:
-    """function(item) of each item, in order, up to `count` of them ahead of the reader in `pool`."""
-    ahead = collections.deque()
-    for item in items:
-        ahead.append(pool.submit(function, item))
-        if len(ahead) > count:
-            yield ahead.popleft().result()
-    yield from (task.result() for task in ahead)
+    noisy: torch.Tensor  # (T,) uint8, MASK where a residue is hidden
+    positions: torch.Tensor  # (T,) int32, of a token in its sequence
+    owner: torch.Tensor  # (T,) int32, the sequence of a token
+    starts: torch.Tensor  # (B + 1,) int32, where each sequence starts, and where the last one ends
+    sigma: torch.Tensor  # (B,) float32, the noise level
+    hidden: torch.Tensor  # (M,) int64, the places of the hidden residues in `noisy`
+    targets: torch.Tensor  # (M,) int64, which residues they are, from 0 to 25
+    weights: torch.Tensor  # (M,) float32, of their cross entropies in the loss
+    lengths: list  # of the sequences, in tokens
+    count: int  # residues of the whole global batch: the loss is divided by it
 
-def encode_all(reader: Source, val_ratio: float, workers: int) -> Iterator[tuple]:
-    """encode_chunk of each chunk, in order; in this process (`workers` 0 or 1), or all but the first in `workers`."""
-    chunks, encode = reader.chunks(), functools.partial(encode_chunk, form=reader.form, val_ratio=val_ratio)
-    yield from map(encode, itertools.islice(chunks, INLINE_CHUNKS if workers > 1 else None))
-    if first := list(itertools.islice(chunks, 1)):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        with ProcessPoolExecutor(workers, context, follow_parent) as pool:
-            yield from run_ahead(pool, encode, itertools.chain(first, chunks), workers + 2)
+    def to(self, device):
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[:-2]]
+        return Batch(*moved, self.lengths, self.count)
 
-def prepare(source: str, folder: str, args: Namespace) -> None:
-    """Read `source` (see Source) once, with --num_workers processes beside this one, and write the folder that Proteins
-    opens. --skip_bad_data lists damaged records in skipped_records.txt. Raises ValueError for them or an empty split,
-    OSError where the disk is full; `folder` then is as it was. (rank 0 only)"""
-    start, reader, folder = time.monotonic(), Source(source), Path(folder).resolve()
-    if folder.exists() and not (folder / "manifest.json").exists() and (folder.is_file() or any(folder.iterdir())):
-        raise ValueError(f"{folder} holds something else than prepared data: give another folder")
-    for old in folder.parent.glob(f".{folder.name}.*.tmp"):
-        warn(f"{old} is left of a run that was killed: delete it, unless another run is writing it now")
-    temporary, replaced = (folder.with_name(f".{folder.name}.{os.urandom(4).hex()}.{kind}") for kind in ("tmp", "old"))
-    try:
-        temporary.mkdir(parents=True)
-        manifest = write_splits(reader, temporary, args)
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for path in temporary.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        if folder.exists():
-            folder.rename(replaced)
-        temporary.rename(folder)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            error.strerror += f" in {folder.parent}: prepared data take a byte per residue and 10 per sequence"
-        raise
-    finally:
-        if replaced.exists() and not folder.exists():
-            replaced.rename(folder)
-        for path in (temporary, replaced):
-            shutil.rmtree(path, ignore_errors=True)
-    if manifest["skipped"]:
-        warn(f"left out {manifest['skipped']} damaged records, listed in {folder / 'skipped_records.txt'}")
-    train, valid = (manifest["splits"][split]["sequences"] for split in SPLITS)
-    seconds = time.monotonic() - start
-    log0(f"prepared {folder}: {train} sequences to train on, {valid} held out, lengths {manifest['min_length']} to "
-         f"{manifest['max_length']}, mean {manifest['mean_length']:.1f}; {seconds:.1f} s, "
-         f"{manifest['source']['text_bytes'] / 1e6 / seconds:.1f} MB/s, {(train + valid) / seconds:.0f} sequences/s")
 
-def write_splits(reader: Source, folder: Path, args: Namespace) -> dict:
-    """Write tokens, offsets and skipped_records.txt; the manifest of them. Raises ValueError as prepare."""
-    sizes, text, skipped, (unit, line) = [0, 0], 0, 0, ("index", 0) if reader.form == "list" else ("line", 1)
-    letters, lengths = np.zeros((2, STATES), np.int64), [collections.Counter(), collections.Counter()]
-    with contextlib.ExitStack() as stack:
-        files = [[stack.enter_context(open(folder / f"{s}.{k}", "wb")) for k in ("tokens", "offsets")] for s in SPLITS]
-        listing = stack.enter_context(open(folder / "skipped_records.txt", "w+", encoding="utf-8"))
-        for _, offsets in files:
-            offsets.write(np.zeros(1, np.int64))
-        for splits, problems, lines, size in encode_all(reader, args.val_ratio, args.num_workers):
-            for i, (tokens, counts, found) in enumerate(splits):
-                files[i][0].write(tokens)
-                files[i][1].write(sizes[i] + np.cumsum(counts, dtype=np.int64))
-                lengths[i].update((counts - 2).tolist())
-                sizes[i] += len(tokens)
-                letters[i] += found
-            listing.writelines(f"{unit} {line + n}: {what}\n" for n, what in problems)
-            skipped, line, text = skipped + len(problems), line + lines, text + size
-        listing.write(f"line {line}: {reader.damage}\n" * bool(reader.damage))
-        skipped += bool(reader.damage)
-        listing.seek(0)
-        if skipped and not args.skip_bad_data:
-            shown = "  ".join(["", *itertools.islice(listing, 20)]) + f"  ... and {skipped - 20} more" * (skipped > 20)
-            raise ValueError(f"{reader.name}: {skipped} damaged records (--skip_bad_data leaves them out):\n{shown}")
-    number = [counter.total() for counter in lengths]
-    if not all(number):
-        raise ValueError(f"{reader.name}: {number[0]} sequences to train on, {number[1]} held out; expected some of "
-                         "both: give more, or another --val_ratio")
-    splits = {split: {"sequences": number[i], "residues": sizes[i] - 2 * number[i], "letters": letters[i].tolist(),
-                      "lengths": dict(sorted(lengths[i].items())),
-                      "bytes": {"tokens": sizes[i], "offsets": 8 * number[i] + 8}} for i, split in enumerate(SPLITS)}
-    source = {"name": Path(reader.name).name, "bytes": reader.size, "sha256": reader.digest.hexdigest()}
-    return {"format": 1, "val_ratio": args.val_ratio, "source": source | {"text_bytes": text}, "skipped": skipped,
-            "splits": splits, "min_length": min(map(min, lengths)), "mean_length": sum(sizes) / sum(number) - 2,
-            "max_length": max(map(max, lengths))}
+def make_batch(tokens, lengths, hide, share, weights, count):
+    """tokens (T,), hide (T,) bool; lengths, share (that is hidden) and weights (B,): a Batch."""
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    starts = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    hidden = np.flatnonzero(hide)
+    sigma = -np.log1p(-np.minimum(share, 1 - ALL_BUT))
+    return Batch(
+        torch.from_numpy(np.where(hide, np.uint8(MASK), tokens)),
+        torch.from_numpy(np.arange(len(tokens), dtype=np.int32) - starts[owner]),
+        torch.from_numpy(owner),
+        torch.from_numpy(starts),
+        torch.from_numpy(sigma.astype(np.float32)),
+        torch.from_numpy(hidden),
+        torch.from_numpy(tokens[hidden].astype(np.int64) - FIRST),
+        torch.from_numpy(weights[owner[hidden]].astype(np.float32)),
+        lengths.tolist(),
+        int(count),
+    )
+
+
+def is_residue(tokens):
+    return (tokens >= FIRST) & (tokens < FIRST + KINDS)
+
+
+def spans(first, lengths):
+    """first[0], first[0] + 1, ... (lengths[0] numbers), then first[1], first[1] + 1, ..."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(first - before, lengths)
+
 
 class Proteins:
-    """One split of a prepared folder, memory-mapped, so open at once. `part`: what the `manifest` says of it."""
-    def __init__(self, folder: str | Path, split: str, verify: bool = False):
-        """`verify`: read all of it. Raises ValueError with file, found and expected where it is damaged."""
-        try:
-            self.manifest = json.loads((Path(folder) / "manifest.json").read_text())
-            self.part = self.manifest["splits"][split]
-            paths = {kind: Path(folder) / f"{split}.{kind}" for kind in self.part["bytes"]}
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder}: no prepared data ({error}): make them with --prepare IN {folder}") from error
-        for path, right in zip(paths.values(), self.part["bytes"].values(), strict=True):
-            if (found := path.stat().st_size if path.exists() else "no") != right:
-                raise ValueError(f"{path}: {found} bytes, {right} expected: prepare the data again")
-        self.tokens = np.asarray(np.memmap(paths["tokens"], np.uint8, "r"))
-        self.offsets = np.asarray(np.memmap(paths["offsets"], np.int64, "r"))
-        for low in range(0, len(self) if verify else 0, 1 << 16):
-            ends = self.offsets[low : low + (1 << 16) + 1]
-            marks = np.flatnonzero(~is_residue(self.tokens[ends[0] : ends[-1]])) + ends[0]
-            whole = np.array_equal(marks, np.stack([ends[:-1], ends[1:] - 1], 1).ravel()) and (np.diff(ends) >= 3).all()
-            if not whole or self.tokens[marks[::2]].any() or (self.tokens[marks[1::2]] != EOS).any():
-                raise ValueError(f"{folder}: {split} sequences {low} to {low + len(ends) - 2} are damaged, expected "
-                                 f"{BOS}, ids {FIRST} to {LAST}, {EOS} in each: prepare the data again")
-    def __len__(self) -> int:
+    """One part, train or valid, of a folder of tools/prepare_uniref50.py, mapped into memory that
+    the ranks of a machine share."""
+
+    def __init__(self, folder, part, most):
+        self.tokens = np.asarray(np.memmap(folder / f"{part}.tokens", np.uint8, "r"))
+        self.offsets = np.asarray(np.memmap(folder / f"{part}.offsets", np.int64, "r"))
+        self.most = most  # tokens of a crop
+
+    def __len__(self):
         return len(self.offsets) - 1
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of the given sequences (B,) int64, with BOS and EOS."""
+
+    def lengths(self, rows):
+        """Tokens of sequences, with BEGIN and END."""
         return self.offsets[rows + 1] - self.offsets[rows]
-    def rows(self, rows: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Tokens start to start + length of sequences, (B, longest) uint8, padded. IndexError where there are none."""
-        if min(rows.min(), start.min(), length.min()) < 0 or (start + length > self.lengths(rows)).any():
-            raise IndexError("tokens outside of their sequence")
-        inside = np.arange(length.max()) < length[:, None]
-        places = np.where(inside, (self.offsets[rows] + start)[:, None] + np.arange(length.max()), 0)
-        return np.where(inside, self.tokens[places], np.uint8(PAD))
-    def crops(self, rows: np.ndarray, most: int, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
-        """(start, length, residues), each (B,) int64, of what is taken: all, or `most` tokens from a random place."""
+
+    def crops(self, rows, places):
+        """Of each sequence all, or --max_protein_len tokens from a place that is given by a number
+        from 0 to below 1: (first token, tokens, residues among them)."""
         whole = self.lengths(rows)
-        length = np.minimum(whole, most)
-        place = keyed_uniform(seed, epoch, torch.from_numpy(rows), 1, stream=1)[:, 0].double().numpy()
-        start = (place * (whole - length + 1)).astype(np.int64)
-        return start, length, length - (start == 0) - (start + length == whole)  # BOS and EOS stand at the ends
-    def some(self, most: int) -> list[np.ndarray]:
-        """Residues, without BOS and EOS, of up to `most` sequences, evenly spaced."""
-        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64)
-        return [self.tokens[self.offsets[i] + 1 : self.offsets[i + 1] - 1] for i in rows]
+        lengths = np.minimum(whole, self.most)
+        first = (places * (whole - lengths + 1)).astype(np.int64)
+        has_begin = first == 0
+        has_end = first + lengths == whole
+        return self.offsets[rows] + first, lengths, lengths - has_begin - has_end
 
-def load_data(args: Namespace, ddp: DDPContext) -> tuple[Proteins, Proteins]:
-    """Training and validation split of --datafile, prepared by rank 0 if it is no folder. (all ranks)"""
-    path = folder = Path(args.datafile)
+
+class AllRows:
+    """The numbers 0, 1, ... of all sequences, as an array would give them, without its memory."""
+
+    def __init__(self, proteins):
+        self.proteins = proteins
+
+    def __len__(self):
+        return len(self.proteins)
+
+    def __getitem__(self, rows):
+        return rows
+
+
+class CropLengths(AllRows):
+    """The tokens that a crop of each sequence has, in the same way."""
+
+    def __getitem__(self, rows):
+        return np.minimum(self.proteins.lengths(rows), self.proteins.most)
+
+
+class NoisySequences(Dataset):
+    """Item (ids, whole, step): the micro-batch of the sequences `ids`, part of the step's `whole`.
+
+    Crops, times and hidden residues are those of (seed, step) and of the place in `whole`, so they
+    are the same on any number of ranks."""
+
+    def __init__(self, args, proteins):
+        self.proteins = proteins
+        self.seed = args.seed
+
+    def __getitem__(self, item):
+        ids, whole, step = item
+        generator = np.random.default_rng([self.seed, step])
+        first, lengths, residues = self.proteins.crops(whole, generator.random(len(whole)))
+        # times spread evenly over the step: less noise than independent ones (Kingma et al. 2021)
+        places = (generator.permutation(len(whole)) + generator.random()) / len(whole)
+        times = EARLIEST + (1 - EARLIEST) * places
+        share = (1 - ALL_BUT) * times
+        draws = generator.random(lengths.sum(), dtype=np.float32)
+
+        mine = np.flatnonzero(np.isin(whole, ids))
+        tokens = self.proteins.tokens[spans(first[mine], lengths[mine])]
+        draws = draws[spans((np.cumsum(lengths) - lengths)[mine], lengths[mine])]
+        hide = (draws < np.repeat(share[mine], lengths[mine])) & is_residue(tokens)
+        return make_batch(
+            tokens,
+            lengths[mine],
+            hide,
+            share[mine],
+            1 / times[mine],
+            residues.sum(),
+        )
+
+
+def read_meta(folder):
+    """(hash of the folder, content of its meta.json)"""
+    text = (folder / "meta.json").read_text()
+    return hashlib.sha256(text.encode()).hexdigest()[:12], json.loads(text)
+
+
+def find_data(args):
+    """The folder of --datafile, prepared if need be and found to be whole. (rank 0)"""
+    path = Path(args.datafile)
+    folder = path
+    again = f"prepare the data again: python tools/prepare_uniref50.py FILE {path}"
     if not path.exists():
-        raise ValueError(f"--datafile {path}: no such file or folder. UniRef50 is published at {PUBLISHED}; then"
-                         "\n  python run_train_uniref50_ddp.py --prepare uniref50.fasta.gz ./input_data/uniref50\n"
-                         "and --datafile ./input_data/uniref50")
-    if not path.is_dir():
-        key = [1, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, args.val_ratio, args.skip_bad_data]
-        folder = Path(args.cache_dir) / f"uniref50-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
-        if not on_rank0(ddp, (folder / "manifest.json").exists):
-            on_rank0(ddp, prepare, args.datafile, folder, args)
-    train, valid = (Proteins(folder, split, args.verify_data) for split in SPLITS)
-    if "val_ratio" in args.given and train.manifest["val_ratio"] != args.val_ratio:
-        raise ValueError(f"--val_ratio {args.val_ratio}: {folder} was prepared with {train.manifest['val_ratio']}")
-    args.data_key = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()[:16]
-    require_same(ddp, "the training data", args.data_key.encode())
-    log0(f"data: {len(train)} sequences to train on, {len(valid)} held out")
-    return train, valid
+        text = f"--datafile {path}: no such file or folder. UniRef50 is at {PUBLISHED}; then"
+        text += " python tools/prepare_uniref50.py uniref50.fasta.gz input_data/uniref50"
+        raise InputError(f"{text} and --datafile input_data/uniref50")
+    if path.is_file():
+        stat = path.stat()
+        key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+        key += [FORMAT, args.val_ratio, args.skip_bad_data]
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        folder = Path(args.cache_dir) / f"uniref50-{digest[:16]}"
+        again = f"remove {folder}"
+        if not folder.exists():
+            prepare(args, path, folder)
+    try:
+        meta = read_meta(folder)[1]
+        for name, size in meta["bytes"].items():
+            if (folder / name).stat().st_size != size:
+                raise ValueError(f"{name} has not {size} bytes")
+        val_ratio = meta["val_ratio"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder} is missing a part or damaged ({error}): {again}") from None
+    if args.val_ratio not in (None, val_ratio):
+        raise InputError(f"--val_ratio {args.val_ratio}: {folder} was prepared with {val_ratio}")
+    return folder
 
-def bucket_by_tokens(lengths: Callable, mean_items: int, least: int, seed: int) -> Callable:
-    """A `cut` for GlobalBatchSampler: batches of similar lengths(ids), nearly equal numbers of tokens with padding, in
-    random order, `mean_items` items on average and never fewer than `least`."""
-    def cut(ids: np.ndarray, epoch: int) -> list[np.ndarray]:
-        sizes, count = lengths(ids), len(ids) // mean_items
-        order = np.argsort(sizes, kind="stable")
-        sizes = padded = sizes[order]
-        for _ in range(3):  # as padding depends on the cut
-            total = np.cumsum(padded)
-            ends = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
-            ends = np.minimum(ends, len(ids) - least * np.arange(count - 1, 0, -1))  # longest last: few in a batch
-            edges = np.r_[0, ends, len(ids)]
-            padded = np.repeat(sizes[edges[1:] - 1], np.diff(edges))
-        batches = np.split(ids[order], ends)
-        return [batches[i] for i in np.random.default_rng([seed, epoch, int(ids[0])]).permutation(count)]
-    return cut
 
-def deal_step(task: Task, sampler: GlobalBatchSampler, epoch: int, planned: tuple[int, np.ndarray]) -> tuple:
-    """A step, the `planned` (number, sequences) of an epoch: this rank's micro-batches, of (sequences (B,), the same,
-    tokens (B, L) int64 and places (B,) of their times in [0, 1) on the device, whether PAD occurs); residues and FLOPs
-    of all ranks. The times are spread evenly, by shift and order alike on all (low-discrepancy, Kingma et al. 2021)."""
-    args, device, (number, batch) = task.args, task.ddp.device, planned
-    generator, micro = np.random.default_rng([args.seed, epoch, number]), []
-    places = (generator.permutation(len(batch)) + generator.random()) / len(batch) % 1.0
-    start, length, residues = task.train_set.crops(batch, args.max_protein_len, args.seed, epoch)
-    for part in sampler.deal(np.arange(len(batch))):
-        rows = task.train_set.rows(batch[part], start[part], length[part])
-        tensors = [torch.from_numpy(array) for array in (batch[part], rows, places[part].astype(np.float32))]
-        if device.type == "cuda":  # copies from pinned memory do not stop the host
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        ids, tokens, spread = (tensor.to(device, non_blocking=True) for tensor in tensors)  # one byte per residue
-        padded = bool((rows[:, -1] == PAD).any())  # without it the attention needs no mask, which may be faster
-        micro.append((batch[part], ids, tokens.long(), spread, padded))
-    return micro, int(residues.sum()), float(np.dot(task.model.flops, (length.sum(), (length**2).sum())))
+def prepare(args, path, folder):
+    """Let tools/prepare_uniref50.py make the folder of a file. (rank 0)"""
+    tool = Path(__file__).parent / "tools" / "prepare_uniref50.py"
+    options = [str(path), str(folder)]
+    if args.val_ratio is not None:
+        options.append(f"--val_ratio={args.val_ratio}")
+    if args.skip_bad_data:
+        options.append("--skip_bad_data")
+    logging.info(f"python tools/{tool.name} {' '.join(options)}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run([sys.executable, tool, *options], stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise InputError(done.stderr.strip())
 
-# ---- Model ---------------------------------------------------------------------------------------
+
+def load_data(args):
+    """(training part, validation part, meta.json, hash), the same on all ranks. (all ranks)"""
+    folder = on_rank0(find_data, args)
+    if not (folder / "meta.json").exists():
+        raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
+    data_hash, meta = read_meta(folder)
+    if data_hash != on_rank0(read_meta, folder)[0]:
+        raise InputError(f"{folder} is not the same here as on rank 0")
+    train = Proteins(folder, "train", args.max_protein_len)
+    valid = Proteins(folder, "valid", args.max_protein_len)
+    logging.info("Data split complete:")
+    logging.info(f"  Training samples:   {len(train):,}")
+    logging.info(f"  Validation samples: {len(valid):,}")
+    return train, valid, meta, data_hash
+
+
+# --------------------------------------------------------------------------------------------------
+# Model
+
 
 class Block(nn.Module):
-    """Transformer block with adaptive layer norm (DiT, Peebles and Xie 2023): the identity at initialisation."""
-    def __init__(self, width: int, heads: int, cond_dim: int, dropout: float):
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.adapt = nn.Linear(cond_dim, 6 * width)
-    def forward(self, x: Tensor, cond: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, L, D), cond (B, C), turns (L, D / heads / 2, 2), mask (B, 1, 1, L): True where a key counts."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond)[:, None].chunk(6, dim=-1)
-        h = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # one pass over memory instead of two
-        # q and k (2, B, heads, L, D / heads), v (1, ...); split, as indexing fills three gradients with zeros
-        qk, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).split((2, 1))
-        h = F.scaled_dot_product_attention(*rotate(qk, turns).unbind(0), v.squeeze(0), attn_mask=mask)
-        x = torch.addcmul(x, gate1, self.drop(self.out(h.transpose(1, 2).flatten(2))))
-        h = torch.addcmul(shift2, self.norm2(x), 1 + scale2)
-        return torch.addcmul(x, gate2, self.drop(self.down(F.gelu(self.up(h)))))
-    def drop(self, x: Tensor) -> Tensor:
-        """Dropout. A CPU's generator is slow: one number there makes the 16 bits of four elements."""
-        if not self.training or not self.dropout or x.device.type != "cpu":
-            return F.dropout(x, self.dropout, self.training)
-        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-        keep = bits[: x.numel()].view(x.shape) >= round(65536 * self.dropout) - 32768
-        return x * keep.to(x.dtype).mul_(1 / (1 - self.dropout))
+    """A transformer block whose norms and residuals are modulated by the noise level (DiT, Peebles
+    and Xie 2023). At the start of training it changes nothing."""
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): pairs of x (..., L, E) turned by (cos, sin), turns (L, E / 2, 2)."""
+    def __init__(self, args):
+        super().__init__()
+        width = args.hidden_size
+        self.heads = args.n_heads
+        self.dropout = args.dropout
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.adapt = nn.Linear(args.cond_dim, 6 * width)
+
+    def forward(self, x, cond, owner, turns, starts, lengths):
+        """x (T, D); cond (B, C); owner (T,), which row of `cond` is a token's, or None where there
+        is one row for all; turns (T, 1, 1, D / heads / 2, 2): -> (T, D)"""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond).chunk(6, dim=1)
+        h = torch.addcmul(spread(shift1, owner), self.norm1(x), spread(1 + scale1, owner))
+        # q and k (T, 2, H, E), v (T, 1, H, E); the gradient of an index would be filled with zeros
+        qk, v = self.qkv(h).unflatten(1, (3, self.heads, -1)).split((2, 1), dim=1)
+        q, k = rotate(qk, turns).unbind(1)
+        h = self.out(attend(q, k, v.squeeze(1), starts, lengths))
+        x = torch.addcmul(x, spread(gate1, owner), self.drop(h))
+        h = torch.addcmul(spread(shift2, owner), self.norm2(x), spread(1 + scale2, owner))
+        h = self.down(F.gelu(self.up(h)))
+        return torch.addcmul(x, spread(gate2, owner), self.drop(h))
+
+    def drop(self, x):
+        if self.training and self.dropout > 0:
+            return dropout(x, self.dropout)
+        return x
+
+
+class Spread(torch.autograd.Function):
+    """rows.index_select(0, owner). Its gradient is a product with a matrix of zeros and ones, which
+    is faster than to add up token by token, and gives the same bits each time."""
+
+    @staticmethod
+    def forward(ctx, rows, owner):
+        ctx.save_for_backward(owner)
+        ctx.number = len(rows)
+        return rows.index_select(0, owner)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (owner,) = ctx.saved_tensors
+        numbers = torch.arange(ctx.number, dtype=owner.dtype, device=owner.device)
+        is_owner = (numbers[:, None] == owner).to(gradient.dtype)
+        return is_owner @ gradient, None
+
+
+def spread(rows, owner):
+    """The row of each token's sequence (T, D)."""
+    if owner is None:
+        return rows
+    return Spread.apply(rows, owner)
+
+
+def rotate(x, turns):
+    """Rotary position embedding (Su et al. 2021): pairs of numbers of x (..., E) turned by an
+    angle, of which turns (..., E / 2, 2) has the cosine and the sine."""
     pairs = x.float().unflatten(-1, (-1, 2))
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # as complex numbers: one pass over memory
-        pairs = torch.view_as_complex(pairs) * torch.view_as_complex(turns)
-        return torch.view_as_real(pairs).flatten(-2).to(x.dtype)
-    (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # as complex numbers: one pass over the memory
+        turned = torch.view_as_complex(pairs) * torch.view_as_complex(turns)
+        return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    a, b = pairs.unbind(-1)
+    cos, sin = turns.unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
 
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed tensors for the next ones: fetching it can be half of a CPU's step."""
-    import ctypes
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**31 - 1), mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+
+@torch.compiler.disable  # the lengths are new in every step: compiled, each would be a new program
+def attend(q, k, v, starts, lengths):
+    """Attention (T, D) within each sequence; q, k and v are (T, heads, E)."""
+    if q.device.type == "cuda" and q.dtype != torch.float32:
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = max(lengths)
+        return varlen_attn(q, k, v, starts, starts, longest, longest).flatten(1)
+    # elsewhere one sequence after the other: no work is done for padding, and no mask is needed
+    outputs = []
+    for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        query, key, value = [part.transpose(0, 1)[None] for part in parts]  # (1, H, n, E)
+        output = F.scaled_dot_product_attention(query, key, value)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs).flatten(1)
+
+
+def dropout(x, share):
+    """F.dropout. On CPUs drawing a random number for each element takes longer than the rest of a
+    layer: there, each draw of 64 bits serves four elements."""
+    if x.device.type != "cpu":
+        return F.dropout(x, share)
+    draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
+    uniform = draws.view(torch.int16)[: x.numel()].view(x.shape)  # from -32768 to 32767
+    keep = (uniform >= round(65536 * share) - 32768).to(x.dtype)
+    return x * keep.mul_(1 / (1 - share))
+
 
 class Denoiser(nn.Module):
-    """Logits of the original residues of noised sequences; the encoder of SEDD (Lou et al. 2024)."""
-    def __init__(self, args: Namespace, dtype: torch.dtype):
+    """Which residues are hidden: the encoder of SEDD (Lou et al. 2024) without padding."""
+
+    def __init__(self, args, dtype=torch.float32):
         super().__init__()
-        width, cond, self.waves = args.hidden_size, args.cond_dim, args.cond_dim // 2
-        self.dtype, self.timed, self.recompute = dtype, args.time_conditioning, args.gradient_checkpointing
-        self.embed = nn.Embedding(MASK + 1, width)
-        self.noise_mlp = nn.Sequential(nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, cond), nn.SiLU())
-        blocks = (Block(width, args.n_heads, cond, args.dropout) for _ in range(args.n_blocks_prot))
-        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(width, bias=False)
-        self.adapt, self.head = nn.Linear(cond, 2 * width), nn.Linear(width, MASK + 1, bias=False)
-        for name, parameter in self.named_parameters():  # at first blocks do nothing, all residues are equally likely
-            if "adapt" in name or "head" in name:
+        width = args.hidden_size
+        self.dtype = dtype  # of autocast
+        self.timed = args.time_conditioning
+        self.recompute = args.gradient_checkpointing
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.noise_mlp = nn.Sequential(
+            nn.Linear(args.cond_dim, args.cond_dim),
+            nn.SiLU(),
+            nn.Linear(args.cond_dim, args.cond_dim),
+            nn.SiLU(),
+        )
+        self.blocks = nn.ModuleList([Block(args) for _ in range(args.n_blocks_prot)])
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.adapt = nn.Linear(args.cond_dim, 2 * width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if "adapt" in name or "head" in name:  # at first all residues are equally likely
                 nn.init.zeros_(parameter)
+
+        waves = torch.arange(args.cond_dim // 2) / (args.cond_dim // 2)
+        self.register_buffer("waves", torch.exp(-math.log(1e4) * waves), persistent=False)
         size = width // args.n_heads
-        angles = torch.outer(torch.arange(args.max_protein_len), 1e4 ** (-torch.arange(0, size, 2) / size))
-        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()], dim=-1), persistent=False)
-        # FLOPs forward and backward per token, and per pair of tokens of a sequence; conditioning is once per sequence
-        self.flops = 6.0 * width * (12 * width * args.n_blocks_prot + MASK + 1), 12.0 * width * args.n_blocks_prot
-    def forward(self, tokens: Tensor, sigma: Tensor, padded: bool = True) -> Tensor:
-        """tokens (B, L) int64, with PAD if `padded`, sigma (B,) -> logits (B, L, 37) float32, -inf but for residues."""
-        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            frequencies = torch.exp(torch.arange(self.waves, device=sigma.device) * (-math.log(1e4) / self.waves))
-            angles = (sigma if self.timed else torch.zeros_like(sigma))[:, None] * frequencies
-            cond = self.noise_mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
-            x, mask = self.embed(tokens), (tokens != PAD)[:, None, None, :] if padded else None
-            turns = self.turns[: tokens.shape[1]]
-            for block in self.blocks:
-                if self.recompute and torch.is_grad_enabled():
-                    x = torch.utils.checkpoint.checkpoint(block, x, cond, turns, mask, use_reentrant=False)
-                else:
-                    x = block(x, cond, turns, mask)
-            shift, scale = self.adapt(cond)[:, None].chunk(2, dim=-1)
-            logits = self.head(self.norm(x) * (1 + scale) + shift)
-        return F.pad(logits[..., FIRST : LAST + 1].float(), (FIRST, MASK - LAST), value=-math.inf)
+        angles = torch.arange(args.max_protein_len)[:, None] * 1e4 ** (
+            -torch.arange(0, size, 2) / size
+        )
+        turns = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (positions, E / 2, 2)
+        self.register_buffer("turns", turns, persistent=False)
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The rate of a large matrix product here, FLOPs a second: what mfu is measured against."""
-    size = 1024 if device.type == "cpu" else 8192
-    a = torch.ones(size, size, device=device, dtype=dtype)  # random numbers would move the state of dropout
-    return 2 * size**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=4))
+    def forward(self, batch):
+        """Logits (M, 26) of the hidden residues, in fp32."""
+        autocast = contextlib.nullcontext()
+        if self.dtype != torch.float32:
+            autocast = torch.autocast(batch.noisy.device.type, self.dtype)
+        with autocast:
+            x = self.encode(batch)
+        return self.head(x.float())[:, FIRST : FIRST + KINDS]
 
-@torch.no_grad()
-def update_ema(average: list[Tensor], parameters: list[Tensor], decay: float, step: int) -> None:
-    """average = d * average + (1 - d) * parameters, d = min(decay, (1 + step) / (10 + step)), in a few kernels."""
-    torch._foreach_lerp_(average, parameters, 1.0 - min(decay, (1 + step) / (10 + step)))
+    def encode(self, batch):
+        """What the head reads at the hidden residues (M, D)."""
+        # the residual stream, too, has the dtype of autocast: half of the memory
+        x = self.embed(batch.noisy.int()).to(self.dtype)
+        sigma = batch.sigma if self.timed else torch.zeros_like(batch.sigma[:1])
+        angles = sigma[:, None] * self.waves
+        cond = self.noise_mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
+        owner = batch.owner if self.timed else None
+        turns = self.turns.index_select(0, batch.positions)[:, None, None]
 
-@contextlib.contextmanager
-def averaged_weights(model: nn.Module, average: list[Tensor]) -> Iterator[None]:
-    """The model in evaluation mode with the averaged weights."""
-    parameters, training = [p.data for p in model.parameters()], model.training
-    kept = [p.clone() for p in parameters]
-    try:
-        torch._foreach_copy_(parameters, average)
-        yield model.eval()
-    finally:
-        torch._foreach_copy_(parameters, kept)
-        model.train(training)
+        for block in self.blocks:
+            inputs = (x, cond, owner, turns, batch.starts, batch.lengths)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                x = block(*inputs)
 
-class Muon(torch.optim.AdamW):
-    """AdamW, and for the groups with muon=True the orthogonalised momentum of Jordan et al. (2024), in AdamW's size of
-    update, so that rate and decay mean the same (Liu et al. 2025). A non-finite step is skipped on the device."""
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        groups, bad = self.param_groups, self.found_inf
-        self.param_groups = [g for g in groups if not g["muon"]]
-        super().step(closure)
-        self.param_groups = groups
-        for group, p in ((g, p) for g in groups if g["muon"] for p in g["params"]):
-            if not self.state[p]:
-                self.state[p].update(momentum=torch.zeros_like(p), step=torch.zeros(()))  # AdamW asks for a step
-            momentum = self.state[p]["momentum"]
-            rate, gradient = group["lr"] * (1 - bad), torch.where(bad > 0, 0.0, p.grad)
-            momentum.copy_(torch.where(bad > 0, momentum, 0.95 * momentum + gradient))
-            x = 0.95 * momentum + gradient
-            x = (x.mT if len(p) > p.shape[1] else x) / (x.norm() + 1e-7)
-            for _ in range(5):  # Newton-Schulz steps to the nearest semi-orthogonal matrix, roughly
-                square = x @ x.mT
-                x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-            p.mul_(1 - rate * group["weight_decay"])
-            p.sub_((x.mT if len(p) > p.shape[1] else x) * (0.2 * max(p.shape) ** 0.5 * rate))
+        x = x.index_select(0, batch.hidden)  # the other tokens are of no further use
+        if self.timed:
+            owner = owner.index_select(0, batch.hidden)
+        shift, scale = self.adapt(cond).chunk(2, dim=1)
+        return torch.addcmul(spread(shift, owner), self.norm(x), spread(1 + scale, owner))
 
-def make_optimizer(model: nn.Module, args: Namespace, lr: float) -> torch.optim.Optimizer:
-    """Fused, so that a non-finite update can be skipped on the device. No decay on biases, norms and embeddings."""
-    groups = [{"weight_decay": 0.0, "muon": False}, {"muon": False}, {"muon": True}]
-    for name, p in model.named_parameters():
-        hidden = args.optimizer == "Muon" and name.startswith("blocks.") and "adapt" not in name
-        groups[0 if p.ndim < 2 or "embed" in name else 1 + hidden].setdefault("params", []).append(p)
-    kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "Muon": Muon}[args.optimizer]
-    return kind([g for g in groups if "params" in g], lr=lr, betas=(args.beta1, args.beta2), eps=args.adam_eps,
-                weight_decay=args.weight_decay, fused=True)
 
-# ---- Loss ----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Loss
 
-class Noise(collections.namedtuple("Noise", "kind low high eps")):
-    """A noise schedule: a residue keeps its letter until time t in [0, 1] with probability exp(-sigma(t)). loglinear:
-    all but `eps` are hidden at time 1; cosine, geometric: sigma(0) is `low`, sigma(1) `high`."""
-    def at(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Total noise sigma at times t, and its slope d sigma / d t."""
-        if self.kind == "loglinear":
-            return -torch.log1p(-(1 - self.eps) * t), (1 - self.eps) / (1 - (1 - self.eps) * t)
-        if self.kind == "cosine":
-            span, angle = self.high - self.low, math.pi * t
-            return self.low + span * (1 - torch.cos(angle)) / 2, span * torch.sin(angle) * math.pi / 2
-        sigma = self.low ** (1 - t) * self.high**t
-        return sigma, sigma * math.log(self.high / self.low)
-    def sigma(self, t: Tensor) -> Tensor:
-        return self.at(t)[0]
-    def hidden(self, t: Tensor) -> Tensor:
-        """Share of the residues that time t has masked (absorb) or drawn anew (uniform)."""
-        return -torch.expm1(-self.sigma(t))
-    def sigma_of(self, share: Tensor) -> Tensor:
-        """Total noise where `share` of the residues is hidden, at most that of time 1."""
-        top = self.sigma(torch.ones_like(share))
-        return torch.minimum(-torch.log1p(-share.clamp(max=1 - 1e-7)), top)
 
-def noised(tokens: Tensor, share: Tensor, draws: Tensor, graph: str, letters: Tensor | None = None) -> Tensor:
-    """Residues hidden with probability `share` (B,): masked (absorb: q(x_t | x_0) = e^-sigma x_0 + (1 - e^-sigma) MASK)
-    or drawn anew from all residues (uniform). tokens, and draws and letters in [0, 1), (B, L)."""
-    hide = (draws < share[:, None]) & is_residue(tokens)
-    if graph == "absorb":
-        return tokens.masked_fill(hide, MASK)
-    return torch.where(hide, FIRST + (letters * STATES).long().clamp(max=STATES - 1), tokens)
+def share_of_loss(logits, batch):
+    """What this micro-batch adds to the bound in nats per residue of the global batch.
 
-def is_residue(tokens: Tensor) -> Tensor:
-    return (tokens >= FIRST) & (tokens <= LAST)
+    The weight of a hidden residue is 1 / time (Sahoo et al. 2024, eq. 10): few are hidden at early
+    times, so they count more. Each share is divided by the residues of the whole global batch, not
+    of the micro-batch, since a mean of such means is not the mean. The shares are summed: over
+    micro-batches by backward(), over ranks by DDP, which takes their mean, times the number of
+    ranks (see `train`)."""
+    nats = F.cross_entropy(logits, batch.targets, reduction="none")
+    return (nats * batch.weights).sum() / batch.count
 
-def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """-log softmax(logits) at the residues of tokens, (B, L), nats; what stands elsewhere does not count."""
-    target = torch.where(is_residue(tokens), tokens, FIRST)
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(tokens)
 
-def nelbo_loss(logits: Tensor, tokens: Tensor, noisy: Tensor, sigma: Tensor, slope: Tensor) -> Tensor:
-    """The absorbing graph's bound with a softmax over residues (SUBS, Sahoo et al. 2024, eq. 10), per position (B, L):
-    sigma' / (e^sigma - 1) times the cross entropy of the masked. logits (B, L, 37), sigma and its slope (B,)."""
-    return torch.where(noisy == MASK, cross_entropy(logits, tokens) * (slope / torch.expm1(sigma))[:, None], 0.0)
+# ==================================================================================================
+# Distributed training. These lines are the same in every script: read them once.
+# "(all ranks)" marks what every rank must call, in the same order; "(rank 0)" what it alone calls.
 
-def log_scores(logits: Tensor, noisy: Tensor, sigma: Tensor, graph: str, loss: str) -> Tensor:
-    """log of the ratios p_t(y) / p_t(x_t) at residues y, (B, L, 26). score_entropy: exp(logits); nelbo: q(y | x_0) over
-    q(x_t | x_0), its mean over softmax(logits) = p(x_0 | x_t), absorb: p(y). absorb: times r = 1 / (e^sigma - 1)."""
-    logits = logits[..., FIRST : LAST + 1]
-    if graph == "absorb":
-        return (logits.log_softmax(-1) if loss == "nelbo" else logits) - torch.log(torch.expm1(sigma))[:, None, None]
-    if loss == "score_entropy":
-        return logits
-    p, keep = logits.softmax(-1), torch.exp(-sigma)[:, None, None]
-    other = (1 - keep) / STATES  # q(y | x_0) for y != x_0
-    here = p.gather(-1, (noisy - FIRST).clamp(0, STATES - 1)[..., None])
-    return torch.log(here * other / (other + keep) + (1 - here) + p * keep / other)
+START = time.monotonic()
+PARENT = os.getppid()
+SCRIPT = Path(sys.argv[0]).name
+FORMAT = 2  # of checkpoints
 
-def score_entropy_loss(scores: Tensor, tokens: Tensor, noisy: Tensor, sigma: Tensor, slope: Tensor, graph) -> Tensor:
-    """Score entropy (Lou et al. 2024, eq. 8 with K(a) = a log a - a), per position (B, L), nats. scores: log_scores."""
-    target = (tokens - FIRST).clamp(0, STATES - 1)[..., None]
-    if graph == "absorb":
-        log_r = -torch.log(torch.expm1(sigma))[:, None]
-        value = scores.exp().sum(-1) - log_r.exp() * (scores.gather(-1, target)[..., 0] - log_r + 1)
-        return torch.where(noisy == MASK, value * slope[:, None], 0.0)
-    keep = torch.exp(-sigma)[:, None, None]
-    other, original = (1 - keep) / STATES, torch.zeros_like(scores).scatter(-1, target, 1.0)
-    here = (noisy - FIRST).clamp(0, STATES - 1)[..., None]
-    ratio = (other + keep * original) / (other + keep * original.gather(-1, here))  # q(y | x_0) / q(x_t | x_0)
-    value = (scores.exp() - ratio * (scores - ratio.log() + 1)).scatter(-1, here, 0.0).sum(-1) / STATES
-    return torch.where(is_residue(tokens), value * slope[:, None], 0.0)
+# Where launchers say who a process is: its rank, the number of ranks, its rank on this machine.
+RANK_VARIABLES = [
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
+    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
+    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
+]
 
-def diffusion_loss(task: Task, model, ids: Tensor, tokens: Tensor, times: Tensor, key: tuple, padded=True) -> Tensor:
-    """The training bound per position (B, L), nats, of tokens (B, L) at `times` (B,), with noise by `key` (seed, epoch)
-    and `ids` (B,): its sum over positions bounds -log p in expectation over time."""
-    graph, loss, (sigma, slope) = task.args.graph_type, task.args.loss, task.noise.at(times)
-    draw = functools.partial(keyed_uniform, *key, ids, tokens.shape[1])
-    noisy = noised(tokens, task.noise.hidden(times), draw(2), graph, draw(3) if graph == "uniform" else None)
-    logits = model(noisy, sigma, padded)
-    if graph == "absorb" and loss == "nelbo":
-        return nelbo_loss(logits, tokens, noisy, sigma, slope)
-    scores = log_scores(logits, noisy, sigma, graph, loss)
-    return score_entropy_loss(scores, tokens, noisy, sigma, slope, graph)
+# with which a launcher shows a process some devices only (NVIDIA, AMD, AMD, Intel)
+DEVICE_MASKS = """CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
+    ZE_AFFINITY_MASK""".split()
 
-def training_times(places: Tensor, step: int, args: Namespace) -> Tensor:
-    """Times (B,) in (0, 1] of `places` in [0, 1); with the curriculum early ones first: u^(1 + strength * rest)."""
-    u = 1e-3 + (1 - 1e-3) * places  # no weight above 1 / 0.001
-    if not args.use_curriculum or step >= args.preschool_time:
-        return u
-    done = step / args.preschool_time
-    rest = {"linear": 1 - done, "exponential": math.exp(-3 * done), "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
-    return u ** (1 + args.bias_strength * rest[args.difficulty_ramp])
+stop_signal = 0  # the last signal that this process got
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
-# ===== shared DDP block: begin (identical in every script; tests/test_shared_block.py) =====
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors (exit status 2) that name the nearest known option."""
-    source = ""  # "FILE: " while a --config file is being read
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
-    def unknown(self, key: str) -> NoReturn:
-        known, last = [option.lstrip("-") for option in self._option_string_actions], key.rpartition(".")[2]
-        near = difflib.get_close_matches(key, known, 1, 0.8) + difflib.get_close_matches(last, known, 1, 0.5)
-        self.error(f"unknown option {key!r}; " + (f"the nearest known one is {near[0]!r}" if near else "see --help"))
 
-def boolean(text: str) -> bool:
-    """True, yes, on, 1 or False, no, off, 0, in any case (argparse's type=bool takes 'False' for True)."""
-    if (value := str(text).lower()) not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of True, False, yes, no, 1, 0")
-    return value in ("true", "yes", "on", "1")
+class RunError(Exception):
+    """The run cannot go on: one line that says why, no traceback, exit status 1."""
 
-LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # and the others' names for these
-             "Open MPI": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-             "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "PALS": ("PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-             "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")}
-# Who this process is among the ranks (numbers), where its tensors live (torch.device), and by what it was started.
-DDPContext = collections.namedtuple("DDPContext", "rank world_size local_rank local_world_size device backend launcher")
-LOGGER = logging.getLogger("ddp")
-log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 alone
-FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}  # --name or --name=False
+    status = 1
 
-def add_ddp_arguments(parser: ArgumentParser, output_dir: str, wandb_project: str) -> None:
-    """The options that every script has: batch and step, checkpoints, logging, runtime."""
-    g = parser.add_argument_group("Step").add_argument
-    g("--global_batch_size", type=int, help="samples per optimizer step, on any number of GPUs (sets --accumulation)")
-    g("--accumulation", type=int, default=1, help="micro-batches per optimizer step")
-    g("--lr_scaling", default="none", choices=("none", "linear", "sqrt", "conservative"), help="by the number of ranks")
-    g("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm (0 = no clipping)")
-    g("--max_bad_steps", type=int, default=10, help="non-finite steps in a row that end the run")
-    g("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="auto: bf16 where the GPU has it")
-    g("--compile", help="torch.compile the model", **FLAG)
-    g("--seed", type=int, default=42, help="one seed for initialisation, split, order and noise")
-    g = parser.add_argument_group("Checkpoints").add_argument
-    g("--output_dir", default=output_dir, help="checkpoints, metrics, summary; a run found there is resumed")
-    g("--fresh", help="start anew; a run in --output_dir is moved aside", **FLAG)
-    g("--save_every", type=int, default=500, help="optimizer steps between checkpoints")
-    g("--keep_checkpoints", type=int, default=2, help="checkpoints to keep beside best.pt")
-    g("--max_minutes", type=float, default=0.0, help="write a checkpoint and stop after so long (0 = no limit)")
-    g = parser.add_argument_group("Logging").add_argument
-    g("--log_every", type=int, default=10, help="optimizer steps between log lines")
-    g("--wandb_mode", default="auto", choices=("auto", "online", "offline", "disabled"), help="auto: online with a key")
-    g("--wandb_project", default=wandb_project, help="wandb project")
-    g("--wandb_name", help="wandb run name")
-    g = parser.add_argument_group("Runtime").add_argument
-    g("--config", help="YAML or JSON file of defaults; the command line wins")
-    g("--nproc", type=int, default=0, help="start so many processes on this machine (plain python only)")
-    g("--device", default="auto", choices=("auto", "cuda", "xpu", "cpu"), help="auto: the accelerator if there is one")
-    g("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "ccl", "xpu"), help="auto: by device")
-    g("--ddp_timeout_minutes", type=float, help="limit of a collective [default: NCCL_TIMEOUT seconds, else 30]")
-    g("--local_rank", type=int, help="set by torch.distributed.launch")
 
-def split_tokens(parser: ArgumentParser, argv: list[str]) -> list[str]:
-    """A command line with `key=value`, `--key value` and `--key-with-hyphens` brought to `--key=value`."""
-    options, tokens, wants_value = parser._option_string_actions, [], False
-    for token in argv:
-        key, equals, value = token.partition("=")
-        if token.startswith("--") or (equals and not wants_value and re.fullmatch(r"[A-Za-z_][\w.]*", key)):
-            key = "--" + key.removeprefix("--").replace("-", "_")
-            if key not in options:
-                parser.unknown(key[2:])
-            token, wants_value = key + equals + value, not equals and options[key].nargs is None
-        elif wants_value:
-            token, wants_value = f"{tokens.pop()}={token}", False
-        tokens.append(token)
-    return tokens
+class InputError(RunError):
+    """What the user gave cannot work: the same, with exit status 2."""
 
-def read_config(parser: ArgumentParser, path: str) -> list[str]:
-    """A YAML or JSON file as tokens. In a section training: training.batch_size, or batch_size of its --help group."""
-    import yaml
-    options, tokens, parser.source = parser._option_string_actions, [], f"{path}: "
-    try:
-        tree = (json.loads if path.endswith(".json") else yaml.safe_load)(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(" ".join(str(error).split()))
-    if not isinstance(tree, dict):
-        parser.error(f"holds {type(tree).__name__}, not a mapping of option names to values")
-    groups = {(group.title or "").lower(): group._group_actions for group in parser._action_groups}
-    def walk(node: dict, prefix: str, inside: list) -> None:
-        for key, value in node.items():
-            name = f"--{key}" if options.get(f"--{key}") in inside else f"--{prefix}{key}"
-            if name not in options and isinstance(value, dict):
-                walk(value, f"{prefix}{key}.", groups.get(str(key).lower(), []))
-            elif name not in options:
-                parser.unknown(f"{prefix}{key}")
-            elif value is not None:
-                value = ",".join(map(str, value)) if isinstance(value, list) else value
-                tokens.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    walk(tree, "", [])
-    parser.parse_args(tokens)  # wrong values are errors of the file, too
-    parser.source = ""
-    return tokens
+    status = 2
 
-def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line over a --config file over the defaults. `args.given`: names of what the user set."""
-    tokens = split_tokens(parser, sys.argv[1:] if argv is None else argv)
-    if configs := [token.partition("=")[2] for token in tokens if token.startswith("--config=")]:
-        tokens = read_config(parser, configs[-1]) + tokens
-    args, options = parser.parse_args(tokens), parser._option_string_actions
-    args.given = sorted({options[name].dest for token in tokens if (name := token.partition("=")[0]) in options})
-    for name in ("accumulation", "save_every", "log_every", "keep_checkpoints", "max_bad_steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.global_batch_size is not None and (args.global_batch_size < 1 or "accumulation" in args.given):
-        parser.error(f"--global_batch_size {args.global_batch_size}: above 0; it or --accumulation, one of the two")
-    if args.global_batch_size and "lr_scaling" in args.given and args.lr_scaling != "none":
-        parser.error(f"--lr_scaling {args.lr_scaling}: the fixed --global_batch_size does not grow with the ranks")
-    args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help with the docstring as it stands and the default of every option."""
+
+
+class Parser(argparse.ArgumentParser):
+    source = "command line"  # or the file that is being read
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(f"{self.source}: {message}")
+
+
+def boolean(text):
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+
+
+def count(text):
+    """The type of options that are whole numbers from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def default_timeout(parser):
+    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
+    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
+    if not seconds.isdecimal() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
+    return int(seconds) / 60
+
+
+# an option that may be given as --compile, --compile=True, --compile no
+FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+
+
+def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+    add = parser.add_argument_group("the same in every script").add_argument
+    add("--config", help="YAML or JSON file of options; the command line wins")
+    add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
+    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
+    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
+    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
+    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
+    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end it")
+    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
+    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    text = "needed where a step leaves out some parameters; slower"
+    add("--find_unused_parameters", **FLAG, default=False, help=text)
+    add("--save_every", type=count, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=count, default=10, help="steps between log lines")
+    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
+    add("--nproc_per_node", type=count, default=1, help="processes, where no launcher starts them")
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
+    add("--backend", default="auto", help="nccl, gloo or xccl; auto: what the device wants")
+    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
+    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
+    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
+
+
+def parse_with_config(parser):
+    """The command line over the file of --config over the defaults."""
+    line = sys.argv[1:]
+    if line and "=" not in line[0] and line[0].endswith((".yaml", ".yml", ".json")):
+        line = [f"--config={line[0]}", *line[1:]]
+    line = as_options(parser, line)
+    args = parser.parse_args(line)
+    if args.config:
+        parser.source = args.config
+        try:
+            content = yaml.safe_load(Path(args.config).read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
+        if not isinstance(content, dict):
+            parser.error("must be made of lines such as lr: 0.001")
+        args = parser.parse_args(as_options(parser, config_words(content)))
+        parser.source = "command line"
+        args = parser.parse_args(line, args)  # on top of what the file said
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
     return args
 
-def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, str]:
-    """(rank, world size, local rank, local world size, launcher); `devices`: processes that this node can take."""
-    def number(name: str) -> int | None:
-        if env.get(name) and not env[name].isdigit():
-            raise ValueError(f"{name}={env[name]!r} is not a number")
-        return int(env[name]) if env.get(name) else None
-    for launcher, names in LAUNCHERS.items():
-        rank, world, local, local_world = map(number, names)
-        if rank is None:
+
+def config_words(content, prefix="--"):
+    """A YAML file as a command line; a key in a section becomes --section.key."""
+    words = []
+    for key, value in content.items():
+        if isinstance(value, dict):
+            words += config_words(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            words += [f"{prefix}{key}", *map(str, value)]
+        elif value is not None:
+            words.append(f"{prefix}{key}={value}")
+    return words
+
+
+def as_options(parser, words):
+    """Words as options that the parser knows: key=value becomes --key=value, and --section.key one
+    of two things. If there is an option --section_key, it is that; else the section only groups
+    options for the eye, and it is --key."""
+    known = [*vars(parser.parse_args([])), "help"]
+    options = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
+            parts = key.removeprefix("--").replace("-", "_").split(".")
+            names = ["_".join(parts[start:]) for start in range(len(parts))]
+            found = [name for name in names if name in known]
+            if not found:
+                near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
+                hint = f"did you mean {near[0]}?" if near else "--help lists them"
+                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
+            key = f"--{found[0]}"
+        options.append(key + equals + value)
+    return options
+
+
+def find_ranks():
+    """(rank, world size, local rank) from the launcher that started us, None without one."""
+    incomplete = None
+    for names in RANK_VARIABLES:
+        # sbatch sets Slurm's variables for plain python, too, which has no other ranks to wait for
+        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
             continue
-        if launcher == "PALS" and world is None and (world := number("PMI_SIZE")) is None:
-            with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py; no MPI library for it
-                from mpi4py import MPI
-                world = MPI.COMM_WORLD.Get_size()
-        if launcher == "Hydra" and local is None:  # PALS and srun --mpi=pmi2 set PMI_RANK beside their own variables
-            local, local_world = map(number, LAUNCHERS["PALS" if env.get("PALS_LOCAL_RANKID") else "SLURM"][2:])
-        if world is None:
-            raise ValueError(f"{names[0]}={rank} is set but no world size is: export {names[1]}")
-        if rank >= world:
-            raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world}")
-        if local is None and world > devices:
-            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit {devices} places: export {names[2]}")
-        local = rank if local is None else local
-        return rank, world, local, local_world or min(world, max(devices, local + 1)), launcher
-    return 0, 1, 0, 1, "python"
+        if names[0] in os.environ:
+            missing = [name for name in names if name not in os.environ]
+            if not missing:
+                return [int(os.environ[name]) for name in names]
+            incomplete = (
+                f"{names[0]} is set, but not {missing[0]}: start with torchrun, or export it"
+            )
+    if incomplete:
+        raise InputError(incomplete)
+    return None
 
-def find_master(env: dict[str, str], world_size: int, local_world_size: int) -> tuple[str, str]:
-    """(MASTER_ADDR, MASTER_PORT): as set, else the job's first host, else this one if it holds all ranks."""
-    job = re.match(r"\d*", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "").group()
-    port = env.get("MASTER_PORT") or (str(20000 + int(job) % 20000) if job else "29500")
-    if env.get("MASTER_ADDR"):
-        return env["MASTER_ADDR"], port
-    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9]-ib,login1" -> "gpu03-ib"; split at commas in no bracket
-        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", env["SLURM_JOB_NODELIST"])[0]), port
-    if env.get("PBS_NODEFILE"):
-        return Path(env["PBS_NODEFILE"]).read_text().split()[0], port
-    if world_size > local_world_size:
-        raise ValueError(f"{world_size} ranks on several nodes and MASTER_ADDR is not set: export the first one's")
-    return "localhost", port
 
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The accelerator number `local_rank` (0 where the launcher shows each rank one), or the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "cpu" or (name == "auto" and (found is None or found.type not in ("cuda", "xpu"))):
-        return torch.device("cpu")
-    if found is None or name not in ("auto", found.type):
-        raise ValueError(f"--device {name}: this machine shows {found.type if found else 'no accelerator'}")
-    if 1 < (count := torch.accelerator.device_count()) <= local_rank:
-        raise ValueError(f"local rank {local_rank} has no device: {count} are visible: start at most {count} per node")
-    torch.accelerator.set_device_index(index := local_rank if count > 1 else 0)
-    return torch.device(found.type, index)
+class LogHandler(logging.StreamHandler):
+    def emit(self, record):
+        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
+            super().emit(record)
 
-def choose_backend(name: str, device: torch.device) -> str:
-    """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
-    if (serves := {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)) != device.type:
-        raise ValueError(f"--backend {name} serves {serves} devices, the device is {device.type}: use --backend auto")
-    if name == "gloo" or device.type == "cpu":
-        return "gloo"
-    if device.type == "cuda" and not dist.is_nccl_available():
-        raise ValueError("this torch was built without NCCL: use --backend gloo")
-    if device.type == "cuda" or dist.is_xccl_available():
-        return "nccl" if device.type == "cuda" else "xccl"
-    with contextlib.suppress(ImportError):
-        importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend "ccl"
-        return "ccl"
-    warn("no xccl in this torch and no oneCCL bindings: falling back to gloo, which is slow")
-    return "gloo"
 
-def setup_ddp(args: argparse.Namespace) -> DDPContext:
-    """Find this process's rank and device, start its log, signals and the process group. (all ranks)"""
-    env = ({} if args.local_rank is None else {"LOCAL_RANK": str(args.local_rank)}) | os.environ
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = 0 if args.device == "cpu" or not torch.accelerator.is_available() else torch.accelerator.device_count()
-    rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
-    launcher = "--nproc" if getattr(args, "nproc", 0) > 1 else launcher
-    start_logging(rank)
-    device = choose_device(args.device, local_rank)
-    backend = choose_backend(args.backend, device)
-    if "OMP_NUM_THREADS" not in env:
-        torch.set_num_threads(max(1, cores // local_world_size))
-    log_all(f"Process {rank}/{world_size} started")
-    if world_size > 1:
-        address, port = find_master(env, world_size, local_world_size)
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
-        limit = timedelta(minutes=args.ddp_timeout_minutes or float(env.get("NCCL_TIMEOUT") or 1800) / 60)
-        ids = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
-        try:
-            dist.init_process_group(backend, timeout=limit, **ids)
-        except dist.DistNetworkError as error:
-            advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
-            busy = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
-            raise RuntimeError(busy if "EADDRINUSE" in str(error) else advice) from error
-        log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # not before: no handler runs while init waits
-        signal.signal(number, StepGuard.on_signal)
-    log_all(f"Using device: {device}")
-    return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
+def setup_ddp(args):
+    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
+    # plain python is a group of one: the code below has one path only
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    if "MASTER_ADDR" not in os.environ and rank != local_rank:
+        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
 
-def cleanup() -> None:  # destroy the process group, once main has returned
-    gc.collect()  # while a tensor or the DDP object is alive, gloo's threads abort one good exit in four
-    if dist.is_initialized():
+    logging.basicConfig(
+        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
+        level=logging.INFO,
+        datefmt="%Y-%m-%d %H:%M:%S",
+        handlers=[LogHandler(sys.stdout)],
+    )
+    logging.info(f"Process {rank}/{world_size} started")
+    if args.nproc_per_node not in (1, world_size):
+        logging.info(f"  not {args.nproc_per_node}: the launcher's number counts")
+    device = choose_device(args, local_rank)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
+    keep_freed_memory()
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    backend = args.backend
+    if backend == "auto":
+        backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.timeout_minutes),
+        device_id=None if device.type == "cpu" else device,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # from here on only errors are each rank's
+    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
+    return device
+
+
+def keep_freed_memory():
+    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
+    system again and again can take a sixth of a step on CPUs."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def choose_device(args, local_rank):
+    """The accelerator of this rank, or the CPU where there is none."""
+    device = torch.device("cpu")
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
+        devices = torch.accelerator.device_count()
+        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
+        masked = any(name in os.environ for name in DEVICE_MASKS)
+        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= devices:
+            text = f"local rank {local_rank}, but {devices} devices on this machine"
+            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
+        device = torch.device(kind.type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+    if args.device not in ("auto", device.type):
+        raise InputError(f"--device {args.device}: this machine has {device.type}")
+    return device
+
+
+def on_signal(number, frame):
+    global stop_signal
+    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
+
+
+def ignore_signals(worker):
+    """For the workers of a DataLoader. A launcher signals them, too, but their rank needs them
+    until it has stopped; then they end with it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def cleanup():
+    gc.collect()  # gloo may abort where a tensor of the group outlives it
+    if dist.is_initialized():  # not after --help: `record` turns its exit into a return
         dist.destroy_process_group()
 
-def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, spawned: bool = False) -> int:
-    """Run `main(args)` as this rank, or in --nproc new processes (`spawned`: one of them); returns the exit status."""
+
+def launch(parse_args, main):
+    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
+
+    @record  # torchrun's summary then shows the traceback of the rank that failed first
+    def run():
+        try:
+            args = parse_args()
+            if args.nproc_per_node > 1 and find_ranks() is None:
+                hand_over_to_torchrun(args.nproc_per_node)
+            return main(args)
+        except RunError as error:
+            refuse(error)
+
     try:
-        if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-            raise ValueError(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
-        if args.nproc and not spawned:
-            _, world_size, _, _, launcher = find_ranks(dict(os.environ), sys.maxsize)
-            if world_size > 1 or launcher == "torchrun":
-                raise ValueError(f"--nproc {args.nproc}: {launcher} has already started {world_size} ranks: drop it")
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    if args.nproc > 1 and not spawned:
-        return start_processes(main, args)
-    try:
-        return record(main)(args)
-    except Exception:  # whatever it is: said with its rank and traceback, and a status of 1
-        LOGGER.error("failed on rank %s\n%s", os.environ.get("RANK", "0"), traceback.format_exc())
-        if dist.is_initialized():  # peers may be gone: no waiting for them in destroy or at exit
-            sys.stdout.flush()
-            os._exit(1)
-        return 1
-    finally:
-        cleanup()
+        status = run()
+    except Exception:  # whatever it is, the other ranks wait for this one
+        logging.error(traceback.format_exc())
+        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
+    cleanup()
+    sys.stdout.flush()
+    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
 
-def start_processes(main: Callable, args: argparse.Namespace) -> int:
-    """Start --nproc ranks of `main` on this machine; passes signals on to them and their exit status back."""
-    with socket.create_server(("localhost", 0)) as probe:
-        os.environ.update({"MASTER_PORT": str(probe.getsockname()[1])} | os.environ | {"MASTER_ADDR": "localhost"})
-    context = torch.multiprocessing.spawn(run_process, (main, args), nprocs=args.nproc, join=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda n, _: [os.kill(p.pid, n) for p in context.processes if p.is_alive()])
-    try:
-        while not context.join(grace_period=5):
-            continue
-    except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    return 0
 
-def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:  # of start_processes
-    os.environ.update(zip(LAUNCHERS["torchrun"], 2 * (str(local_rank), str(args.nproc)), strict=True))
-    sys.exit(launch(main, args, spawned=True))
+def hand_over_to_torchrun(processes):
+    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
+    where = ["--standalone"]  # on any free port
+    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
+        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
+        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
+    options = [f"--nproc_per_node={processes}", "--shutdown-timeout=120"]
+    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
 
-def start_logging(rank: int) -> None:
-    """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
-    line = logging.Formatter(f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S")
-    LOGGER.handlers, LOGGER.propagate, LOGGER.rank = [logging.StreamHandler(sys.stdout)], False, rank
-    LOGGER.handlers[0].setFormatter(line)
-    LOGGER.setLevel(logging.INFO)
 
-def log0(text: str) -> None:  # (rank 0 only)
-    if getattr(LOGGER, "rank", 0) == 0:
-        LOGGER.info(text)
+def refuse(error):
+    """Say why the run cannot go on, and end. Most often all ranks are here, for the same reason,
+    and one line is enough. So all but rank 0 wait: when rank 0 has left, the launcher ends them
+    before they speak. A rank that is still there after that has a reason of its own."""
+    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
+    if not is_rank0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+    os._exit(error.status)
 
-def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
-    """Sums over all ranks in float64, in one collective and one host sync. (all ranks, same keys)"""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ddp.device).squeeze() for v in sums.values()])
-    if ddp.world_size > 1:
-        dist.all_reduce(packed)
-    return dict(zip(sums, packed.tolist(), strict=True))
 
-def barrier(ddp: DDPContext) -> None:  # (all ranks)
-    reduce_sums(ddp, {"ranks": 1.0})  # dist.barrier() would choose a device of its own on NCCL
+def sum_over_ranks(values):
+    """The elements of a tensor, summed in float64, as floats; waits for the device. (all ranks)"""
+    # by Python: some devices have no float64
+    parts = values.new_empty(dist.get_world_size() * len(values))
+    dist.all_gather_single(parts, values)
+    rows = parts.view(-1, len(values)).tolist()
+    return [math.fsum(column) for column in zip(*rows, strict=True)]
 
-def on_rank0(ddp: DDPContext, function: Callable, *args):
-    """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
-    outcome, error, StepGuard.beat = [None, None], None, math.inf  # however long rank 0 takes
-    try:
-        outcome[0] = function(*args) if ddp.rank == 0 else None
-    except Exception as caught:
-        error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
-    if ddp.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0, device=ddp.device)
-    StepGuard.beat = time.monotonic()
+
+def on_rank0(function, *args):
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
+    nobody waits for a rank 0 that has failed. (all ranks)"""
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*args)
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise error or RuntimeError(f"rank 0 failed in {function.__name__}: {outcome[1]}")
+        raise outcome[1]
     return outcome[0]
 
-def require_same(ddp: DDPContext, what: str, value: bytes) -> None:
-    """Raises RuntimeError on all ranks if `value` differs between ranks. (all ranks)"""
-    digest = hashlib.sha256(value).digest()
-    if reduce_sums(ddp, {"other": float(on_rank0(ddp, lambda: digest) != digest)})["other"]:
-        raise RuntimeError(f"the ranks disagree on {what}: do all nodes see the same files and versions?")
-
-def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
-    """ids (B,) int64 -> (B, draws) float32 in [0, 1) by seed, epoch, id, draw alone: SplitMix64 (Steele et al. 2014)"""
-    def mix(x: torch.Tensor) -> torch.Tensor:  # int64 wraps; the masks make the shifts logical
-        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-        x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-        return x ^ ((x >> 31) & 0x1FFFFFFFF)
-    golden, state = -0x61C8864680B583EB, torch.zeros((), dtype=torch.int64, device=ids.device)
-    for part in (seed, epoch, stream):
-        state = mix(state * golden + part + 1)
-    rows = mix(mix(ids.long() + state) * golden + 1)[:, None]
-    return ((mix(rows + torch.arange(1, draws + 1, device=ids.device) * golden) >> 40) & 0xFFFFFF).float() / 2**24
-
-def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
-    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any world size."""
-    cell = world_size * args.batch_size
-    if kept and args.global_batch_size not in (None, kept):
-        raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
-    total = kept or args.global_batch_size or cell * args.accumulation
-    if total % cell and not kept:
-        raise ValueError(f"--global_batch_size {total} is not a multiple of {world_size} ranks x --batch_size "
-                         f"{args.batch_size} = {cell}")
-    micro = total / world_size / (accumulation := -(-total // cell))
-    log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    log0(f"global batch {total} = {world_size} ranks x {micro:g} x {accumulation} accumulation")
-    return total, accumulation
-
-def scaled_lr(lr: float, rule: str, world_size: int) -> float:
-    """--lr_scaling of the rate to `world_size` ranks (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
-    factor = {"none": 1, "linear": world_size, "sqrt": world_size**0.5, "conservative": min(world_size, 6)}[rule]
-    if factor != 1:
-        log0(f"learning rate {lr:g} x {factor:g} ({rule} scaling, {world_size} ranks) = {lr * factor:g}")
-    return lr * factor
-
-def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
-    """Factor on the rate at 0-based `step`: warm-up from above zero, then constant or decaying to zero at `total`."""
-    done = (step - warmup) / max(1, total - warmup)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
-    return (step + 1) / (warmup + 1) if step < warmup else decay
 
 class GlobalBatchSampler(DistributedSampler):
-    """The items, shuffled by (seed, epoch) alone, cut into global batches (what is left over waits for another epoch),
-    dealt round-robin to the ranks, cut into micro_steps. Yields this rank's micro-batches (int64 ids) from `start` on.
-    `cut(ids, epoch)` may regroup the items of `window` batches into as many: length buckets, token or node budgets."""
-    def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
-                 cut: Callable | None = None):
-        super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
-        if n < global_batch or global_batch < ddp.world_size * micro_steps:
-            raise ValueError(f"{n} samples, global batch {global_batch}, {ddp.world_size} ranks x {micro_steps} "
-                             "micro-batches: each must be at least the next")
-        self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
-        self.window, self.cut = window, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
-    def __len__(self) -> int:  # micro-batches left in the epoch
-        return max(0, self.n // self.global_batch - self.start) * self.micro_steps
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        self.epoch, self.start = epoch, start
-    def permuted(self, positions: np.ndarray) -> np.ndarray:
-        """Items at `positions` of the shuffle, by a Feistel network (randperm: 2 s, 480 MB a rank for 60 M items)."""
-        half = max(1, ((self.n - 1).bit_length() + 1) // 2)
-        mask, keys = (1 << half) - 1, np.random.SeedSequence([self.seed, self.epoch]).generate_state(8, np.uint64)
-        items, walk = positions.astype(np.uint64), np.ones(len(positions), bool)
-        while walk.any():
-            left, right = items[walk] >> np.uint64(half), items[walk] & np.uint64(mask)
-            for key in keys:
-                mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-                mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-                left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & np.uint64(mask))
-            items[walk] = (left << np.uint64(half)) | right
-            walk = items >= self.n  # cycle walking (Black and Rogaway 2002)
-        return items.astype(np.int64)
-    def batches(self, start: int = 0) -> Iterator[np.ndarray]:
-        """Global batches of the epoch from number `start` on. (the same on all ranks)"""
-        end, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
-        windows = (np.arange(low, min(low + stride, end)) for low in range(start // self.window * stride, end, stride))
-        batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
-        return itertools.islice(batches, start % self.window, None)  # its first window holds batch `start`
-    def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
-        """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
-        mine = batch[self.rank if rank is None else rank :: self.num_replicas]
-        ends = [len(mine) * micro // self.micro_steps for micro in range(self.micro_steps + 1)]
-        return [mine[a:b] for a, b in itertools.pairwise(ends)]
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return itertools.chain.from_iterable(map(self.deal, self.batches(self.start)))
-    def fingerprint(self) -> bytes:
-        """Hash of the plan's inputs and of its first and last 1,000 batches, for require_same."""
-        digest = hashlib.sha256(repr((self.n, self.global_batch, self.seed, self.epoch)).encode())
-        for start in {0, max(0, self.n // self.global_batch - 1000)}:
-            for batch in itertools.islice(self.batches(start), 1000):
-                digest.update(batch.tobytes())
-        return digest.digest()
+    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
+    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
+    a restart.
 
-def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
-    """DistributedDataParallel; the model itself in a world of one. Every parameter must get a gradient."""
-    if ddp.world_size == 1:
-        return model
-    ids = None if ddp.device.type == "cpu" else [ddp.device.index]
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
-    wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
-    # the first backward pass fixes the order of 3 ranks' sums: one of zeros, so that a resume does not change it
-    zero, wrapped.module = sum((p * 0).sum() for p in model.parameters() if p.requires_grad), torch.nn.Identity()
-    wrapped(zero).backward()
+    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost: of each id,
+    such as its length. The global batch stays a random sample; within it, ids of similar cost come
+    into the same micro-batch, where they need little padding, and all ranks get equal work."""
+
+    def __init__(self, ids, args, state, cost=None):
+        super().__init__(ids, seed=args.seed, drop_last=True)
+        world_size = self.num_replicas
+        self.ids = ids
+        self.cost = cost
+        self.start = 0
+        self.global_batch = args.global_batch_size or args.batch_size * world_size
+        if state:  # a run keeps its batch, on any number of ranks
+            self.global_batch = state["global_batch"]
+            if args.global_batch_size not in (0, self.global_batch):
+                text = f"this run was started with {self.global_batch}"
+                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
+        parts = world_size * self.accumulation
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        if self.global_batch > len(ids):
+            raise InputError(f"{self.global_batch} samples a step, but {len(ids)} to train on")
+        if self.global_batch < parts:
+            text = f"{world_size} ranks x {self.accumulation} micro-batches"
+            raise InputError(f"{self.global_batch} samples a step are too few for {text}")
+        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
+        if self.accumulation > 1:
+            each += f" × {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
+
+    def set_epoch(self, epoch, start=0):
+        self.epoch = epoch
+        self.start = start
+
+    def __len__(self):
+        return (self.steps - self.start) * self.accumulation
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
+        for step in range(self.start, self.steps):
+            first = step * self.global_batch
+            batch = self.ids[order[first : first + self.global_batch]]
+            if self.cost is not None:
+                batch = batch[np.argsort(self.cost[batch], kind="stable")]
+            for part in np.array_split(batch, self.accumulation):
+                yield part[self.rank :: self.num_replicas], batch
+
+
+def choose_precision(args, device):
+    """The dtype for torch.autocast, where float32 means none."""
+    name = args.precision
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "bf16"
+    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
+    # torch.compile may fail once the newer one, fp32_precision, was used.
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+
+
+def wrap_ddp(model, args, device):
+    if args.compile:
+        model = torch.compile(model)
+    if dist.get_world_size() == 1:
+        return model  # nothing to add up, and DDP would take its time for it
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        find_unused_parameters=args.find_unused_parameters,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,  # they are the same on all ranks, or each rank's own
+    )
+    # After its first backward pass DDP changes its buckets, and so the order in which three or more
+    # ranks are summed. Let that happen now, or a resumed run would differ in the last bit. The pass
+    # needs no network, only a loss that depends on every parameter: it is zero times their sum.
+    wrapped.module = nn.Identity()
+    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
     wrapped.module = model
-    wrapped.zero_grad(set_to_none=True)
+    wrapped.zero_grad()
     return wrapped
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:  # without DDP's and torch.compile's wrappers
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    return model
 
-def sync_gradients(model: torch.nn.Module, last: bool):
-    """Context for a micro-batch's forward and backward: gradients are all-reduced in the last one only."""
-    wrapped = getattr(model, "_orig_mod", model)
-    return contextlib.nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
+def default_generator(device):
+    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
 
-def resolve_precision(name: str, device: torch.device) -> torch.dtype:  # of --precision
-    if name == "fp16" and device.type == "cpu":
-        raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
-    has_bf16 = device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = torch.bfloat16 if has_bf16 else torch.float32
-    return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 class StepGuard:
-    """The end of an optimizer step, and what all ranks agree on there: non-finite numbers, signals, the time limit."""
-    signal, beat = 0, 0.0  # of this process: the signal it got, and when it last showed that it is not stuck
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
-                 dtype: torch.dtype, started: float):
-        self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
-        self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
-        if not self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
-            raise ValueError(f"{type(optimizer).__name__} needs fused=True, or it cannot skip a non-finite update")
-        self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
-        self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
-        self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    @classmethod
-    def on_signal(cls, number: int, _frame) -> None:
-        """Ask for a stop at the next step; end a process stuck with a dead peer before the launcher's SIGKILL does."""
-        def watch() -> None:
-            while time.monotonic() - cls.beat < 20.0:
-                time.sleep(0.5)
-            os._exit(128 + number)
-        if not cls.signal:
-            cls.signal, cls.beat = number, time.monotonic()
-            threading.Thread(target=watch, daemon=True).start()
-    def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
-        """Clip, update if all is finite, agree: (gradient norm, why to stop or ''). `ids`: of this rank. (all ranks)"""
-        StepGuard.beat = now = time.monotonic()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
-        flags = torch.tensor([0.0, StepGuard.signal, now > self.deadline]).to(self.ddp.device, non_blocking=True)
-        # under a scaler a gradient that overflows is routine: it skips by itself
-        flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
-        if self.ddp.world_size > 1:
+    """Skips updates that are not finite, and lets the ranks agree to stop.
+
+    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
+    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
+    next step is queued, and are read one step late."""
+
+    def __init__(self, args, device):
+        self.args = args
+        self.deadline = START + 60 * (args.max_minutes or math.inf)
+        self.launched = find_ranks() is not None
+        self.bad_in_row = torch.zeros((), device=device)
+        self.flags = None  # of the last call, on their way to the host
+        self.arrived = None  # the event that says that they are there
+        self.reason = ""
+
+    def update(self, optimizer, scaler):
+        """Clip and step. Returns the gradient's norm, on the device."""
+        if not optimizer.defaults.get("fused"):
+            raise InputError("only an optimizer with fused=True can skip a step without a wait")
+        scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, limit)
+        # DDP has added up the ranks' gradients: a NaN on one is one on all, and all skip alike.
+        bad = norm.isfinite().logical_not().float()
+        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
+        return norm
+
+    def agree(self):
+        """Why to stop, or "", the same on all ranks: what was so at the call before. (all ranks)"""
+        if self.flags is not None:
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            bad, number, late, orphaned = self.flags.tolist()
+            if bad >= self.args.max_bad_steps:
+                text = f"{bad:.0f} steps in a row without a finite gradient"
+                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
+            if number > 0:
+                self.reason = signal.Signals(int(number)).name
+            elif late > 0:
+                self.reason = "time limit"
+            elif orphaned > 0:
+                self.reason = "death of the launcher"
+
+        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
+        number = torch.full_like(self.bad_in_row, stop_signal)
+        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
+        # a rank whose launcher was killed gets another parent, and nobody would ever end it
+        is_orphan = self.launched and os.getppid() != PARENT
+        orphaned = torch.full_like(self.bad_in_row, is_orphan)
+        flags = torch.stack([self.bad_in_row, number, late, orphaned])
+        if dist.get_world_size() > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if not self.scaler.is_enabled():  # fused optimizers skip the update on the device where found_inf is 1
-            self.optimizer.grad_scale, self.optimizer.found_inf = None, flags[0]
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        reason = self.finish()  # of the step before: the device is still busy with this one
-        self.pending = (step, ids, flags.to("cpu", non_blocking=True))
-        self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
-        return norm, reason
-    def finish(self) -> str:
-        """Read the flags of the last step: why to stop, the same on all ranks; RuntimeError after max_bad_steps."""
-        if self.pending is None:
-            return ""
-        if self.event is not None:
-            self.event.synchronize()
-        (step, ids, flags), self.pending = self.pending, None
-        bad, number, late = flags.tolist()
-        self.recent.append((step, ids))
-        self.bad_in_row, self.bad_steps = self.bad_in_row + 1 if bad else 0, self.bad_steps + bool(bad)
-        if bad and self.ddp.rank == 0:
-            warn(f"non-finite loss or gradient at step {step}: the update was skipped on all ranks")
-        if self.bad_in_row >= self.max_bad:
-            samples = "; ".join(f"step {n}: {[int(i) for part in ids for i in part][:64]}" for n, ids in self.recent)
-            raise RuntimeError(f"{self.bad_in_row} steps in a row with a non-finite loss or gradient; "
-                               f"samples of this rank in the last ones: {samples}")
-        return signal.Signals(int(number)).name if number else "time limit" if late else ""
+        self.flags = flags.to("cpu", non_blocking=True)
+        if flags.device.type != "cpu":
+            self.arrived = torch.accelerator.current_stream().record_event()
+        return self.reason
 
-def stop_status(reason: str) -> int:  # status and last line of a run that stopped early, its checkpoint written
-    resumes = "requeue me" if reason == "SIGUSR1" else f"stopped by {reason}: the same command goes on from here"
-    log0(f"checkpoint written, {resumes}")
-    return {"SIGTERM": 143, "SIGINT": 130}.get(reason, 0)
 
-def rng_states(ddp: DDPContext) -> list[dict]:  # random state of every rank, for a checkpoint (all ranks)
-    state = {"cpu": torch.get_rng_state()}
-    if ddp.device.type != "cpu":
-        state[ddp.device.type] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
-    states = [state] * ddp.world_size
-    if ddp.world_size > 1:
-        dist.all_gather_object(states, state)
-    return states
+def exit_status(reason):
+    """Of a run that was stopped, or not (""). A time limit and a queue's SIGUSR1 are planned."""
+    if reason:
+        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
+    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
+    return statuses.get(reason, 1)
 
-def restore_rng(states: list[dict], ddp: DDPContext, seed: int) -> None:
-    """This rank's random state; on another world size a new one from (seed, rank)."""
-    torch.manual_seed(seed + ddp.rank)
-    if len(states) == ddp.world_size:
-        torch.set_rng_state(states[ddp.rank]["cpu"])
-        if ddp.device.type in states[ddp.rank].keys() - {"cpu"}:
-            torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank][ddp.device.type], ddp.device)
 
-def atomic_write(path: Path, write: Callable) -> bool:
-    """`write(file)` to a temporary file, fsync, rename; False and a warning if that fails (disk full). (rank 0 only)"""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    StepGuard.beat = math.inf  # however long it takes
+def save_checkpoint(folder, name, state):
+    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
+    new = folder / "new.tmp"
     try:
-        with open(temporary, "wb") as file:
-            write(file)
+        with open(new, "wb") as file:
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        return True
-    except (OSError, RuntimeError) as error:  # torch.save turns "no space left" into RuntimeError
-        temporary.unlink(missing_ok=True)
-        free = shutil.disk_usage(path.parent).free / 1e6
-        warn(f"could not write {path} ({str(error).splitlines()[0]}; {free:.0f} MB free): the old file is untouched")
-        return False
-    finally:
-        StepGuard.beat = time.monotonic()
+        if name == "latest.pt" and (folder / name).exists():
+            os.replace(folder / name, folder / "previous.pt")
+        os.replace(new, folder / name)
+    except (OSError, RuntimeError) as error:  # a full disk, most likely, which may get better
+        new.unlink(missing_ok=True)
+        reason = str(error).splitlines()[0]
+        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
 
-def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, best: bool = False) -> bool:
-    """step_*.pt (the `keep` newest stay), latest.pt and, if asked, best.pt, atomically. (rank 0 only)"""
-    numbered = Path(directory) / f"step_{step:08d}.pt"
-    if not atomic_write(numbered, lambda file: torch.save(state, file)):  # noqa: TID251
-        return False
-    for name in ("latest.pt", "best.pt") if best else ("latest.pt",):
-        link = numbered.with_name(f".{name}.link")
-        link.unlink(missing_ok=True)
-        try:
-            os.link(numbered, link)
-        except OSError:  # a file system without hard links
-            shutil.copy(numbered, link)
-        link.replace(numbered.with_name(name))
-    for old in sorted(numbered.parent.glob("step_*.pt"))[:-keep]:
-        old.unlink()
-    return True
 
-def load_checkpoint(path: str | Path) -> dict:
-    """A checkpoint, on the CPU, its model's names without `module.` and `_orig_mod.`. ValueError if it is damaged."""
-    Path(path).stat()  # FileNotFoundError if it is not there
+def is_whole(path):
+    """Whether the checksums in a checkpoint are right; torch.load does not look at them."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            if damaged := archive.testzip():
-                raise ValueError(f"checksum of {damaged} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:
-        first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    return state | {"model": {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}}
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
 
-def find_checkpoint(directory: Path) -> str | None:
-    """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
-    files = sorted(directory.glob("step_*.pt")) + [*directory.glob("latest.pt")]
-    for path in reversed(files):
-        try:
-            load_checkpoint(path)
-            return str(path)
-        except ValueError as error:
-            warn(f"{error}: using the one before it")
-    if files:
-        raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or give --fresh")
 
-def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
-    """Prepare --output_dir; the checkpoint to resume from, if any: its arguments in `same` must be ours. (all ranks)"""
-    folder = Path(args.output_dir)
-    def prepare() -> str | None:
-        if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):  # torchrun's restarts go on
-            aside = folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
-            log0(f"--fresh: the run in {folder} was moved to {aside}")
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--output_dir {folder} is not writable")
-        for left in [*folder.glob(".*.tmp"), *folder.glob(".*.link")]:  # of a save that was killed
-            left.unlink()
-        return find_checkpoint(folder)
-    restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]  # nodes may differ
-    if (path := on_rank0(ddp, prepare)) is None:
+def load_checkpoint(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def prepare_folder(folder, fresh):
+    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
+    global folder_lock
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
+        lock(folder)
+        if fresh and first_start and folder.exists():
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder.mkdir(exist_ok=True)
+        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
+        (folder / "new.tmp").unlink()
+    except OSError as error:
+        raise InputError(f"{folder} is not writable: {error}") from None
+    paths = [path for path in (folder / "latest.pt", folder / "previous.pt") if path.exists()]
+    for path in paths:
+        if is_whole(path):
+            return path
+        logging.warning(f"{path} is damaged: trying the one before it")
+    if paths:
+        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
+    return None
+
+
+def lock(folder):
+    """Until this process ends. (flock would be inherited by the workers, which may live longer.)"""
+    try:
+        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
+
+
+def open_run(args, data_hash):
+    """The checkpoint to go on from, or None for a new run. (all ranks)"""
+    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
+    if path is None:
         return None
+    if not path.exists():
+        raise InputError(f"rank 0 has {path}, this machine has not: all must see --output_dir")
     state = load_checkpoint(path)
-    for name in same:
-        if (old := state["args"].get(name)) != (new := getattr(args, name)):
-            raise ValueError(f"{folder} holds a run with {'data' if name == 'data_key' else '--' + name} {old!r}, this "
-                             f"one has {new!r}: give another --output_dir, or --fresh to move the old run aside")
-    log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
+    hint = "--fresh moves the old run aside, --output_dir names another folder"
+    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
+        if state.get(what) != now:
+            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
+    if state["data_hash"] != data_hash:
+        raise InputError(f"{path} was trained on other data: {hint}")
+    if state["step"] != on_rank0(state.get, "step"):
+        raise InputError(f"{path} is not the same here as on rank 0: all must see --output_dir")
+    logging.info(f"resuming {path} at step {state['step']}")
+    for name, value in vars(args).items():
+        if value != state["args"].get(name):
+            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
     return state
 
+
+def restore(state, model, optimizer, scaler):
+    # the optimizer's momenta as they were, but its options as they are now, such as --weight_decay
+    options = optimizer.state_dict()["param_groups"]
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
+        scaler.load_state_dict(state["scaler"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        hint = "give the options it had; or --fresh, which moves the old run aside"
+        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
+
+
 class RunLog:
-    """metrics.jsonl, the log line, wandb, summary.json and curves.png of a run."""
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, resumed: dict | None):
-        self.args, self.ddp, self.folder, resumed = args, ddp, Path(args.output_dir), resumed or {}
-        self.wandb_id, self.wall = resumed.get("wandb_id") or os.urandom(4).hex(), resumed.get("wall_s", 0.0)
-        self.last_step, (self.final_loss, self.speed) = resumed.get("step", 0), resumed.get("speed", (None, None))
-        self.started = time.monotonic()
-        self.reset()
-        log0(f"command: {' '.join(sys.argv)}")
-        log0(f"torch {torch.__version__}, world size {ddp.world_size}, backend {ddp.backend}, started by "
-             f"{ddp.launcher}, {torch.get_num_threads()} CPU threads per rank")
-        changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
-        log0(f"arguments that differ from the defaults: {changed or 'none'}")
-        if ddp.rank == 0:
-            path, self.queue, self.unwritten = self.folder / "metrics.jsonl", queue.SimpleQueue(), b""
-            path.touch()  # and drop records of steps that this run makes again
-            rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
-            rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
-            atomic_write(path, lambda file: file.write("".join(rows).encode()))
-            self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.folder = Path(args.output_dir)
+        self.path = self.folder / "metrics.jsonl"
+        # steps after the checkpoint, or all without one, are made again: their lines go
+        kept = state["log_size"] if state else 0
+        if dist.get_rank() == 0 and self.size() > kept:
+            os.truncate(self.path, kept)
+        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
+        self.rows = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
+        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
             self.thread.start()
-    def feed_wandb(self) -> None:
-        """wandb in a thread of its own: what it does wrong, or slowly, never reaches the training loop."""
-        mode = self.args.wandb_mode
-        if mode == "auto":
-            netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-            key = os.environ.get("WANDB_API_KEY") or (netrc.exists() and "wandb" in netrc.read_text())
-            mode = os.environ.get("WANDB_MODE") or ("online" if key else "disabled")
-            log0(f"wandb {mode} (--wandb_mode auto: {'an' if key else 'no'} API key is configured)")
-        if mode == "disabled":
-            return
+
+    def size(self):
+        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def feed_wandb(self):
+        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
         try:
             import wandb
-            run = wandb.init(project=self.args.wandb_project, name=self.args.wandb_name, id=self.wandb_id, mode=mode,
-                             resume="allow", dir=str(self.folder), config=vars(self.args),
-                             settings=wandb.Settings(init_timeout=30, silent=True))
-            while (row := self.queue.get()) is not None:
-                run.log(row)
+
+            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
+            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
+            run = wandb.init(project=project, resume="allow", **options)
+            for row in iter(self.rows.get, None):  # until there is a None in the queue
+                run.log(row, step=row["step"])
             run.finish()
         except Exception as error:
-            warn(f"wandb failed and is off; metrics.jsonl has everything ({type(error).__name__}: {str(error)[:200]})")
-    def waiting(self, iterator: Iterator):
-        """next(iterator), its time counted as waiting for data."""
-        begin, item = time.monotonic(), next(iterator)
-        StepGuard.beat = time.monotonic()
-        self.waited, self.steps = self.waited + StepGuard.beat - begin, self.steps + 1
-        return item
-    def add(self, samples: int, **sums: tuple[torch.Tensor, float]) -> None:
-        """Add the (sum, count) pairs of a micro-batch of this rank; they stay on the device."""
-        self.samples += samples
-        for name, (total, count) in sums.items():
-            old = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (old[0] + total.detach().double(), old[1] + count)
-    def interval(self, step: int, total: int, epoch: int, model: torch.nn.Module, lr: float, norm: torch.Tensor,
-                 **extra) -> None:
-        """Reduce what was added since the last call and record it. (all ranks) The only host sync of the loop."""
-        sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
-        sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
-        seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
-        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums if sums[f"{n}/1"]}  # where there were any
-        timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}  # ns per step
-        exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
-        if self.ddp.device.type != "cpu":  # of the device's allocator, not of the process (in kB; macOS: bytes)
-            peak = torch.accelerator.max_memory_allocated(self.ddp.device)
-        wait, comm = self.waited / seconds, max(0.0, exposed * 1e-9) * self.steps / seconds
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": wait, "comm": comm, "mem_gb": peak / 1e9}
-        self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
-        numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
-        log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
-             f"{self.speed:.0f} data_wait={wait:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}"
-             + "".join(f" {n}={v:.6g}" for n, v in extra.items()))
-        self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
-        self.reset()
-    def reset(self) -> None:
-        """Start an interval (also after an evaluation or a checkpoint, so that speeds are of training alone)."""
-        self.last, self.waited, self.steps, self.samples, self.sums = time.monotonic(), 0.0, 0, 0, {}
-    def write(self, row: dict) -> None:
-        """One record to metrics.jsonl and wandb. (rank 0 writes)"""
-        if self.ddp.rank == 0:
-            row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
-            self.unwritten += (json.dumps(row) + "\n").encode()
-            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
-                self.unwritten = self.unwritten[file.write(self.unwritten) :]  # disk full: the rest waits
-            if self.thread.is_alive():  # not when wandb is off
-                self.queue.put(row)
-    def close(self, status: str, **fields) -> None:
-        """summary.json, the end of wandb, and every loss and metric against the step in curves.png. (rank 0 writes)"""
-        if self.ddp.rank > 0:
+            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def write(self, row):
+        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
+        if dist.get_rank() > 0:
             return
-        summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
-                   "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
-                   "wall_s": self.wall + time.monotonic() - self.started}
-        atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-        self.queue.put(None)
-        self.thread.join(timeout=30)
+        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
         try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return warn("no curves.png: pip install matplotlib")
-        curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
-        for row in map(json.loads, re.findall(r".*}\n", (self.folder / "metrics.jsonl").read_text())):  # whole records
-            for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
-                curves[name].append((row["step"], row[name]))
-        rows = max(1, -(-len(curves) // 3))  # margins are given, as finding good ones takes as long as drawing
-        figure = Figure((12, 2.6 * rows))
-        figure.subplots_adjust(0.06, 0.2 / rows, 0.99, 1 - 0.12 / rows, wspace=0.25, hspace=0.5)
-        for place, (name, points) in enumerate(curves.items(), 1):
-            axis = figure.add_subplot(rows, 3, place, title=name, xlabel="optimizer step")
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-        atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
-# ===== shared DDP block: end =====
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            if self.path.exists():
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        if self.thread.is_alive():
+            self.rows.put(row)
 
-# ---- Evaluate ------------------------------------------------------------------------------------
+    def close(self, **summary):
+        if dist.get_rank() > 0:
+            return
+        seconds = round(time.monotonic() - START, 1)
+        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
+        summary.update(torch=torch.__version__, args=vars(self.args))
+        try:
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+            draw_curves(self.path)
+        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
+            logging.warning(f"no summary.json or no curves.png: {error}")
+        if self.thread.is_alive():
+            self.rows.put(None)
+            self.thread.join(timeout=30)
 
-def hide_exactly(tokens: Tensor, share: Tensor, draws: Tensor) -> Tensor:
-    """tokens (B, L) with ceil(share * n) of each row's n residues masked: those with the smallest draws (B, L)."""
-    free = is_residue(tokens)
-    rank = draws.masked_fill(~free, 2.0).argsort(dim=1, stable=True).argsort(dim=1, stable=True)
-    return tokens.masked_fill(free & (rank < torch.ceil(share * free.sum(1))[:, None]), MASK)
 
-def bound(task: Task, ids: Tensor, tokens: Tensor, draw: int) -> Tensor:
-    """Draw `draw` of the bound on -log p of sequences `ids` (B,), float64 nats. absorb: n / k times the cross entropy
-    of k hidden residues, k uniform in 1 to n: an order-agnostic model's bound (Uria et al. 2014; Hoogeboom et al. 2022)
-    and the diffusion's, with less noise. uniform: score entropy over time, and time 1's divergence from uniform."""
-    place = 1 - (ids.double() * 0.6180339887498949 + draw / task.args.eval_draws) % 1.0  # in (0, 1], even over them
-    count = is_residue(tokens).sum(1)
-    if task.args.graph_type == "absorb":
-        noisy = hide_exactly(tokens, place.float(), keyed_uniform(0, draw, ids, tokens.shape[1], stream=2))
-        hidden = noisy == MASK
-        logits = task.model(noisy, task.noise.sigma_of(hidden.sum(1) / count))
-        return torch.where(hidden, cross_entropy(logits, tokens), 0.0).double().sum(1) * count / hidden.sum(1)
-    value = diffusion_loss(task, task.model, ids, tokens, place.float(), (0, draw))
-    keep = math.exp(-float(task.noise.sigma(torch.ones(()))))
-    other = (1 - keep) / STATES
-    gap = (other + keep) * math.log(STATES * (other + keep)) + (STATES - 1) * other * math.log(STATES * other)
-    return value.double().sum(1) + gap * count
+def draw_curves(path):
+    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
+    from matplotlib.figure import Figure
 
-def ratio(gram: np.ndarray, *weights: float) -> tuple[float, float]:
-    """(sum of weights . row) / (sum of the last column) and its standard error, from gram = sum of row^T row over
-    sequences. Rows are (1, ..., n): the first entry counts sequences, the last residues."""
-    w, n = np.array(weights, np.float64), len(gram) - 1
-    mean = gram[0] @ w / gram[0, n]
-    w[n] -= mean
-    return float(mean), float(math.sqrt(max(0.0, w @ gram @ w)) / gram[0, n])
+    curves = {}
+    for line in open(path):
+        row = json.loads(line)
+        step = row.pop("step")
+        for name, value in row.items():
+            curves.setdefault(name, []).append((step, value))
+    figure = Figure((12, 1 + len(curves)), layout="constrained")
+    for number, (name, points) in enumerate(curves.items(), start=1):
+        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
+        axis.plot(*zip(*points, strict=True), linewidth=1)
+    figure.savefig(path.with_name("curves.png"), dpi=110)
+
+
+# End of the lines that every script has.
+# ==================================================================================================
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+RATES = [0.15, 0.5, 0.85]  # shares of hidden residues at which the cross entropy is reported
+
+
+def hide_exactly(tokens, share, generator):
+    """A random choice of a share, rounded up, of the residues: (T,) bool."""
+    residues = np.flatnonzero(is_residue(tokens))
+    hide = np.zeros(len(tokens), bool)
+    hide[generator.permutation(residues)[: math.ceil(share * len(residues))]] = True
+    return hide
+
+
+def held_out_batch(args, proteins, rows, draw, share=None):
+    """Sequences of the validation part with noise of (row, draw) alone. share: of the residues that
+    are hidden; None: every number of them equally often. The weight of a hidden residue is the
+    number of residues over that of hidden ones: with it, each draw is an unbiased estimate of a
+    bound on -log p, that of an order-agnostic model (Uria et al. 2014; Hoogeboom et al. 2022)."""
+    tokens = []
+    hide = []
+    shares = []
+    weights = []
+    for row in rows.tolist():
+        place = np.random.default_rng(row).random(1)
+        first, length, residues = proteins.crops(np.array([row]), place)
+        tokens.append(proteins.tokens[first[0] : first[0] + length[0]])
+        generator = np.random.default_rng([row, draw])
+        wanted = share
+        if wanted is None:  # draws of a row, and rows one after the other, spread evenly
+            wanted = 1 - (row * 0.6180339887498949 + draw / args.eval_draws) % 1
+        hide.append(hide_exactly(tokens[-1], wanted, generator))
+        hidden = hide[-1].sum()
+        shares.append(hidden / residues[0])
+        weights.append(residues[0] / hidden)
+    lengths = np.array([len(part) for part in tokens])
+    return make_batch(
+        np.concatenate(tokens),
+        lengths,
+        np.concatenate(hide),
+        np.array(shares),
+        np.array(weights),
+        1,
+    )
+
 
 @torch.no_grad()
-def evaluate(task: Task) -> dict[str, float]:
-    """Held-out metrics, nats per residue; fixed noise, each sequence once: the same on any world size. (all ranks)"""
-    args, ddp, proteins, size = task.args, task.ddp, task.valid_set, task.args.eval_batch_size
-    absorb = args.graph_type == "absorb"
-    rows = np.linspace(0, len(proteins) - 1, min(len(proteins), args.eval_sequences)).astype(np.int64)
-    rows = rows[np.argsort(proteins.lengths(rows), kind="stable")]  # batches of similar length
-    shares = np.array(task.train_set.part["letters"]) + 0.5
-    unigram = F.pad(torch.from_numpy(-np.log(shares / shares.sum())), (FIRST, MASK - LAST)).to(ddp.device)
-    gram, entropies = unigram.new_zeros(4, 4), unigram.new_zeros(len(RATES), 2)
-    for items in np.split(rows, range(size, len(rows), size))[ddp.rank :: ddp.world_size]:
-        start, length, _ = proteins.crops(items, args.max_protein_len, 0, 0)
-        tokens = torch.from_numpy(proteins.rows(items, start, length)).to(ddp.device).long()
-        ids = torch.from_numpy(items).to(ddp.device)
-        nats = torch.stack([bound(task, ids, tokens, d) for d in range(args.eval_draws)]).mean(0)
-        count = is_residue(tokens).double().sum(1)
-        row = torch.stack([torch.ones_like(nats), nats, unigram[tokens].sum(1), count], dim=1)
-        gram += row.T @ row
-        draws, letters = (keyed_uniform(0, 1000, ids, tokens.shape[1], stream=s) for s in (2, 3))
-        for i, rate in enumerate(RATES if absorb or args.loss == "nelbo" else ()):  # else there is no p(x_0 | x_t)
-            share = torch.full_like(nats, rate, dtype=torch.float32)
-            noisy = hide_exactly(tokens, share, draws) if absorb else noised(tokens, share, draws, "uniform", letters)
-            hidden = noisy == MASK if absorb else (draws < share[:, None]) & is_residue(tokens)
-            found = torch.where(hidden, cross_entropy(task.model(noisy, task.noise.sigma_of(share)), tokens), 0.0)
-            entropies[i] += torch.stack([found.double().sum(), hidden.double().sum()])
-        StepGuard.beat = time.monotonic()
-    sums = list(reduce_sums(ddp, dict(enumerate([*gram.flatten(), *entropies.flatten()]))).values())
-    gram, entropies = np.reshape(sums[:16], (4, 4)), np.reshape(sums[16:], (-1, 2))
-    (nelbo, error), (gain, gain_error) = ratio(gram, 0, 1, 0, 0), ratio(gram, 0, -1, 1, 0)
-    metrics = {"nelbo": nelbo, "nelbo_se": error, "bits": nelbo / math.log(2), "perplexity": math.exp(nelbo),
-               "unigram": ratio(gram, 0, 0, 1, 0)[0], "below_unigram": gain, "below_unigram_se": gain_error}
-    return metrics | {f"ce@{r:g}": float(s / n) for r, (s, n) in zip(RATES, entropies, strict=True) if n}
+def measure(args, device, model, proteins, shares, guard):
+    """For each held-out sequence (S, 3 + 2 len(RATES)): bound in nats, unigram entropy in nats,
+    residues; cross entropy and number of hidden residues at each of RATES. None if the ranks agreed
+    to stop. Batch k goes to rank k % world_size: the same on any number of ranks. (all ranks)"""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    number = min(len(proteins), args.eval_sequences)
+    rows = np.linspace(0, len(proteins) - 1, number).astype(np.int64)
+    rows = rows[np.argsort(proteins.lengths(rows), kind="stable")]  # equal work on all ranks
+    starts = range(0, number, args.eval_batch_size)
+    table = torch.zeros(number, 3 + 2 * len(RATES), dtype=torch.float64, device=device)
 
-TIMES, TOKENS, START, LENGTHS, ORDER = range(9001, 9006)  # streams of keyed_uniform, apart from those of training
-SHUFFLE = 4.5  # random part of the simple sampler's order: as in MaskGIT it falls to 0 over the steps
-# Samplers take predict(x (B, L) int64, sigma (B,) float32) -> logits (B, L, 37), -inf for all but residues, whose
-# softmax is p(x0 | x); `free` (B, L): where x is to be drawn; `sigma` (steps + 1,) float64: noise at times 1 to 0.
+    def nats(part, draw, share=None):
+        """(B,) sums of weighted cross entropies, of cross entropies, of hidden residues"""
+        batch = held_out_batch(args, proteins, rows[part], draw, share).to(device)
+        found = F.cross_entropy(model(batch), batch.targets, reduction="none").double()
+        owner = batch.owner.index_select(0, batch.hidden)
+        values = torch.stack([found * batch.weights, found, torch.ones_like(found)], dim=1)
+        sums = torch.zeros(len(batch.lengths), 3, dtype=torch.float64, device=device)
+        return sums.index_add_(0, owner, values)
 
-def sample_uniform(seed: int, ids: Tensor, draws: int, stream: int, step: int = 0) -> Tensor:
-    """(B, draws) float64 in [0, 1), a function of (seed, sample id, stream, step, draw) alone, so that neither batch,
-    padding nor rank changes a sample. Of 48 bits, as 24 act as a lower temperature (Zheng et al. 2024)."""
-    high, low = keyed_uniform(seed, step, ids, 2 * draws, stream).double().unflatten(1, (draws, 2)).unbind(2)
-    return high + low / 2**24
+    for first in range(0, len(starts), world_size):
+        if guard.agree():  # here and not once at the end: an evaluation may take long
+            return None
+        if first + rank >= len(starts):
+            continue
+        start = starts[first + rank]
+        part = slice(start, start + args.eval_batch_size)
+        for draw in range(args.eval_draws):
+            table[part, 0] += nats(part, draw)[:, 0] / args.eval_draws
+        for i, rate in enumerate(RATES):
+            table[part, 3 + 2 * i : 5 + 2 * i] = nats(part, args.eval_draws + i, rate)[:, 1:]
+        everything = held_out_batch(args, proteins, rows[part], 0, 1.0)
+        owner = everything.owner[everything.hidden].numpy()
+        entropy = np.bincount(owner, -np.log(shares)[everything.targets.numpy()])
+        table[part, 1] = torch.from_numpy(entropy).to(device)
+        table[part, 2] = torch.from_numpy(np.bincount(owner).astype(np.float64)).to(device)
+    dist.all_reduce(table)  # each row is zero on all ranks but one
+    return table.cpu().numpy()
 
-def residue_probabilities(logits: Tensor, args: Namespace) -> Tensor:
-    """logits (..., 37) -> (..., 26) float64, after --temperature, --top_p (Holtzman et al. 2020); need not sum to 1."""
-    logits = logits[..., FIRST : LAST + 1].double()
-    p = ((logits - logits.amax(-1, keepdim=True)) / max(args.temperature, 1e-300)).softmax(-1)  # 0: the most probable
-    if args.top_p < 1:
+
+def mean_and_error(nats, residues):
+    """Nats per residue of all sequences together, and its standard error over sequences."""
+    mean = nats.sum() / residues.sum()
+    error = math.sqrt(((nats - mean * residues) ** 2).sum()) / residues.sum()
+    return float(mean), float(error)
+
+
+def summarize(table):
+    """Metrics of the table of `measure`."""
+    nats, unigram, residues = table.T[:3]
+    metrics = {}
+    metrics["nelbo"], metrics["nelbo_se"] = mean_and_error(nats, residues)
+    metrics["bits"] = metrics["nelbo"] / math.log(2)
+    metrics["perplexity"] = float(np.exp(min(metrics["nelbo"], 700.0)))  # math.exp may overflow
+    metrics["unigram"] = mean_and_error(unigram, residues)[0]
+    gain, error = mean_and_error(unigram - nats, residues)
+    metrics["below_unigram"] = gain
+    metrics["below_unigram_se"] = error
+    for i, rate in enumerate(RATES):
+        metrics[f"ce@{rate}"] = float(table[:, 3 + 2 * i].sum() / table[:, 4 + 2 * i].sum())
+    return metrics
+
+
+@contextlib.contextmanager
+def averaged_weights(model, average):
+    """The model in evaluation mode with the averaged weights."""
+    parameters = [p.data for p in model.parameters()]
+    kept = [p.clone() for p in parameters]
+    torch._foreach_copy_(parameters, average)
+    model.eval()
+    try:
+        yield
+    finally:
+        torch._foreach_copy_(parameters, kept)
+        model.train()
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling
+
+
+class Sampling(NamedTuple):
+    method: str  # rigorous or simple
+    steps: int  # network calls; 0: one for each residue
+    seed: int
+    temperature: float = 1.0  # of the predictions; 1: exact
+    top_p: float = 1.0  # draw from the likeliest residues of so much probability; 1: exact
+
+
+def draw_lengths(counts, number, seed, most):
+    """Lengths in residues as in the training data. counts: {residues: sequences}."""
+    values = np.array(sorted(counts))
+    shares = np.array([counts[value] for value in values.tolist()], dtype=np.float64)
+    generator = np.random.default_rng([seed, number])
+    return np.minimum(generator.choice(values, number, p=shares / shares.sum()), most)
+
+
+def empty_template(residues):
+    """BEGIN, a MASK for each residue that is to be drawn, END."""
+    return np.concatenate([[BEGIN], np.full(residues, MASK), [END]]).astype(np.uint8)
+
+
+def probabilities(logits, how):
+    """(..., 26) float64 after temperature and top_p (Holtzman et al. 2020); may not add up to 1."""
+    logits = logits.double()
+    logits = logits - logits.amax(-1, keepdim=True)
+    p = (logits / max(how.temperature, 1e-300)).softmax(-1)  # 0: the likeliest
+    if how.top_p < 1:
         ranked, order = p.sort(dim=-1, descending=True, stable=True)
-        tail = ranked.cumsum(-1) - ranked >= args.top_p * ranked.sum(-1, keepdim=True)
-        p = torch.zeros_like(p).scatter(-1, order, ranked.masked_fill(tail, 0.0))
+        above = ranked.cumsum(-1) - ranked  # probability of all that are likelier
+        ranked = ranked.masked_fill(above >= how.top_p * ranked.sum(-1, keepdim=True), 0.0)
+        p = torch.zeros_like(p).scatter(-1, order, ranked)
     return p
 
-def categorical(p: Tensor, u: Tensor) -> Tensor:
-    """Residue ids (...) drawn from p (..., 26) float64 by inverse CDF at u (...); LAST + 1 where p is not finite."""
-    cdf = p.cumsum(-1)
-    return FIRST + torch.searchsorted(cdf, u[..., None] * cdf[..., -1:], right=True).squeeze(-1)
 
-def unmask(predict, x: Tensor, free: Tensor, ids: Tensor, sigma: Tensor, args: Namespace, grid: bool = True) -> Tensor:
-    """Exact samplers of the absorbing graph. As a position stays masked from a mask rate m to m' < m with probability
-    m' / m, it is revealed at a rate uniform on [0, m(1)], drawn first. first_hitting (Zheng et al. 2024) then makes a
-    network call per rate. analytic (Lou et al. 2024, Tweedie) reveals what falls between two times of the grid
-    together, independently, from the network's view at the earlier one; a step without any costs no call."""
-    x, draws = x.clone(), sample_uniform(args.seed, ids, x.shape[1], TOKENS)
-    rates = -torch.expm1(-sigma[0]) * sample_uniform(args.seed, ids, x.shape[1], TIMES)
-    step_of = torch.searchsorted(torch.expm1(-sigma[1:-1]), -rates)  # minus the mask rate after each step but the last
-    if not grid:
-        step_of = rates.masked_fill(~free, -1.0).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    for k in step_of[free].unique().tolist():
-        StepGuard.beat, chosen = time.monotonic(), free & (step_of == k)
-        now = sigma[k].expand(len(x)) if grid else -torch.log1p(-rates.masked_fill(~chosen, 0.0).amax(1))
-        p = residue_probabilities(predict(x, now.float())[chosen], args)
-        x[chosen] = categorical(p, draws[chosen])
-    return x
+def draw_residues(p, uniform):
+    """Tokens drawn from p (..., 26) at uniform numbers (...), both in float64: with 24 bits rare
+    residues would be too rare (Zheng et al. 2024). MASK where p is not a number."""
+    total = p.cumsum(-1)
+    kinds = torch.searchsorted(total, uniform[..., None] * total[..., -1:], right=True)[..., 0]
+    return torch.where(total[..., -1].isfinite(), FIRST + kinds.clamp(max=KINDS - 1), MASK)
 
-def uniform_posterior(p: Tensor, now: Tensor, keep_t: Tensor, keep_s: Tensor) -> Tensor:
-    """p(x_s | x_t) (..., N) of the uniform graph from p (..., N) = p(x0 | x_t), now (...) = x_t, for s < t: a letter is
-    kept to time t with probability a_t, else replaced by one of N, so q(x_t | x_s) = a [x_t = x_s] + (1 - a) / N with
-    a = a_t / a_s, and by Bayes p(x_s = y | x_t) = q(x_t | y) (a_s w(y) + (1 - a_s) / N sum w), w = p / q(x_t | x0)."""
-    same = torch.zeros_like(p).scatter(-1, now[..., None], 1.0)
-    w = p / (keep_t * same + (1 - keep_t) / STATES)
-    forward = keep_t / keep_s * same + (1 - keep_t / keep_s) / STATES
-    return forward * (keep_s * w + (1 - keep_s) / STATES * w.sum(-1, keepdim=True))
-
-def analytic_uniform(predict: Callable, x: Tensor, free: Tensor, ids: Tensor, sigma: Tensor, args: Namespace) -> Tensor:
-    """Tweedie tau-leaping of the uniform graph: free positions start as random residues, and each step of the grid
-    draws them all from p(x_s | x_t). The network reads given positions as noisy ones: infilling is approximate."""
-    draw = functools.partial(sample_uniform, args.seed, ids, x.shape[1])
-    x, keep = torch.where(free, FIRST + (draw(START) * STATES).long(), x), torch.exp(-sigma)
-    keep[-1] = 1.0  # the last step ends at the data, also where the schedule leaves some noise at 0
-    for k in range(args.steps):
-        StepGuard.beat = time.monotonic()
-        p = residue_probabilities(predict(x, sigma[k].float().expand(len(x))), args)
-        p = uniform_posterior(p, (x - FIRST).clamp(0, STATES - 1), keep[k], keep[k + 1])
-        x = torch.where(free, categorical(p, draw(TOKENS, k)), x)
-    return x
-
-def simple(predict: Callable, x: Tensor, free: Tensor, ids: Tensor, sigma: Tensor, args: Namespace) -> Tensor:
-    """Confidence-ordered unmasking (MaskGIT, Chang et al. 2022) in --steps steps, an approximation: each step draws a
-    candidate for every masked position and keeps the most probable ones, so many that cos(pi/2 k/steps) of the free
-    positions are masked after step k. Gumbel noise on the order keeps letters varied; the law is not the model's."""
-    count, steps, draw = free.sum(1), args.steps, functools.partial(sample_uniform, args.seed, ids, x.shape[1])
-    shown, rate = torch.zeros_like(count), -torch.expm1(-sigma[0])
-    for k in range(steps):
-        goal = (count * (1 - math.cos(math.pi / 2 * (k + 1) / steps))).round().long()
-        if torch.equal(goal, shown):
-            continue
-        StepGuard.beat = time.monotonic()
-        logits = predict(x, -torch.log1p(-rate * math.cos(math.pi / 2 * k / steps)).float().expand(len(x)))
-        token = categorical(residue_probabilities(logits, args), draw(TOKENS, k))
-        # by the model's own probability: at temperature 0 the tempered one is 1 everywhere
-        sure = logits.double().log_softmax(-1).gather(-1, token[..., None]).squeeze(-1)
-        sure += -torch.log(-torch.log(draw(ORDER, k).clamp_min(1e-300))) * SHUFFLE * (1 - (k + 1) / steps)  # Gumbel
-        place = sure.masked_fill(~free, -math.inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        chosen = free & (place < (goal - shown)[:, None])
-        x, free, shown = torch.where(chosen, token, x), free & ~chosen, goal
-    return x
-
-SAMPLERS = {("absorb", "first_hitting"): functools.partial(unmask, grid=False), ("absorb", "simple"): simple,
-            ("absorb", "analytic"): unmask, ("uniform", "analytic"): analytic_uniform}
 
 @torch.no_grad()
-def sample(predict: Callable, templates: list[np.ndarray], noise: Noise, args: Namespace, ddp: DDPContext) -> list:
-    """Residue ids (uint8, without BOS and EOS) for each template (BOS, residues, MASK where to draw, EOS): each rank
-    draws every W-th, all get all. Raises RuntimeError if the logits are not finite. (all ranks)"""
-    exact = args.predictor or ("first_hitting" if args.graph_type == "absorb" else "analytic")
-    sampler = SAMPLERS[args.graph_type, "simple" if args.sampling_method == "simple" else exact]
-    sigma, done = noise.sigma(torch.linspace(1, 0, args.steps + 1, dtype=torch.float64)).to(ddp.device), {}
-    mine = sorted(range(ddp.rank, len(templates), ddp.world_size), key=lambda i: len(templates[i]))  # little padding
-    for low in range(0, len(mine), args.eval_batch_size):
-        ids = mine[low : low + args.eval_batch_size]
-        x = nn.utils.rnn.pad_sequence([torch.from_numpy(templates[i]).long() for i in ids], True, PAD).to(ddp.device)
-        found = sampler(predict, x, x == MASK, torch.tensor(ids, device=ddp.device), sigma, args)
-        if not is_residue(found[x == MASK]).all():
-            raise RuntimeError(f"sampling: the network's logits are not finite (samples {ids[:10]})")
-        found = found.cpu().numpy().astype(np.uint8)
-        done |= {i: row[1 : len(templates[i]) - 1] for i, row in zip(ids, found, strict=True)}
-    parts = [done] * ddp.world_size
-    if ddp.world_size > 1:
-        dist.all_gather_object(parts, done)
-    return [parts[i % ddp.world_size][i] for i in range(len(templates))]
+def draw_sequences(predict, templates, numbers, how, device, progress=iter):
+    """Fill in the MASKs of templates (BEGIN, residues or MASK, END); a list of token arrays.
 
-def draw_templates(count: int, lengths: dict[int, int], args: Namespace) -> list[np.ndarray]:
-    """`count` templates of --sample_length, or of lengths drawn, by (seed, number), from {residues: count} and cut."""
-    values, counts = (np.array(part) for part in zip(*sorted(lengths.items()), strict=True))
-    u, cdf = sample_uniform(args.seed, torch.arange(count), 1, LENGTHS)[:, 0].numpy(), np.cumsum(counts)
-    drawn = values[np.searchsorted(cdf, u * cdf[-1], side="right")].clip(max=args.max_protein_len - 2)
-    return [np.r_[BOS, np.full(args.sample_length or n, MASK), EOS].astype(np.uint8) for n in drawn]
+    predict(batch): logits (M, 26) of batch.hidden, as Denoiser gives. numbers: of the samples; what
+    is drawn for one depends on (seed, its number) alone. progress: a progress bar, as tqdm."""
+    lengths = np.array([len(template) for template in templates])
+    tokens = np.concatenate(templates)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    free = np.flatnonzero(tokens == MASK)
+    # uniform numbers (free, 2): when a residue is drawn, and which one
+    draws = np.zeros((len(free), 2))
+    for i, number in enumerate(numbers):
+        mine = owner[free] == i
+        draws[mine] = np.random.default_rng([how.seed, number]).random((mine.sum(), 2))
+    nothing = np.zeros(len(lengths))
+    batch = make_batch(tokens, lengths, np.zeros(len(tokens), bool), nothing, nothing, 1)
+    sampler = draw_rigorously if how.method == "rigorous" else draw_simply
+    found = sampler(predict, batch.to(device), free, owner[free], draws, how, progress)
+    found = found.cpu().numpy().astype(np.uint8)
+    if (found == MASK).any():
+        raise RunError("sampling: the network's predictions are not finite")
+    return np.split(found, np.cumsum(lengths)[:-1])
 
-def infill_templates(path: str | Path, count: int) -> tuple[list[np.ndarray], list[str]]:
-    """`count` templates, and names, of each record of a FASTA file (or .gz), '?' to be drawn. ValueError: bad ones."""
-    with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="ascii", errors="replace") as file:
-        before, *entries = ("\n" + file.read()).split("\n>")
-    if before.strip() or not entries:
-        raise ValueError(f"{path}: expected FASTA, with a '>' as its first character")
-    ids, templates, names = dict(zip(RESIDUES + "?", [*range(FIRST, LAST + 1), MASK], strict=True)), [], []
-    for number, entry in enumerate(entries, 1):
-        header, _, text = entry.partition("\n")
-        name, text = (header.split() or [f"record_{number}"])[0], "".join(text.split()).upper()
-        if set(text) - set(ids) or "?" not in text:
-            raise ValueError(f"{path}: record {number} ({name}) has {sorted(set(text) - set(ids))[:5]} and "
-                             f"{text.count('?')} '?'; expected residues and at least one '?' to fill in")
-        templates += [np.array([BOS, *map(ids.get, text), EOS], dtype=np.uint8)] * count
-        names += [f"{name}/{i}" for i in range(1, count + 1)]
-    return templates, names
 
-def write_fasta(path: Path, samples: list[np.ndarray], header: str, names: list[str] | None = None) -> None:
-    """Records `>name header length=n`, 80 residues a line, written atomically; OSError if that fails. (rank 0 only)"""
-    letters, lines = np.frombuffer(RESIDUES.encode(), np.uint8), []
-    for name, ids in zip(names or [f"sample_{i}" for i in range(len(samples))], samples, strict=True):
-        text = letters[ids - FIRST].tobytes().decode()
-        lines += [f">{name} {header} length={len(ids)}", *(text[i : i + 80] for i in range(0, len(text), 80))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not atomic_write(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode())):
-        raise OSError(f"{path} could not be written")
+def draw_rigorously(predict, batch, free, owner, draws, how, progress):
+    """Samples of the model. At time 1 all is hidden; backwards in time, a residue that is hidden at
+    a share m of hidden ones is still hidden at m' < m with probability m' / m. So each appears at
+    a share that is uniform, which is drawn first, and the order of events is known beforehand.
 
-def best_identity(samples: list[np.ndarray], reference: list[np.ndarray], device: torch.device) -> np.ndarray:
-    """(S,) float64: matches / length of the shorter, best over the reference and all offsets without gaps (by FFT)."""
-    def spectra(group: list[np.ndarray]) -> Tensor:  # (frequencies, G, 26)
-        ids = nn.utils.rnn.pad_sequence([torch.from_numpy(s.astype(np.int64)) for s in group], True, LAST + 1)
-        places = F.one_hot(ids.to(device) - FIRST, STATES + 1)[..., :STATES].float()
-        return torch.fft.rfft(places, n, dim=1).transpose(0, 1)
-    best, reference = np.zeros(len(samples)), sorted(reference, key=len)
-    for low, start in itertools.product(range(0, len(samples), 64), range(0, len(reference), 64)):
-        group, others = samples[low : low + 64], reference[start : start + 64]
-        n = 1 << (max(map(len, group)) + len(others[-1]) - 2).bit_length()  # both lengths fit: no wrapping round
-        product = spectra(group) @ spectra(others).conj().transpose(1, 2)
-        matches = torch.fft.irfft(product, n, dim=0).amax(0).round().double().cpu().numpy()
-        shorter = np.minimum.outer([len(s) for s in group], [len(s) for s in others])
-        best[low : low + 64] = np.maximum(best[low : low + 64], (matches / shorter).max(1))
-    return best
+    steps 0: residues appear one by one, each with what the network says at that share (first-
+    hitting, Zheng et al. 2024): exact. Else those that fall between two of the shares of a grid
+    appear together, each drawn by itself (tau-leaping with Tweedie's rule, Lou et al. 2024)."""
+    top = 1 - ALL_BUT
+    appears = draws[:, 0] * top
+    sequences = len(batch.lengths)
+    if how.steps == 0:
+        # the residues of a sequence from the first to appear to the last
+        order = np.lexsort((-appears, owner))
+        step_of = np.zeros(len(free), np.int64)
+        before = np.cumsum(np.bincount(owner, minlength=sequences))
+        before = np.append(0, before)[owner[order]]
+        step_of[order] = np.arange(len(free)) - before
+        shares = np.zeros((step_of.max() + 1, sequences))
+        shares[step_of, owner] = appears
+    else:
+        grid = top * np.linspace(1, 0, how.steps + 1)
+        step_of = np.searchsorted(-grid[1:-1], -appears)
+        shares = np.repeat(grid[:-1, None], sequences, axis=1)
 
-def sample_metrics(samples: list[np.ndarray], reference: list[np.ndarray], device: torch.device) -> dict[str, float]:
-    """Samples against training sequences (uint8 ids of residues, no BOS or EOS): divergences of residues and k-mers in
-    nats (KL: half a count more of each residue in the reference), Wasserstein distance of lengths in residues, share
-    of residues in runs of 4 or more, share of distinct samples, best ungapped identity with a training sequence."""
-    def kmers(letters: np.ndarray, k: int) -> np.ndarray:  # counts (26**k,), of k-mers within the sequences
-        words = np.lib.stride_tricks.sliding_window_view(letters, k)
-        return np.bincount(words[(words >= 0).all(1)] @ STATES ** np.arange(k)[::-1], minlength=STATES**k)
-    def divergence(p: np.ndarray, q: np.ndarray) -> float:  # Kullback-Leibler, of laws
-        return float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())
-    letters = [np.concatenate([np.r_[s.astype(np.int64) - FIRST, -1, -1] for s in group])
-               for group in (samples, reference)]
-    one = [kmers(part, 1) for part in letters]
-    metrics = {"residue_kl": divergence(one[0] / one[0].sum(), (one[1] + 0.5) / (one[1] + 0.5).sum())}
-    for name, k in ("residue_js", 1), ("2mer_js", 2), ("3mer_js", 3):
-        counts = [kmers(part, k) for part in letters]
-        if all(c.any() for c in counts):  # none in shorter sequences
-            p, q = (c / c.sum() for c in counts)  # of few k-mers they scatter, which adds to the divergence
-            metrics[name] = (divergence(p, (p + q) / 2) + divergence(q, (p + q) / 2)) / 2
-    lengths = [np.sort([len(s) for s in group]) for group in (samples, reference)]
-    grid = np.unique(np.concatenate(lengths))
-    shares = [np.searchsorted(part, grid[:-1], side="right") / len(part) for part in lengths]
-    metrics["length_wasserstein"] = float((np.abs(shares[0] - shares[1]) * np.diff(grid)).sum())
-    runs = np.diff(np.flatnonzero(np.diff(letters[0], prepend=-1)))  # the marks between sequences make runs of 2
-    metrics["repeats"] = float(runs[runs >= 4].sum() / one[0].sum())
-    metrics["uniqueness"] = len({s.tobytes() for s in samples}) / len(samples)
-    identity = best_identity(samples, reference, device)
-    return metrics | {"identity_mean": float(identity.mean()), "identity_max": float(identity.max())}
+    # everything that the steps need is on the device before they begin: none waits for the host
+    by_step = np.argsort(step_of, kind="stable")
+    steps, sizes = np.unique(step_of, return_counts=True)
+    places = torch.from_numpy(free[by_step]).to(batch.noisy.device).split(sizes.tolist())
+    uniform = torch.from_numpy(draws[by_step, 1]).to(batch.noisy.device).split(sizes.tolist())
+    sigma = torch.from_numpy(-np.log1p(-shares[steps])).float().to(batch.noisy.device)
+    x = batch.noisy.clone()
+    for i in progress(range(len(steps))):
+        logits = predict(batch._replace(noisy=x, hidden=places[i], sigma=sigma[i]))
+        found = draw_residues(probabilities(logits, how), uniform[i])
+        x.index_copy_(0, places[i], found.to(x.dtype))
+    return x
 
-# ---- Train ---------------------------------------------------------------------------------------
 
-# What training, evaluation and sampling share. average: EMA of the parameters; lengths: {residues: training sequences}.
-Task = collections.namedtuple("Task", "args ddp model noise average lengths train_set valid_set", defaults=(None, None))
+def draw_simply(predict, batch, free, owner, draws, how, progress):
+    """Surest first (MaskGIT, Chang et al. 2022): each step draws a residue for every hidden place
+    and keeps those of the highest probability, with some Gumbel noise. Fast, and another law than
+    the model's: see tools/sample_uniref50.py."""
+    device = batch.noisy.device
+    sequences = len(batch.lengths)
+    counts = np.bincount(owner, minlength=sequences)
+    steps = how.steps or counts.max()
+    # so many places of each sequence are hidden after step k, with a cosine as in MaskGIT
+    left = np.cos(np.pi / 2 * np.arange(steps + 1) / steps)[:, None] * counts
+    left = torch.from_numpy(np.round(left)).to(device)
+    share = left / torch.from_numpy(counts).to(device).clamp(min=1)
+    sigma = -torch.log1p(-share.clamp(max=1 - ALL_BUT)).float()
 
-@dataclass
-class Progress:
-    """Where training stands: what a checkpoint must bring back beside the weights."""
-    step: int = 0
-    epoch: int = 0
-    best: dict | None = None
-    peak: float = 0.0  # learning rate
-    warmup: int = 0
-    history: list[dict] = field(default_factory=list)  # of the metrics
-    owed: bool = False  # the evaluation after this step has yet to be made
-    def plan(self, args: Namespace, ddp: DDPContext, steps: int) -> None:
-        """Peak learning rate and warm-up of a new run on this many ranks (they stay on others)."""
-        self.peak = scaled_lr(args.lr, args.lr_scaling, ddp.world_size)
-        self.warmup = round(args.warmup * self.peak / args.lr)  # the original scales both
-        if self.warmup > steps // 2:
-            warn(f"a warm-up of {self.warmup} steps is too long for a run of {steps}: it takes {steps // 10}")
-            self.warmup = steps // 10
-    def rate(self, args: Namespace, steps: int) -> float:
-        """Learning rate of this step: down to min_lr_ratio of the peak at the end."""
-        factor, low = lr_at(self.step, steps, self.warmup, args.schedule), args.min_lr_ratio
-        return self.peak * (factor if self.step < self.warmup else low + (1 - low) * factor)
+    places = torch.from_numpy(free).to(device)
+    column = np.arange(len(free)) - np.append(0, np.cumsum(counts))[owner]
+    row = torch.from_numpy(owner).to(device)
+    column = torch.from_numpy(column).to(device)
+    generator = np.random.default_rng([how.seed, int(draws[0, 0] * 2**53)])
+    hidden = torch.ones(len(free), dtype=torch.bool, device=device)
+    x = batch.noisy.clone()
+    for k in progress(range(steps)):
+        uniform = torch.from_numpy(generator.random((len(free), 2))).to(device)
+        logits = predict(batch._replace(noisy=x, hidden=places, sigma=sigma[k]))
+        found = draw_residues(probabilities(logits, how), uniform[:, 0])
+        kind = (found.long() - FIRST).clamp(max=KINDS - 1)[:, None]
+        sure = logits.double().log_softmax(-1).gather(-1, kind)[:, 0]
+        gumbel = -torch.log(-torch.log(uniform[:, 1].clamp(min=1e-300)))
+        sure = sure + 4.5 * (1 - (k + 1) / steps) * gumbel
+        # the rank of a place among the hidden ones of its sequence
+        table = torch.full((sequences, int(counts.max())), -math.inf, device=device).double()
+        table[row, column] = torch.where(hidden, sure, -math.inf)
+        rank = table.argsort(dim=1, descending=True, stable=True).argsort(dim=1)[row, column]
+        shown = hidden & (rank < (left[k] - left[k + 1])[row])
+        x.index_copy_(0, places, torch.where(shown, found.to(x.dtype), x[places]))
+        hidden = hidden & ~shown
+    return x
 
-def conservative(args: Namespace, world_size: int) -> None:
-    """--lr_scaling conservative from 8 GPUs on: a batch of 12 and 0.8 of the memory, unless they are given."""
-    for name, value in (("batch_size", 12), ("max_memory_per_gpu", 0.8)) if world_size >= 8 else ():
-        if args.lr_scaling == "conservative" and name not in args.given:
-            setattr(args, name, value)
-            log0(f"conservative scaling from 8 GPUs on: {name} {value}")
 
-def checkpoint(task: Task, progress: Progress, guard: StepGuard, log, total: int, best: bool, done: bool) -> None:
-    """Everything needed to go on bit by bit, written by rank 0. (all ranks)"""
-    args, ddp, states = task.args, task.ddp, rng_states(task.ddp)
-    def write() -> None:
-        state = {
-            "format": 1, "script": "run_train_uniref50_ddp.py", "args": vars(args), "world_size": ddp.world_size,
-            "global_batch": total, "step": progress.step, "epoch": progress.epoch, "progress": vars(progress),
-            "model": task.model.state_dict(), "ema": task.average, "lengths": task.lengths, "rng": states,
-            "optimizer": guard.optimizer.state_dict(), "scaler": guard.scaler.state_dict(), "wandb_id": log.wandb_id,
-            "bad_steps": guard.bad_steps, "done": done, "speed": (log.final_loss, log.speed),
-            "wall_s": log.wall + time.monotonic() - log.started}
-        if not save_checkpoint(args.output_dir, state, progress.step, args.keep_checkpoints, best) and done:
-            raise OSError(f"the end of the run could not be saved: free space in {args.output_dir}, run again")
-    on_rank0(ddp, write)
-    log.reset()
+def as_text(tokens):
+    """The letters of tokens without BEGIN and END."""
+    letters = np.frombuffer(RESIDUES.encode(), np.uint8)
+    return letters[tokens[is_residue(tokens)] - FIRST].tobytes().decode()
 
-def show(metrics: dict[str, float]) -> str:
-    return " ".join(f"{n}={v:.4f}" for n, v in metrics.items())
 
-def validate(task: Task, progress: Progress, log: RunLog) -> bool:
-    """Evaluate, draw samples, record both. True if the bound is the best so far. (all ranks)"""
-    args, metrics, place = task.args, evaluate(task), {"step": progress.step, "epoch": progress.epoch}
-    if better := progress.best is None or metrics["nelbo"] < progress.best["value"]:
-        progress.best = {"name": "nelbo", "value": metrics["nelbo"], "step": progress.step, "metrics": metrics}
-    progress.history.append(place | metrics)
-    log.write(place | metrics)
-    log0(f"step {progress.step} held-out: {show(metrics)}" + " (best so far)" * better)
-    if args.snapshot_sampling:
-        path = Path(args.output_dir) / "samples" / f"step_{progress.step:08d}.fasta"
-        templates = draw_templates(args.samples_per_eval, task.lengths, args)
-        samples = sample(task.model, templates, task.noise, args, task.ddp)
-        on_rank0(task.ddp, write_fasta, path, samples, f"step={progress.step} method={args.sampling_method}")
-        found = on_rank0(task.ddp, sample_metrics, samples, task.train_set.some(500), task.ddp.device)
-        log.write(place | {f"sample_{n}": v for n, v in found.items()})
-        log0(f"step {progress.step} samples: {show(found)}")
-    log.reset()
-    return better
+def write_fasta(path, sequences, names):
+    lines = []
+    for name, text in zip(names, sequences, strict=True):
+        lines.append(f">{name} length={len(text)}")
+        for start in range(0, len(text), 80):
+            lines.append(text[start : start + 80])
+    path.write_text("\n".join(lines) + "\n")
 
-def train(task: Task, log: RunLog, state: dict | None, total: int, micro_steps: int) -> tuple[str, Progress]:
-    """Train from where `state` stands. Returns (why it was stopped or '', progress). (all ranks)"""
-    args, ddp, progress = task.args, task.ddp, Progress(**state["progress"]) if state else Progress()
-    most, count = args.max_protein_len, min(len(task.train_set), args.max_samples)
-    mean = sum(min(n + 2, most) * c for n, c in task.lengths.items()) / sum(task.lengths.values())
-    items = max(total, int(total * most / mean))  # sequences that fill `total` rows of tokens
-    window = max(64, -(-4096 // items))  # batches among which lengths are sorted: under 5 % padding
-    cut = bucket_by_tokens(lambda ids: np.minimum(task.train_set.lengths(ids), most), items, total, args.seed)
-    sampler = GlobalBatchSampler(count, items, micro_steps, args.seed, ddp, window, cut)
-    per_epoch = len(sampler) // micro_steps
-    steps = min(args.epochs * per_epoch, args.n_iters)
-    if not progress.peak:
-        progress.plan(args, ddp, steps)
-    optimizer = make_optimizer(task.model, args, progress.peak)
-    guard = StepGuard(args, ddp, optimizer, task.model.dtype, log.started)
-    torch.manual_seed(args.seed + ddp.rank)  # dropout differs between ranks
+
+def draw_samples(args, device, model, meta, step):
+    """--samples_per_eval samples, drawn by all ranks, in samples/step_N.fasta. (all ranks)"""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    number = args.samples_per_eval
+    how = Sampling(args.sampling_method, args.sampling_steps, args.seed)
+    counts = {int(length): sequences for length, sequences in meta["lengths"].items()}
+    lengths = draw_lengths(counts, number, args.seed, args.max_protein_len - 2)
+    samples = torch.zeros(number, args.max_protein_len, dtype=torch.int32, device=device)
+
+    mine = range(rank, number, world_size)
+    if len(mine) > 0:
+        templates = [empty_template(lengths[i]) for i in mine]
+        found = draw_sequences(model, templates, mine, how, device)
+        for i, tokens in zip(mine, found, strict=True):
+            samples[i, : len(tokens)] = torch.from_numpy(tokens.astype(np.int32))
+    dist.all_reduce(samples)  # each row is zero on all ranks but one
+
+    def write():
+        path = Path(args.output_dir) / "samples" / f"step_{step:08d}.fasta"
+        texts = [as_text(tokens) for tokens in samples.cpu().numpy()]
+        names = [f"sample_{i} step={step} method={how.method}" for i in range(number)]
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_fasta(path, texts, names)
+        except OSError as error:  # a full disk, most likely, which may get better
+            logging.warning(f"no {path}: {error}")
+
+    on_rank0(write)
+
+
+# --------------------------------------------------------------------------------------------------
+# Train
+
+
+def gpu_factor(args, world_size):
+    """What learning rate and warm-up are multiplied by (linear: Goyal et al. 2017; sqrt: Krizhevsky
+    2014; conservative: linear up to 6). Where the batch does not grow with the GPUs, 1."""
+    if args.global_batch_size or args.lr_scaling == "none":
+        return 1
+    if args.lr_scaling == "sqrt":
+        return math.sqrt(world_size)
+    if args.lr_scaling == "conservative":
+        return min(world_size, 6)
+    return world_size
+
+
+def warmup_steps(args, factor, steps):
+    warmup = round(args.warmup * factor)
+    if warmup > steps // 2:
+        warmup = steps // 10
+        text = f"--warmup {args.warmup} x {factor:g} is more than half of {steps} steps"
+        logging.warning(f"{text}: it takes {warmup}")
+    return warmup
+
+
+def lr_factor(args, step, steps, warmup):
+    """What the peak rate is multiplied by: a straight rise from above 0, then half a cosine."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, steps - warmup)
+    return args.min_lr_ratio + (1 - args.min_lr_ratio) * (0.5 + 0.5 * math.cos(math.pi * done))
+
+
+def make_optimizer(args, model):
+    # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size.
+    decay = []
+    no_decay = []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not name.startswith("embed"):
+            decay.append(parameter)
+        else:
+            no_decay.append(parameter)
+    groups = [
+        {"params": decay, "weight_decay": args.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
+
+
+class NumberedSampler(GlobalBatchSampler):
+    """Also gives the number of the step, which the noise is drawn from."""
+
+    def __iter__(self):
+        first = self.epoch * self.steps + self.start
+        for number, (ids, whole) in enumerate(super().__iter__()):
+            yield ids, whole, first + number // self.accumulation
+
+
+def make_sampler(args, proteins, state):
+    """A new run has batch_size x accum x ranks sequences a step; it keeps them on other ranks."""
+    options = argparse.Namespace(**vars(args))
+    if not state and not args.global_batch_size:
+        options.global_batch_size = args.batch_size * args.accum * dist.get_world_size()
+    if state and not args.global_batch_size and args.accum != state["args"]["accum"]:
+        text = f"this run has {state['global_batch']} sequences a step, and keeps them"
+        hint = "--batch_size says how many a GPU takes at once"
+        raise InputError(f"--accum {args.accum}: {text}; {hint}, --fresh starts anew")
+    return NumberedSampler(AllRows(proteins), options, state, CropLengths(proteins))
+
+
+def wrap(args, model, device):
+    """DDP. With --compile block by block, not the whole: DDP then still sends the gradients of one
+    block while those of the next are computed, and all blocks share one program."""
+    options = argparse.Namespace(**vars(args))
+    if args.compile:
+        for block in model.blocks:
+            block.compile(dynamic=True)  # one program for all numbers of tokens
+        options.compile = False
+    return wrap_ddp(model, options, device)
+
+
+def train(args, device, data, model, state, guard, log):
+    """Returns where training stands: its step, its best evaluation, and more. (all ranks)"""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    proteins, held_out, meta, data_hash = data
+    sampler = make_sampler(args, proteins, state)
+    steps = min(args.epochs * sampler.steps, args.n_iters)
+    # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
+    # it computes a step the host prepares the next batch and queues its copy, which does not wait
+    # either: the memory is pinned. If preparing takes longer than computing (data_wait is high),
+    # give --num_workers.
+    loader = DataLoader(
+        NoisySequences(args, proteins),
+        batch_size=None,  # our sampler makes whole batches
+        sampler=sampler,
+        num_workers=args.num_workers,
+        persistent_workers=args.num_workers > 0,
+        pin_memory=device.type != "cpu",
+        worker_init_fn=ignore_signals,
+    )
+
+    optimizer = make_optimizer(args, model)
+    scaler = torch.amp.GradScaler(device.type, enabled=model.dtype == torch.float16)
+    ddp_model = wrap(args, model, device)
+    parameters = [p.data for p in model.parameters()]
+    average = [p.clone() for p in parameters]  # exponential moving average
+    generator = default_generator(device)
+    letters = np.array(meta["letters"]) + 0.5
+    # all that the loop must know to go on: it is saved with the weights
+    loop = {
+        "step": 0,
+        "validated": 0,  # the step of the last evaluation
+        "best": None,
+        "metrics": None,  # of the best
+        "global_batch": sampler.global_batch,
+        "gpu_factor": gpu_factor(args, world_size),
+    }
     if state:
-        optimizer.load_state_dict(state["optimizer"])
-        guard.scaler.load_state_dict(state["scaler"])
-        restore_rng(state["rng"], ddp, args.seed)
-        task.model.load_state_dict(state["model"])
-        torch._foreach_copy_(task.average, [t.to(ddp.device) for t in state["ema"]])
-        guard.bad_steps = state["bad_steps"]
-    model = wrap_ddp(torch.compile(task.model, dynamic=True) if args.compile else task.model, ddp)
-    peak = peak_flops(ddp.device, task.model.dtype) * ddp.world_size
-    log0(f"{total} rows of {most} tokens hold {items} sequences on average; {args.epochs} epochs x {per_epoch} steps, "
-         f"{steps} steps, warm-up {progress.warmup}, peak learning rate {progress.peak:g}")
-    progress.epoch, position = divmod(progress.step, per_epoch)
-    sampler.set_epoch(progress.epoch, position)
-    require_same(ddp, "the batches", sampler.fingerprint())
-    bar = tqdm(total=steps, initial=progress.step, disable=ddp.rank > 0 or not sys.stderr.isatty())
-    pool = ThreadPoolExecutor(max(1, args.num_workers))
-    log.reset()
-    reason, batches, residues, flops = "", None, 0, 0.0
-    while not reason:
-        if progress.owed:  # also first of all in a run that was stopped before it
-            with averaged_weights(task.model, task.average):
-                progress.owed, better = False, validate(task, progress, log)
-            checkpoint(task, progress, guard, log, total, better, done=progress.step >= steps)
-        if progress.step >= steps:
+        restore(state, model, optimizer, scaler)
+        torch._foreach_copy_(average, [tensor.to(device) for tensor in state["average"]])
+        loop = {name: state[name] for name in loop}
+        if loop["step"] >= steps and loop["validated"] == loop["step"]:
+            logging.info("nothing is left to train; the options are those of then")
+            log.args = argparse.Namespace(**state["args"])
+    warmup = warmup_steps(args, loop["gpu_factor"], steps)
+    peak = args.lr * loop["gpu_factor"]
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; peak learning rate {peak:g}")
+
+    def save(name):
+        content = {"script": SCRIPT, "format": FORMAT, "data_hash": data_hash, "args": vars(args)}
+        content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
+        content["lengths"] = {int(key): value for key, value in meta["lengths"].items()}
+        content["model"] = model.state_dict()
+        content["average"] = average
+        content["optimizer"] = optimizer.state_dict()
+        content["scaler"] = scaler.state_dict()
+        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
+
+    logging.info("Starting distributed training...")
+    bar = tqdm(total=steps, initial=loop["step"], disable=rank > 0 or not sys.stderr.isatty())
+    batches = None
+    began = time.monotonic()
+    since = loop["step"]
+    data_wait = 0.0
+    residues = 0
+    sums = torch.zeros(3, device=device)  # loss, gradient norm, steps; without skipped steps
+    while not guard.reason:
+        step = loop["step"]
+        epoch, position = divmod(step, sampler.steps)
+
+        # Once in a while, and at the end: validate and draw samples. A run that was stopped before
+        # its evaluation makes it now; so does one that goes on with fewer --n_iters.
+        is_due = step >= steps or (step > 0 and step % args.eval_freq == 0)
+        if is_due and loop["validated"] < step:
+            paused = time.monotonic()
+            with averaged_weights(model, average):
+                shares = letters / letters.sum()
+                table = measure(args, device, model, held_out, shares, guard)
+                if table is None:  # the ranks stop: this step's checkpoint was made before
+                    break
+                # by rank 0 for all, who decide by it: another processor might round differently
+                metrics = on_rank0(summarize, table)
+                row = {f"val/{name}": value for name, value in metrics.items()}
+                log.write({"step": step, "epoch": epoch, **row})
+                if not math.isfinite(metrics["nelbo"]):
+                    text = f"the held-out bound of step {step} is {metrics['nelbo']}"
+                    raise RunError(f"{text}: lower --lr, and start with --fresh")
+                if args.samples_per_eval > 0:
+                    draw_samples(args, device, model, meta, step)
+            loop["validated"] = step
+            if loop["best"] is None or metrics["nelbo"] < loop["best"]["value"]:
+                best = {"metric": "nelbo", "value": metrics["nelbo"], "better": "lower"}
+                loop["best"] = {**best, "step": step}
+                loop["metrics"] = metrics
+                logging.info(f"Saving checkpoint for model at step {step}")
+                save("best.pt")
+            if step >= steps:
+                save("latest.pt")  # the same command, given again, then knows that all is done
+            began += time.monotonic() - paused
+        if step >= steps:
             break
-        if position == 0 or batches is None:  # an epoch starts, or goes on after a restart
-            sampler.set_epoch(progress.epoch, position)
-            make = functools.partial(deal_step, task, sampler, progress.epoch)
-            plan = enumerate(sampler.batches(position), position)
-            batches = run_ahead(pool, make, plan, args.num_workers) if args.num_workers else map(make, plan)
+
+        if position == 0 or batches is None:
+            logging.info(f"Starting training epoch {epoch}")
+            sampler.set_epoch(epoch, start=position)
+            batches = iter(loader)
+
+        # Dropout depends on (seed, step, rank) alone. A run that is resumed, or killed and started
+        # again, draws the same, and there is no random state to be saved. (The factors keep
+        # steps below 1,000,003 and ranks below 4,099 apart.)
+        generator.manual_seed((args.seed * 1_000_003 + step) * 4099 + rank)
+        lr = peak * lr_factor(args, step, steps, warmup)
         for group in optimizer.param_groups:
-            group["lr"] = progress.rate(args, steps)
-        micro, step_residues, step_flops = log.waiting(batches)
-        summed = torch.zeros((), device=ddp.device)  # this rank's part of the loss
-        for number, (rows, ids, tokens, places, padded) in enumerate(micro, 1):
-            with sync_gradients(model, number == len(micro)):
-                times, key = training_times(places, progress.step, args), (args.seed, progress.epoch)
-                loss = diffusion_loss(task, model, ids, tokens, times, key, padded).sum()
-                # DDP averages over ranks: times ranks / residues, that is the mean over the residues of the whole step
-                guard.scaler.scale(loss * (ddp.world_size / step_residues)).backward()
-            log.add(len(rows), loss=(loss, is_residue(tokens).sum()), padding=((tokens == PAD).sum(), tokens.numel()))
-            summed += loss.detach()
-        norm, reason = guard.step(summed, progress.step + 1, [m[0] for m in micro])
-        update_ema(task.average, list(unwrap(model).parameters()), args.ema, progress.step)
-        progress.step += 1
-        kept = log.steps > 1  # sums are of the steps since the last record, evaluation or checkpoint
-        residues, flops = residues * kept + step_residues, flops * kept + step_flops
+            group["lr"] = lr
+
+        # forward and backward, micro-batch by micro-batch
+        step_loss = torch.zeros((), device=device)
+        for micro in range(1, sampler.accumulation + 1):
+            asked = time.monotonic()
+            batch = next(batches).to(device)
+            data_wait += time.monotonic() - asked
+            # gradients are added up over the ranks in the last micro-batch only
+            sync = contextlib.nullcontext()
+            if world_size > 1 and micro < sampler.accumulation:
+                sync = ddp_model.no_sync()
+            with sync:
+                loss = share_of_loss(ddp_model(batch), batch)
+                scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
+            step_loss += loss.detach()
+        residues += batch.count  # of all ranks
+
+        # update, unless the gradient is not finite; then the step counts in no mean, either
+        norm = guard.update(optimizer, scaler)
+        decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
+        torch._foreach_lerp_(average, parameters, 1 - decay)
+        values = torch.stack([step_loss, norm, torch.ones_like(norm)])
+        sums += torch.where(norm.isfinite(), values, 0.0)
+        step += 1
+        loop["step"] = step
         bar.update()
-        last = progress.step == steps
-        if progress.step % args.log_every == 0 or last:
-            seconds = time.monotonic() - log.last
-            extra = {"tokens/s": residues / seconds, "mfu": flops / seconds / peak}
-            if ddp.device.type == "cuda":
-                with contextlib.suppress(Exception):  # nvidia-ml-py, a driver, permission: not needed to train
-                    extra["gpu_util"] = torch.cuda.utilization(ddp.device) / 100
-            log.interval(progress.step, steps, progress.epoch, model, group["lr"], norm, **extra)
-        progress.epoch, position = divmod(progress.step, per_epoch)
-        progress.owed = last or progress.step % args.eval_freq == 0
-        if progress.owed:  # a stop comes before it, as it may take longer than there is time
-            reason = reason or guard.finish()
-        if reason or not progress.owed and progress.step % args.save_every == 0:
-            checkpoint(task, progress, guard, log, total, best=False, done=False)
-    guard.finish()
+
+        # once in a while: log. Here the host waits for the GPU. (all ranks)
+        if step % args.log_every == 0 or step == steps:
+            loss_sum, norm_sum, good = sum_over_ranks(sums)
+            seconds = time.monotonic() - began
+            made = step - since
+            row = {"step": step, "epoch": epoch, "lr": lr, "skipped": made - good / world_size}
+            if good > 0:
+                row["loss"] = loss_sum * world_size / good  # each rank has a share of the loss ...
+                row["grad_norm"] = norm_sum / good  # ... and all of the norm
+            row["samples_per_s"] = made * sampler.global_batch / seconds
+            row["residues_per_s"] = residues / seconds
+            row["data_wait"] = data_wait / seconds
+            log.write(row)
+            began = time.monotonic()
+            since = step
+            data_wait = 0.0
+            residues = 0
+            sums.zero_()
+
+        # save; also before an evaluation, which may be long and may be interrupted (all ranks)
+        reason = guard.agree()
+        is_due = step % args.eval_freq == 0 or step == steps
+        if reason or is_due or step % args.save_every == 0:
+            save("latest.pt")
     bar.close()
-    pool.shutdown(cancel_futures=True)
-    return reason, progress
+    return loop
 
-# ---- Main ----------------------------------------------------------------------------------------
 
-def build_task(args: Namespace, ddp: DDPContext, lengths: dict[int, int], *data: Proteins) -> Task:
-    """The model, on the device, its noise and its `data`: the training and the validation split."""
-    torch.manual_seed(args.seed)  # the same on all ranks
-    model = Denoiser(args, resolve_precision(args.precision, ddp.device)).to(ddp.device)
-    noise = Noise(args.noise_type, args.sigma_min, args.sigma_max, args.noise_eps)
-    terminal = float(noise.hidden(torch.ones(())))
-    if terminal < 0.99 and ddp.rank == 0:
-        warn(f"the noise schedule hides only {terminal:.1%} of the residues at its end, but samples start from nothing,"
-             " which the network never sees: use noise.type loglinear, or a larger noise.sigma_max")
-    log0(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}")
-    return Task(args, ddp, model, noise, [p.detach().clone() for p in model.parameters()], lengths, *data)
+# --------------------------------------------------------------------------------------------------
+# Main
 
-def write_samples(args: Namespace, ddp: DDPContext) -> int:
-    """--sample: N sequences, or N fillings of each record of --infill, by the weights of --checkpoint. (all ranks)"""
-    path = Path(args.checkpoint or Path(args.output_dir) / "best.pt")
-    if not path.exists():
-        raise ValueError(f"--checkpoint {path}: no such file; give the best.pt or latest.pt of a training run")
-    state = load_checkpoint(path)
-    if state.get("script") != "run_train_uniref50_ddp.py":
-        raise ValueError(f"--checkpoint {path} was written by {state.get('script')}, not by run_train_uniref50_ddp.py")
-    for name in MODEL:
-        setattr(args, name, state["args"][name])
-    kinds = {args.sampling_method, args.predictor, args.loss}  # the graph is known from the checkpoint alone
-    if args.graph_type == "uniform" and kinds & {"simple", "first_hitting", "score_entropy"}:
-        raise ValueError("the uniform graph has the analytic sampler only, and none after --loss score_entropy")
-    task = build_task(args, ddp, state["lengths"])
-    log0(f"weights of {path}: step {state['step']}")
-    drawn = draw_templates(args.sample, task.lengths, args), None
-    templates, names = infill_templates(args.infill, args.sample) if args.infill else drawn
-    if (longest := max(map(len, templates)) - 2) > args.max_protein_len - 2:
-        raise ValueError(f"samples of {longest} residues: the model was trained on at most {args.max_protein_len - 2}")
-    begin = time.monotonic()
-    with averaged_weights(task.model, [t.to(ddp.device) for t in state["ema"]]):
-        samples = sample(task.model, templates, task.noise, args, ddp)
-    path = Path(args.out or Path(args.output_dir) / "samples.fasta")
-    log0(f"{len(samples)} samples in {time.monotonic() - begin:.1f} s ({args.sampling_method}): {path}")
-    on_rank0(ddp, write_fasta, path, samples, f"method={args.sampling_method} seed={args.seed}", names)
-    if "datafile" in args.given:
-        log0(show(on_rank0(ddp, sample_metrics, samples, load_data(args, ddp)[0].some(2000), ddp.device)))
-    return 0
 
-def main(args: Namespace) -> int:
-    """Train; or prepare data, or sample. Returns the exit status."""
-    ddp = setup_ddp(args)
-    if args.prepare or args.sample:  # nothing to save: signals end it at once
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-    if args.prepare:
-        on_rank0(ddp, prepare, *args.prepare, args)
+def refuse_changes(args, state):
+    """What a run that goes on must have kept, as it changes the meaning of its weights, its order
+    or its best.pt, though nothing else would notice."""
+    kept = ["seed", "n_heads", "max_protein_len", "time_conditioning"]
+    for name in [*kept, "eval_sequences", "eval_draws"]:
+        if state["args"].get(name) != getattr(args, name):
+            text = f"this run was started with {state['args'].get(name)}"
+            raise InputError(f"--{name} {getattr(args, name)}: {text}; --fresh starts anew")
+
+
+def report(loop):
+    """The last word: the best bound beside that of the residues' shares. (rank 0)"""
+    metrics = loop["metrics"]
+    text = "held-out bound {nelbo:.4f} ± {nelbo_se:.4f} nats per residue, by the residues' shares"
+    text = f"{text} {{unigram:.4f}}: {{below_unigram:.4f}} ± {{below_unigram_se:.4f}} below"
+    logging.info(f"best at step {loop['best']['step']}: {text.format(**metrics)}")
+    if metrics["below_unigram"] <= 0:
+        logging.warning("the network is no better than the residues' shares: train longer")
+    return {"baselines": {"unigram": metrics["unigram"]}, "val": metrics}
+
+
+def main(args):
+    if args.prepare_only:
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+        find_data(args)
         return 0
-    conservative(args, ddp.world_size)
-    if ddp.device.type != "cpu":
-        torch.get_device_module(ddp.device).set_per_process_memory_fraction(args.max_memory_per_gpu, ddp.device)
-    keep_freed_memory()
-    torch.set_float32_matmul_precision("high")  # what stays in fp32 runs on tensor cores
-    if args.sample:
-        return write_samples(args, ddp)
-    train_set, valid_set = load_data(args, ddp)
-    state = open_run(args, ddp, SAME)
-    if state and state["done"] and all(getattr(args, n) == state["args"][n] for n in ("n_iters", "epochs")):
-        log0(f"the run in {args.output_dir} is finished, after {state['step']} steps: --fresh starts anew")
-        return 0
-    total, micro_steps = resolve_batch(args, ddp.world_size, state["global_batch"] if state else None)
-    log = RunLog(args, ddp, state)
-    task = build_task(args, ddp, {int(n): c for n, c in train_set.part["lengths"].items()}, train_set, valid_set)
-    reason, progress = train(task, log, state, total, micro_steps)
-    if reason:
-        log.close("stopped", steps=progress.step, reason=reason)
-        barrier(ddp)  # the first rank to end makes some launchers kill the others
-        return stop_status(reason)
-    best, metrics, path = progress.best, progress.best["metrics"], Path(args.output_dir) / "best.pt"
-    log0("held-out bound of step {step}: {nelbo:.4f} +- {nelbo_se:.4f} nats per residue, {below_unigram:.4f} +- "
-         "{below_unigram_se:.4f} below the unigram's {unigram:.4f}".format(**best, **metrics))
-    log.close("finished", steps=progress.step, epochs=progress.epoch, samples_per_s=log.speed,
-              final_loss=log.final_loss, best_metric={n: best[n] for n in ("name", "value", "step")},
-              baselines={"unigram": metrics["unigram"]}, checkpoint=str(path))
-    log0(f"finished: {args.output_dir}/summary.json, curves.png, samples/")
-    return 0
+    device = setup_ddp(args)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
+    logging.info("Preparing data loaders...")
+    data = load_data(args)
+    state = open_run(args, data[-1])
+    if state:
+        refuse_changes(args, state)
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    model = Denoiser(args, choose_precision(args, device)).to(device)
+    logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+
+    guard = StepGuard(args, device)
+    log = RunLog(args, state)
+    loop = train(args, device, data, model, state, guard, log)
+    summary = {}
+    if not guard.reason:
+        logging.info("Training process completed.")
+        summary = on_rank0(report, loop)
+    status = f"stopped by {guard.reason}" if guard.reason else "finished"
+    log.close(status=status, steps=loop["step"], best=loop["best"], **summary)
+    if not guard.reason:
+        logging.info("Training and evaluation completed successfully!")
+    return exit_status(guard.reason)
+
 
 if __name__ == "__main__":
-    sys.exit(launch(main, parse_args()))
+    launch(parse_args, main)

@@ -1,30 +1,28 @@
-"""run_train_uniref50_ddp.py beside a port of the step of the program that its document describes.
+"""run_train_uniref50_ddp.py beside the program it replaced, and a port of the original's step.
 
-    python benchmarks/bench_uniref50.py [--rounds 3] [--steps 4] [--config small|default] [-- options of the script]
+    python benchmarks/bench_uniref50.py [--rounds 3] [--steps 4] [--config small|default]
 
-Both sides: a model of the same width, depth and heads, the same sequences, processes and threads, 16 sequences x 4
-accumulation steps per process. Times are of whole optimizer steps, counted in real residues (no padding, no BOS or
-EOS) per second over all processes. The first steps are left out; the rounds alternate.
+All sides: a model of the same width, depth and heads, the same sequences, processes and threads,
+16 sequences x 4 micro-batches per process. Times are of whole optimizer steps, counted in real
+residues per second over all processes. The first steps are left out; the rounds alternate.
 
-The port does what that program did. Rows of 512 int64 tokens, right-padded, no BOS or EOS, the first 510 residues of
-a sequence. Attention in a Python loop over the sequences: start and end by `.item()`, scores [heads, 512, 512] in
-memory, softmax in fp32, no padding mask. Score entropy by boolean indexing, averaged over all 512 positions. AdamW
-with its defaults (not fused), the EMA tensor by tensor, DDP without no_sync, so gradients are exchanged in each of
-the 4 micro-steps, and the loss is read by `.item()` in each of them. On a GPU bf16 autocast with a GradScaler, as
-there; on a CPU fp32. Left out, to the port's advantage: its loader (the rows are ready in memory), its progress bar,
-failed imports in each layer. The 8-block default model has 66,724,096 parameters, as there.
+Our steps and those of the program replaced (commit e7785a5) are made of the same number of
+sequences on average; there all those of a step had one length, ours are a random sample.
 
-Lengths (--lengths): `uniref50` draws them from a log-normal law whose mean is 286, the mean of UniRef50, the residues
-at random; or a FASTA file, used as it is.
+The port does what the original did. Rows of 512 int64 tokens, padded, the first 510 residues of a
+sequence. Attention in a Python loop over the sequences: start and end by `.item()`, scores in
+memory, softmax in fp32, no mask. Score entropy by boolean indexing, averaged over all 512
+positions. AdamW not fused, the averaged weights tensor by tensor, DDP without no_sync, so gradients
+are exchanged in each of the 4 micro-batches, and the loss is read in each of them. On a GPU bf16
+autocast with a GradScaler, as there; on a CPU fp32. Left out, to the port's advantage: its loader
+(the rows are ready in memory), its progress bar, failed imports in each layer.
 
-Padding: share of the processed tokens that are padding. MFU: floating-point operations that the real residues need
-(forward and backward: 6 x matmul parameters + 12 x blocks x width x length of the sequence, per residue) over the
-rate of a large matrix product, which every process measures at the same time as the others just before the steps.
+Lengths: drawn from a log-normal law whose mean is 286, that of UniRef50; or --lengths FILE.fasta.
+Padding: share of the tokens computed that are padding.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import gc
 import gzip
 import json
@@ -43,27 +41,35 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
+REPLACED = "e7785a5"
 CONFIGS = {  # width, blocks, heads, width of the condition
     "small": (128, 4, 4, 64),
     "default": (768, 8, 12, 256),
 }
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"  # ids 5 to 24 in this order
-PAD, MASK, VOCAB, LENGTH = 1, 36, 37, 512
-SIGMA_MIN, SIGMA_MAX = 1e-4, 0.8
+PAD = 1
+MASK = 36
+VOCAB = 37
+LENGTH = 512
+SIGMA_MIN = 1e-4
+SIGMA_MAX = 0.8
 
 
-# ---- The port: model ----
+# ---- The port: model, loss and step --------------------------------------------------------------
+
+
 class PortNorm(nn.Module):
-    """LayerNorm without bias, in fp32 whatever autocast says, the weight by a multiplication of its own."""
+    """LayerNorm without bias, in fp32 whatever autocast says, its weight by a product."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim):
         super().__init__()
-        self.weight, self.dim = nn.Parameter(torch.ones(dim)), dim
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.dim = dim
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.autocast(x.device.type, enabled=False):
             x = F.layer_norm(x.float(), [self.dim])
         return x * self.weight
@@ -72,23 +78,25 @@ class PortNorm(nn.Module):
 class PortRotary(nn.Module):
     """cos and sin [1, length, 3, 1, head]: rotation for q and k, 1 and 0 for v."""
 
-    def __init__(self, head: int):
+    def __init__(self, head):
         super().__init__()
         self.register_buffer("inv_freq", 10000.0 ** (-torch.arange(0, head, 2).float() / head))
         self.length = 0
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         if x.shape[1] != self.length:
             self.length = x.shape[1]
             angle = torch.outer(torch.arange(self.length, device=x.device).float(), self.inv_freq)
             angle = torch.cat([angle, angle], -1)[None, :, None, None].repeat(1, 1, 3, 1, 1)
-            self.cos, self.sin = angle.cos(), angle.sin()
-            self.cos[:, :, 2], self.sin[:, :, 2] = 1.0, 0.0
+            self.cos = angle.cos()
+            self.sin = angle.sin()
+            self.cos[:, :, 2] = 1.0
+            self.sin[:, :, 2] = 0.0
         return self.cos, self.sin
 
 
-def port_attention(qkv: Tensor) -> Tensor:
-    """[batch, length, 3, heads, head] -> [batch, length, heads * head], one sequence after another."""
+def port_attention(qkv):
+    """[batch, length, 3, heads, head] -> [batch, length, heads * head], one by one."""
     batch, length, _, heads, head = qkv.shape
     flat = qkv.reshape(batch * length, 3, heads, head)
     ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=qkv.device)
@@ -103,17 +111,19 @@ def port_attention(qkv: Tensor) -> Tensor:
 
 
 class PortBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, cond: int):
+    def __init__(self, dim, heads, cond):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = PortNorm(dim), PortNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.norm1 = PortNorm(dim)
+        self.norm2 = PortNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.ada = nn.Linear(cond, 6 * dim)
         nn.init.zeros_(self.ada.weight)
         nn.init.zeros_(self.ada.bias)
 
-    def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x, c, cos, sin):
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c)[:, None].chunk(6, -1)
         qkv = self.qkv(self.norm1(x) * (1 + scale1) + shift1)
         qkv = qkv.view(*x.shape[:2], 3, self.heads, -1)
@@ -127,19 +137,22 @@ class PortBlock(nn.Module):
 class PortModel(nn.Module):
     """Tokens [batch, 512] and sigma [batch] -> log-scores [batch, 512, 37]."""
 
-    def __init__(self, dim: int, blocks: int, heads: int, cond: int):
+    def __init__(self, dim, blocks, heads, cond):
         super().__init__()
-        self.embedding, self.rotary = nn.Embedding(VOCAB, dim), PortRotary(dim // heads)
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.rotary = PortRotary(dim // heads)
         self.time = nn.Sequential(nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.blocks = nn.ModuleList(PortBlock(dim, heads, cond) for _ in range(blocks))
-        self.norm, self.ada = PortNorm(dim), nn.Linear(cond, 2 * dim)
+        self.norm = PortNorm(dim)
+        self.ada = nn.Linear(cond, 2 * dim)
         self.head = nn.Linear(dim, VOCAB, bias=False)
         nn.init.zeros_(self.ada.weight)
         nn.init.zeros_(self.ada.bias)
 
-    def forward(self, tokens: Tensor, sigma: Tensor) -> Tensor:
+    def forward(self, tokens, sigma):
         half = self.time[0].in_features // 2
-        angle = sigma[:, None] * torch.exp(torch.arange(half, device=sigma.device) * (-math.log(10000) / half))
+        waves = torch.arange(half, device=sigma.device) * (-math.log(10000) / half)
+        angle = sigma[:, None] * torch.exp(waves)
         c = self.time(torch.cat([angle.cos(), angle.sin()], -1))
         x = self.embedding(tokens)
         with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda):
@@ -152,13 +165,13 @@ class PortModel(nn.Module):
         return logits - expm1.log().to(logits.dtype)[:, None, None] - math.log(MASK)
 
 
-# ---- The port: loss and step ----
-def port_loss(model: nn.Module, clean: Tensor) -> Tensor:
-    """Mean over all positions, padding too, of the weighted score entropy of [batch, 512] tokens."""
+def port_loss(model, clean):
+    """Mean over all positions, padding too, of the weighted score entropy of [batch, 512]."""
     t = torch.rand(len(clean), device=clean.device) * (1 - 1e-3) + 1e-3
     sigma = SIGMA_MIN + (SIGMA_MAX - SIGMA_MIN) * (1 - torch.cos(math.pi * t)) / 2
     dsigma = math.pi / 2 * (SIGMA_MAX - SIGMA_MIN) * torch.sin(math.pi * t)
-    noisy = torch.where(torch.rand(clean.shape, device=clean.device) < 1 - (-sigma)[:, None].exp(), MASK, clean)
+    hide = torch.rand(clean.shape, device=clean.device) < 1 - (-sigma)[:, None].exp()
+    noisy = torch.where(hide, MASK, clean)
     score = model(noisy, sigma)
     masked = noisy == MASK
     ratio = (1 / torch.expm1(sigma))[:, None].expand_as(noisy)[masked]
@@ -172,12 +185,14 @@ def port_loss(model: nn.Module, clean: Tensor) -> Tensor:
 class PortEMA:
     """A copy of the weights, updated tensor by tensor."""
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.parameters, self.decay, self.updates = list(model.parameters()), decay, 0
+    def __init__(self, model, decay):
+        self.parameters = list(model.parameters())
+        self.decay = decay
+        self.updates = 0
         self.shadow = [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self):
         self.updates += 1
         rest = 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
         for shadow, parameter in zip(self.shadow, self.parameters, strict=True):
@@ -185,16 +200,20 @@ class PortEMA:
 
 
 class PortTrainer:
-    def __init__(self, args: argparse.Namespace, model: nn.Module, device: torch.device):
-        self.raw, self.accum = model.to(device).train(), args.accum
+    def __init__(self, args, model, device):
+        self.raw = model.to(device).train()
+        self.accum = args.accum
         self.model = self.raw
         if dist.get_world_size() > 1:
             self.model = nn.parallel.DistributedDataParallel(self.raw)
         self.optimizer = torch.optim.AdamW(self.raw.parameters(), lr=5e-5, weight_decay=0.01)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.1 + 0.9 * step / 5000)
-        self.scaler, self.ema = torch.amp.GradScaler("cuda", enabled=device.type == "cuda"), PortEMA(self.raw, 0.9995)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 0.1 + 0.9 * step / 5000
+        )
+        self.scaler = torch.amp.GradScaler("cuda", enabled=device.type == "cuda")
+        self.ema = PortEMA(self.raw, 0.9995)
 
-    def step(self, batches: list[Tensor]) -> float:
+    def step(self, batches):
         """An optimizer step of [batch, 512] micro-batches; their mean loss."""
         total = 0.0
         for batch in batches:
@@ -212,38 +231,28 @@ class PortTrainer:
         return total
 
 
-def load_weights(model: nn.Module, file: Path) -> int:
-    """Weights of the other side's checkpoint where names and order aside a shape is the same; how many numbers."""
-    left = list(torch.load(file, map_location="cpu", weights_only=True)["model"].values())
-    copied = 0
-    for parameter in model.parameters():
-        place = next((i for i, tensor in enumerate(left) if tensor.shape == parameter.shape), None)
-        if place is not None:
-            parameter.data.copy_(left.pop(place))
-            copied += parameter.numel()
-    return copied
+# ---- Data ----------------------------------------------------------------------------------------
 
 
-# ---- Data ----
-def read_fasta(path: Path) -> list[str]:
-    """The sequences of a FASTA file, upper-case."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+def read_fasta(path):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
         records = file.read().split(">")[1:]
     return ["".join(record.split("\n")[1:]).replace(" ", "").upper() for record in records]
 
 
-def draw_sequences(count: int, seed: int) -> list[str]:
-    """Random residues, log-normal lengths: UniRef50's mean of 286, median about 208, 20 at least."""
-    rng = np.random.default_rng(seed)
-    lengths = np.exp(rng.normal(0, 0.8, count))
+def draw_sequences(count, seed):
+    """Random residues, log-normal lengths: the mean of UniRef50, 286, median about 208."""
+    generator = np.random.default_rng(seed)
+    lengths = np.exp(generator.normal(0, 0.8, count))
     lengths = np.maximum(20, np.round(lengths * 286 / lengths.mean())).astype(int)
     residues = np.frombuffer(LETTERS.encode(), np.uint8)
-    return [rng.choice(residues, n).tobytes().decode() for n in lengths]
+    return [generator.choice(residues, length).tobytes().decode() for length in lengths]
 
 
-def port_rows(sequences: list[str]) -> list[Tensor]:
-    """Rows [512] of int64 ids: the first 510 residues, padding; letters that the vocabulary lacks vanish."""
-    ids = {letter: 5 + i for i, letter in enumerate(LETTERS)}
+def port_rows(sequences):
+    """Rows [512] of int64 ids; letters that the vocabulary lacks vanish, as in the original."""
+    ids = {letter: 5 + number for number, letter in enumerate(LETTERS)}
     rows = []
     for sequence in sequences:
         row = torch.full((LENGTH,), PAD, dtype=torch.int64)
@@ -253,76 +262,54 @@ def port_rows(sequences: list[str]) -> list[Tensor]:
     return rows
 
 
-# ---- Figures ----
-def flops_per_residue(shape: tuple[int, ...], lengths: list[int]) -> float:
-    """Forward and backward, mean over the residues of the (cropped) sequences."""
-    dim, blocks, _, _ = shape
-    cropped = np.minimum(lengths, LENGTH - 2).astype(float)
-    mean = (cropped**2).sum() / cropped.sum()  # length of the sequence of a residue
-    return 6 * (12 * blocks * dim**2 + VOCAB * dim) + 12 * blocks * dim * mean
+# ---- The sides, under torchrun -------------------------------------------------------------------
 
 
-def matmul_rate(device: torch.device) -> float:
-    """Floating-point operations per second of this process: the best of some large products."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    a, b, best = torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype), 0.0
-    dist.barrier()
-    for _ in range(12):
-        begin = clock(device)
-        a @ b
-        best = max(best, 2 * size**3 / (clock(device) - begin))
-    return best
+def torchrun(args, command, log, folder=ROOT):
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
+    with open(log, "w") as file:
+        job = subprocess.Popen(
+            [sys.executable, *launch, *command],
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+        )
+        try:
+            status = job.wait()
+        finally:  # where this program is ended, its processes end, too
+            job.terminate()
+            job.wait()
+    if status:
+        last = "\n".join(log.read_text().splitlines()[-15:])
+        sys.exit(f"exit status {status}: see {log}\n{last}")
 
 
-def clock(device: torch.device) -> float:
+def clock(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic()
 
 
-# ---- Both sides under torchrun ----
-def torchrun(args: argparse.Namespace, command: list[str], log: Path) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-    with open(log, "w") as file:
-        call = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
-        job = subprocess.Popen([*call, *command], env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
-        try:
-            status = job.wait()
-        finally:  # where this program is ended, its processes end too
-            job.terminate()
-            job.wait()
-    if status:
-        sys.exit(f"exit status {status}: see {log}\n" + "\n".join(log.read_text().splitlines()[-15:]))
-
-
-def port(args: argparse.Namespace) -> None:
+def port(args):
     """The port's steps; rank 0 writes the figures to args.result. (every rank runs this)"""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        result = port_steps(args, rank, world, device)
-        if rank == 0:
-            args.result.write_text(json.dumps(result))
-    finally:
-        gc.collect()  # with gloo the group must outlive DDP's reducer
-        dist.destroy_process_group()
-
-
-def port_steps(args: argparse.Namespace, rank: int, world: int, device: torch.device) -> dict[str, float]:
     torch.manual_seed(42)
-    model = PortModel(*CONFIGS[args.config])
-    copied = load_weights(model, args.weights) if args.weights else 0
-    trainer = PortTrainer(args, model, device)
+    trainer = PortTrainer(args, PortModel(*CONFIGS[args.config]), device)
     rows = port_rows(read_fasta(args.work / "sequences.fasta"))
     random.Random(42).shuffle(rows)
-    rows = rows[rank::world]
+    rows = rows[rank::world_size]
     torch.manual_seed(42 + rank)
-    peak = torch.tensor(matmul_rate(device), dtype=torch.float64, device=device)
-    dist.all_reduce(peak)
-    sums, seconds, place = torch.zeros(2, dtype=torch.float64), 0.0, 0  # residues, tokens
+    sums = torch.zeros(2, dtype=torch.float64)  # residues, tokens
+    seconds = 0.0
+    place = 0
     for step in range(args.warm + args.steps):
         batches = []
         for _ in range(args.accum):
@@ -333,126 +320,170 @@ def port_steps(args: argparse.Namespace, rank: int, world: int, device: torch.de
         loss = trainer.step(batches)
         if step >= args.warm:
             seconds += clock(device) - begin
-            sums += torch.tensor([sum(int((b != PAD).sum()) for b in batches), sum(b.numel() for b in batches)])
+            sums[0] += sum(int((batch != PAD).sum()) for batch in batches)
+            sums[1] += sum(batch.numel() for batch in batches)
     if not math.isfinite(loss):
         sys.exit(f"the port's loss is {loss}")
     sums = sums.to(device)
     dist.all_reduce(sums)
     residues, tokens = sums.tolist()
-    parameters = sum(p.numel() for p in model.parameters())
-    return {
-        "residues/s": residues / seconds, "padding": 1 - residues / tokens, "peak": peak.item(), "loss": loss,
-        "parameters": parameters, "copied": copied,
-    }  # fmt: skip
+    if rank == 0:
+        found = {"residues/s": residues / seconds, "padding": 1 - residues / tokens}
+        args.result.write_text(json.dumps(found))
+    del trainer
+    gc.collect()  # with gloo the group must outlive DDP's reducer
+    dist.destroy_process_group()
 
 
-def theirs(args: argparse.Namespace, work: Path, name: str, weights: Path | None) -> dict[str, float]:
+def original(args, work, name):
     result = work / f"{name}.json"
-    numbers = {n: getattr(args, n) for n in ("config", "device", "batch", "accum", "steps", "warm")}
     command = [str(Path(__file__).resolve()), "--role=port", f"--work={work}", f"--result={result}"]
-    command += [f"--{n}={v}" for n, v in numbers.items()] + ([f"--weights={weights}"] if weights else [])
+    for option in ("config", "device", "batch", "accum", "steps", "warm"):
+        command.append(f"--{option}={getattr(args, option)}")
     torchrun(args, command, work / f"{name}.log")
     return json.loads(result.read_text())
 
 
-def ours(args: argparse.Namespace, work: Path, name: str, steps: int) -> dict[str, float]:
-    """The script as a user starts it; mean figures of the steps after the first ones, from its metrics.jsonl."""
-    dim, blocks, heads, cond = CONFIGS[args.config]
-    values = {
-        "datafile": work / "data", "output_dir": work / name, "hidden_size": dim, "n_blocks_prot": blocks,
-        "n_heads": heads, "cond_dim": cond, "dropout": 0.1, "max_protein_len": LENGTH, "batch_size": args.batch,
-        "accum": args.accum, "n_iters": steps, "log_freq": 1, "wandb_mode": "disabled", "device": args.device,
-        "eval_sequences": 2, "eval_draws": 1, "snapshot_sampling": False,  # of the evaluation after the last step
-    }  # fmt: skip
-    options = [f"--{n}={v}" for n, v in values.items()]
-    torchrun(args, ["run_train_uniref50_ddp.py", *options, *args.options], work / f"{name}.log")
-    rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "tokens/s" in row][args.warm :]
-    if not rows:
-        return {}
-    return {
-        "residues/s": statistics.harmonic_mean([row["tokens/s"] for row in rows]),
-        "padding": statistics.mean(row["padding"] for row in rows),
-    }
+def options_of(args, work, name):
+    """Those that both forms of the script know."""
+    width, blocks, heads, cond = CONFIGS[args.config]
+    return f"""--output_dir={work}/{name} --hidden_size={width} --n_blocks_prot={blocks}
+        --n_heads={heads} --cond_dim={cond} --dropout=0.1 --max_protein_len={LENGTH}
+        --accum={args.accum} --n_iters={args.warm + args.steps} --wandb_mode=disabled
+        --device={args.device} --eval_sequences=2 --eval_draws=1""".split()
 
 
-# ---- The table ----
-def spread(values: list[float], digits: int = 0) -> str:
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+def steady(work, name, key, args):
+    """(harmonic mean of a rate over the steps after the first ones, their rows)"""
+    lines = (work / name / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows = [row for row in rows if key in row][args.warm :]
+    return statistics.harmonic_mean([row[key] for row in rows]), rows
 
 
-def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
-    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    rows = zip(mine, theirs, ratios, strict=True)
-    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+def ours(args, work, name):
+    options = options_of(args, work, name)
+    options += [f"--datafile={work}/data", f"--batch_size={args.batch}", "--log_every=1"]
+    options.append("--samples_per_eval=0")
+    torchrun(args, ["run_train_uniref50_ddp.py", *options], work / f"{name}.log")
+    rate, _ = steady(work, name, "residues_per_s", args)
+    return {"residues/s": rate, "padding": 0.0}
 
 
-def compare(args: argparse.Namespace, work: Path) -> list[dict]:
-    """Both sides in alternation; prints the table. Returns the rounds."""
-    sequences = draw_sequences(args.sequences, 42) if args.lengths == "uniref50" else read_fasta(Path(args.lengths))
-    lengths = [len(sequence) for sequence in sequences]
+def replaced(args, work, name):
+    options = options_of(args, work, name)
+    # its batch is in rows of 512 tokens, each for 512 / mean length sequences
+    rows = max(1, round(args.batch * args.mean_tokens / LENGTH))
+    options += [f"--datafile={work}/data-replaced", f"--batch_size={rows}", "--log_freq=1"]
+    options.append("--snapshot_sampling=False")
+    folder = work / "worktree"
+    torchrun(args, ["run_train_uniref50_ddp.py", *options], work / f"{name}.log", folder)
+    rate, rows = steady(work, name, "tokens/s", args)
+    return {"residues/s": rate, "padding": statistics.mean(row["padding"] for row in rows)}
+
+
+@contextlib.contextmanager
+def worktree(folder):
+    """The commit of the program replaced, checked out in `folder`."""
+    git = ["git", "-C", ROOT, "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+# ---- The table -----------------------------------------------------------------------------------
+
+SIDES = {
+    "run_train_uniref50_ddp.py": ours,
+    f"the program replaced ({REPLACED})": replaced,
+    "port of the original": original,
+}
+
+
+def spread(values, digits=0):
+    middle = statistics.median(values)
+    return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def prepare(args, work):
+    """Sequences, as each side reads them; their lengths."""
+    if args.lengths == "uniref50":
+        sequences = draw_sequences(args.sequences, 42)
+    else:
+        sequences = read_fasta(Path(args.lengths))
     fasta = work / "sequences.fasta"
-    fasta.write_text("".join(f">s{i}\n{sequence}\n" for i, sequence in enumerate(sequences)))
-    weights = None
-    if not args.port_only:
-        prepare = [sys.executable, "run_train_uniref50_ddp.py", "--prepare", str(fasta), str(work / "data")]
-        subprocess.run(prepare, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        ours(args, work, "warm", 1)
-        weights = work / "warm" / "latest.pt"
-    sides: dict[str, list[dict]] = {"run_train_uniref50_ddp.py": [], "port of the original": []}
-    for i in range(args.rounds):
-        if not args.port_only:
-            sides["run_train_uniref50_ddp.py"].append(ours(args, work, f"ours{i}", args.warm + args.steps))
-        sides["port of the original"].append(theirs(args, work, f"theirs{i}", weights))
-    port = sides["port of the original"]
+    records = [f">s{number}\n{sequence}\n" for number, sequence in enumerate(sequences)]
+    fasta.write_text("".join(records))
+    tool = [sys.executable, "tools/prepare_uniref50.py", fasta, work / "data"]
+    subprocess.run(tool, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    words = ["run_train_uniref50_ddp.py", "--prepare", fasta, work / "data-replaced"]
+    old = [sys.executable, *words]
+    subprocess.run(old, cwd=work / "worktree", check=True, stdout=subprocess.DEVNULL)
+    return [len(sequence) for sequence in sequences]
+
+
+def compare(args, work):
+    """All sides in alternation; prints the table. Returns the rounds."""
+    lengths = prepare(args, work)
+    args.mean_tokens = np.minimum(np.array(lengths) + 2, LENGTH).mean()
+    rounds = {side: [] for side in SIDES}
+    for number in range(args.rounds):
+        for side, run in SIDES.items():
+            rounds[side].append(run(args, work, f"{run.__name__}{number}"))
     print(
-        f"{args.config} model, {port[0]['parameters']:,} parameters there ({port[0]['copied']:,} of them equal to ours "
-        f"at the start)\n{args.nproc} processes x {args.threads} threads on {args.device}, {args.batch} x {args.accum} "
-        f"sequences per process and step, {args.steps} steps, {args.rounds} rounds\n{len(lengths):,} sequences, mean "
-        f"length {statistics.mean(lengths):.0f}, median {statistics.median(lengths):.0f}\nmatrix products: "
-        f"{spread([r['peak'] / 1e9 for r in port])} GFLOP/s over all processes\n"
+        f"{args.config} model, {args.nproc} processes x {args.threads} threads on {args.device}, "
+        f"{args.batch} x {args.accum} sequences per process and step, {args.steps} steps, "
+        f"{args.rounds} rounds\n{len(lengths):,} sequences, mean length "
+        f"{statistics.mean(lengths):.0f}, median {statistics.median(lengths):.0f}\n"
     )
-    print("| side | real residues/s | padding | MFU |\n|---|---|---|---|")
-    need = flops_per_residue(CONFIGS[args.config], lengths)
-    for side, rounds in sides.items():
-        if rounds:
-            mfu = [100 * r["residues/s"] * need / p["peak"] for r, p in zip(rounds, port, strict=True)]
-            padding = statistics.mean(r["padding"] for r in rounds)
-            print(f"| {side} | {spread([r['residues/s'] for r in rounds])} | {padding:.1%} | {spread(mfu, 1)} % |")
-    if args.port_only:
-        return []
-    mine, other = ([r["residues/s"] for r in rounds] for rounds in sides.values())
-    ratios = [a / b for a, b in zip(mine, other, strict=True)]
-    print(f"| ratio | {spread(ratios, 2)} | | |")
-    name = f"{args.config} model, lengths of {Path(args.lengths).name}"
-    return rounds_of(name, "port of the original", "real residues/s", mine, other, ratios)
+    print("| side | real residues/s | ours over theirs | padding |\n|---|---|---|---|")
+    mine = [found["residues/s"] for found in rounds["run_train_uniref50_ddp.py"]]
+    records = []
+    for side, found in rounds.items():
+        theirs = [one["residues/s"] for one in found]
+        ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+        padding = statistics.mean(one["padding"] for one in found)
+        print(f"| {side} | {spread(theirs)} | {spread(ratios, 2)} | {padding:.1%} |")
+        if side == "run_train_uniref50_ddp.py":
+            continue
+        for a, b, ratio in zip(mine, theirs, ratios, strict=True):
+            work_name = f"{args.config} model, lengths of {Path(args.lengths).name}"
+            record = {"work": work_name, "with": side, "unit": "real residues/s"}
+            records.append({**record, "ours": a, "other": b, "ratio": ratio})
+    return records
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=2, help="processes of both sides")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads per process")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating runs of both sides")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps that are timed per run")
-    parser.add_argument("--warm", type=int, default=1, help="steps before them")
-    parser.add_argument("--batch", type=int, default=16, help="sequences per process and micro-step")
-    parser.add_argument("--accum", type=int, default=4, help="micro-steps per optimizer step")
-    parser.add_argument("--config", default="small", choices=CONFIGS, help="small: 128 x 4 blocks; default: 768 x 8")
-    parser.add_argument("--lengths", default="uniref50", help="uniref50, or a FASTA file")
-    parser.add_argument("--sequences", type=int, default=20_000, help="how many are drawn")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--port_only", action="store_true", help="the port alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
-    parser.add_argument("options", nargs="*", help="after --: more options of run_train_uniref50_ddp.py")
-    parser.add_argument("--role", default="compare", choices=("compare", "port"), help=argparse.SUPPRESS)
-    for name in ("--work", "--result", "--weights"):
-        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+def main():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--nproc", type=int, default=2, help="processes of all sides")
+    add("--threads", type=int, default=1, help="CPU threads per process")
+    add("--rounds", type=int, default=3, help="alternating runs of all sides")
+    add("--steps", type=int, default=4, help="optimizer steps that are timed per run")
+    add("--warm", type=int, default=1, help="steps before them")
+    add("--batch", type=int, default=16, help="sequences per process and micro-batch")
+    add("--accum", type=int, default=4, help="micro-batches per optimizer step")
+    add(
+        "--config", default="small", choices=CONFIGS, help="small: 128 x 4 blocks; default: 768 x 8"
+    )
+    add("--lengths", default="uniref50", help="uniref50, or a FASTA file")
+    add("--sequences", type=int, default=20_000, help="how many are drawn")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
+    add("--role", default="compare", choices=("compare", "port"), help=argparse.SUPPRESS)
+    add("--work", type=Path, help=argparse.SUPPRESS)
+    add("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role == "port":
         return port(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory() as work:
-        found = compare(args, args.work or Path(work))
+    with contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(worktree(work / "worktree"))
+        found = compare(args, work)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

@@ -1,0 +1,920 @@
+"""run_train_uniref50_ddp.py: known answers, and what a user sees of a run."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import call_script, write_proteins
+from torch import nn
+
+import run_train_uniref50_ddp as script
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_protein_len=40".split()
+
+
+def arguments(*options):
+    with mock.patch.object(sys, "argv", ["script", *options]):
+        return script.parse_args()
+
+
+def network(*options):
+    """A small network with random weights everywhere: at first its blocks do nothing."""
+    torch.manual_seed(0)
+    model = script.Denoiser(arguments(*SMALL, "--dropout=0", *options))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def batch_of(sequences, share=0.4, seed=0):
+    """A Batch of token arrays, with random residues hidden."""
+    generator = np.random.default_rng(seed)
+    tokens = np.concatenate(sequences)
+    hide = script.is_residue(tokens) & (generator.random(len(tokens)) < share)
+    lengths = np.array([len(sequence) for sequence in sequences])
+    shares = np.full(len(lengths), share)
+    return script.make_batch(tokens, lengths, hide, shares, 1 / shares, 1)
+
+
+def random_sequences(lengths, seed=0):
+    generator = np.random.default_rng(seed)
+    found = []
+    for length in lengths:
+        residues = generator.integers(script.FIRST, script.FIRST + script.KINDS, length - 2)
+        found.append(np.array([script.BEGIN, *residues, script.END], np.uint8))
+    return found
+
+
+class Ranks:
+    """Which rank this process is, without a process group."""
+
+    def __init__(self, rank=0, world_size=1):
+        names = {"get_rank": rank, "get_world_size": world_size}
+        self.patches = [mock.patch.object(dist, k, lambda v=v: v) for k, v in names.items()]
+
+    def __enter__(self):
+        for patch in self.patches:
+            patch.start()
+
+    def __exit__(self, *error):
+        for patch in self.patches:
+            patch.stop()
+
+
+def write_folder(folder, lengths):
+    """A training part with sequences of these lengths in tokens."""
+    folder.mkdir(exist_ok=True)
+    np.concatenate(random_sequences(lengths)).tofile(folder / "train.tokens")
+    np.cumsum([0, *lengths], dtype=np.int64).tofile(folder / "train.offsets")
+    return script.Proteins(folder, "train", 512)
+
+
+def lengths_of_uniref50(count, seed=0):
+    """Log-normal, with the mean of UniRef50, 286 residues."""
+    draws = np.random.default_rng(seed).lognormal(math.log(286) - 0.32, 0.8, count)
+    return np.clip(draws, 20, 4000).astype(np.int64) + 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """proteins.fasta and data/, prepared from it."""
+    folder = tmp_path_factory.mktemp("uniref")
+    write_proteins(folder / "proteins.fasta", 300)
+    status, text = call_script(
+        "tools/prepare_uniref50", folder / "proteins.fasta", folder / "data", "--val_ratio=0.2"
+    )
+    assert status == 0, text
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps
+
+
+def steps_of(proteins, *options, rank=0, world_size=1, epoch=0):
+    """[(ids of this rank, whole)] of an epoch, a step each."""
+    args = arguments(*options)
+    with Ranks(rank, world_size):
+        sampler = script.make_sampler(args, proteins, None)
+        sampler.set_epoch(epoch)
+        found = {}
+        for ids, whole, step in sampler:
+            found.setdefault(step - epoch * sampler.steps, ([], whole))[0].append(ids)
+    return [(np.concatenate(ids), whole) for ids, whole in found.values()]
+
+
+def test_every_step_is_a_random_sample(tmp_path):
+    """The spread of a step's mean length falls as one over the root of the batch: no step is made
+    of sequences of similar length."""
+    lengths = lengths_of_uniref50(40_000)
+    proteins = write_folder(tmp_path / "data", lengths)
+    cropped = np.minimum(lengths, 512)
+    for batch in (16, 64, 256):
+        steps = steps_of(proteins, f"--global_batch_size={batch}", "--batch_size=16")
+        means = np.array([cropped[whole].mean() for _, whole in steps])
+        expected = cropped.std() / math.sqrt(batch)
+        assert means.std() == pytest.approx(expected, rel=5 / math.sqrt(2 * len(steps)))
+        used = np.concatenate([whole for _, whole in steps])
+        assert len(set(used.tolist())) == len(used) == len(steps) * batch
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_ranks_share_a_step_and_have_equal_work(tmp_path, world_size):
+    lengths = lengths_of_uniref50(3000)
+    proteins = write_folder(tmp_path / "data", lengths)
+    options = ["--global_batch_size=384", "--batch_size=16"]
+    alone = steps_of(proteins, *options)
+    ranks = [steps_of(proteins, *options, rank=r, world_size=world_size) for r in range(world_size)]
+    for step, (_, whole) in enumerate(alone):
+        parts = [found[step][0] for found in ranks]
+        assert sorted(np.concatenate(parts).tolist()) == sorted(whole.tolist())
+        tokens = [np.minimum(lengths[part], 512).sum() for part in parts]
+        assert max(tokens) < 1.06 * np.mean(tokens)
+    assert not np.array_equal(alone[0][1], steps_of(proteins, *options, epoch=1)[0][1])
+
+
+def test_noise_is_that_of_the_step(tmp_path):
+    """Crops, times, hidden residues are the same on 1 and on 3 ranks; another step has others."""
+    proteins = write_folder(tmp_path / "data", lengths_of_uniref50(60))
+    data = script.NoisySequences(arguments("--max_protein_len=512"), proteins)
+    whole = np.arange(48)
+    together = data[whole, whole, 7]
+    everything = np.split(together.noisy.numpy(), np.cumsum(together.lengths)[:-1])
+    assert (
+        together.count
+        == script.is_residue(everything[0]).sum()
+        + sum(
+            script.is_residue(part).sum() + (part == script.MASK).sum() for part in everything[1:]
+        )
+        + (everything[0] == script.MASK).sum()
+    )
+    for rank in range(3):
+        ids = whole[rank::3]
+        batch = data[ids, whole, 7]
+        found = np.split(batch.noisy.numpy(), np.cumsum(batch.lengths)[:-1])
+        for row, tokens in zip(ids, found, strict=True):
+            assert np.array_equal(tokens, everything[row])
+        assert batch.count == together.count
+        assert torch.equal(batch.sigma, together.sigma[rank::3])
+    assert not torch.equal(data[whole, whole, 8].noisy, together.noisy)
+
+
+def test_hidden_residues_times_and_weights(tmp_path):
+    """Hidden with probability (1 - eps) t; the weight is 1 / t; times are spread evenly."""
+    proteins = write_folder(tmp_path / "data", np.full(600, 402))
+    data = script.NoisySequences(arguments(), proteins)
+    whole = np.arange(600)
+    batch = data[whole, whole, 3]
+    times = -torch.expm1(-batch.sigma.double()) / 0.999
+    assert torch.allclose(times.sort().values.diff(), torch.tensor(0.999 / 600).double(), rtol=1e-2)
+    hidden = torch.zeros(600).index_add(
+        0, batch.owner[batch.hidden].long(), torch.ones(len(batch.hidden))
+    )
+    share = 0.999 * times
+    error = (hidden / 400 - share) / (share * (1 - share) / 400).sqrt()
+    assert abs(error.mean()) < 0.2 and 0.9 < error.std() < 1.1
+    owner = batch.owner[batch.hidden].long()
+    assert torch.allclose(batch.weights.double(), 1 / times[owner], rtol=1e-4)
+    original = proteins.tokens[batch.hidden.numpy()]
+    assert np.array_equal(batch.targets.numpy() + script.FIRST, original)
+    assert (batch.noisy[batch.hidden] == script.MASK).all()
+    kept = torch.ones(len(batch.noisy), dtype=torch.bool)
+    kept[batch.hidden] = False
+    assert np.array_equal(batch.noisy[kept].numpy(), proteins.tokens[kept.numpy()])
+
+
+def test_crops(tmp_path):
+    """From a random place, both ends as likely as any other; BEGIN and END are no residues."""
+    proteins = write_folder(tmp_path / "data", np.array([30, 110]))
+    proteins.most = 40
+    rows = np.tile([0, 1], 2000)
+    first, lengths, residues = proteins.crops(rows, np.random.default_rng(0).random(4000))
+    assert (lengths[::2] == 30).all() and (residues[::2] == 28).all() and (first[::2] == 0).all()
+    starts = first[1::2] - 30
+    assert (lengths[1::2] == 40).all()
+    assert set(starts.tolist()) == set(range(71))
+    expected = 40 - (starts == 0) - (starts == 70)
+    assert np.array_equal(residues[1::2], expected)
+
+
+SIXTY_MILLION = """
+import os, resource, sys, time
+from pathlib import Path
+import numpy as np
+import torch.distributed as dist
+import run_train_uniref50_ddp as script
+
+count = 60_000_000
+folder = Path(sys.argv.pop())
+for name, size in (("tokens", 17_000_000_000), ("offsets", 8 * count + 8)):
+    (folder / f"train.{name}").touch()
+    os.truncate(folder / f"train.{name}", size)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+began = time.monotonic()
+proteins = script.Proteins(folder, "train", 512)
+sampler = script.make_sampler(script.parse_args(), proteins, None)
+ids, whole, step = next(iter(sampler))
+assert len(set(whole.tolist())) == 64 and step == 0
+seconds = time.monotonic() - began
+print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_an_epoch_of_sixty_million_sequences_starts_at_once(tmp_path):
+    """Sparse files of that size: less than 3 s (10 on a busy machine) and 300 MB."""
+    command = [sys.executable, "-c", SIXTY_MILLION, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    seconds, megabytes = map(float, done.stdout.split())
+    assert seconds < 10 and megabytes < 300
+
+
+# --------------------------------------------------------------------------------------------------
+# Network
+
+
+@torch.no_grad()
+def test_a_sequence_does_not_see_its_neighbours():
+    model = network()
+    sequences = random_sequences([12, 40, 21, 9])
+    together = batch_of(sequences)
+    logits = model(together)
+    owner = together.owner[together.hidden]
+    starts = together.starts.long()
+    for number in range(4):
+        places = together.hidden[owner == number] - starts[number]
+        noisy = together.noisy[starts[number] : starts[number + 1]]
+        alone = batch_of([noisy.numpy()], 0.0001)._replace(
+            noisy=noisy, hidden=places, sigma=together.sigma[number : number + 1]
+        )
+        assert torch.allclose(model(alone), logits[owner == number], atol=1e-5)
+
+
+@torch.no_grad()
+def test_time_conditioning():
+    batch = batch_of(random_sequences([20, 30]))
+    other = batch._replace(sigma=batch.sigma + 2)
+    timed = network()
+    blind = network("--time_conditioning=False")
+    assert not torch.allclose(timed(batch), timed(other))
+    assert torch.equal(blind(batch), blind(other))
+
+
+def test_the_default_network():
+    """66,724,096 parameters of the original and 27 more rows of the vocabulary, twice; uniform over
+    the residues before training."""
+    with torch.device("meta"):
+        model = script.Denoiser(arguments())
+    assert sum(p.numel() for p in model.parameters()) == 66_724_096 + 2 * 27 * 768
+    logits = script.Denoiser(arguments(*SMALL))(batch_of(random_sequences([9, 30])))
+    assert torch.equal(logits, torch.zeros(len(logits), 26)) and len(logits) > 5
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    gradients = []
+    for flag in ("False", "True"):
+        model = network(f"--gradient_checkpointing={flag}").train()
+        batch = batch_of(random_sequences([20, 30]))
+        script.share_of_loss(model(batch), batch).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    script.share_of_loss(model(batch), batch).backward()
+    assert len(calls) == 2  # once forward, once again for the backward pass
+
+
+def test_rotary_embedding():
+    """Products of rotated queries and keys depend on their distance alone; the angles are those of
+    Su et al.; the form for GPUs gives the same."""
+    model = network()
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(16, generator=generator)
+    k = torch.randn(16, generator=generator)
+    turned = [script.rotate(vector.repeat(40, 1), model.turns) for vector in (q, k)]
+    products = turned[0] @ turned[1].T
+    for distance in (0, 3, 11):
+        line = products.diagonal(distance)
+        assert torch.allclose(line, line[0].expand_as(line), atol=1e-4)
+    angle = 5 * 1e4 ** (-2 * torch.arange(8) / 16)
+    expected = q[::2] * angle.cos() - q[1::2] * angle.sin()
+    assert torch.allclose(turned[0][5, ::2], expected, atol=1e-5)
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+        compiled = script.rotate(q.repeat(40, 1), model.turns)
+    assert torch.allclose(compiled, turned[0], atol=1e-5)
+
+
+def test_dropout():
+    """Share, scale and gradient; none in evaluation."""
+    block = script.Block(arguments(*SMALL, "--dropout=0.3")).train()
+    torch.manual_seed(0)
+    x = torch.randn(2000, 32, requires_grad=True)
+    y = block.drop(x)
+    kept = y != 0
+    assert abs(kept.float().mean() - 0.7) < 5 * math.sqrt(0.21 / x.numel())
+    assert torch.allclose(y[kept], x[kept] / 0.7)
+    y.sum().backward()
+    assert torch.allclose(x.grad, kept / 0.7)
+    assert torch.equal(block.eval().drop(x), x)
+
+
+def test_averaged_weights():
+    model = network().train()
+    kept = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(KeyError):
+        with script.averaged_weights(model, [torch.zeros_like(p) for p in kept]):
+            assert not model.training
+            assert all((p == 0).all() for p in model.parameters())
+            raise KeyError
+    assert model.training
+    assert all(torch.equal(a, b) for a, b in zip(kept, model.parameters(), strict=True))
+
+
+def test_no_weight_decay_on_biases_norms_and_embeddings():
+    model = network()
+    optimizer = script.make_optimizer(arguments("--weight_decay=0.1"), model)
+    decayed = set()
+    for group in optimizer.param_groups:
+        if group["weight_decay"] > 0:
+            decayed.update(id(p) for p in group["params"])
+    for name, p in model.named_parameters():
+        assert (id(p) in decayed) == (p.ndim == 2 and not name.startswith("embed")), name
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss
+
+
+def official_score_entropy(score, sigma, noisy, clean):
+    """SEDD's loss of the absorbing graph, per position, as in its published code: score (n, 37) is
+    the logarithm of the ratios, 36 the mask."""
+    masked = noisy == 36
+    esigm1 = sigma.expm1()
+    ratio = 1 / esigm1[masked]
+    other = clean[masked]
+    negative = ratio * score[masked].gather(-1, other[:, None]).squeeze(-1)
+    positive = score[masked][:, :-1].exp().sum(-1)
+    constant = ratio * (ratio.log() - 1)
+    entropy = torch.zeros(len(noisy), dtype=torch.float64)
+    entropy[masked] = positive - negative + constant
+    return entropy
+
+
+def test_the_loss_is_the_score_entropy_of_sedd(tmp_path):
+    """With scores that are probabilities times 1 / (e^sigma - 1), weighted by sigma'."""
+    proteins = write_folder(tmp_path / "data", lengths_of_uniref50(40))
+    data = script.NoisySequences(arguments(), proteins)
+    whole = np.arange(40)
+    batch = data[whole, whole, 1]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(batch.hidden), 26, generator=generator).double()
+    ours = script.share_of_loss(logits, batch._replace(weights=batch.weights.double()))
+
+    times = -torch.expm1(-batch.sigma.double()) / 0.999
+    sigma = -torch.log1p(-0.999 * times)[batch.owner.long()]
+    slope = (0.999 / (1 - 0.999 * times))[batch.owner.long()]
+    score = torch.full((len(batch.noisy), 37), -math.inf, dtype=torch.float64)
+    inside = slice(script.FIRST, script.FIRST + 26)
+    score[batch.hidden, inside] = logits.log_softmax(1) - sigma[batch.hidden].expm1().log()[:, None]
+    clean = batch.noisy.long()
+    clean[batch.hidden] = batch.targets + script.FIRST
+    theirs = slope * official_score_entropy(score, sigma, batch.noisy.long(), clean)
+    assert float(theirs.sum() / batch.count) == pytest.approx(float(ours), rel=4e-7)
+
+
+def test_analytic_steps_are_those_of_sedd():
+    """Tweedie's rule in SEDD's published form: from share m of hidden ones to m', a hidden residue
+    becomes y with probability p(y) (m - m') / m."""
+    p = torch.rand(26, generator=torch.Generator().manual_seed(0)).double()
+    p = torch.cat([p / p.sum(), torch.zeros(1, dtype=torch.float64)])  # the mask comes last
+    grid = 0.999 * np.linspace(1, 0, 9)
+    for m, less in zip(grid[:-2], grid[1:-1], strict=True):
+        sigma = -math.log1p(-m)
+        step = sigma + math.log1p(-less)
+        score = p / math.expm1(sigma)
+        score[-1] = 1.0
+        extra = (1 - math.exp(step)) * score.sum()  # staggered score
+        score = score * math.exp(step)
+        score[-1] += extra
+        transposed = torch.full((27,), -math.expm1(-step), dtype=torch.float64)
+        transposed[-1] = 1.0  # from the mask to itself
+        theirs = score * transposed
+        ours = p * (m - less) / m
+        ours[-1] = less / m
+        assert torch.allclose(theirs, ours, rtol=0, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def test_hide_exactly():
+    (tokens,) = random_sequences([32])
+    for share, number in ((0.001, 1), (0.3, 9), (1.0, 30)):
+        hide = script.hide_exactly(tokens, share, np.random.default_rng(0))
+        assert hide.sum() == number and script.is_residue(tokens[hide]).all()
+
+
+def test_standard_error():
+    """Of a ratio of sums, beside that of resampled sequences."""
+    generator = np.random.default_rng(0)
+    residues = generator.integers(20, 60, 500).astype(float)
+    nats = residues * generator.normal(2.0, 0.3, 500)
+    mean, error = script.mean_and_error(nats, residues)
+    assert mean == pytest.approx(nats.sum() / residues.sum())
+    draws = []
+    for _ in range(600):
+        rows = generator.integers(0, 500, 500)
+        draws.append(nats[rows].sum() / residues[rows].sum())
+    assert error == pytest.approx(np.std(draws), rel=0.15)
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def measured(folder, model, *options):
+    args = arguments("--eval_sequences=40", "--device=cpu", "--max_protein_len=62", *options)
+    proteins = script.Proteins(folder / "data", "valid", args.max_protein_len)
+    letters = np.array(script.read_meta(folder / "data")[1]["letters"]) + 0.5
+    guard = SimpleNamespace(agree=lambda: "")
+    device = torch.device("cpu")
+    shares = letters / letters.sum()
+    return script.measure(args, device, model, proteins, shares, guard), letters
+
+
+def test_evaluation_of_known_predictions(folder, group):
+    """A network that knows nothing needs log 26 nats, one that knows the shares the unigram."""
+    untrained = script.Denoiser(arguments(*SMALL, "--max_protein_len=62")).eval()
+    table, letters = measured(folder, untrained)
+    metrics = script.summarize(table)
+    shares = letters / letters.sum()
+    for name in ("nelbo", "ce@0.15", "ce@0.5", "ce@0.85"):
+        assert metrics[name] == pytest.approx(math.log(26), rel=1e-6)
+    assert metrics["bits"] == pytest.approx(math.log2(26), rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(26, rel=1e-5)
+    assert len(table) == 40 and table[:, 2].min() >= 20
+    assert metrics["below_unigram"] == pytest.approx(metrics["unigram"] - math.log(26))
+
+    def unigram(batch):
+        return torch.from_numpy(np.log(shares)).float().expand(len(batch.hidden), -1)
+
+    unigram.eval = unigram.train = lambda: None
+    table, _ = measured(folder, unigram, "--eval_draws=40")
+    metrics = script.summarize(table)
+    assert metrics["nelbo"] == pytest.approx(metrics["unigram"], rel=2e-2)
+    assert abs(metrics["below_unigram"]) < 4 * metrics["below_unigram_se"]
+
+
+def test_a_diverged_bound_overflows_nothing():
+    table = np.ones((4, 9))
+    table[:, 0] = 1e6
+    metrics = script.summarize(table)
+    assert metrics["nelbo"] == 1e6 and math.isfinite(metrics["perplexity"])
+    table[2, 0] = math.nan
+    assert math.isnan(script.summarize(table)["nelbo"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling: the predictors are oracles, so the law of the samples must be the oracle's
+
+
+class Chain:
+    """A Markov chain over three residues. It predicts hidden residues exactly, from all that is
+    seen (forward-backward)."""
+
+    def __init__(self):
+        self.start = np.array([0.5, 0.3, 0.2])
+        self.step = np.array([[0.75, 0.2, 0.05], [0.1, 0.8, 0.1], [0.3, 0.05, 0.65]])
+        self.calls = []
+
+    def __call__(self, batch):
+        self.calls.append(batch._replace(noisy=batch.noisy.clone()))
+        logits = []
+        for tokens in np.split(batch.noisy.numpy(), np.cumsum(batch.lengths)[:-1]):
+            logits.append(self.posterior(tokens))
+        return torch.from_numpy(np.concatenate(logits))[batch.hidden].float()
+
+    def posterior(self, tokens):
+        seen = np.ones((len(tokens), 3))
+        for place in np.flatnonzero(script.is_residue(tokens)):
+            seen[place] = np.eye(3)[tokens[place] - script.FIRST]
+        before = np.ones_like(seen)
+        after = np.ones_like(seen)
+        before[1] = self.start
+        for place in range(2, len(tokens)):
+            before[place] = (before[place - 1] * seen[place - 1]) @ self.step
+        for place in range(len(tokens) - 2, 0, -1):
+            after[place] = self.step @ (after[place + 1] * seen[place + 1])
+        logits = np.full((len(tokens), 26), -np.inf)
+        with np.errstate(divide="ignore"):
+            logits[:, :3] = np.log(before * seen * after)
+        return logits
+
+    def law(self, length):
+        """(3 ** length,), the first residue the slowest."""
+        law = self.start
+        for _ in range(length - 1):
+            law = law[..., None] * self.step
+        return law.ravel()
+
+
+class Fast(Chain):
+    """The same for many sequences of one length, all hidden or seen alike, at once."""
+
+    def __call__(self, batch):
+        self.calls.append(batch._replace(noisy=batch.noisy.clone()))
+        tokens = batch.noisy.view(-1, batch.lengths[0]).numpy()
+        kinds = np.arange(3) + script.FIRST
+        seen = np.where(script.is_residue(tokens)[..., None], tokens[..., None] == kinds, 1.0)
+        before = np.ones_like(seen)
+        after = np.ones_like(seen)
+        before[:, 1] = self.start
+        for place in range(2, tokens.shape[1]):
+            before[:, place] = (before[:, place - 1] * seen[:, place - 1]) @ self.step
+        for place in range(tokens.shape[1] - 2, 0, -1):
+            after[:, place] = (after[:, place + 1] * seen[:, place + 1]) @ self.step.T
+        logits = np.full((*tokens.shape, 26), -np.inf)
+        with np.errstate(divide="ignore"):
+            logits[..., :3] = np.log(before * seen * after)
+        return torch.from_numpy(logits.reshape(-1, 26))[batch.hidden].float()
+
+
+def template(text):
+    """BEGIN, residues or MASK (?), END."""
+    letters = {letter: script.FIRST + i for i, letter in enumerate(script.RESIDUES)}
+    letters["?"] = script.MASK
+    return np.array([script.BEGIN, *[letters[letter] for letter in text], script.END], np.uint8)
+
+
+def draw(predict, texts, method="rigorous", steps=0, seed=3, **more):
+    how = script.Sampling(method, steps, seed, **more)
+    templates = [template(text) for text in texts]
+    return script.draw_sequences(predict, templates, range(len(texts)), how, torch.device("cpu"))
+
+
+def counts(samples, places):
+    words = np.stack(samples)[:, 1:-1].astype(np.int64)[:, places] - script.FIRST
+    assert words.min() >= 0 and words.max() < 3
+    return np.bincount(words @ 3 ** np.arange(len(places))[::-1], minlength=3 ** len(places))
+
+
+def excess(found, law):
+    """Chi-square, in standard deviations above its mean; cells that expect below 5 are one."""
+    expected = law * found.sum()
+    rare = expected < 5
+    found = np.append(found[~rare], found[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    inside = expected > 0
+    freedom = inside.sum() - 1
+    square = ((found - expected)[inside] ** 2 / expected[inside]).sum()
+    return (square - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(("steps", "calls"), [(0, 4), (150, 150)])
+def test_rigorous_samples_have_the_law_of_the_model(steps, calls):
+    chain = Fast()
+    found = counts(draw(chain, ["????"] * 6000, steps=steps), [0, 1, 2, 3])
+    assert excess(found, chain.law(4)) < 4
+    assert len(chain.calls) <= calls
+    # the same test sees a sampler that draws all residues by themselves
+    assert excess(counts(draw(chain, ["????"] * 6000, steps=1), [0, 1, 2, 3]), chain.law(4)) > 50
+
+
+def test_filling_in_follows_the_conditional_law():
+    chain = Fast()
+    law = chain.law(5).reshape([3] * 5)[1, :, :, 2, :]
+    found = counts(draw(chain, ["C??D?"] * 4000), [1, 2, 4])
+    assert excess(found, (law / law.sum()).ravel()) < 4
+
+
+def test_first_hitting_times():
+    """The network is shown the share at which the next residue appears: of five, the largest of
+    five uniform numbers, which is 5/6 on average, and so on."""
+    chain = Fast()
+    draw(chain, ["?????"] * 3000)
+    shares = -torch.expm1(-torch.stack([batch.sigma.double() for batch in chain.calls])) / 0.999
+    assert (shares.diff(dim=0) <= 1e-6).all()
+    expected = [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    assert shares.mean(1).tolist() == pytest.approx(expected, abs=0.02)
+    hidden = [(b.noisy.view(3000, 7) == script.MASK).sum(1) for b in chain.calls]
+    assert [set(row.tolist()) for row in hidden] == [{5}, {4}, {3}, {2}, {1}]
+
+
+def test_a_grid_shows_the_share_of_its_step():
+    chain = Fast()
+    draw(chain, ["????"] * 3000, steps=8)
+    shares = -torch.expm1(-torch.stack([batch.sigma[0].double() for batch in chain.calls]))
+    assert torch.allclose(shares, 0.999 * torch.linspace(1, 0, 9, dtype=torch.float64)[:-1])
+    hidden = [(b.noisy == script.MASK).double().sum() / 12_000 for b in chain.calls]
+    assert [float(x) for x in hidden] == pytest.approx((shares / 0.999).tolist(), abs=0.02)
+
+
+def test_simple_is_another_law():
+    """Total variation from the law, beside the sampling error that the exact sampler shows."""
+    chain = Fast()
+    distance = {}
+    for method in ("simple", "rigorous"):
+        found = counts(draw(chain, ["????"] * 6000, method), [0, 1, 2, 3])
+        distance[method] = np.abs(found / found.sum() - chain.law(4)).sum() / 2
+    assert distance["rigorous"] < 0.05 and 0.1 < distance["simple"] < 0.6
+
+
+def test_simple_never_changes_what_it_showed():
+    chain = Fast()
+    draw(chain, ["?" * 30] * 20, "simple", steps=6)
+    shares = [math.cos(math.pi / 2 * k / 6) for k in range(6)]
+    before = None
+    for batch, share in zip(chain.calls, shares, strict=True):
+        noisy = batch.noisy.view(20, 32)
+        assert set((noisy == script.MASK).sum(1).tolist()) == {round(30 * share)}
+        if before is not None:
+            shown = before != script.MASK
+            assert torch.equal(noisy[shown], before[shown])
+        before = noisy
+
+
+@pytest.mark.parametrize("method", ["rigorous", "simple"])
+@pytest.mark.parametrize("steps", [0, 7])
+def test_a_sample_depends_on_its_number_alone(method, steps):
+    """Not on its batch, if the method is rigorous; given residues stay."""
+    texts = ["????????", "A?CA??C?D??", "???", "CC????????A", "AC?"]
+    together = draw(Chain(), texts, method, steps)
+    for number, text in enumerate(texts):
+        given = template(text)
+        fixed = given != script.MASK
+        assert np.array_equal(together[number][fixed], given[fixed])
+        assert script.is_residue(together[number][1:-1]).all()
+        if method == "rigorous":
+            how = script.Sampling(method, steps, 3)
+            device = torch.device("cpu")
+            (alone,) = script.draw_sequences(Chain(), [given], [number], how, device)
+            assert np.array_equal(alone, together[number])
+    assert not np.array_equal(draw(Chain(), texts, method, steps, seed=4)[0], together[0])
+
+
+def shares_of(temperature=1.0, top_p=1.0, method="rigorous"):
+    """How often residues 0 to 3 are drawn, of the shares 0.1, 0.5, 0.05, 0.35."""
+    logits = torch.full((26,), -math.inf)
+    logits[:4] = torch.tensor([0.1, 0.5, 0.05, 0.35]).log()
+    samples = draw(
+        lambda batch: logits.expand(len(batch.hidden), -1),
+        ["?" * 20] * 300,
+        method,
+        steps=4,
+        temperature=temperature,
+        top_p=top_p,
+    )
+    return np.bincount(np.stack(samples)[:, 1:-1].ravel() - script.FIRST, minlength=4)
+
+
+def test_temperature_and_top_p():
+    p = np.array([0.1, 0.5, 0.05, 0.35])
+    for temperature in (0.5, 2.0):
+        law = p ** (1 / temperature)
+        assert excess(shares_of(temperature), law / law.sum()) < 4
+    for method in ("rigorous", "simple"):
+        assert np.flatnonzero(shares_of(0.0, method=method)).tolist() == [1]
+    for top_p, kept in ((0.8, [1, 3]), (0.9, [0, 1, 3]), (0.4, [1])):
+        found = shares_of(top_p=top_p)
+        assert np.flatnonzero(found).tolist() == kept
+        if len(kept) > 1:
+            assert excess(found[kept], p[kept] / p[kept].sum()) < 4
+
+
+def test_rare_residues_are_drawn():
+    """Of probabilities that float32 would lose."""
+    p = torch.zeros(26, dtype=torch.float64)
+    p[0] = 1 - 2.0**-30
+    p[1] = 2.0**-30
+    u = torch.tensor([1 - 2.0**-31, 1 - 2.0**-29], dtype=torch.float64)
+    assert script.draw_residues(p.expand(2, -1), u).tolist() == [script.FIRST + 1, script.FIRST]
+
+
+@pytest.mark.parametrize("method", ["rigorous", "simple"])
+def test_predictions_that_are_not_finite_are_an_error(method):
+    with pytest.raises(script.RunError, match="not finite"):
+        draw(lambda batch: torch.full((len(batch.hidden), 26), math.nan), ["???"], method)
+
+
+def test_lengths_are_those_of_the_training_data():
+    lengths = script.draw_lengths({30: 500, 100: 300, 700: 200}, 4000, 1, 510)
+    values, found = np.unique(lengths, return_counts=True)
+    assert values.tolist() == [30, 100, 510]
+    assert excess(found, np.array([0.5, 0.3, 0.2])) < 4
+
+
+# --------------------------------------------------------------------------------------------------
+# Learning rate, batch
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lr", "warmup"),
+    [(1, 5e-5, 5000), (2, 1e-4, 10_000), (4, 2e-4, 20_000), (8, 4e-4, 40_000)],
+)
+def test_the_scaling_table_of_the_document(tmp_path, gpus, lr, warmup):
+    """64 sequences a step and GPU; rate and warm-up by the number of GPUs."""
+    args = arguments()
+    factor = script.gpu_factor(args, gpus)
+    assert args.lr * factor == pytest.approx(lr)
+    assert script.warmup_steps(args, factor, 500_000) == warmup
+    with Ranks(0, gpus):
+        proteins = write_folder(tmp_path / "data", np.full(1000, 30))
+        assert script.make_sampler(args, proteins, None).global_batch == 64 * gpus
+    rates = [script.lr_factor(args, step, 500_000, warmup) for step in (0, warmup, 499_999)]
+    assert rates[0] < 1e-3 and rates[1] == 1 and rates[2] == pytest.approx(0.01, abs=1e-4)
+
+
+def test_other_scaling_rules():
+    assert script.gpu_factor(arguments("--lr_scaling=conservative"), 8) == 6
+    assert script.gpu_factor(arguments("--lr_scaling=sqrt"), 4) == 2
+    assert script.gpu_factor(arguments("--lr_scaling=none"), 4) == 1
+    assert script.gpu_factor(arguments("--global_batch_size=64"), 4) == 1
+
+
+def test_a_long_warmup_is_cut():
+    assert script.warmup_steps(arguments(), 8, 925) == 92
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's runs
+
+RUN = """--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_protein_len=64 --accum=1
+    --batch_size=8 --lr=5e-3 --warmup=2 --log_every=1 --eval_sequences=10 --samples_per_eval=2
+    --device=cpu""".split()
+
+
+def run(folder, output, *options, status=0):
+    """Output of a run on the CPU that must end with `status`."""
+    words = [f"--datafile={folder}/data", f"--output_dir={output}", *RUN, *options]
+    found, text = call_script("run_train_uniref50_ddp", *words)
+    assert found == status, text[-3000:]
+    return text
+
+
+def rows_of(output, name):
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if name in row]
+
+
+def test_a_run_and_what_it_leaves(folder, tmp_path):
+    run(folder, tmp_path / "run", "--n_iters=6", "--eval_freq=3")
+    for name in ("summary.json", "curves.png", "best.pt", "latest.pt", "previous.pt"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert (tmp_path / "run/samples/step_00000006.fasta").read_text().count(">") == 2
+    assert [row["step"] for row in rows_of(tmp_path / "run", "val/nelbo")] == [3, 6]
+    assert "nothing is left to train" in run(folder, tmp_path / "run", "--n_iters=6")
+
+
+def test_a_run_stopped_before_its_first_evaluation_goes_on_with_fewer_steps(folder, tmp_path):
+    """It makes that evaluation then, instead of a TypeError."""
+    run(folder, tmp_path / "run", "--n_iters=50", "--eval_freq=50", "--max_minutes=1e-6")
+    done = rows_of(tmp_path / "run", "loss")[-1]["step"]
+    assert done < 50 and not rows_of(tmp_path / "run", "val/nelbo")
+    run(folder, tmp_path / "run", "--n_iters=1", "--eval_freq=50")
+    assert [row["step"] for row in rows_of(tmp_path / "run", "val/nelbo")] == [done]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["best"]["step"] == done
+
+
+def test_a_changed_option_is_applied_or_refused(folder, tmp_path):
+    """Rate, weight decay, betas are those of now, and said; what would be ignored is refused."""
+    output = tmp_path / "run"
+    run(folder, output, "--n_iters=3", "--min_lr_ratio=1")
+    changed = "--lr=1e-3 --weight_decay=0.2 --beta2=0.9 --min_lr_ratio=1".split()
+    said = run(folder, output, "--n_iters=5", *changed)
+    assert "--lr 0.001, it was 0.005" in said and "--beta2 0.9, it was 0.999" in said
+    assert rows_of(output, "lr")[-1]["lr"] == 1e-3
+    groups = torch.load(output / "latest.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
+    assert all(group["betas"] == (0.9, 0.9) for group in groups)
+    before = (output / "latest.pt").read_bytes()
+    refused = {
+        "--accum=2": "this run has 8 sequences a step, and keeps them",
+        "--global_batch_size=16": "this run was started with 8",
+        "--seed=1": "this run was started with 42",
+        "--n_heads=4": "this run was started with 2",
+        "--eval_draws=3": "this run was started with 2",
+        "--hidden_size=64": "the checkpoint does not fit",
+    }
+    for option, reason in refused.items():
+        assert reason in run(folder, output, "--n_iters=9", option, status=2)
+    assert (output / "latest.pt").read_bytes() == before
+
+
+NAN_EVALUATION = """
+import sys
+sys.argv[0] = "run_train_uniref50_ddp.py"
+import run_train_uniref50_ddp as script
+plain = script.summarize
+script.summarize = lambda table: plain(table * float("nan"))
+script.launch(script.parse_args, script.main)
+"""
+
+
+def test_a_first_evaluation_that_is_nan_is_never_best(folder, tmp_path):
+    """The run says so and ends, also when it is started again; then, mended, it goes on."""
+    words = [f"--datafile={folder}/data", f"--output_dir={tmp_path}/run", *RUN, "--n_iters=4"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for _ in range(2):
+        command = [sys.executable, "-c", NAN_EVALUATION, *words]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 1
+        assert "the held-out bound of step 4 is nan: lower --lr" in done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        assert not (tmp_path / "run/best.pt").exists()
+    run(folder, tmp_path / "run", "--n_iters=4")
+    assert (tmp_path / "run/best.pt").exists()
+
+
+def test_no_data_says_where_to_get_them(tmp_path):
+    status, text = call_script(
+        "run_train_uniref50_ddp", f"--datafile={tmp_path}/none", "--device=cpu"
+    )
+    assert status == 2 and "uniref50.fasta.gz" in text and "tools/prepare_uniref50.py" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_is_prepared_once(folder, tmp_path):
+    words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={tmp_path}/cache"]
+    status, text = call_script("run_train_uniref50_ddp", *words, "--prepare_only")
+    assert status == 0 and "sequences to train on" in text, text
+    status, text = call_script("run_train_uniref50_ddp", *words, "--prepare_only")
+    assert status == 0 and "sequences to train on" not in text
+    assert len([*(tmp_path / "cache").iterdir()]) == 1
+
+
+def test_damaged_data_are_refused(folder, tmp_path):
+    copy = tmp_path / "data"
+    subprocess.run(["cp", "-r", folder / "data", copy], check=True)
+    with open(copy / "train.tokens", "ab") as file:
+        file.write(b"x")
+    status, text = call_script("run_train_uniref50_ddp", f"--datafile={copy}", "--device=cpu")
+    assert status == 2 and "train.tokens has not" in text and "prepare the data again" in text
+    words = [f"--datafile={folder}/data", "--val_ratio=0.1", "--device=cpu"]
+    status, text = call_script("run_train_uniref50_ddp", *words)
+    assert status == 2 and "data was prepared with 0.2" in text
+
+
+WRONG = {
+    "--hidden_size=30": "must be 12 heads times an even number",
+    "--cond_dim=7": "must be even",
+    "--max_protein_len=4": "must be at least 8",
+    "--dropout=1": "must be from 0 to below 1",
+    "--ema=1": "must be from 0 to below 1",
+    "--val_ratio=0": "must be between 0 and 1",
+    "--max_memory_per_gpu=1.2": "at most 1",
+    "--lr=nan": "must be a finite number from 0 on",
+    "--sampling_method=fast": "invalid choice",
+    "--graph.type=uniform": "no option graph.type",
+    "noise.eps=0.02": "no option noise.eps",
+    "noise.type=cosine": "no option noise.type",
+    "--use_curriculum": "no option use_curriculum",
+    "--optimizer=Muon": "no option optimizer",
+    "training.batch_sise=4": "did you mean batch_size?",
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_wrong_options(option):
+    """Those of the original that are not kept are refused by name."""
+    with pytest.raises(script.InputError, match="command line: ") as caught:
+        arguments(option)
+    assert WRONG[option] in str(caught.value)
+
+
+def test_names_of_the_original(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("work_dir: there\ntraining:\n  log_freq: 7\n  accum: 2\noptim:\n  lr: 1e-4\n")
+    args = arguments(f"--config={config}", "--save_every=9")
+    assert (args.output_dir, args.log_every, args.save_every) == ("there", 7, 9)
+    assert (args.accum, args.lr) == (2, 1e-4)
+    assert arguments(f"--config={config}", "--log_every=3").log_every == 3  # the command line wins
+    with mock.patch.dict(os.environ):
+        arguments("--wandb_project=proteins", "--wandb_name=first")
+        assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_NAME"]) == ("proteins", "first")
+
+
+def test_cross_entropy_of_the_loss_by_hand():
+    batch = batch_of(random_sequences([12]), share=0.5)._replace(count=10)
+    logits = torch.randn(len(batch.hidden), 26, generator=torch.Generator().manual_seed(0))
+    p = F.softmax(logits, dim=1)[torch.arange(len(logits)), batch.targets]
+    assert float(script.share_of_loss(logits, batch)) == pytest.approx(
+        float(-2 * p.log().sum() / 10)
+    )

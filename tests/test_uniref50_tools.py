@@ -1,0 +1,582 @@
+"""tools/prepare_uniref50.py and tools/sample_uniref50.py, as a user meets them."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import call_script, write_proteins
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import prepare_uniref50 as tool  # noqa: E402
+import sample_uniref50 as sampler  # noqa: E402
+
+LETTERS = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"
+RATIO = 0.2
+
+
+# --------------------------------------------------------------------------------------------------
+# prepare
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    """Waiting for the disk is most of the time of a small file. Workers start after two chunks."""
+    monkeypatch.setattr(tool.os, "fsync", lambda file: None)
+    monkeypatch.setattr(tool, "INLINE", 2)
+
+
+def some_sequences(count, seed=0, longest=150):
+    draw = random.Random(seed)
+    return ["".join(draw.choices(LETTERS, k=draw.randint(1, longest))) for _ in range(count)]
+
+
+def fasta(sequences, width=60):
+    lines = []
+    for number, sequence in enumerate(sequences):
+        lines.append(f">UniRef50_{number} n=3 >x")
+        for start in range(0, len(sequence), width):
+            lines.append(sequence[start : start + width])
+    return "\n".join(lines) + "\n"
+
+
+def is_valid(sequence):
+    digest = hashlib.blake2b(sequence.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 < RATIO
+
+
+def split_of(sequences):
+    valid = [sequence for sequence in sequences if is_valid(sequence)]
+    return {"train": [s for s in sequences if not is_valid(s)], "valid": valid}
+
+
+def prepare(source, folder, *options):
+    """What the tool has written, read without its code."""
+    words = [str(source), str(folder), f"--val_ratio={RATIO}", "--workers=0", *options]
+    tool.prepare(tool.parse_args(words))
+    return read_back(folder)
+
+
+def read_back(folder):
+    found = {}
+    for part in ("train", "valid"):
+        tokens = (folder / f"{part}.tokens").read_bytes()
+        offsets = np.fromfile(folder / f"{part}.offsets", np.int64).tolist()
+        assert offsets[0] == 0 and offsets[-1] == len(tokens)
+        rows = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
+        assert all(row[0] == 0 and row[-1] == 2 for row in rows)
+        found[part] = ["".join(LETTERS[i - 5] for i in row[1:-1]) for row in rows]
+    return found
+
+
+def forms_of(sequences):
+    """The same sequences in every form: {what: bytes, or what torch.save gets}"""
+    plain = fasta(sequences)
+    text = "\n".join(sequences)
+    half = len(plain) // 2
+    ids = [[5 + LETTERS.index(letter) for letter in sequence] for sequence in sequences]
+    padded = [torch.tensor([0, *row, 2, 1, 1]) for row in ids]
+    stops = re.sub(r"\n(?=>|\Z)", "*\n", fasta(sequences, 10**6))
+    return {
+        "fasta": plain.encode(),
+        "lower case, narrow": fasta(sequences, 7).lower().encode(),
+        "stops, blank lines": ("\n\n" + stops.replace("\n", "\n \n")).encode(),
+        "Windows": plain.replace("\n", "\r\n").encode(),
+        "old Mac": plain.replace("\n", "\r").encode(),
+        "byte-order mark": b"\xef\xbb\xbf" + plain.encode(),
+        "gz": gzip.compress(plain.encode()),
+        "gz in two parts": gzip.compress(plain[:half].encode())
+        + gzip.compress(plain[half:].encode())
+        + bytes(100),
+        "text": text.encode(),
+        "text, gz, Windows": gzip.compress(text.replace("\n", "*\r\n\r\n").encode()),
+        "list": sequences,
+        "protein_seq": [{"protein_seq": s, "length": 1} for s in sequences],
+        "sequence": [{"sequence": s[:9] + "\n" + s[9:]} for s in sequences],
+        "data": {"data": [{"text": s} for s in sequences]},
+        "prot_tokens": {"sequences": [{"prot_tokens": row} for row in padded]},
+    }
+
+
+SEQUENCES = some_sequences(150)
+FORMS = forms_of(SEQUENCES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_and_chunk_size(tmp_path, monkeypatch, form):
+    """FASTA, gz, text and torch files of the same sequences give the same arrays."""
+    path = tmp_path / "file"  # a name that says nothing
+    if isinstance(FORMS[form], bytes):
+        path.write_bytes(FORMS[form])
+    else:
+        torch.save(FORMS[form], path)
+    for chunk in (97, 5000, 4 << 20):
+        monkeypatch.setattr(tool, "CHUNK", chunk)
+        folder = tmp_path / f"out{chunk}"
+        assert prepare(path, folder) == split_of(SEQUENCES), chunk
+        tool.check(folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    data = path.read_bytes()
+    assert meta["source"]["bytes"] == len(data)
+    assert meta["source"]["sha256"] == hashlib.sha256(data).hexdigest()
+    train = split_of(SEQUENCES)["train"]
+    assert meta["train"] == {"sequences": len(train), "residues": sum(map(len, train))}
+    assert meta["letters"] == ["".join(train).count(letter) for letter in LETTERS]
+    lengths = [len(sequence) for sequence in train]
+    assert meta["lengths"] == {str(n): lengths.count(n) for n in sorted(set(lengths))}
+    assert not [*tmp_path.glob("*.tmp-*")]
+
+
+def test_workers_change_nothing(tmp_path):
+    """In a real process, with a file of many chunks."""
+    sequences = some_sequences(30_000, seed=1, longest=4000)
+    (tmp_path / "x").write_text(fasta(sequences))
+    words = [tmp_path / "x", tmp_path / "out", f"--val_ratio={RATIO}", "--workers=2"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/prepare_uniref50.py", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sequences to train on" in done.stdout
+    assert read_back(tmp_path / "out") == split_of(sequences)
+
+
+def test_the_split_is_by_hash_alone(tmp_path):
+    sequences = some_sequences(400, seed=1)
+    for number, order in enumerate((sequences, sequences[::-1], sorted(sequences)[100:])):
+        (tmp_path / "x").write_text(fasta(order))
+        assert prepare(tmp_path / "x", tmp_path / f"out{number}") == split_of(order)
+    assert 40 < len(split_of(sequences)["valid"]) < 120
+
+
+def test_no_letter_is_deleted(tmp_path):
+    """The original's tokenizer dropped X B U Z O J, which joins what was apart."""
+    records = [f">\nMA{letter}K\nxbuzoj{letter.lower()}*\n" for letter in LETTERS]
+    (tmp_path / "x").write_text("".join(records))
+    found = prepare(tmp_path / "x", tmp_path / "out")
+    assert sorted(found["train"] + found["valid"]) == sorted(
+        f"MA{letter}KXBUZOJ{letter}" for letter in LETTERS
+    )
+
+
+def test_duplicates(tmp_path, capsys):
+    sequences = some_sequences(300, seed=2)
+    (tmp_path / "x").write_text(fasta([*sequences, *reversed(sequences), *sequences[:50]]))
+    found = prepare(tmp_path / "x", tmp_path / "out", "--remove_duplicates")
+    once = [*dict.fromkeys(sequences)]
+    assert found == split_of(once)
+    assert f"left out {650 - len(once)} duplicates" in capsys.readouterr().out
+
+
+# a bad record, the line of it (from 0) that is at fault, what is said
+DAMAGE = [
+    (">a\nMKV\nM-K.\nAAA\n", 2, "'-.' among the residues"),
+    (">empty\n", 0, "no residues"),
+    (">blank\n\n  \n", 0, "no residues"),
+    (">stop alone\n*\n", 0, "no residues"),
+    (">b\nMK*\nMKV\n", 1, "'*' among the residues"),
+    (">c\nMKV**\n", 1, "'*' among the residues"),
+    (">digits\n1 MKV\n4 AAA\n", 1, "'1' among the residues"),
+    (">umlaut\nMKV\nMKä\n", 2, "'ä' among the residues"),
+    (">two in a line\nMKV>d\n", 1, "'>' among the residues"),
+    (">binary\nMK\1V\n", 1, "'\\x01' among the residues"),
+]
+
+
+@pytest.mark.parametrize("chunk", [100, 4 << 20])
+def test_bad_records_are_listed_with_their_lines(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(tool, "CHUNK", chunk)
+    good = some_sequences(66, seed=2)
+    text = "\n \n"
+    problems = []
+    for number, record in enumerate(re.split("(?=\n>)", "\n" + fasta(good))[1:]):
+        text += record.strip() + "\n"
+        if number < 30:
+            bad, line, what = DAMAGE[number % 10]
+            problems.append(f"line {text.count(chr(10)) + line + 1}: {what}")
+            text += bad
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(tool.Problem) as caught:
+        prepare(tmp_path / "x", tmp_path / "out")
+    said = str(caught.value)
+    assert "x: 30 bad records, expected letters" in said and "--skip_bad_data" in said
+    assert "\n" not in said and said.endswith("; ".join([*problems[:20], "... and 10 more"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert prepare(tmp_path / "x", tmp_path / "out", "--skip_bad_data") == split_of(good)
+    listed = (tmp_path / "out/skipped_records.txt").read_text().split("\n")
+    assert listed == [*problems, ""]
+    assert json.loads((tmp_path / "out/meta.json").read_text())["skipped"] == 30
+
+
+def test_bad_entries_of_text_and_lists(tmp_path):
+    good = some_sequences(60, seed=3)
+    text = [*good[:30], "", "MKV LLA", " ", "*", "MK>V", *good[30:], "MK1"]
+    (tmp_path / "x").write_text("\n".join(text))
+    ids = [{"prot_tokens": torch.tensor(row)} for row in ([5, 300, 6], [5, 6, 3, 1], [5, 1, 6])]
+    entries = [*good[:30], "", 5, {"name": "MKV"}, "MK-V", *ids[:2], *good[30:], ids[2]]
+    torch.save(entries, tmp_path / "y")
+    in_text = {32: "' ' among", 34: "no residues", 35: "'>' among", 66: "'1' among"}
+    in_list = dict.fromkeys((30, 31, 32), "no residues")
+    in_list.update({33: "'-' among", 34: "'?'", 35: "'?'", 66: "' ' among"})
+    for name, unit, problems in (("x", "line", in_text), ("y", "index", in_list)):
+        with pytest.raises(tool.Problem) as caught:
+            prepare(tmp_path / name, tmp_path / "out")
+        assert f"{len(problems)} bad records" in str(caught.value)
+        for number, what in problems.items():
+            assert f"{unit} {number}: {what}" in str(caught.value)
+        folder = tmp_path / f"out-{name}"
+        assert prepare(tmp_path / name, folder, "--skip_bad_data") == split_of(good)
+
+
+def test_text_before_the_first_header(tmp_path):
+    good = some_sequences(60, seed=3)
+    (tmp_path / "x").write_text("\n \nsome words\nmore\n" + fasta(good))
+    with pytest.raises(tool.Problem, match=r"line 3: b'some words\\nmore' before the first '>'"):
+        prepare(tmp_path / "x", tmp_path / "out")
+    assert prepare(tmp_path / "x", tmp_path / "out", "--skip_bad_data") == split_of(good)
+
+
+def test_damaged_gz(tmp_path):
+    """Cut: with --skip_bad_data the whole records stay. Corrupt: always an error, as what came
+    before may be wrong, too."""
+    sequences = some_sequences(3000, seed=4)
+    packed = gzip.compress(fasta(sequences).encode())
+    cut = packed[: len(packed) * 2 // 3]
+    (tmp_path / "cut").write_bytes(cut)
+    with pytest.raises(tool.Problem, match=r"--skip_bad_data.*line \d+: the .gz file ends early"):
+        prepare(tmp_path / "cut", tmp_path / "out")
+    found = prepare(tmp_path / "cut", tmp_path / "out", "--skip_bad_data")
+    count = zlib.decompressobj(31).decompress(cut).decode().count("\n>")  # the last is not whole
+    assert found == split_of(sequences[:count]) and 1000 < count < 2500
+    flipped = bytearray(packed)
+    flipped[len(packed) // 2] ^= 255
+    broken = {"flipped": bytes(flipped), "crc": packed[:-8] + bytes(8), "more": packed + b"words"}
+    for name, data in broken.items():
+        (tmp_path / name).write_bytes(data)
+        for options in ([], ["--skip_bad_data"]):
+            with pytest.raises(tool.Problem, match="damaged .gz file: fetch it again"):
+                prepare(tmp_path / name, tmp_path / "new", *options)
+    assert not (tmp_path / "new").exists()
+
+
+FASTQ = "@read1\nACGTACGT\n+\nIIIIFFFF\n@read2\nACGT\n+read2\nFFFF\n"
+HOSTILE = {
+    "fastq": (FASTQ.encode(), "is FASTQ; expected FASTA.*qualities would pass for proteins"),
+    "fastq.gz": (gzip.compress(FASTQ.encode()), "is FASTQ"),
+    "empty": (b" \n\n", "is empty; expected FASTA or text"),
+    "image": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "PNG.*which is no text; expected FASTA"),
+    "utf16": (">a\nMKV\n".encode("utf-16"), "which is no text"),
+    "zip": (b"PK\3\4" + bytes(100), "expected a whole file of torch.save"),
+    "one": (b">a\nMKV\n", "0 held out|0 sequences to train on"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("options", [[], ["--skip_bad_data"]])
+def test_hostile_files(tmp_path, name, options):
+    data, what = HOSTILE[name]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(tool.Problem, match=f"{name}.*({what})"):
+        prepare(tmp_path / name, tmp_path / "out", *options)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_files_of_torch_that_hold_something_else(tmp_path):
+    torch.save({"model": torch.zeros(3)}, tmp_path / "weights")
+    with pytest.raises(tool.Problem, match="weights holds a dict; expected a list"):
+        prepare(tmp_path / "weights", tmp_path / "out")
+
+
+def test_wrong_calls(tmp_path):
+    """One line, status 2, and nothing is written."""
+    (tmp_path / "x").write_text(fasta(some_sequences(50)))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/thesis.txt").write_text("precious")
+    cases = {
+        ("gone", "out"): "gone: no such file",
+        ("x", "there"): "there exists: remove it, or give another folder",
+        ("x",): "expected two names",
+        ("x", "out", "--val_ratio=2"): "must be between 0 and 1",
+        ("x", "out", "--workers=-1"): "must be from 0 on",
+        ("--check", "there"): "there is not whole",
+    }
+    for words, reason in cases.items():
+        words = [word if word.startswith("--") else tmp_path / word for word in words]
+        status, text = call_script("tools/prepare_uniref50", *words)
+        assert status == 2 and reason in text and text.count("\n") == 1, text
+    assert (tmp_path / "there/thesis.txt").read_text() == "precious"
+
+
+def test_check(tmp_path):
+    (tmp_path / "x").write_text(fasta(some_sequences(50)))
+    prepare(tmp_path / "x", tmp_path / "out")
+    for name in tool.FILES:
+        path = tmp_path / "out" / name
+        kept = path.read_bytes()
+        path.write_bytes(kept[:-1] + b"\7")
+        with pytest.raises(tool.Problem, match=f"{name} is damaged"):
+            tool.check(tmp_path / "out")
+        path.write_bytes(kept)
+    tool.check(tmp_path / "out")
+
+
+def test_a_full_disk(tmp_path):
+    (tmp_path / "x").write_text(fasta(some_sequences(900)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # no file grows beyond
+    try:
+        with pytest.raises(OSError):
+            prepare(tmp_path / "x", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+KILLED = """
+import os, signal, sys, time
+import multiprocessing
+import prepare_uniref50 as tool
+
+tool.CHUNK, tool.INLINE, plain = 2000, 2, tool.Source.chunks
+def dying(source):
+    for number, chunk in enumerate(plain(source)):
+        if number == 10:
+            print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+            time.sleep(1)  # they are idle now: nothing tells them that nobody reads their results
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield chunk
+if __name__ == "__main__":
+    tool.Source.chunks = dying
+    tool.main()
+"""
+
+
+def test_a_killed_run_leaves_no_folder_and_no_worker(tmp_path, capsys):
+    (tmp_path / "x").write_text(fasta(some_sequences(900, seed=6)))
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [sys.executable, tmp_path / "killed.py", tmp_path / "x", tmp_path / "out"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+    done = subprocess.run([*command, "--workers=2"], env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    workers = [Path("/proc") / pid for pid in done.stdout.split()]
+    deadline = time.monotonic() + 10
+    while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(worker.exists() for worker in workers)
+    (left,) = tmp_path.glob("out.tmp-*")
+    assert not (tmp_path / "out").exists()
+    assert prepare(tmp_path / "x", tmp_path / "out") == split_of(some_sequences(900, seed=6))
+    assert str(left) in capsys.readouterr().err
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """Below 300 MB with two workers, all processes together."""
+    block = fasta(some_sequences(4000, seed=8, longest=1000))
+    peaks = {}
+    for times in (40, 90):
+        path = tmp_path / f"{times}"
+        path.write_bytes(gzip.compress((block * times).encode(), 1))
+        command = [sys.executable, ROOT / "tools/prepare_uniref50.py", path, f"{path}.out"]
+        process = subprocess.Popen([*command, "--workers=2"], stdout=subprocess.DEVNULL)
+        peaks[times] = 0
+        while process.poll() is None:
+            family = [process.pid]
+            for pid in family:
+                children = Path(f"/proc/{pid}/task/{pid}/children")
+                if children.exists():
+                    family += map(int, children.read_text().split())
+            total = 0
+            for pid in family:
+                try:
+                    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                except OSError:
+                    continue
+                found = re.search(r"^Pss: +(\d+)", rollup, re.MULTILINE)
+                total += int(found[1]) if found else 0
+            peaks[times] = max(peaks[times], total / 1024)
+            time.sleep(0.05)
+        assert process.returncode == 0
+    assert peaks[90] < 300 and peaks[90] < 1.2 * peaks[40], peaks
+
+
+def test_the_shipped_sample(tmp_path):
+    path = ROOT / "data/uniref_sample.fasta.gz"
+    readme = (ROOT / "data/README.md").read_text()
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in readme
+    prepare(path, tmp_path / "out")
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    totals = {k: meta["train"][k] + meta["valid"][k] for k in ("sequences", "residues")}
+    assert f"{totals['sequences']} protein sequences" in readme
+    assert f"{totals['residues']:,} residues" in readme
+
+
+# --------------------------------------------------------------------------------------------------
+# sample
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with data/ and run/, six steps on it."""
+    folder = tmp_path_factory.mktemp("sample")
+    write_proteins(folder / "proteins.fasta", 300)
+    words = [folder / "proteins.fasta", folder / "data", "--val_ratio=0.2"]
+    assert call_script("tools/prepare_uniref50", *words)[0] == 0
+    options = f"""--datafile={folder}/data --output_dir={folder}/run --hidden_size=32 --n_heads=2
+        --n_blocks_prot=2 --cond_dim=16 --max_protein_len=64 --batch_size=8 --accum=1 --n_iters=6
+        --lr=5e-3 --warmup=2 --eval_sequences=10 --samples_per_eval=0 --device=cpu"""
+    status, text = call_script("run_train_uniref50_ddp", *options.split())
+    assert status == 0, text
+    return folder
+
+
+def sample(trained, *options, status=0):
+    words = [trained / "run/best.pt", "--device=cpu", *options]
+    found, text = call_script("tools/sample_uniref50", *words)
+    assert found == status, text[-3000:]
+    return text
+
+
+def records_of(path):
+    found = [record.partition("\n") for record in path.read_text().split(">")[1:]]
+    return [(header, body.replace("\n", "")) for header, _, body in found]
+
+
+@pytest.mark.parametrize("options", [[], ["--method=simple", "--steps=4"], ["--steps=5"]])
+def test_samples(trained, options):
+    out = trained / "samples.fasta"
+    said = sample(trained, "--count=5", f"--out={out}", f"--compare={trained}/data", *options)
+    records = records_of(out)
+    assert len(records) == 5 and all(20 <= len(body) <= 60 for _, body in records)
+    for header, body in records:
+        assert f"length={len(body)}" in header and set(body) <= set(LETTERS)
+    for name in ("residue_kl", "3mer_js", "uniqueness", "identity_max"):
+        assert re.search(rf"^{name} +\d", said, re.MULTILINE)
+
+
+def test_a_sample_depends_on_seed_and_number_alone(trained):
+    found = []
+    for options in (["--batch_size=2"], ["--batch_size=16"], ["--seed=1"]):
+        out = trained / "samples.fasta"
+        sample(trained, "--count=6", "--length=20", f"--out={out}", *options)
+        found.append([body for _, body in records_of(out)])
+    assert found[0] == found[1] and found[0] != found[2]
+    assert all(len(body) == 20 for body in found[0])
+
+
+def test_filling_in(trained):
+    (trained / "motif.fasta").write_text(">m a motif\nACD???\nFGHI\n>n\nk?\n")
+    out = trained / "filled.fasta"
+    sample(trained, f"--infill={trained}/motif.fasta", "--count=3", f"--out={out}")
+    records = records_of(out)
+    assert [header.split()[0] for header, _ in records] == [
+        "m/1",
+        "m/2",
+        "m/3",
+        "n/1",
+        "n/2",
+        "n/3",
+    ]
+    for _, body in records[:3]:
+        assert body[:3] == "ACD" and body[6:] == "FGHI" and "?" not in body
+    assert all(body[0] == "K" and len(body) == 2 for _, body in records[3:])
+
+
+def test_wrong_uses_of_the_sampler(trained, tmp_path):
+    (tmp_path / "wrong.fasta").write_text(">a\nM?K\n>bad one\nM*?J-\n")
+    (tmp_path / "full.fasta").write_text(">a\nMKV\n")
+    (tmp_path / "words.fasta").write_text("MKV\n>a\nM?\n")
+    (tmp_path / "long.fasta").write_text(f">a\n{'M' * 70}?\n")
+    torch.save({"script": "other.py"}, tmp_path / "other.pt")
+    cases = {
+        (f"--infill={tmp_path}/wrong.fasta",): "bad has '*-'; expected residues and `?`",
+        (f"--infill={tmp_path}/full.fasta",): "a has no `?`",
+        (f"--infill={tmp_path}/words.fasta",): "with `>` as its first character",
+        (f"--infill={tmp_path}/long.fasta",): "a has 71 residues; the network knows at most 62",
+        ("--length=63",): "trained on at most 62 residues",
+        (f"--compare={tmp_path}",): "no folder of tools/prepare_uniref50.py",
+        ("--top_p=0",): "--top_p above 0",
+        ("--length=5", "--infill=x"): "give one of the two",
+        ("--out=/no/such/folder/x",): "there is no folder",
+    }
+    for options, reason in cases.items():
+        said = sample(trained, f"--out={tmp_path}/x", *options, status=2)
+        assert reason in said and said.count("\n") == 1
+    for name, reason in {
+        "none.pt": "is not there, or is damaged",
+        "other.pt": "no checkpoint",
+    }.items():
+        status, text = call_script("tools/sample_uniref50", tmp_path / name, "--device=cpu")
+        assert status == 2 and reason in text and text.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def numbers(text):
+    return np.array([LETTERS.index(letter) for letter in text])
+
+
+def kl(p, q):
+    return sum(x * math.log(x / y) for x, y in zip(p, q, strict=True) if x)
+
+
+def js(p, q):
+    middle = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
+    return (kl(p, middle) + kl(q, middle)) / 2
+
+
+def test_metrics_by_hand():
+    ours = [numbers(text) for text in ("AAAAC", "AAC", "AAC")]
+    theirs = [numbers(text) for text in ("ACAC", "CCAA", "AAAAAAA")]
+    found = sampler.compare(ours, theirs)
+    # residues: A 8, C 3 against A 11, C 4 (and half a count more of each of 26 in the KL)
+    assert found["residue_kl"] == pytest.approx(kl((8 / 11, 3 / 11), (11.5 / 28, 4.5 / 28)))
+    assert found["residue_js"] == pytest.approx(js((8 / 11, 3 / 11), (11 / 15, 4 / 15)))
+    # AA AC CA CC within sequences: 5 3 0 0 of 8 against 7 2 2 1 of 12
+    expected = js((5 / 8, 3 / 8, 0, 0), (7 / 12, 2 / 12, 2 / 12, 1 / 12))
+    assert found["2mer_js"] == pytest.approx(expected)
+    # AAA AAC ACA CAC CCA CAA: 2 3 0 0 0 0 against 5 0 1 1 1 1
+    expected = js((0.4, 0.6, 0, 0, 0, 0), (5 / 9, 0, 1 / 9, 1 / 9, 1 / 9, 1 / 9))
+    assert found["3mer_js"] == pytest.approx(expected)
+    assert found["length_wasserstein"] == pytest.approx(4 / 3)  # 5 3 3 against 4 4 7
+    assert found["repeats"] == pytest.approx(4 / 11)
+    assert found["uniqueness"] == pytest.approx(2 / 3)
+    assert found["identity_mean"] == pytest.approx((4 / 5 + 2 / 3 + 2 / 3) / 3)
+    assert found["identity_max"] == pytest.approx(4 / 5)
+
+
+def test_identity_beside_a_loop():
+    generator = np.random.default_rng(5)
+    ours = [generator.integers(0, 4, generator.integers(1, 20)) for _ in range(66)]
+    theirs = [generator.integers(0, 4, generator.integers(1, 40)) for _ in range(66)]
+    expected = []
+    for a in ours:
+        best = 0.0
+        for b in theirs:
+            for shift in range(-len(a) + 1, len(b)):
+                x, y = a[max(0, -shift) :], b[max(0, shift) :]
+                n = min(len(x), len(y))
+                best = max(best, (x[:n] == y[:n]).sum() / min(len(a), len(b)))
+        expected.append(best)
+    assert sampler.best_identity(ours, theirs).tolist() == pytest.approx(expected)
+    assert sampler.best_identity([numbers("WA")], [numbers("AW")]) == 0.5  # not in a circle
+
+
+def test_runs_and_short_sequences():
+    for text, residues in {"CAAAAC": 4, "AAAACCCCCC": 10, "AAA": 0}.items():
+        assert sampler.in_runs(numbers(text)) == residues
+    found = sampler.compare([numbers("A"), numbers("C")], [numbers("AC")])
+    assert "2mer_js" not in found and found["residue_js"] == pytest.approx(0)
