@@ -1,35 +1,39 @@
-"""Images per second of a stage-2 step against a port of the original's step, and against the floor of its passes.
+"""Training steps of stage 2 of run_train_rebm_ddp.py beside the program that it replaces and beside
+a port of the original's step.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_rebm.py [--settings MODEL,SIZE,BATCH,T ...] [--sides ...]
+    python benchmarks/bench_rebm.py
+    python benchmarks/bench_rebm.py --rounds 1 --seconds 0.1 --settings SmallNet,8,16,2
 
-original   the step of xuwangyin/DAT fb2ffc7, from a description of it: attacks through the DistributedDataParallel
-           wrapper with parameters that require gradients; an extra forward pass over real, OOD and attacked OOD images
-           for two AUCs by scikit-learn; one joint backward pass; weights averaged tensor by tensor; .item() each step
-ours       the script's step, with its batches, gradient clipping, guard and averages
-compiled   the same with --compile True
-floor      the T + 10 forward and input-backward passes of the attacks and three forward and backward passes, alone,
-           with the script's memory format, not compiled
+Images per second of whole training steps, one process, one thread, fp32 on a CPU, the same network
+with the same initial weights (logits are compared), the same lengths of the attacks: T steps on OOD
+images, 10 on images to classify. Each side is a process. In each round all sides step for
+--seconds, one right after the other; ratios are of the same round.
 
-Same network, batch, attack steps, threads and precision (fp32), one process, on a CPU; batch normalisation is frozen,
-as in stage 2. Before that both attacks are compared: they must find the same points. To the original's advantage: its
-batches are ready (it decodes and augments with PIL in other processes). The sides are processes that are all there from
-the start and take turns; ratios are of CPU time, which other programs of the machine disturb least. --profile SIDE
-shows the operators of a side instead.
+ours         train() of the script, without validations and checkpoints
+compiled     the same with --compile
+replaced     the step of the program that it replaces (commit e7785a5), with its batches
+original     xuwangyin/DAT fb2ffc7, from a description of it: attacks through the
+             DistributedDataParallel wrapper with parameters that require gradients; one more
+             forward pass over real, OOD and attacked images for two AUCs by scikit-learn; one joint
+             backward pass; weights averaged tensor by tensor; the loss read in each step
+
+Batch normalisation is frozen, as in stage 2. To the original's advantage its batches are ready: it
+decodes and augments in other processes.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import copy
-import inspect
 import itertools
 import json
 import multiprocessing
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,57 +41,142 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import run_train_rebm_ddp as rebm
-
-SIDES = ("original", "ours", "compiled", "floor")
-CLF_STEPS, STEP, CLF_STEP, CLF_EPS, RATE, DECAY = 10, 0.1, 0.1, 0.5, 1e-5, 0.999
-
-
-def assembled(options, compile_it: bool = False) -> rebm.Task:
-    """The script's task on images of random pixels."""
-    args = rebm.parse_args([
-        f"model_type={options.model}", f"attack.max_steps={options.T}", f"attack.step_size={STEP}",
-        f"indist_attack_clf.max_steps={CLF_STEPS}", f"indist_attack_clf.step_size={CLF_STEP}", f"ema={DECAY}",
-        f"indist_attack_clf.eps={CLF_EPS}", f"batch_size={options.batch}", f"lr={RATE}", "max_grad_norm=5",
-        "device=cpu", "precision=fp32", "augm_type_classification=shift", f"compile={compile_it}"])  # fmt: skip
-    draw, channels = np.random.default_rng(0), 1 if options.model == "SmallNet" and options.size < 28 else 3
-    pixels = draw.integers(0, 256, (8 * options.batch, channels, options.size, options.size), np.uint8)
-    ddp = rebm.DDPContext(0, 1, 0, 1, torch.device("cpu"), "gloo", "python")
-    images = rebm.Images(pixels, draw.integers(0, 10, len(pixels)), ddp.device)
-    task = rebm.assemble(args, ddp, rebm.Data(images, images, images, images, images, {}, 10, channels, options.size))
-    rebm.begin_stage(task, rebm.new_course(), "dat")
-    return task
+ROOT = Path(__file__).resolve().parent.parent
+REPLACED = "e7785a5"
+SIDES = ["ours", "compiled", "replaced", "original"]
+OTHERS = {"replaced": f"the program replaced ({REPLACED})", "original": "the original's step"}
+CLF_STEPS = 10
+STEP = 0.1
+CLF_EPS = 0.5
+RATE = 1e-5
+DECAY = 0.999
+IMAGES = 2000
 
 
-def ours(options, compile_it: bool = False) -> Callable[[int], None]:
-    task = assembled(options, compile_it)
-    args, ddp = task.args, task.ddp
-    samplers = {name: rebm.GlobalBatchSampler(len(task.data.train), options.batch, 1, i, ddp)
-                for i, name in enumerate(("clf", "real", "outside"))}  # fmt: skip
-    guard = rebm.StepGuard(args, ddp, rebm.stage_optimizer(task, "", RATE), torch.float32, 0.0)
-    log = SimpleNamespace(sums={}, add=lambda *_, **__: None)
-    source = rebm.micro_batches(task, samplers, 0, "dat")
+class Setting:
+    """model.model_type, side of the images, batch, T"""
 
-    def step(number: int) -> None:
-        micro = next(source)
-        total, scores = rebm.train_step(task, task.net, "dat", options.T, micro, guard, log, options.batch)
-        guard.step(total, number, [part.ids for part in micro])
-        rebm.update_ema(list(task.average.values()), list(rebm.float_tensors(task.model).values()), DECAY, number)
-        float(rebm.pooled_auc(*scores))
+    def __init__(self, text):
+        self.model, *numbers = text.split(",")
+        self.size, self.batch, self.T = map(int, numbers)
+        self.name = f"{self.model}, {self.size} px, batch {self.batch}, T {self.T}"
+        self.options = f"""--model_type={self.model}
+            --attack.max_steps={self.T} --attack.start_step={self.T} --attack.step_size={STEP}
+            --indist_attack_clf.max_steps={CLF_STEPS}
+            --indist_attack_clf.step_size={STEP} --indist_attack_clf.eps={CLF_EPS} --lr={RATE}
+            --ema={DECAY} --batch_size={self.batch} --max_grad_norm=5 --device=cpu --precision=fp32
+            --augm_type_classification=shift --save_every=1000000000""".split()
 
-    return step
+    def images(self):
+        """(images (N, C, S, S) uint8, labels (N,))"""
+        channels = 1 if self.model == "SmallNet" and self.size < 28 else 3
+        rng = np.random.default_rng(0)
+        shape = (IMAGES, channels, self.size, self.size)
+        return rng.integers(0, 256, shape, np.uint8), np.arange(IMAGES) % 10
 
 
-def compiled(options) -> Callable[[int], None]:
-    return ours(options, True)
+# ---- The sides, each in a process of its own -----------------------------------------------------
 
 
-def climb(model, x: Tensor, objective: Callable, steps: int, size: float, eps: float) -> Tensor:
-    """The original's attack: steps of a fixed length (L2) up the objective, the projection, [0, 1]."""
+class Turns:
+    """Lets a side step when it is its turn, and answers with steps per second."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+        self.wait()
+
+    def wait(self):
+        self.seconds = self.pipe.recv()
+        if self.seconds is None:
+            os._exit(0)
+        self.steps = 0
+        self.begin = time.perf_counter()
+
+    def step_done(self):
+        self.steps += 1
+        taken = time.perf_counter() - self.begin
+        if taken >= self.seconds:
+            self.pipe.send(self.steps / taken)
+            self.wait()
+
+
+class Ours:
+    def __init__(self, setting, work, compiled=False):
+        sys.path.insert(0, str(ROOT))
+        out = work / ("compiled" if compiled else "ours")
+        sys.argv = ["run_train_rebm_ddp.py", *setting.options, f"--data={work}/images"]
+        sys.argv += ["--stage=dat", "--ckpt_path=none", f"--output_dir={out}", "--AUC_th=1"]
+        sys.argv += ["--total_epochs=1000000", "--n_imgs_per_evaluation_log=0"]
+        sys.argv += [f"--compile={compiled}"]
+        import run_train_rebm_ddp as script
+
+        self.script = script
+        args = script.parse_args()
+        args.ckpt_path = None
+        device = script.setup_ddp(args)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.run = script.prepare(args, device)
+        self.model = self.run.model
+
+    def train(self, turns):
+        run = self.run
+        plain = run.guard.agree
+
+        def agree():  # called once in each step
+            turns.step_done()
+            return plain()
+
+        run.guard.agree = agree
+        run.loop["stage"] = "dat"  # with these weights, and with no average of them yet
+        self.script.train(run, "dat")
+
+
+class Replaced:
+    """The old script, its dense parts called as its train() calls them."""
+
+    def __init__(self, setting, work):
+        sys.path.insert(0, str(work.parent / "worktree"))
+        import run_train_rebm_ddp as script
+
+        self.script = script
+        script.LOGGER.rank = 1  # says nothing
+        self.setting = setting
+        args = script.parse_args(setting.options)
+        pixels, labels = setting.images()
+        self.ddp = script.DDPContext(0, 1, 0, 1, torch.device("cpu"), "gloo", "python")
+        images = script.Images(pixels, labels, self.ddp.device)
+        parts = [images] * 5
+        data = script.Data(*parts, {}, 10, pixels.shape[1], setting.size)
+        self.task = script.assemble(args, self.ddp, data)
+        self.model = self.task.model
+
+    def train(self, turns):
+        script, task, batch = self.script, self.task, self.setting.batch
+        script.begin_stage(task, script.new_course(), "dat")
+        samplers = {}
+        for number, name in enumerate(("clf", "real", "outside")):
+            count = len(task.data.train)
+            samplers[name] = script.GlobalBatchSampler(count, batch, 1, number, self.ddp)
+        optimizer = script.stage_optimizer(task, "", RATE)
+        guard = script.StepGuard(task.args, self.ddp, optimizer, torch.float32, 0.0)
+        log = SimpleNamespace(sums={}, add=lambda *_, **__: None)
+        source = script.micro_batches(task, samplers, 0, "dat")
+        averages = list(task.average.values())
+        weights = list(script.float_tensors(task.model).values())
+        for number in itertools.count():
+            micro = next(source)
+            T = self.setting.T
+            loss, scores = script.train_step(task, task.net, "dat", T, micro, guard, log, batch)
+            guard.step(loss, number, [part.ids for part in micro])
+            script.update_ema(averages, weights, DECAY, number)
+            float(script.pooled_auc(*scores))
+            turns.step_done()
+
+
+def climb(model, x, objective, steps, size, eps):
+    """The original's attack: steps of a fixed length (L2), the projection, [0, 1]."""
     z = x.clone()
     for _ in range(steps):
         z = z.clone().detach().requires_grad_(True)
@@ -99,7 +188,7 @@ def climb(model, x: Tensor, objective: Callable, steps: int, size: float, eps: f
     return z.clone().detach()
 
 
-def mean_auc(real: Tensor, other: Tensor) -> float:
+def mean_auc(real, other):
     """scikit-learn's AUC, averaged over ranks."""
     from sklearn.metrics import roc_auc_score
 
@@ -109,168 +198,215 @@ def mean_auc(real: Tensor, other: Tensor) -> float:
     return value.item()
 
 
-def original(options) -> Callable[[int], None]:
-    data = (task := assembled(options)).data
-    plain = task.model.to(memory_format=torch.contiguous_format)
-    with tempfile.NamedTemporaryFile(delete=False) as file:
-        dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{file.name}")
-    named = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 has renamed it
-    model = DistributedDataParallel(plain, **{n: False for n in ("forward_sync_buffers",) if n in named}
-                                    or {"broadcast_buffers": False})  # fmt: skip
-    average = copy.deepcopy(plain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    draw = np.random.default_rng(1)
-    batches = []
-    for _ in range(4):
-        ids = draw.integers(0, len(data.train), (3, options.batch))
-        batches.append([t for i in ids for t in (data.train.batch(i), data.train.targets(i))])
-    ready = itertools.cycle(batches)
+class Original:
+    def __init__(self, setting, work):
+        sys.path.insert(0, str(ROOT))
+        sys.argv = ["run_train_rebm_ddp.py", *setting.options]
+        import run_train_rebm_ddp as script
 
-    def picked(logits: Tensor, labels: Tensor) -> Tensor:
-        return logits[torch.arange(len(logits)), labels]
+        self.setting = setting
+        self.images, self.labels = setting.images()
+        channels = self.images.shape[1]
+        model = script.make_network(script.parse_args(), 10, channels, setting.size)
+        self.model = model.to(memory_format=torch.contiguous_format)
+        self.model.frozen = True
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def step(number: int) -> None:
-        x, y, real, real_y, outside, _ = next(ready)
-        model.eval()
-        fake = climb(model, outside, lambda v: picked(v, real_y).sum(), options.T, STEP, float("inf"))
-        with torch.no_grad():
-            scores = picked(model(torch.cat([real, outside, fake])), real_y.repeat(3)).chunk(3)
-        for other in scores[1:]:
-            mean_auc(scores[0], other)
-        model.train()
-        logits = torch.cat([model(real), model(fake)]).logsumexp(1)
-        truth = torch.cat([torch.ones(len(real)), torch.zeros(len(fake))])
-        loss = F.binary_cross_entropy_with_logits(logits, truth)
-        adv = climb(model, x, lambda v: F.cross_entropy(v, y), CLF_STEPS, CLF_STEP, CLF_EPS)
-        loss = loss + F.cross_entropy(model(adv), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        loss.item()
-        decay = min(DECAY, (1 + number) / (10 + number))
-        with torch.no_grad():
-            for mine, new in zip(average.state_dict().values(), plain.state_dict().values(), strict=True):
-                if mine.is_floating_point():
-                    mine.copy_(mine * decay + new * (1 - decay))
+    def batches(self):
+        """Four batches of real images, labels, OOD images, and images to classify, ready."""
+        rng = np.random.default_rng(1)
+        ready = []
+        for _ in range(4):
+            parts = []
+            for ids in rng.integers(0, IMAGES, (3, self.setting.batch)):
+                parts.append(torch.from_numpy(self.images[ids]).float() / 255)
+                parts.append(torch.from_numpy(self.labels[ids]))
+            ready.append(parts)
+        return itertools.cycle(ready)
 
-    return step
+    def train(self, turns):
+        plain = self.model.train()
+        average = copy.deepcopy(plain)
+        model = DistributedDataParallel(plain, broadcast_buffers=False)
+        options = {"lr": RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+        optimizer = torch.optim.SGD(model.parameters(), **options)
 
+        def picked(logits, labels):
+            return logits[torch.arange(len(logits)), labels]
 
-def floor(options) -> Callable[[int], None]:
-    task = assembled(options)
-    x = task.data.train.batch(np.arange(options.batch))
-
-    def step(_number: int) -> None:
-        with rebm.frozen(task.model):
-            for _ in range(options.T + CLF_STEPS):
-                z = x.detach().requires_grad_(True)
-                torch.autograd.grad(task.model(z).sum(), z)
-        for _ in range(3):
-            task.model(x).sum().backward()
-        for p in task.model.parameters():
-            p.grad = None
-
-    return step
-
-
-def compare(options) -> float:
-    """The largest difference between points of the two attacks after a few steps, from the same images on the same
-    network; the step of the second attack leaves the ball. (More steps multiply rounding errors at ReLUs.)"""
-    task = assembled(options)
-    x, y = task.data.train.batch(np.arange(options.batch)), task.data.train.targets(np.arange(options.batch))
-    with rebm.frozen(task.model):
-        pairs = [(climb(task.model, x, lambda v: rebm.picked(v, y).sum(), 2, STEP, float("inf")),
-                  rebm.pgd(task.model, x, lambda v: rebm.picked(v, y), 2, STEP, float("inf"), "L2")),
-                 (climb(task.model, x, lambda v: F.cross_entropy(v, y), 1, 2 * CLF_EPS, CLF_EPS),
-                  rebm.pgd(task.model, x, lambda v: F.cross_entropy(v, y, reduction="none"), 1, 2 * CLF_EPS, CLF_EPS,
-                           "L2"))]  # fmt: skip
-    return max((a - b).abs().max().item() for a, b in pairs)
+        for number, (x, y, real, real_y, outside, _) in enumerate(self.batches()):
+            model.eval()
+            steps = self.setting.T
+            fake = climb(
+                model, outside, lambda v, y=real_y: picked(v, y).sum(), steps, STEP, float("inf")
+            )
+            with torch.no_grad():
+                logits = model(torch.cat([real, outside, fake]))
+                scores = picked(logits, real_y.repeat(3)).chunk(3)
+            for other in scores[1:]:
+                mean_auc(scores[0], other)
+            model.train()
+            logits = torch.cat([model(real), model(fake)]).logsumexp(1)
+            truth = torch.cat([torch.ones(len(real)), torch.zeros(len(fake))])
+            loss = F.binary_cross_entropy_with_logits(logits, truth)
+            adv = climb(model, x, lambda v, y=y: F.cross_entropy(v, y), CLF_STEPS, STEP, CLF_EPS)
+            loss = loss + F.cross_entropy(model(adv), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+            decay = min(DECAY, (1 + number) / (10 + number))
+            pairs = zip(average.state_dict().values(), plain.state_dict().values(), strict=True)
+            with torch.no_grad():
+                for mine, new in pairs:
+                    if mine.is_floating_point():
+                        mine.copy_(mine * decay + new * (1 - decay))
+            turns.step_done()
 
 
-def serve(pipe, side: str, options) -> None:
-    """A process of one side: when asked, seconds of the clock and of the CPU per step."""
+def run_side(pipe, side, setting, work):
+    """A process: sends logits, then trains whenever it is asked to."""
+    output = open(work / f"{side}.txt", "w")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    rebm.LOGGER.rank = 1  # says nothing
-    step, number = globals()[side](options), 1
-    step(number)
-    pipe.send("ready")
-    while pipe.recv():
-        begin, first = (time.perf_counter(), time.process_time()), number
-        while number == first or time.process_time() - begin[1] < options.seconds:
-            step(number := number + 1)
-        spent = time.perf_counter() - begin[0], time.process_time() - begin[1]
-        pipe.send([seconds / (number - first) for seconds in spent])
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    kinds = {"replaced": Replaced, "original": Original}
+    if side in kinds:
+        there = kinds[side](setting, work)
+    else:
+        there = Ours(setting, work, side == "compiled")
+    path = work / "weights.pt"
+    if side == "ours":
+        torch.save(there.model.state_dict(), path)  # noqa: TID251
+    weights = torch.load(path)  # noqa: TID251
+    # the program replaced has other names, in the same order, and keeps its two constants
+    names = [name for name in there.model.state_dict() if name not in ("mean", "std")]
+    state = dict(zip(names, weights.values(), strict=True))
+    there.model.load_state_dict(state, strict=side != "replaced")
+    images, _ = setting.images()
+    there.model.eval()
+    with torch.no_grad():
+        pipe.send(there.model(torch.from_numpy(images[:16]).float() / 255).numpy())
+    there.model.train()
+    there.train(Turns(pipe))
 
 
-def profile(side: str, options) -> None:
-    """Where the time of a side goes, by operator."""
-    step = globals()[side](options)
-    step(1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        step(2)
-    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45))
+# ---- All sides, in turns -------------------------------------------------------------------------
 
 
-def rounds_of(work: str, other: str, unit: str, mine: list[float], theirs: list[float], ratios: list[float]) -> list:
-    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    rows = zip(mine, theirs, ratios, strict=True)
-    return [{"work": work, "with": other, "unit": unit, "ours": a, "other": b, "ratio": r} for a, b, r in rows]
+def hear(pipe, side, work):
+    """What a side sends next."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        text = (work / f"{side}.txt").read_text()
+        sys.exit(f"{side} ended:\n{text[-2500:]}")
 
 
-def measure(sides: list[str], options) -> list[dict]:
-    """Rows of the table for one setting. Returns the rounds."""
-    if not (difference := compare(options)) < 1e-5:
-        sys.exit(f"the two attacks differ by {difference:.1e} in a pixel")
-    context, pipes, found = multiprocessing.get_context("spawn"), {}, {side: [] for side in sides}
-    for side in sides:
-        pipes[side], theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, side, options), daemon=True).start()
-        theirs.close()
-        pipes[side].recv()
-    for side in sides * options.rounds:
-        pipes[side].send(True)
-        found[side].append(pipes[side].recv())
-    for pipe in pipes.values():
-        pipe.send(False)
-    records, speeds = [], {side: [options.batch / cpu for _, cpu in values] for side, values in found.items()}
-    for side, values in found.items():
-        wall, cpu = ([options.batch / v[i] for v in values] for i in (0, 1))
-        ratios = [theirs[1] / mine[1] for mine, theirs in zip(values, found[sides[0]], strict=True)]
-        print(f"| {options.model}, {options.size} px, batch {options.batch}, T {options.T} | {side} "
-              f"| {statistics.median(wall):.1f} | {statistics.median(cpu):.1f} ({min(cpu):.1f} to {max(cpu):.1f}) "
-              f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |", flush=True)  # fmt: skip
-        if side != sides[0]:
-            name = f"{options.model}, {options.size} px, batch {options.batch}, T {options.T}: {side}"
-            records += rounds_of(name, sides[0], "images per CPU second", speeds[side], speeds[sides[0]], ratios)
-    return records
+def measure(sides, setting, work, args):
+    """{side: images per second, in each round}"""
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    pipes = {}
+    logits = {}
+    found = {side: [] for side in sides}
+    try:
+        for side in sides:  # ours first: it writes the weights
+            pipes[side], theirs = context.Pipe()
+            process = context.Process(target=run_side, args=(theirs, side, setting, work))
+            process.start()
+            processes.append(process)
+            theirs.close()
+            logits[side] = hear(pipes[side], side, work)
+            difference = np.abs(logits[side] - logits["ours"]).max()
+            if not difference < 1e-4 * max(1.0, np.abs(logits["ours"]).max()):
+                sys.exit(f"{side} is not the same network: logits differ by {difference:.1e}")
+        for number in range(-1, args.rounds):  # the first round warms up
+            for side in sides if number % 2 else sides[::-1]:
+                pipes[side].send(args.seconds)
+                speed = setting.batch * hear(pipes[side], side, work)
+                if number >= 0:
+                    found[side].append(speed)
+    finally:
+        for pipe in pipes.values():
+            with contextlib.suppress(OSError):  # it has ended
+                pipe.send(None)
+        for process in processes:
+            process.join(5)
+            process.kill()
+    return found
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--settings", nargs="+", default=["SmallNet,8,128,20", "WideResNet28x2,32,8,20"],
-                   help="model.model_type, side of the images, batch, attack steps on OOD images (T)")  # fmt: skip
-    p.add_argument("--seconds", type=float, default=2.0, help="of a turn, on the CPU (one step at least)")
-    p.add_argument("--rounds", type=int, default=5, help="turns of each side; medians count")
-    p.add_argument("--sides", nargs="+", default=["original", "ours", "compiled", "floor"], choices=SIDES)
-    p.add_argument("--profile", choices=SIDES)
-    p.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
-    options = p.parse_args()
-    rebm.LOGGER.rank, records = 1, []  # says nothing
-    if not options.profile:
-        print(f"{torch.get_num_threads()} threads, {options.rounds} turns of {options.seconds:g} s, torch "
-              f"{torch.__version__}\n\n| setting | side | images/s | images per CPU second (range) "
-              f"| x {options.sides[0]} (range) |\n|" + "---|" * 5, flush=True)  # fmt: skip
-    for setting in options.settings:
-        options.model, *numbers = setting.split(",")
-        options.size, options.batch, options.T = map(int, numbers)
-        if options.profile:
-            profile(options.profile, options)
-        else:
-            records += measure(options.sides, options)
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1))
+def make_images(setting, work):
+    images, labels = setting.images()
+    held = {"x_test": images[:100], "y_test": labels[:100]}
+    np.savez(work / "images.npz", x_train=images, y_train=labels, **held)
+    command = [sys.executable, ROOT / "tools" / "prepare_images.py", "arrays", work / "images.npz"]
+    subprocess.run([*command, f"--out={work}/images"], check=True, stdout=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def worktree(folder):
+    """The commit of the program replaced, checked out in `folder`."""
+    git = ["git", "-C", ROOT, "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def spread(values, digits):
+    middle = statistics.median(values)
+    return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def parse_args():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="turns of each side")
+    add("--seconds", type=float, default=3.0, help="of a turn (one step at least)")
+    default = ["SmallNet,8,128,20", "WideResNet28x2,32,8,20"]
+    add("--settings", nargs="+", type=Setting, default=[*map(Setting, default)], help="see above")
+    add("--sides", nargs="+", default=SIDES[1:], choices=SIDES[1:], help="beside ours")
+    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    records = []
+    print(f"one thread, {args.rounds} rounds of {args.seconds:g} s, images/s\n")
+    print("| setting | side | images/s | beside the original | beside the program replaced |")
+    print("|---|---|---|---|---|", flush=True)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(worktree(folder / "worktree"))
+        for number, setting in enumerate(args.settings):
+            work = folder / str(number)
+            work.mkdir()
+            make_images(setting, work)
+            found = measure(["ours", *args.sides], setting, work, args)
+            for side, mine in found.items():
+                cells = [setting.name, side, spread(mine, 1)]
+                for other in ("original", "replaced"):
+                    if other not in found or side not in ("ours", "compiled"):
+                        cells.append("")
+                        continue
+                    theirs = found[other]
+                    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+                    cells.append(spread(ratios, 2))
+                    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
+                        record = {"work": f"{setting.name}: {side}", "with": OTHERS[other]}
+                        record.update(unit="images/s", ours=a, other=b, ratio=ratio)
+                        records.append(record)
+                print(f"| {' | '.join(cells)} |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,593 @@
+"""run_train_rebm_ddp.py: known answers, and what a user sees of a run. Its tools:
+test_rebm_tools.py."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import yaml
+from helpers import ROOT, call_script, write_digits
+from runs import Server, differences, state_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import run_train_rebm_ddp as script
+
+CPU = torch.device("cpu")
+CONFIGS = sorted((ROOT / "configs").glob("config_rebm_*.yaml"))
+SMALL = """--width=4 --attack.max_steps=2 --attack.step_size=0.3 --indist_attack_clf.max_steps=1
+    --at_epochs=2 --total_epochs=2 --at_lr=1e-2 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
+    --min_imgs_per_threshold=48 --global_batch_size=24 --batch_size=12 --eval_steps=2 --log_every=1
+    --n_imgs_per_evaluation_log=0 --device=cpu""".split()
+
+
+def arguments(*options):
+    with mock.patch.object(sys, "argv", ["script", *options]):
+        return script.parse_args()
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def start():
+    """start(script, argv, folder, world_size, faults): a Run."""
+    server = Server()
+    yield server.run
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rebm") / "digits"
+    write_digits(folder, 200, 40, "--valid=20")
+    return folder
+
+
+def small(digits, *options):
+    """The options of a run of a second: 14 steps of each stage."""
+    return [f"--data={digits}", *SMALL, *options]
+
+
+def small_network(*options, classes=10):
+    args = arguments("--width=4", *options)
+    torch.manual_seed(0)
+    return args, script.make_network(args, classes, 1, 8)
+
+
+# --------------------------------------------------------------------------------------------------
+# Networks
+
+
+NETWORKS = {  # parameters as published, and some of timm's names
+    "WideResNet28x2": (10, 1_467_610, "block1.layer.0.convShortcut.weight block3.layer.3.bn2.bias"),
+    "WideResNet34x10": (10, 46_160_474, "conv1.weight bn1.running_mean fc.weight"),
+    "ResNet50ImageNet": (1000, 25_557_032, "layer1.0.downsample.1.bias layer4.2.bn3.running_var"),
+    "WideResNet50x2ImageNet": (1000, 68_883_240, "layer3.5.conv2.weight fc.bias"),
+    "convnext_tiny": (1000, 28_589_128, "stem.1.bias stages.0.blocks.0.gamma head.norm.weight"),
+    "convnext_base": (1000, 88_591_464, "stages.3.downsample.1.weight head.fc.bias"),
+    "convnext_large": (1000, 197_767_336, "stages.2.blocks.26.conv_dw.bias"),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_are_the_published_ones(name):
+    classes, expected, names = NETWORKS[name]
+    args = arguments(f"model.model_type={name}", "use_convstem=False")
+    with torch.device("meta"):
+        model = script.make_network(args, classes, 3, 64)
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert {*names.split()} <= {*model.state_dict()}
+    assert model(torch.zeros(2, 3, 64, 64, device="meta")).shape == (2, classes)
+
+
+def test_batch_normalisation_that_is_frozen():
+    """Its statistics stay, its weights get gradients."""
+    _, model = small_network("--norm=batch")
+    model.frozen = True
+    before = {name: t.clone() for name, t in model.train().state_dict().items()}
+    model(torch.rand(6, 1, 8, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert not differences(before, model.state_dict())
+    model.frozen = False
+    model.train()(torch.rand(6, 1, 8, 8))
+    assert differences(before, model.state_dict())
+
+
+@pytest.mark.parametrize("form", ["plain", "ddp", "compiled", "ours", "averaged", "original"])
+def test_weights_load_by_name_or_by_position(tmp_path, form):
+    """Those in the original's format have other names, in the same order."""
+    args = arguments("model_type=WideResNet28x2")
+    model = script.make_network(args, 10, 3, 32)
+    state = {name: torch.randn(t.shape).to(t.dtype) for name, t in model.state_dict().items()}
+    other = {f"net.{i}": t for i, t in enumerate(state.values())}
+    forms = {
+        "plain": other,
+        "ddp": {f"module.module.{name}": t for name, t in state.items()},
+        "compiled": {"model": {f"module._orig_mod.{name}": t for name, t in state.items()}},
+        "ours": {"script": "run_train_rebm_ddp.py", "model": {}, "average": state},
+        "averaged": {"n_averaged": torch.ones(()), **other},
+        "original": {
+            "ema_state_dict": {f"module.base_model.{name}": t for name, t in other.items()}
+        },
+    }
+    torch.save(forms[form], tmp_path / "weights.pth")
+    script.load_weights(model, tmp_path / "weights.pth")
+    assert not differences(state, model.state_dict())
+
+
+def test_wrong_weights_are_said_before_training(tmp_path, digits):
+    """In one line: a checkpoint of another script, another width, another network, no weights."""
+    _, model = small_network()
+    state = model.state_dict()
+    _, wide = small_network("--width=8")
+    wrong = {
+        "is a checkpoint of run_dpo_ddp.py": {"script": "run_dpo_ddp.py", "model": state},
+        "features.0.weight of shape [8, 1, 3, 3], expected [4,": wide.state_dict(),
+        "has 3 tensors, this network": dict([*state.items()][:3]),
+        "holds no weights": {"step": 3},
+    }
+    path = tmp_path / "weights.pth"
+    for message, content in wrong.items():
+        torch.save(content, path)
+        with pytest.raises(script.InputError) as caught:
+            script.load_weights(model, path)
+        assert message in str(caught.value) and len(str(caught.value)) < 250
+    options = small(digits, "--stage=dat", f"--ckpt_path={path}", f"--output_dir={tmp_path}/out")
+    for content in (b"no file of torch", None):
+        path.unlink()
+        if content:
+            path.write_bytes(content)
+        else:
+            torch.save(wide.state_dict(), path)
+        status, text = call_script("run_train_rebm_ddp", *options)
+        assert status == 2 and "step=" not in text
+        assert [line for line in text.splitlines() if ": error: " in line] == [
+            text.splitlines()[-1]
+        ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Attacks and losses
+
+
+def test_an_attack_stays_in_its_ball_and_leaves_the_network():
+    _, model = small_network("--norm=batch")
+    model.train()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    twin = script.Twin(model)
+    x = torch.rand(20, 1, 8, 8)
+    y = torch.arange(20) % 10
+    for norm, eps in (("L2", 0.5), ("Linf", 0.1)):
+        attack = script.Attack(twin.model, script.cross_entropy, eps / 2, eps, norm)
+        z = attack(x, y, 6)
+        move = (z - x).flatten(1)
+        length = move.norm(dim=1) if norm == "L2" else move.abs().amax(1)
+        assert 0.3 * eps < length.max() <= eps * (1 + 1e-5)
+        assert z.min() >= 0 and z.max() <= 1
+        plain = script.cross_entropy(twin.model(x), y).mean()
+        assert script.cross_entropy(twin.model(z), y).mean() > plain + 0.01
+    assert model.training and all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert not differences(before, model.state_dict())
+
+
+def test_a_tiny_gradient_makes_a_whole_step():
+    """1e-30 of a loss leads where the loss leads; no gradient nowhere, and to no NaN."""
+    x = torch.full((2, 1, 2, 2), 0.5)
+    weight = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
+    found = []
+    for factor in (1.0, 1e-30, 0.0):
+
+        def gain(logits, labels, factor=factor):
+            return logits[:, 0] * factor
+
+        def net(z):
+            return (z.flatten(1) * weight).sum(1, keepdim=True)
+
+        found.append(script.Attack(net, gain, 0.1, 9.0, "L2")(x, None, 1))
+    expected = 0.1 * (weight / weight.norm()).view(1, 1, 2, 2).expand(2, -1, -1, -1)
+    torch.testing.assert_close(found[0] - x, expected)
+    torch.testing.assert_close(found[1], found[0])
+    assert torch.equal(found[2], x)
+
+
+@pytest.mark.parametrize("norm", ["L2", "Linf"])
+def test_the_compiled_step_is_the_plain_one(norm):
+    _, model = small_network("--norm=layer")
+    net = script.Twin(model).model
+    torch.manual_seed(1)
+    x = torch.rand(16, 1, 8, 8)
+    y = torch.arange(16) % 10
+    gain = script.cross_entropy if norm == "L2" else script.label_logit
+    plain = script.Attack(net, gain, 0.1, 0.5, norm)
+    compiled = script.Attack(net, gain, 0.1, 0.5, norm, compiled=True)
+    torch.testing.assert_close(compiled(x, y, 1), plain(x, y, 1), rtol=0, atol=2e-7)
+    torch.testing.assert_close(compiled(x, y, 4), plain(x, y, 4), rtol=0, atol=2e-6)
+
+
+class Conversions(TorchDispatchMode):
+    """The sizes of the tensors that are converted to another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten._to_copy:
+            self.found.append(args[0].shape)
+        return function(*args, **(kwargs or {}))
+
+
+def test_weights_are_converted_once_a_step():
+    """Not in each step of an attack; and the twin has the weights of the network."""
+    _, model = small_network("--norm=layer")
+    model.dtype = torch.bfloat16
+    twin = script.Twin(model)
+    attack = script.Attack(twin.model, script.cross_entropy, 0.1, 0.5, "L2")
+    with Conversions() as conversions:
+        attack(torch.rand(5, 1, 8, 8), torch.arange(5), 3)
+    weights = {p.shape for p in model.parameters()}
+    assert conversions.found and not weights & {*conversions.found}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    twin.refresh()
+    for mine, theirs in zip(twin.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs.to(mine.dtype))
+    model.dtype = torch.float32
+    shared = script.Twin(model).model
+    assert shared.fc.weight.data_ptr() == model.fc.weight.data_ptr()
+
+
+def test_the_energy_loss_is_the_binary_cross_entropy():
+    args, model = small_network("--r1reg=0.5")
+    twin = script.Twin(model)
+    attack = script.Attack(twin.model, script.label_logit, 0.1, math.inf, "L2")
+    run = SimpleNamespace(args=args, model=model, ddp_model=model)
+    run.on_outside = attack
+    rng = torch.Generator().manual_seed(0)
+    real, outside = torch.randint(0, 256, (2, 8, 1, 8, 8), generator=rng).byte()
+    y = torch.arange(8) % 10
+    batch = script.Batch(torch.arange(8), None, None, real, y, outside)
+    losses = []
+
+    def backward(loss):
+        losses.append(loss.detach().mean())
+        return losses[-1]
+
+    bce, r1, loss, scores = script.energy_passes(run, batch, 2, backward)
+    x = script.pixels(real)
+    fake = attack(script.pixels(outside), y, 2)
+    logits = torch.cat([model(x), model(fake)])
+    truth = torch.cat([torch.ones(8), torch.zeros(8)])
+    expected = F.binary_cross_entropy_with_logits(logits.logsumexp(1), truth)
+    assert bce.mean().item() == pytest.approx(expected.item(), rel=1e-5)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).logsumexp(1).sum(), x)
+    squares = 0.5 * gradient.square().sum((1, 2, 3))
+    torch.testing.assert_close(r1, squares, rtol=1e-4, atol=1e-6)
+    expected = expected + 0.5 * squares.mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(scores.flatten(), logits.gather(1, y.repeat(2)[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("levels", [5, 1000])
+def test_the_pooled_auc(levels):
+    """scikit-learn's, with ties and without."""
+    from sklearn.metrics import roc_auc_score
+
+    rng = torch.Generator().manual_seed(levels)
+    real = torch.randint(levels, (50,), generator=rng).float() + 1
+    fake = torch.randint(levels, (70,), generator=rng).float()
+    expected = roc_auc_score([1] * 50 + [0] * 70, torch.cat([real, fake]))
+    assert script.auroc(real, fake) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_length_of_the_attack():
+    """A window of two steps, read one step late and only where T could grow; the step whose result
+    comes with a new T counts for neither."""
+    args = arguments("attack.max_steps=2", "AUC_th=0.7", "min_imgs_per_threshold=6")
+    length = script.AttackLength(args, 4, CPU, {})
+    seen = []
+    reads = []
+    for auc in (0.9, 0.4, 0.8, 0.6, 0.9, 0.9, 0.9, 0.9, 0.9):
+        reads.append(length.total is not None)
+        length.grow(torch.tensor(round(auc * 32)))
+        seen.append(length.steps)
+    #  0.9, 0.4 are too few; 0.4, 0.8 too; 0.8, 0.6 are enough, which the fifth step finds
+    assert seen == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert reads == [False, False, True, True, True, False, False, True, False]
+    again = script.AttackLength(args, 4, CPU, length.state())
+    assert again.state() == length.state()
+
+
+def test_the_average_of_the_weights(group):
+    """d = min(decay, (1 + n) / (10 + n)), running statistics included, counters not."""
+    _, model = small_network("--norm=batch")
+    average = script.copy.deepcopy(model)
+    before = average.state_dict()["features.1.running_var"].clone()
+    for tensor in script.averaged_tensors(model):
+        tensor.data += 1
+    script.update_average(average, model, 0.999, 5)
+    found = average.state_dict()["features.1.running_var"] - before
+    torch.testing.assert_close(found, torch.full_like(found, 1 - 6 / 15))
+    script.update_average(average, model, 0.0, 5)
+    assert not differences(average.state_dict(), model.state_dict())
+
+
+# --------------------------------------------------------------------------------------------------
+# Data
+
+
+KINDS = ["none", "shift", "original", "autoaugment_cutout", "resized_crop", "resize"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_augmentation_depends_on_its_draws_alone(kind):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (20, 3, 32, 32), np.uint8)
+    draws = rng.random((20, 12))
+    once, twice, other = (
+        [script.augment(image, kind, 28, row) for image, row in zip(images, rows, strict=True)]
+        for rows in (draws, draws, draws[::-1])
+    )
+    assert all(image.shape == (3, 28, 28) and image.dtype == np.uint8 for image in once)
+    assert np.array_equal(once, twice)
+    assert kind == "none" or not np.array_equal(once, other)
+    if kind == "autoaugment_cutout":
+        assert all((image == 0).mean() > 0.06 for image in once)
+
+
+def test_known_movements():
+    image = np.zeros((1, 16, 16), np.uint8)
+    image[0, 8, 8] = 255
+    ahead = script.augment(image, "shift", 16, np.full(12, 0.99))
+    assert ahead[0, 7, 7] == 255  # up to a sixteenth of the side
+    flipped = script.augment(image, "original", 16, np.array([0.5, 0.5, 0, 0, 0.1, *[0] * 7]))
+    assert flipped[0, 8, 7] == 255
+    whole = script.augment(image, "resized_crop", 16, np.array([1, 0.5, 0, 0, 0.9, *[0] * 7]))
+    assert np.array_equal(whole, image)
+
+
+def test_the_policy_of_autoaugment():
+    """25 pairs; none of them changes an image whose draws are too high, each may change one."""
+    from PIL import Image
+
+    assert len(script.POLICIES) == 25
+    pixels = np.random.default_rng(0).integers(40, 200, (32, 32, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    for policy in script.POLICIES:
+        same = script.auto_augment(image, policy, [1, 1], [0, 0])
+        assert np.array_equal(same, pixels)
+        both = script.auto_augment(image, policy, [-1, -1], [0.9, 0.1])
+        assert not np.array_equal(both, pixels) and both.size == image.size
+
+
+def test_a_batch_does_not_depend_on_the_ranks(digits):
+    args = arguments(f"--data={digits}", "--augm_type_generation=shift")
+    inside = script.Images(digits)
+    outside = script.GeneratedImages("blobs", 1, 8)
+    data = script.TrainingData(args, inside, outside, "dat")
+    ids = inside.part("train")[:24]
+    whole = data[ids, ids]
+    parts = [data[ids[rank::2], ids] for rank in range(2)]
+    for name in script.Batch._fields:
+        joined = torch.cat([getattr(part, name) for part in parts])
+        order = torch.cat([part.places for part in parts])
+        assert torch.equal(joined, getattr(whole, name)[order]), name
+    assert not torch.equal(whole.real_y, whole.y)
+    train = inside.images[inside.part("train")]
+    shown = {image.tobytes() for image in train}
+    args = arguments(f"--data={digits}")
+    plain = script.TrainingData(args, inside, outside, "dat")[ids, ids]
+    assert {image.numpy().tobytes() for image in plain.real} <= shown  # nothing held out
+
+
+@pytest.mark.parametrize("kind", script.GENERATED)
+def test_generated_images(kind):
+    first, second = (script.GeneratedImages(kind, 3, 16) for _ in range(2))
+    assert np.array_equal(first.images, second.images)
+    assert first.images.std() > 20 and len(first.part("train")) == 20_000
+    assert len({image.tobytes() for image in first.images[:500]}) == 500
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder):
+    return [row["loss"] for row in rows_of(folder) if "loss" in row]
+
+
+def test_one_process_by_data_parallel(digits, tmp_path):
+    """The losses of a plain run; two processes are refused."""
+    found = {}
+    for option in ("use_ddp=False", "use_ddp=True"):
+        out = tmp_path / option
+        status, text = call_script(
+            "run_train_rebm_ddp", *small(digits, option, f"output_dir={out}")
+        )
+        assert status == 0, text[-3000:]
+        found[option] = losses_of(out)
+        assert ("DataParallel over 1 devices" in text) == (option == "use_ddp=False")
+        assert ("Initialized DDP with 1 processes" in text) == (option == "use_ddp=True")
+    assert found["use_ddp=False"] == found["use_ddp=True"]
+
+
+def test_ddp_with_one_process_is_a_warning(digits, tmp_path, start):
+    text = start("run_train_rebm_ddp", small(digits, "--stage=at"), tmp_path / "one", 1).text
+    assert text.count("WARNING: DDP with one process only") == 1
+    run = start("run_train_rebm_ddp", small(digits, "use_ddp=False"), tmp_path / "two", 2)
+    assert "--use_ddp False is one process, 2 were started" in run.text
+
+
+def test_saving_changes_nothing(digits, tmp_path, start):
+    """Batch statistics are shared in each step, and not when a checkpoint is written."""
+    found = []
+    for every in (1, 1000):
+        options = small(digits, "--norm=batch", "--stage=at", f"--save_every={every}")
+        run = start("run_train_rebm_ddp", options, tmp_path / str(every), 2)
+        assert run.statuses == [0, 0], run.text[-3000:]
+        found.append(run)
+    assert found[0].losses == found[1].losses
+    assert not differences(state_of(found[0])["model"], state_of(found[1])["model"])
+
+
+def test_zero_is_the_plain_optimizer(digits, tmp_path, start):
+    """Bit by bit; its checkpoint is that of a plain optimizer, and goes on with ZeRO or without."""
+    runs = {}
+    for option in ("--zero=True", "--zero=False"):
+        out = tmp_path / option[2:]
+        runs[option] = start("run_train_rebm_ddp", small(digits, option), out, 2)
+        assert runs[option].statuses == [0, 0], runs[option].text[-3000:]
+    ours, plain = (state_of(run) for run in runs.values())
+    for key in ("model", "average"):
+        assert not differences(ours[key], plain[key])
+    assert not differences(ours["optimizer"]["state"], plain["optimizer"]["state"])
+    target = tmp_path / "moved"
+    for attempt, step in enumerate((8, 11)):
+        faults = [[0, step, "signal", 15]]
+        options = small(digits, "--zero=True")
+        stopped = start("run_train_rebm_ddp", options, target, 2, faults, attempt=attempt)
+        assert set(stopped.statuses) == {143}, stopped.text[-3000:]
+    run = start("run_train_rebm_ddp", small(digits), target, 2, attempt=2)
+    assert run.statuses == [0, 0] and run.losses == runs["--zero=False"].losses
+
+
+def test_the_monitor_names_the_tensor(digits, tmp_path, start):
+    options = small(digits, "--monitor_every=5", "--stage=at")
+    faults = [[1, 7, "flip", 0]]
+    run = start("run_train_rebm_ddp", options, tmp_path / "out", 2, faults)
+    assert set(run.statuses) <= {1, -15}
+    expected = "step 10: the parameter features.0.weight differs from rank 0's on the ranks [1]"
+    assert expected in run.text and "Traceback" not in run.text
+
+
+def test_metrics_of_each_rank(digits, tmp_path, start):
+    run = start("run_train_rebm_ddp", small(digits, "--log_ranks", "--stage=at"), tmp_path / "o", 2)
+    row = [row for row in run.rows if "loss" in row][-1]
+    assert (row["loss/rank0"] + row["loss/rank1"]) / 2 == pytest.approx(row["loss"], rel=1e-5)
+    assert {"data_wait/rank1", "memory_gb/rank0"} <= row.keys()
+
+
+def test_validation_is_in_fp32(digits, tmp_path, group):
+    """Also where training is in bf16."""
+    out = tmp_path / "out"
+    options = small(digits, "--precision=bf16", "--stage=at", f"--output_dir={out}")
+    status, text = call_script("run_train_rebm_ddp", *options)
+    assert status == 0, text[-3000:]
+    _, model = small_network()
+    script.load_weights(model, out / "best.pt")
+    guard = SimpleNamespace(agree=lambda: "")
+    data = script.Images(digits), script.GeneratedImages("noise", 1, 8)
+    found = script.evaluate(arguments(*options), model, *data, CPU, guard)
+    row = [row for row in rows_of(out) if "val/at/clean" in row][-1]
+    for name, value in found.items():
+        assert row[f"val/at/{name}"] == pytest.approx(value, rel=1e-5), name
+
+
+def test_a_run_that_learns_nothing_ends(digits, tmp_path):
+    options = small(digits, "--at_lr=1e-9", f"--output_dir={tmp_path}/out")
+    status, text = call_script("run_train_rebm_ddp", *options)
+    assert status == 1 and "that of the commonest class" in text.splitlines()[-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Options
+
+
+def test_the_commands_of_the_original():
+    """CONFIG.yaml KEY=VALUE, dots, and the names of its sections."""
+    args = arguments(str(CONFIGS[0]), "use_ddp=False", "attack.max_steps=100", "ddp_backend=gloo")
+    assert (args.use_ddp, args.attack_max_steps, args.backend) == (False, 100, "gloo")
+    assert args.config == str(CONFIGS[0])
+    args = arguments("attack.step_size=1e-1", "attack.eps=.inf", "indist_attack_clf.eps=0.25")
+    assert (args.attack_step_size, args.attack_eps) == (0.1, math.inf)
+    assert args.indist_attack_clf_eps == 0.25
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs(path):
+    """Each parses; it has the published values, or says where it has others."""
+    content = yaml.safe_load(path.read_text())
+    args = arguments(str(path))
+    assert args.output_dir == content["output_dir"]
+    text = path.read_text()
+    assert f"configs/{path.name}" in text
+    if "quickstart" in path.stem:
+        return
+    assert "biases and norms have no weight decay" in text
+    published = {
+        "config_rebm_cifar10": (1e-3, 0.8, 50, 0.1),
+        "config_rebm_cifar10_t100": (1e-3, 0.7, 100, 0.1),
+        "config_rebm_cifar100": (1e-2, 0.8, 50, 0.1),
+        "config_rebm_imagenet_resnet50": (1e-3, 0.4, 30, 2.0),
+        "config_rebm_imagenet_wrn50x4": (1e-3, 0.2, 65, 2.0),
+        "config_rebm_imagenet_convnext": (3e-4, 0.2, 110, 3.0),
+    }
+    found = (args.lr, args.AUC_th, args.attack_max_steps, args.attack_step_size)
+    assert found == published[path.stem]
+    if "imagenet" in path.stem:
+        assert "the published file has" in text
+    else:
+        assert "--exclude" in text
+    assert args.normalize_input == ("convnext" not in path.stem)
+    assert args.wd == (0.05 if "convnext" in path.stem else 5e-4)
+
+
+REFUSED = {
+    "lr=-1": "--lr -1.0: must be a finite number above 0",
+    "attack_max_step=5": "did you mean attack_max_steps?",
+    "stage=dat": "give --ckpt_path",
+    "model.model_type=resnet": "invalid choice: 'resnet'",
+    "indist_attack_clf.eps=inf": "a ball without end",
+    "attack.start_step=60": "--attack_start_step 60: above",
+    "ema=1": "--ema 1.0: must be from 0 to below 1",
+    "attack.eps=-1": "-1 is not above 0",
+    "attack.attack_type=adam": "there is no option attack.attack_type",
+    "use_ddp=False zero=True": "--use_ddp False takes no --zero",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_options_that_cannot_be(options):
+    with pytest.raises(script.InputError) as caught:
+        arguments(*options.split())
+    assert REFUSED[options] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_data_that_do_not_fit(digits, tmp_path, group):
+    colour = tmp_path / "colour"
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((40, 8, 8, 3), np.uint8))
+    sys.path.insert(0, str(ROOT / "tools"))
+    import prepare_images
+
+    prepare_images.main(["arrays", str(tmp_path / "a.npz"), f"--out={colour}"])
+    wrong = {
+        "has no labels": [f"--data={colour}"],
+        "has images of 3 x 8 x 8: expected 1 channels and 8": [f"--outdist_data={colour}"],
+        "autoaugment_cutout is of colour": ["--augm_type_classification=autoaugment_cutout"],
+        "no images in nowhere": ["--data=nowhere"],
+    }
+    for message, options in wrong.items():
+        with pytest.raises(script.InputError, match=message):
+            script.load_data(arguments(f"--data={digits}", *options))
+    with pytest.raises(script.InputError, match="takes colour images: give SmallNet"):
+        script.make_network(arguments("model_type=convnext_tiny"), 10, 1, 8)
+    assert Path(digits / "meta.json").exists()

@@ -1,0 +1,280 @@
+"""Measure a network of run_train_rebm_ddp.py on test images: under strong attacks, at telling them
+from OOD images, and at generating.
+
+    python tools/evaluate_rebm.py outputs/rebm_quickstart/best.pt
+    python tools/evaluate_rebm.py outputs/rebm_cifar10/best.pt --radii 0.5 1 --outside data/svhn
+    python tools/evaluate_rebm.py outputs/rebm_quickstart/best.pt --num_samples 0      no images
+
+clean             accuracy
+robust@R          share of the images that are told right at all points that the attack finds in the
+                  ball of radius R: up the cross entropy from the image, then from random points
+                  towards one wrong class each, the likeliest first (as APGD-T of Croce and Hein
+                  2020), --starts in all, of --attack_steps shrinking steps; the best point on the
+                  way counts, not the last one
+auroc KIND        area under the ROC curve of test images against OOD images, by logsumexp f(x)
+adv_auroc KIND    the same where an attack of radius --ood_eps makes the OOD images look real
+frechet_FEATURES  Frechet distance (Heusel et al. 2017) of generated images from training images.
+                  Features: pixels (means of 8 x 8 blocks), a TorchScript FILE (images (B, C, S, S)
+                  in [0, 1] to features (B, D)), or inception, whose distance is called fid; it
+                  needs torch-fidelity and --fid_weights. As far are real test images from them:
+                  frechet_FEATURES real
+
+In fp32 on one device, with the averaged weights. Writes all figures to --out.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from generate_rebm import (
+    add_network_arguments,
+    check_arguments,
+    generate,
+    load_folder,
+    load_network,
+)
+from make_causal_sets import HelpFormatter, Parser, stop
+from tqdm import tqdm
+
+from run_train_rebm_ddp import (
+    GENERATED,
+    Attack,
+    GeneratedImages,
+    InputError,
+    auroc,
+    best_score,
+    choose_device,
+    cross_entropy,
+    in_ball,
+    logsumexp,
+    margin,
+    picture_batch,
+)
+
+
+def parse_args(words=None):
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    add_network_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("evaluation.json"), help="file to write; may be there")
+    add("--images", type=int, default=10_000, help="test images at most")
+    text = "radii of robust accuracy; default: that of training"
+    add("--radii", type=float, nargs="+", default=[], help=text)
+    add("--attack_steps", type=int, default=50, help="steps of each attack")
+    add("--starts", type=int, default=5, help="starts of the attack on each image")
+    text = "more OOD images to detect: noise, blobs or folders"
+    add("--outside", nargs="*", default=GENERATED, help=text)
+    add("--ood_images", type=int, default=1024, help="OOD images at most, of each kind")
+    add("--ood_eps", type=float, help="radius of the attack on them; default: that of training")
+    add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
+    add("--features", default="pixels", help="pixels, inception or a TorchScript file")
+    add("--fid_weights", help="torch-fidelity's weights of Inception")
+    add("--seed", type=int, default=0, help="of the random starts")
+    args = parser.parse_args(words)
+    check_arguments(parser, args)
+    for name in ("images", "attack_steps", "starts", "ood_images"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: expected 1 or more")
+    if any(not 0 < eps < math.inf for eps in args.radii):
+        parser.error(f"--radii {args.radii}: expected finite numbers above 0")
+    if (args.features == "inception") != bool(args.fid_weights):
+        parser.error("--features inception needs --fid_weights, and nothing else takes them")
+    return args
+
+
+# ---- Robust accuracy ---------------------------------------------------------------------------
+
+
+def random_points(x, eps, norm, rng):
+    """A random point of the ball about each image: uniform (Linf), or of any length and direction
+    (L2)."""
+    if norm == "Linf":
+        move = torch.rand(x.shape, generator=rng) * 2 - 1
+    else:
+        move = torch.randn(x.shape, generator=rng)
+        length = torch.linalg.vector_norm(move, dim=(1, 2, 3), keepdim=True)
+        move = move / length * torch.rand(len(x), 1, 1, 1, generator=rng)
+    return in_ball(x + eps * move.to(x.device), x, eps, norm)
+
+
+def survivors(model, x, labels, options, eps, args, rng):
+    """(B,) whether each image is told right wherever the attack looks."""
+    norm = options.indist_attack_clf_norm
+    with torch.no_grad():
+        logits = model(x)
+    alive = margin(logits, labels) < 0
+    wrong = logits.scatter(1, labels[:, None], -math.inf)
+    ranking = wrong.argsort(1, descending=True)[:, :-1]  # the last one is the right class
+
+    for number in range(args.starts):
+        left = alive.nonzero()[:, 0]
+        if len(left) == 0:
+            break
+        images = x[left]
+        start = None
+        gain = cross_entropy
+        if number > 0:
+            start = random_points(images, eps, norm, rng)
+            target = ranking[left, (number - 1) % ranking.shape[1]]
+
+            def gain(logits, labels, target=target):
+                rows = torch.stack([target, labels], dim=1)
+                towards, away = logits.gather(1, rows).unbind(1)
+                return towards - away
+
+        attack = Attack(model, gain, eps / 2, eps, norm)
+        worst = best_score(attack, images, labels[left], args.attack_steps, margin, start)
+        alive[left] = worst < 0
+    return alive
+
+
+def measure_accuracy(model, options, inside, device, args):
+    ids = inside.part("test")[: args.images]
+    radii = args.radii or [options.indist_attack_clf_eps]
+    right = {name: 0 for name in ["clean", *[f"robust@{eps:g}" for eps in radii]]}
+    loss = 0.0
+    rng = torch.Generator().manual_seed(args.seed)
+    for first in tqdm(range(0, len(ids), args.batch_size), desc="attacking", disable=None):
+        some = ids[first : first + args.batch_size]
+        x = picture_batch(inside, some, inside.size, device)
+        labels = torch.from_numpy(inside.labels[some]).to(device)
+        with torch.no_grad():
+            logits = model(x)
+        right["clean"] += (logits.argmax(1) == labels).sum().item()
+        loss += cross_entropy(logits, labels).sum().item()
+        for eps in radii:
+            alive = survivors(model, x, labels, options, eps, args, rng)
+            right[f"robust@{eps:g}"] += alive.sum().item()
+    found = {name: number / len(ids) for name, number in right.items()}
+    return {**found, "cross_entropy": loss / len(ids)}
+
+
+# ---- Detection ---------------------------------------------------------------------------------
+
+
+def scores(model, source, ids, size, device, args, attack=None):
+    """(n,) logsumexp f(x), the highest on the way of an attack if there is one"""
+    found = []
+    for first in range(0, len(ids), args.batch_size):
+        x = picture_batch(source, ids[first : first + args.batch_size], size, device)
+        if attack is None:
+            with torch.no_grad():
+                found.append(logsumexp(model(x), None))
+        else:
+            found.append(best_score(attack, x, None, args.attack_steps, logsumexp))
+    return torch.cat(found)
+
+
+def measure_detection(model, options, inside, outside, device, args):
+    eps = args.ood_eps or options.ood_eps
+    attack = Attack(model, logsumexp, eps / 2, eps, options.indist_attack_clf_norm)
+    real = scores(model, inside, inside.part("test")[: args.images], inside.size, device, args)
+    sources = {outside.name: outside}
+    for name in args.outside:
+        if name in sources:
+            continue
+        if name in GENERATED:
+            sources[name] = GeneratedImages(name, inside.channels, inside.size)
+        else:
+            sources[name] = load_folder(name)
+    found = {}
+    for name, source in sources.items():
+        if source.channels != inside.channels or source.images.shape[2] < inside.size:
+            shape = [*source.images.shape[1:]]
+            stop(2, f"{name} has images of {shape}: they do not fit those of {inside.name}")
+        ids = source.part("test")[: args.ood_images]
+        plain = scores(model, source, ids, inside.size, device, args)
+        attacked = scores(model, source, ids, inside.size, device, args, attack)
+        found[f"auroc {Path(name).name}"] = auroc(real, plain)
+        found[f"adv_auroc {Path(name).name}"] = auroc(real, attacked)
+    return found
+
+
+# ---- Generation --------------------------------------------------------------------------------
+
+
+def frechet(a, b):
+    """Frechet distance of features (n, D) and (m, D), as of normal distributions."""
+    a = a.double()
+    b = b.double()
+    of_a = torch.cov(a.T)
+    of_b = torch.cov(b.T)
+    values, vectors = torch.linalg.eigh(of_a)
+    root = vectors @ (values.clamp(min=0).sqrt()[:, None] * vectors.T)
+    cross = torch.linalg.eigvalsh(root @ of_b @ root).clamp(min=0).sqrt().sum()
+    means = (a.mean(0) - b.mean(0)).square().sum()
+    return float(means + of_a.trace() + of_b.trace() - 2 * cross)
+
+
+def feature_network(args, device):
+    """(name of the distance, images (B, C, S, S) in [0, 1] -> features (B, D))"""
+    if args.features == "pixels":
+        return "frechet_pixels", lambda x: F.adaptive_avg_pool2d(x, min(8, x.shape[3])).flatten(1)
+    try:
+        if args.features == "inception":
+            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+            net = FeatureExtractorInceptionV3("inception", ["2048"], args.fid_weights)
+            net = net.to(device).eval()
+            return "fid", lambda x: net((x * 255).round().byte().expand(-1, 3, -1, -1))[0]
+        net = torch.jit.load(args.features, map_location=device).eval()
+        return f"frechet_{Path(args.features).stem}", lambda x: net(x).flatten(1)
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
+        text = "expected pixels, a TorchScript file, or inception (pip install torch-fidelity)"
+        stop(2, f"--features {args.features}: {str(error).splitlines()[0]}: {text}")
+
+
+def measure_generation(model, options, inside, outside, device, args):
+    name, extract = feature_network(args, device)
+    size = inside.size
+    classes = len(inside.classes)
+    count = max(args.num_samples, 2)
+    made = generate(model, options, outside, classes, size, device, args, count)
+
+    @torch.no_grad()
+    def features_of(ids):
+        found = []
+        for first in range(0, len(ids), args.batch_size):
+            x = picture_batch(inside, ids[first : first + args.batch_size], size, device)
+            found.append(extract(x))
+        return torch.cat(found)
+
+    with torch.no_grad():
+        parts = [extract(part.to(device).float() / 255) for part in made.split(args.batch_size)]
+    real = features_of(inside.part("train")[:50_000])
+    tested = features_of(inside.part("test")[:50_000])
+    return {name: frechet(real, torch.cat(parts)), f"{name} real": frechet(real, tested)}
+
+
+def main():
+    args = parse_args()
+    try:
+        device = choose_device(args, local_rank=0)
+        if args.num_samples > 0:
+            feature_network(args, device)  # what is missing is said before the work
+        model, options, inside, outside = load_network(args, device)
+        found = measure_accuracy(model, options, inside, device, args)
+        found.update(measure_detection(model, options, inside, outside, device, args))
+        if args.num_samples > 0:
+            found.update(measure_generation(model, options, inside, outside, device, args))
+        commonest = np.bincount(inside.labels[inside.part("test")]).max()
+        found["commonest class"] = commonest / len(inside.part("test"))
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    except InputError as error:
+        stop(2, str(error))
+    except OSError as error:
+        stop(1, str(error))
+    for name, value in found.items():
+        print(f"{name:24} {value:.4f}")
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

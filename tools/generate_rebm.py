@@ -1,0 +1,168 @@
+"""Let a network of run_train_rebm_ddp.py generate images.
+
+    python tools/generate_rebm.py outputs/rebm_quickstart/best.pt --out digits.png
+    python tools/generate_rebm.py outputs/rebm_cifar10/best.pt --steps 32 --step_size 0.2
+
+OOD images of the test part, of the kind that the network was trained with, climb towards a class:
+the attack of training, with labels in turn, and most often a longer way (--steps times --step_size)
+than the T steps of training went. In fp32, with the averaged weights where a file has them.
+
+Writes a picture, a class in each column (ten classes at most), and with --npz all images: images
+(N, C, S, S) uint8 and labels (N,).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from make_causal_sets import HelpFormatter, Parser, stop
+from tqdm import tqdm
+
+from run_train_rebm_ddp import (
+    FORMAT,
+    GENERATED,
+    Attack,
+    GeneratedImages,
+    Images,
+    InputError,
+    check_data,
+    choose_device,
+    is_whole,
+    label_logit,
+    load_checkpoint,
+    load_weights,
+    logsumexp,
+    make_network,
+    picture_batch,
+)
+
+SCRIPT = "run_train_rebm_ddp.py"
+
+
+def add_network_arguments(parser):
+    """What all tools that load a network of a run take."""
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="best.pt, at_best.pt or latest.pt of a run")
+    add("--data", help="folder of the images; default: that of the run")
+    text = "OOD images to start from: noise, blobs or a folder; default: those of the run"
+    add("--outdist_data", help=text)
+    add("--steps", type=int, default=60, help="steps of the way that images are generated on")
+    add("--step_size", type=float, help="length of a step; default: that of training")
+    add("--batch_size", type=int, default=256, help="images at a time")
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
+
+
+def parse_args(words=None):
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    add_network_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("samples.png"), help="picture to write")
+    add("--npz", type=Path, help="file to write all images to")
+    add("--num_samples", type=int, default=100, help="images to generate")
+    args = parser.parse_args(words)
+    check_arguments(parser, args)
+    if args.num_samples < 1:
+        parser.error(f"--num_samples {args.num_samples}: expected 1 or more")
+    for path in (args.out, args.npz):
+        if path is not None and path.exists():
+            parser.error(f"{path} exists: remove it, or give another name")
+    return args
+
+
+def check_arguments(parser, args):
+    if args.steps < 0 or args.batch_size < 1:
+        parser.error("--steps from 0, --batch_size from 1")
+    if args.step_size is not None and not args.step_size > 0:
+        parser.error(f"--step_size {args.step_size}: expected a number above 0")
+
+
+def load_folder(name):
+    check_data(Path(name))
+    return Images(Path(name))
+
+
+def load_network(args, device):
+    """(network in evaluation mode, the options of its run, its images, OOD images)"""
+    if not is_whole(args.checkpoint):
+        stop(2, f"{args.checkpoint} is not there, or is damaged: expected best.pt of a run")
+    state = load_checkpoint(args.checkpoint)
+    if state.get("script") != SCRIPT or state.get("format") != FORMAT:
+        stop(2, f"{args.checkpoint} is no checkpoint of {SCRIPT}, format {FORMAT}")
+    options = argparse.Namespace(**state["args"])
+    inside = load_folder(args.data or options.data)
+    if inside.hash != state["data_hash"].split()[0]:
+        print(
+            f"{inside.name} is not what the network was trained on: its test may hold such images"
+        )
+    name = args.outdist_data or options.outdist_data
+    if name in GENERATED:
+        outside = GeneratedImages(name, inside.channels, inside.size)
+    else:
+        outside = load_folder(name)
+    model = make_network(options, len(inside.classes), inside.channels, inside.size)
+    load_weights(model, args.checkpoint)
+    return model.requires_grad_(False).train(False).to(device), options, inside, outside
+
+
+def generate(model, options, outside, classes, size, device, args, count):
+    """(count, C, size, size) uint8 images; number i is of class i % classes"""
+    gain = logsumexp if options.logsumexp_sampling else label_logit
+    step_size = args.step_size or options.attack_step_size
+    climb = Attack(model, gain, step_size, options.attack_eps, options.attack_norm)
+    starts = outside.part("test")
+    made = []
+    for first in tqdm(range(0, count, args.batch_size), desc="generating", disable=None):
+        numbers = np.arange(first, min(first + args.batch_size, count))
+        x = picture_batch(outside, starts[numbers % len(starts)], size, device)
+        labels = torch.from_numpy(numbers % classes).to(device)
+        z = climb(x, labels, args.steps)
+        made.append((z * 255).round().byte().cpu())
+    return torch.cat(made)
+
+
+def write_picture(path, images, classes):
+    """A class in each column, ten rows at most."""
+    from PIL import Image
+
+    rows = []
+    for first in range(0, min(len(images), 10 * classes), classes):
+        row = images[first : first + min(classes, 10)]
+        if len(row) == min(classes, 10):
+            # a grey line around each
+            rows.append(torch.cat([*F.pad(row, (1, 1, 1, 1), value=128)], dim=2))
+    if not rows:
+        stop(2, f"{len(images)} images are less than one of each class: give more --num_samples")
+    picture = torch.cat(rows, dim=1).permute(1, 2, 0).expand(-1, -1, 3).numpy()
+    scale = -(-480 // picture.shape[1])  # at least 480 pixels wide
+    Image.fromarray(np.kron(picture, np.ones((scale, scale, 1), np.uint8))).save(path)
+
+
+def main():
+    args = parse_args()
+    try:
+        device = choose_device(args, local_rank=0)
+        model, options, inside, outside = load_network(args, device)
+        classes = len(inside.classes)
+        size = inside.size
+        images = generate(model, options, outside, classes, size, device, args, args.num_samples)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(args.out, images, classes)
+        if args.npz:
+            args.npz.parent.mkdir(parents=True, exist_ok=True)
+            labels = np.arange(len(images)) % classes
+            np.savez_compressed(args.npz, images=images.numpy(), labels=labels)
+    except InputError as error:
+        stop(2, str(error))
+    except OSError as error:
+        stop(1, str(error))
+    print(f"{args.out}: {len(images):,} images of {classes} classes")
+
+
+if __name__ == "__main__":
+    main()
