@@ -1310,7 +1310,7 @@ def setup_ddp(args):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
     if rank > 0:
-        logging.getLogger().setLevel(logging.WARNING)  # from here on logging.info is rank 0's
+        logging.getLogger().setLevel(logging.ERROR)  # from here on only errors are each rank's
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
     return device
 
@@ -1411,9 +1411,11 @@ def refuse(error):
 
 def sum_over_ranks(values):
     """The elements of a tensor, summed in float64, as floats; waits for the device. (all ranks)"""
-    sums = values.double()
-    dist.all_reduce(sums)
-    return sums.tolist()
+    # by Python: some devices have no float64
+    parts = values.new_empty(dist.get_world_size() * len(values))
+    dist.all_gather_single(parts, values)
+    rows = parts.view(-1, len(values)).tolist()
+    return [math.fsum(column) for column in zip(*rows, strict=True)]
 
 
 def on_rank0(function, *args):
@@ -1725,7 +1727,8 @@ class RunLog:
             import wandb
 
             options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
-            run = wandb.init(project=Path(SCRIPT).stem, resume="allow", **options)
+            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
+            run = wandb.init(project=project, resume="allow", **options)
             for row in iter(self.rows.get, None):  # until there is a None in the queue
                 run.log(row, step=row["step"])
             run.finish()

@@ -49,18 +49,19 @@ RUNS = {  # name: script, its arguments beside COMMON
         --num_epochs=9999 --num_orders=1"""),
     "run_train_quantumgrav_ddp": ("run_train_quantumgrav_ddp", """--config configs/config_quantumgrav_quickstart.yaml
         --data={work}/sets --num_epochs=9999"""),
-    "run_train_rebm_ddp, stage 1": ("run_train_rebm_ddp", """--config=configs/config_rebm_quickstart.yaml
-        --baseline_epochs=0 --stage=at --at_epochs=9999"""),
-    "run_train_rebm_ddp, stage 2": ("run_train_rebm_ddp", """--config=configs/config_rebm_quickstart.yaml
-        --baseline_epochs=0 --stage=dat --total_epochs=9999 --attack.start_step=10
+    "run_train_rebm_ddp, stage 1": ("run_train_rebm_ddp", """--config configs/config_rebm_quickstart.yaml
+        --data={work}/digits --stage=at --at_epochs=9999"""),
+    "run_train_rebm_ddp, stage 2": ("run_train_rebm_ddp", """--config configs/config_rebm_quickstart.yaml
+        --data={work}/digits --stage=dat --total_epochs=9999 --attack.start_step=10
         --model.ckpt_path={work}/stage_1-1/latest.pt"""),
 }  # fmt: skip
 REGIONS = {"data": ("waiting",), "optimizer": ("step", "update_ema"), "pause": (
-    "evaluate", "checkpoint", "validate", "finish_epoch", "end_epoch", "measure_stage", "save_official",
+    "evaluate", "measure", "checkpoint", "validate", "finish_epoch", "end_epoch", "measure_stage", "save_official",
     "save_weights")}  # fmt: skip
 PLAIN = "\n# " + 98 * "=" + "\n"  # in the scripts whose train() is one loop over a DataLoader
 TOOLS = {  # what must be run before a script
-    "run_train_quantumgrav_ddp": "make_causal_sets.py --samples=3000 --out={work}/sets"}  # fmt: skip
+    "run_train_quantumgrav_ddp": "make_causal_sets.py --samples=3000 --out={work}/sets",
+    "run_train_rebm_ddp": "prepare_images.py digits --out={work}/digits"}  # fmt: skip
 OPERATORS = {  # category: what its operators are called, after aten::
     "matrix products": r"(add)?mm|(badd)?bmm|add(bmm|mv|r)|mv|dot|linear|matmul|einsum|ger|outer|_addmm_activation",
     "attention": r".*(scaled_dot_product|_attention).*",
@@ -115,7 +116,7 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
     module = importlib.import_module(script)
     plain_form = PLAIN in Path(module.__file__).read_text()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    seen = {"entries": 0, "begin": 0.0, "seconds": 0.0, "depth": 0}
+    seen = {"entries": 0, "begin": 0.0, "seconds": 0.0, "depth": 0, "attack": 0.0}
 
     def timed(owner, name: str, kind: str) -> None:
         plain = getattr(owner, name)
@@ -151,6 +152,18 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
             else:
                 module.StepGuard.signal = signal.SIGTERM
 
+    if hasattr(module, "Attack"):  # the clock of the attacks of a step
+        attack = module.Attack.__call__
+
+        def attacked(*args):
+            begin = time.perf_counter()
+            try:
+                return attack(*args)
+            finally:
+                if seen["begin"] and not seen["seconds"]:  # of the recorded steps
+                    seen["attack"] += time.perf_counter() - begin
+
+        module.Attack.__call__ = attacked
     if plain_form:
         timed(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data")
         timed(module.StepGuard, "update", "optimizer")
@@ -180,7 +193,7 @@ def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) 
         name = event.name if not event.name.startswith("region: ") else f"(python in {inside})"
         row = found[inside or category(event), name]
         row[0], row[1] = row[0] + 1, row[1] + event.self_cpu_time_total * 1e-6
-    return {"seconds": seen["seconds"], "operators": [[*key, *row] for key, row in found.items()]}
+    return {"seconds": seen["seconds"], "attack": seen["attack"], "operators": [[*key, *row] for key, row in found.items()]}
 
 
 # ---- All runs and the tables ----
@@ -189,11 +202,12 @@ def start(args: argparse.Namespace, name: str, work: Path, profiled: bool) -> di
     result, log = work / "result.json", work / "log.txt"
     place = name.rpartition(", ")[2].replace(" ", "_")
     argv = [*argv.format(work=work).split(), *COMMON.split()]
-    if PLAIN not in (ROOT / f"{script}.py").read_text():
+    if PLAIN not in (ROOT / f"{script}.py").read_text() or script == "run_train_uniref50_ddp":
         argv.append(f"--cache_dir={work}/cache")
     if script in TOOLS:
         tool, *options = TOOLS[script].format(work=work).split()
-        subprocess.run([sys.executable, ROOT / "tools" / tool, *options], check=True, stdout=subprocess.DEVNULL)
+        if not Path(options[-1].removeprefix("--out=")).exists():
+            subprocess.run([sys.executable, ROOT / "tools" / tool, *options], check=True, stdout=subprocess.DEVNULL)
     argv.append(f"--output_dir={work}/{place}-{int(profiled)}")
     command = [sys.executable, __file__, "--role=run", f"--name={name}", f"--result={result}", f"--warm={args.warm}"]
     command += [f"--steps={args.steps}", f"--profiled={int(profiled)}", "--", *argv]
@@ -265,6 +279,9 @@ def main() -> int:
                 continue
             parts = shares(found)
             tables[name] = operator_rows(found, args.steps, None if args.operators else 5)
+            if found["attack"]:
+                share = min(1.0, found["attack"] / found["seconds"])
+                tables[name].append(f"| all | attacks, whatever they are made of | | | {share:.1%} |")
             records.append({"run": name, "steps_per_s": speeds[0], "profiled": speeds[1], "shares": parts})
             cells = [f"{speed:.2f}" for speed in speeds] + [f"{part:.1f}" for part in parts.values()]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)

@@ -55,18 +55,21 @@ PARTS = {
          ("^phase.*the program replaced", 0.97))),
     "uniref50": Part(
         "run_train_uniref50_ddp.py", "bench_uniref50.py --rounds 5 --steps 3",
-        "bench_uniref50.py --rounds 1 --steps 1 --batch 2 --accum 1 --sequences 400", 15, (("", 4.0),)),
+        "bench_uniref50.py --rounds 1 --steps 1 --batch 2 --accum 1 --sequences 400", 15,
+        (("original", 3.5), ("the program replaced", 0.9))),
     "dpo": Part(
         "run_dpo_ddp.py", "bench_dpo.py --rounds 5 --seconds 2",
-        "bench_dpo.py --rounds 1 --seconds 0.1 --lengths 20 --batch 1", 15, (("^100 residues", 6.0),)),
+        "bench_dpo.py --rounds 1 --seconds 0.1 --lengths 20 --batch 1", 15,
+        (("^100 residues.*port", 6.0), ("the program replaced", 0.97))),
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py", "bench_quantumgrav.py --rounds 5 --seconds 2",
         "bench_quantumgrav.py --rounds 1 --seconds 0.1 --sizes 32-64 --networks 1x32 --sets 200", 20,
         (("^32-128 elements, 1x32.*in files", 4.0),)),
     "rebm": Part(
         "run_train_rebm_ddp.py", "bench_rebm.py --rounds 5",
-        "bench_rebm.py --rounds 1 --seconds 0.1 --settings SmallNet,8,16,2 --sides original ours floor", 15,
-        ((": (ours|compiled)", 1.5),)),
+        "bench_rebm.py --rounds 1 --seconds 0.1 --settings SmallNet,8,16,2 --sides replaced original", 15,
+        (("SmallNet.*compiled.*original", 1.4), ("WideResNet.*compiled.*original", 1.25),
+         ("ours.*the program replaced", 0.97))),
     "profile": Part(
         "all", "profile_steps.py", "profile_steps.py --steps 2 --scripts run_train_quantumgrav_ddp", 15),
     "scaling": Part(

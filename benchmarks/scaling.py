@@ -96,7 +96,8 @@ def retrieval(folder: Path) -> str:
 def proteins(folder: Path) -> str:
     """The shipped proteins; the network of the quickstart, half as wide."""
     return f"""--datafile={PROTEINS} --max_protein_len=256 --hidden_size=64 --n_blocks_prot=4
-        --n_heads=4 --cond_dim=64 --n_iters=100000000 --epochs=1000000 --eval_freq=100000000 --num_workers=1"""
+        --n_heads=4 --cond_dim=64 --n_iters=100000000 --epochs=1000000 --eval_freq=100000000 --num_workers=1
+        --cache_dir={folder}/cache"""
 
 
 def structures(folder: Path) -> str:
@@ -107,7 +108,7 @@ def structures(folder: Path) -> str:
             for row in rows for k in (0, 10, 20, 30)]  # fmt: skip
     (folder / "pairs.json").write_text(json.dumps(rows))
     return f"""--train_data={folder}/pairs.json --base_model_name=random --temperature=1 --num_orders=1
-        --val_fraction=0.1 --num_epochs=1000000 --reference_free"""
+        --val_fraction=0.1 --num_epochs=1000000"""
 
 
 def causal_sets(folder: Path) -> str:
@@ -122,14 +123,13 @@ def digits(folder: Path) -> str:
     """Stage 2 on scikit-learn's digits, from random weights: 16 attack steps on OOD images, 8 on those to classify."""
     import torch
 
+    tool = [sys.executable, ROOT / "tools/prepare_images.py", "digits", f"--out={folder}/digits"]
+    subprocess.run(tool, check=True, stdout=subprocess.DEVNULL)
     rebm = importlib.import_module("run_train_rebm_ddp")
-    options = ["--model_type=SmallNet", "--width=24"]
-    data = rebm.Data(*[None] * 5, {}, 10, 1, 8)
-    network = rebm.EnergyClassifier(rebm.parse_args(options), data, torch.float32, "cpu")
-    torch.save({"model": network.state_dict()}, folder / "start.pt")
-    return f"""{" ".join(options)} --stage=dat --model.ckpt_path={folder}/start.pt --attack.max_steps=16
-        --attack.start_step=16 --attack.step_size=0.2 --indist_attack_clf.max_steps=8 --outdist_max_samples=4000
-        --valid_images=100 --total_epochs=1000000 --n_imgs_per_evaluation_log=0"""
+    torch.save(rebm.make_network(defaults(rebm), 10, 1, 8).state_dict(), folder / "start.pt")
+    return f"""--data={folder}/digits --stage=dat --model.ckpt_path={folder}/start.pt --attack.max_steps=16
+        --attack.start_step=16 --attack.step_size=0.2 --indist_attack_clf.max_steps=8
+        --total_epochs=1000000 --n_imgs_per_evaluation_log=0"""
 
 
 def texts_of(task) -> np.ndarray:
@@ -143,18 +143,19 @@ def pairs_of(task) -> np.ndarray:
 
 
 def proteins_of(task) -> np.ndarray:
-    return np.minimum(task.train_set.lengths(np.arange(len(task.train_set))), task.args.max_protein_len)
+    proteins = task.data[0]
+    return np.minimum(proteins.lengths(np.arange(len(proteins))), proteins.most)
 
 
 WORKLOADS = {
     "train_ddp": Workload("train_ddp", "tokens", 64, 1, lambda f: retrieval(f) + " --skip_phase2", texts_of),
     "train_ddp_phase2": Workload("train_ddp", "tokens", 32, 1, lambda f: retrieval(f) + " --skip_phase1", pairs_of),
     "run_train_uniref50_ddp": Workload("run_train_uniref50_ddp", "residues", 8, 4, proteins, proteins_of),
-    "run_dpo_ddp": Workload("run_dpo_ddp", "residues", 4, 1, structures, lambda task: task.pairs.lengths),
+    "run_dpo_ddp": Workload("run_dpo_ddp", "residues", 4, 1, structures, lambda task: np.floor(task.run.data.cost)),
     "run_train_quantumgrav_ddp": Workload("run_train_quantumgrav_ddp", "elements", 64, 1, causal_sets,
                                           lambda task: task.data.sizes),
     "run_train_rebm_ddp": Workload("run_train_rebm_ddp", "images", 64, 1, digits,
-                                   lambda task: np.ones(len(task.data.train))),
+                                   lambda task: np.ones(len(task.run.inside.images))),
 }  # fmt: skip
 DEFAULT = [name for name in WORKLOADS if name != "train_ddp_phase2"]
 
@@ -811,35 +812,31 @@ def full_run_train_uniref50_ddp(module, found: dict) -> Full:
 
     import torch
 
-    args = module.parse_args([])
+    args = defaults(module)
     with torch.device("meta"):
-        model = module.Denoiser(args, torch.float32)
+        model = module.Denoiser(args)
     sizes, most = [], args.max_protein_len
     for record in gzip.open(PROTEINS, "rt").read().split(">")[1:]:
         sizes.append(len("".join(record.split("\n")[1:])) + 2)
     lengths = np.random.default_rng(0).choice(np.minimum(sizes, most), 400_000)
-    items = most / lengths.mean()
-    flops = args.batch_size * items * np.dot(model.flops, (lengths.mean(), (lengths.astype(float) ** 2).mean()))
+    blocks = 12 * args.n_blocks_prot * args.hidden_size
+    each = 6 * (blocks * args.hidden_size + module.VOCABULARY * args.hidden_size) * lengths.mean()
+    flops = args.batch_size * (each + blocks * (lengths.astype(float) ** 2).mean())
 
     def deal(ranks: int) -> tuple:
-        return sampler_of(module, lengths, ranks, args.batch_size, args.accumulation, items,
-                          lambda count: max(64, -(-4096 // count)),
-                          lambda count, total: module.bucket_by_tokens(
-                              lambda i: lengths[i], count, total, 0))  # fmt: skip
+        return Dealt(module, args, lengths, ranks), lengths
 
     return Full(sum(p.numel() for p in model.parameters()), "the script's network on the meta device", args.batch_size,
-                args.accumulation, flops, 2 * found["operations"], "transformer", args.save_every, deal,
+                args.accum, flops, 2 * found["operations"], "transformer", args.save_every, deal,
                 "of the shipped proteins, drawn again and again")  # fmt: skip
 
 
 def full_run_dpo_ddp(module, found: dict) -> Full:
-    args = module.parse_args(["--train_data=none"])
+    args = defaults(module)
     lengths = np.random.default_rng(0).choice(np.array(found["items"], np.int64), 100_000)
 
     def deal(ranks: int) -> tuple:
-        return sampler_of(module, lengths, ranks, args.batch_size, 1, 1, lambda _: 8,
-                          lambda count, total: module.bucket_by_tokens(
-                              lambda i: lengths[i], count, max(1, total // args.batch_size), 0))  # fmt: skip
+        return Dealt(module, args, lengths, ranks), lengths
 
     return Full(found["parameters"], "the network that was measured", args.batch_size, 1,
                 args.batch_size * lengths.mean() * found["flops_per_work"], found["operations"], "other",
@@ -863,17 +860,19 @@ def full_run_train_rebm_ddp(module, found: dict) -> Full:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    args = module.parse_args(["--model_type=WideResNet34x10"])
+    args = defaults(module)
+    args.model_type = "WideResNet34x10"
+    args.batch_size = 16
     with torch.device("meta"):
-        model = module.EnergyClassifier(args, module.Data(*[None] * 5, {}, 10, 3, 32), torch.float32, "cpu")
+        model = module.make_network(args, 10, 3, 32)
         with FlopCounterMode(display=False) as counted:
             model(torch.empty(16, 3, 32, 32))
-    steps = args.attack_max_steps + args.clf_attack_max_steps
+    steps = args.attack_max_steps + args.indist_attack_clf_max_steps
     passes = 2 * steps + 9  # a step goes forward and to the input; three passes for the gradient of the weights
     lengths = np.ones(50_000, np.int64)
 
     def deal(ranks: int) -> tuple:
-        return sampler_of(module, lengths, ranks, 16, 1, 1, lambda _: 1, lambda count, _: None)
+        return Dealt(module, args, lengths, ranks), lengths
 
     return Full(sum(p.numel() for p in model.parameters()), "the script's network on the meta device", 16, 1,
                 counted.get_total_flops() * passes, passes * 4 * 34, "other", args.save_every, deal,

@@ -188,14 +188,21 @@ def write_proteins(path: Path, count: int) -> None:
             file.write(f">protein_{i}\n{''.join('ACDEFGHIKLMNPQRSTVWY'[n] for n in letters)}\n")
 
 
-def write_digits(path: Path, train: int, test: int) -> None:
-    """scikit-learn's first digits (8 x 8), as an .npz of uint8 images."""
+def write_digits(folder: Path, train: int, test: int, *options: str) -> None:
+    """What `python tools/prepare_images.py arrays` makes of scikit-learn's first digits (8 x 8)."""
     from sklearn.datasets import load_digits
 
+    tools = str(ROOT / "tools")
+    if tools not in sys.path:
+        sys.path.insert(0, tools)
+    import prepare_images
+
+    path = folder.with_suffix(".npz")
     images, labels = load_digits(return_X_y=True)
     images, ends = (images.reshape(-1, 8, 8) * 15).astype(np.uint8), (train, train + test)
     (x_train, x_test, _), (y_train, y_test, _) = np.split(images, ends), np.split(labels, ends)
     np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+    prepare_images.main(["arrays", str(path), f"--out={folder}", *options])
 
 
 def write_structures(folder: Path, count: int, pairs: int = 6, least: int = 18, most: int = 40) -> None:
@@ -241,7 +248,7 @@ def mutated_pairs(folder: Path) -> list[dict]:
 
     rows, several = [], {"4ZHL": (["U"], ["P"]), "7CTH": (["H", "L"], [])}  # chains to design, chains that are fixed
     for path in sorted(folder.glob("*.pdb.gz")):
-        chains = run_dpo_ddp.read_structure(path)
+        chains = run_dpo_ddp.read_structure(path).chains
         design, fixed = several.get(path.name[:4], (list(chains), []))
         own = "".join(chains[name].letters for name in design)
         names = {"design_chains": design, "fixed_chains": fixed} if path.name[:4] in several else {}

@@ -4,6 +4,7 @@ with faults on request: what test_contract.py and test_faults.py start.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from form import BANNER
 from helpers import (
     ROOT,
     forkserver,
@@ -29,6 +29,7 @@ from helpers import (
     write_structures,
 )
 from matplotlib.figure import Figure
+from torch.nn.parallel import DistributedDataParallel
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
 
@@ -54,17 +55,17 @@ def tiny_run_train_uniref50_ddp(folder: Path) -> list[str]:
     write_proteins(folder / "proteins.fasta", 800)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16 --n_blocks_prot=2
         --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --global_batch_size=24 --batch_size=4 --n_iters=45
-        --lr=0.02 --warmup=10 --ema=0.9 --log_freq=1 --snapshot_freq=4 --eval_freq=20 --eval_sequences=30 --eval_draws=1
-        --samples_per_eval=3 --sample_length=10 --num_workers=1 --wandb_mode=disabled --device=cpu
+        --lr=0.02 --warmup=10 --ema=0.9 --log_every=1 --save_every=4 --eval_freq=20 --eval_sequences=30 --eval_draws=1
+        --samples_per_eval=3 --num_workers=1 --wandb_mode=disabled --device=cpu
         --precision=fp32""".split()
 
 
 def tiny_run_dpo_ddp(folder: Path) -> list[str]:
-    """60 pairs on generated helices: two epochs of warm start, then two of preferences, with averaged weights."""
+    """80 pairs on generated helices: two epochs of warm start, then two of preferences."""
     write_structures(folder, 10, pairs=8, least=8, most=12)
-    return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random --val_fraction=0.25
+    return f"""--train_data={folder}/pairs.json --base_model_name=random --val_fraction=0.25
         --sft_epochs=2 --sft_lr=1e-3 --num_epochs=2 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=6
-        --batch_size=1 --ema=0.5 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
+        --batch_size=1 --num_workers=1 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
         --precision=fp32""".split()
 
 
@@ -78,17 +79,15 @@ def tiny_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
 
 
 def tiny_run_train_rebm_ddp(folder: Path) -> list[str]:
-    """450 digits, an epoch and two of the stages, all smooth; random starts of the attack, R1, averaged weights."""
-    write_digits(folder / "digits.npz", 450, 60)
-    return f"""--indist_dataset=file --indist_ds_dir={folder}/digits.npz --model_type=SmallNet --width=4
-        --augm_type_classification=shift --augm_type_generation=none --outdist_max_samples=300 --valid_images=18
+    """450 digits, an epoch and two of the stages, all smooth; R1, averaged weights, validations on the way."""
+    write_digits(folder / "digits", 450, 60, "--valid=18")
+    return f"""--data={folder}/digits --width=4
         --attack.max_steps=2 --attack.step_size=0.3 --indist_attack_clf.max_steps=1 --indist_attack_clf.step_size=0.1
-        --indist_attack_clf.eps=0.15 --indist_attack_clf.random_start --image_log.num_steps=3
-        --image_log.num_samples=20 --at_epochs=1 --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw
-        --lr=3e-3 --r1reg=0.01 --AUC_th=0.6 --min_imgs_per_threshold=100 --ema=0.9 --global_batch_size=24
-        --batch_size=4 --eval_steps=2 --eval_restarts=2 --eval_images=40 --outdist_dataset_ood_detection=noise
-        --n_imgs_per_evaluation_log=600 --monitor_every=20 --log_every=1 --save_every=4 --wandb_mode=disabled
-        --device=cpu --precision=fp32""".split()
+        --indist_attack_clf.eps=0.15 --at_epochs=1 --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2
+        --optimizer=adamw --lr=3e-3 --r1reg=0.01 --AUC_th=0.6 --min_imgs_per_threshold=100 --ema=0.9
+        --global_batch_size=24 --batch_size=4 --eval_steps=2 --eval_images=40 --eval_batch_size=16
+        --n_imgs_per_evaluation_log=600 --monitor_every=20 --num_workers=1 --log_every=1 --save_every=4
+        --wandb_mode=disabled --device=cpu --precision=fp32""".split()
 
 
 TINY = {
@@ -97,76 +96,26 @@ TINY = {
     "run_train_rebm_ddp": tiny_run_train_rebm_ddp,
 }  # fmt: skip
 # What is drawn on each rank differs between numbers of ranks: added where that does not matter.
-DROPOUT = {"run_train_quantumgrav_ddp": ["--dropout=0.1"]}
+DROPOUT = {
+    "run_train_quantumgrav_ddp": ["--dropout=0.1"], "run_train_uniref50_ddp": ["--dropout=0.1"],
+}  # fmt: skip
 
 
-class OldForm:
-    """What the tests must know of a script that is not yet rewritten."""
-
-    processes, timeout = "--nproc", "--ddp_timeout_minutes"
-    refused = 1  # exit status of a run that cannot work
-    not_compared = {"wall_s", "speed", "wandb_id", "args"}  # in a checkpoint
-    # in metrics.jsonl
-    clocks = {*"samples/s nodes/s tokens/s data_wait comm mem_gb mfu ranks slowest_rank".split()}
-    run_own = {"args", "wall_s", "samples_per_s", "checkpoint"}  # in summary.json
-    once = "command:"  # rank 0 alone says it
-    failed = "failed on rank"
-    damaged = "is damaged", "using the one before it"
-    full = "could not write", "No space left", "old file is untouched"
-
-    @staticmethod
-    def step(number: int) -> str:
-        """How the log line of a step begins."""
-        return f"step={number}/"
-
-    @staticmethod
-    def stopped(reason: str) -> str:
-        if reason == "SIGUSR1":
-            return "checkpoint written, requeue me"
-        return f"checkpoint written, stopped by {reason}"
-
-    @staticmethod
-    def joined(rank: int, world_size: int, local_rank: int) -> list[str]:
-        return [f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}"]
+NOT_COMPARED = {"wandb_id", "args", "log_size"}  # in a checkpoint
+CLOCKS = {"samples_per_s", "residues_per_s", "data_wait"}  # in metrics.jsonl
+RUN_OWN = {"args", "seconds"}  # in summary.json
 
 
-class NewForm:
-    """The same of a script of the new form."""
-
-    processes, timeout = "--nproc_per_node", "--timeout_minutes"
-    refused = 2
-    not_compared = {"wandb_id", "args", "log_size"}
-    clocks = {"samples_per_s", "data_wait"}
-    run_own = {"args", "seconds"}
-    once = "Starting distributed training..."
-    failed = "ERROR: Traceback"
-    damaged = ("latest.pt is damaged: trying the one before it",)
-    full = "no latest.pt at step 12, the run goes on: ", "No space left"
-
-    @staticmethod
-    def step(number: int) -> str:
-        return f"step={number} "
-
-    @staticmethod
-    def stopped(reason: str) -> str:
-        return f"stopped by {reason}: the same command goes on from the checkpoint"
-
-    @staticmethod
-    def joined(rank: int, world_size: int, local_rank: int) -> list[str]:
-        started = f"Process {rank}/{world_size} started"
-        return [f"[RANK {rank}] ", started, f"Initializing DDP for rank {rank}..."]
-
-
-def form_of(script: str) -> type:
-    """OldForm or NewForm."""
-    if BANNER in (ROOT / f"{script}.py").read_text():
-        return NewForm
-    return OldForm
+def stopped(reason: str) -> str:
+    """What a run says that was told to stop."""
+    return f"stopped by {reason}: the same command goes on from the checkpoint"
 
 
 def nan_loss(number: float) -> None:
     """From now on the losses of this rank are NaN, as they come to backward()."""
-    torch.Tensor.backward = lambda loss, *more, **options: PLAIN_BACKWARD(loss * math.nan, *more, **options)
+    torch.Tensor.backward = lambda loss, *more, **options: PLAIN_BACKWARD(
+        loss * math.nan, *more, **options
+    )
 
 
 def sound_loss(number: float) -> None:
@@ -214,11 +163,20 @@ def signal_in_evaluation(number: float) -> None:
     torch.nn.Module.eval = begin
 
 
+def flip_bit(number: float) -> None:
+    """One weight of this rank's network is another from now on."""
+    for model in [
+        thing for thing in gc.get_objects() if isinstance(thing, DistributedDataParallel)
+    ]:
+        weight = next(model.parameters()).data.view(-1)
+        weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
+
+
 PLAIN_BACKWARD = torch.Tensor.backward
 DO: dict[str, Callable] = {
     "signal": lambda number: os.kill(os.getpid(), int(number)), "sleep": time.sleep, "nan": nan_loss,
     "sound": sound_loss, "memory": no_memory, "clock": clock_back, "fill": fill_disk, "free": free_disk,
-    "evaluation": signal_in_evaluation,
+    "evaluation": signal_in_evaluation, "flip": flip_bit,
 }  # fmt: skip
 
 
@@ -240,26 +198,9 @@ def run_script(script: str, argv: list[str]) -> int:
     sys.argv = [f"{script}.py", *argv]
     if "PICTURES" not in os.environ:
         Figure.savefig = lambda figure, file, **options: None
-    if form_of(script) is NewForm:
-        return run_new_script(script)
-    module = importlib.import_module(script)
-    plain = module.StepGuard.step
-
-    def step(guard, loss, number, ids):
-        result = plain(guard, loss, number, ids)
-        after_step(number, [int(i) for part in ids for i in part])
-        return result
-
-    module.StepGuard.step = step
-    return module.launch(module.main, module.parse_args(argv))
-
-
-def run_new_script(script: str) -> int:
-    """One rank. Nothing in a step is replaced: the sampler is listened to, and every rank calls
-    RunLog.write once after each step, before the ranks agree on a stop.
-
-    The script is imported anew, as it takes the time, its parent and its name from the process
-    that it starts in."""
+    # The script is imported anew, as it takes the time, its parent and its name from the process
+    # that it starts in. Nothing in a step is replaced: the sampler is listened to, and every rank
+    # calls RunLog.write once after each step, before the ranks agree on a stop.
     sys.modules.pop(script, None)
     module = importlib.import_module(script)
     deal = module.GlobalBatchSampler.__iter__
@@ -335,7 +276,9 @@ def survivors(pids: list[int], folder: Path) -> list[str]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
-            started = f"OUTPUT={folder}" in (process / "environ").read_text(errors="replace").split("\0")
+            started = f"OUTPUT={folder}" in (process / "environ").read_text(errors="replace").split(
+                "\0"
+            )
             if (int(session) in pids or started) and state not in "ZX":
                 found.append((process / "cmdline").read_text().replace("\0", " "))
         except OSError:
@@ -352,17 +295,47 @@ class Server:
         self.process = forkserver().Process(target=serve, args=(theirs,))
         self.process.start()
 
-    def start(self, script: str, argv: list[str], folder: Path, world_size: int, faults=(), attempt=0, **env) -> None:
+    def start(
+        self,
+        script: str,
+        argv: list[str],
+        folder: Path,
+        world_size: int,
+        faults=(),
+        attempt=0,
+        **env,
+    ) -> None:
         """A job of `world_size` ranks; wait() comes next."""
         works, port = [], free_port()
         for rank in range(world_size):
-            own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-            own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
+            own = {
+                "RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": world_size,
+            }
+            own |= {
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": 1,
+                "CUDA_VISIBLE_DEVICES": "",
+            }
             own |= {"FAULTS": json.dumps(faults), "OUTPUT": folder} | env
             output = f"{folder}.rank{rank}-{attempt}.txt"
-            works.append(({k: str(v) for k, v in own.items()}, script, [*argv, f"--output_dir={folder}"], output))
+            works.append(
+                (
+                    {k: str(v) for k, v in own.items()},
+                    script,
+                    [*argv, f"--output_dir={folder}"],
+                    output,
+                )
+            )
         self.pipe.send(works)
-        self.folder, self.outputs, self.begin = folder, [Path(work[3]) for work in works], time.monotonic()
+        self.folder, self.outputs, self.begin = (
+            folder,
+            [Path(work[3]) for work in works],
+            time.monotonic(),
+        )
         self.pids = self.pipe.recv()
 
     def wait(self, seconds: float = 100.0) -> Run:
@@ -376,7 +349,13 @@ class Server:
         while (left := survivors(self.pids, self.folder)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not left, left
-        return Run(self.folder, [status for status, _ in ends], text, self.begin, max(when for _, when in ends))
+        return Run(
+            self.folder,
+            [status for status, _ in ends],
+            text,
+            self.begin,
+            max(when for _, when in ends),
+        )
 
     def run(self, *job, seconds: float = 100.0, **more) -> Run:
         self.start(*job, **more)
@@ -391,8 +370,16 @@ class Server:
 class Run:
     """A finished run: exit statuses, output of every rank, its folder."""
 
-    def __init__(self, folder: Path, statuses=(), text: str = "", begin: float = 0.0, end: float = 0.0):
-        self.folder, self.statuses, self.text, self.begin, self.end = folder, list(statuses), text, begin, end
+    def __init__(
+        self, folder: Path, statuses=(), text: str = "", begin: float = 0.0, end: float = 0.0
+    ):
+        self.folder, self.statuses, self.text, self.begin, self.end = (
+            folder,
+            list(statuses),
+            text,
+            begin,
+            end,
+        )
 
     @property
     def seconds(self) -> float:
@@ -402,7 +389,9 @@ class Run:
 
     @property
     def rows(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     @property
     def losses(self) -> list[float]:
@@ -415,8 +404,9 @@ class Run:
     @property
     def evaluated(self) -> list[int]:
         """Steps after which held-out figures were recorded."""
-        of_steps = {"samples/s", "ranks", "samples_per_s"}
-        return sorted({row["step"] for row in self.rows if row["step"] and not of_steps & {*row}})
+        return sorted(
+            {row["step"] for row in self.rows if row["step"] and "samples_per_s" not in row}
+        )
 
     def trained_on(self) -> dict[int, list[int]]:
         """{step: ids over all ranks}; of a step that was made twice (after a kill) the last time counts."""
@@ -437,21 +427,26 @@ def differences(a, b, path: str = "") -> list[str]:
     if isinstance(a, torch.Tensor):
         return [] if a.dtype == b.dtype and torch.equal(a, b) else [path]
     if isinstance(a, dict):
-        return [d for k in a.keys() | b.keys() for d in differences(a.get(k), b.get(k), f"{path}.{k}")]
+        return [
+            d for k in a.keys() | b.keys() for d in differences(a.get(k), b.get(k), f"{path}.{k}")
+        ]
     if isinstance(a, (list, tuple)) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}[{i}]")]
+        return [
+            d
+            for i, (x, y) in enumerate(zip(a, b, strict=True))
+            for d in differences(x, y, f"{path}[{i}]")
+        ]
     return [] if a == b else [path]
 
 
-def apart(form: type, ours: Run, theirs: Run) -> list[str]:
-    """Places where the checkpoints of two runs differ, without what is of one run alone. (A new
-    form's learning rate is set anew in each step: after the last it may be that of the options.)"""
+def apart(ours: Run, theirs: Run) -> list[str]:
+    """Places where the checkpoints of two runs differ, without what is of one run alone. (A learning
+    rate is set anew in each step: after the last it may be that of the options.)"""
     states = [state_of(ours), state_of(theirs)]
-    if form is NewForm:
-        for state in states:
-            for group in state["optimizer"]["param_groups"]:
-                group.pop("lr")
-    kept = states[1].keys() - form.not_compared
+    for state in states:
+        for group in state["optimizer"]["param_groups"]:
+            group.pop("lr")
+    kept = states[1].keys() - NOT_COMPARED
     return [place for key in kept for place in differences(states[0][key], states[1][key], key)]
 
 

@@ -7,9 +7,11 @@ CASES for each script.
     python tests/test_accelerator.py SCRIPT OUT OPTION ...    such a run, counted into the file OUT
 """
 
+import ast
 import contextlib
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -74,7 +76,8 @@ class Reads:
                 functions.append(frame.f_code.co_name)
             frame = frame.f_back
         # what is not part of every step may wait: the start, checkpoints, validation
-        allowed = {"restore", "wrap_ddp", "save", "validate", "evaluate"}
+        allowed = {"restore", "wrap_ddp", "save", "validate", "evaluate", "measure"}
+        allowed |= {"score_reference", "save_official", "start_stage"}
         if functions and not allowed & set(functions):
             self.found[f"{functions[0]}: {what}"] += 1
 
@@ -143,6 +146,113 @@ def quantumgrav(script, folder, options):
     return script.CausalSetNet(args, data.classes), data[ids, ids], script.share_of_loss
 
 
+def dpo(script, folder, options):
+    """The same: of a step of preferences."""
+    with mock.patch.object(sys, "argv", ["script", *options]):
+        args = script.parse_args()
+    data = script.Pairs(args, 48)
+    for place, path, row in script.read_rows(folder / "pairs.json"):
+        data.add(place, path, row, script.try_structure(path))
+    data.finish()
+    model = script.ProteinMPNN()
+    reference = torch.zeros(len(data), script.SCORES, device=META)
+
+    def forward(batch):
+        residues = batch.residues
+        return model(batch.structures, residues[:2], residues[2], residues[3])
+
+    def loss(logits, batch):
+        own = reference.index_select(0, batch.ids).T.reshape(2, 2, -1)
+        return script.pair_loss(args, logits, batch, own)[0]
+
+    ids = np.arange(8)
+    return Taking(model, forward), data[ids, ids, 0], loss
+
+
+class Taking(torch.nn.Module):
+    """A network that takes a batch whole."""
+
+    def __init__(self, model, forward):
+        super().__init__()
+        self.model = model
+        self.forward = forward
+
+
+def make_structures(folder):
+    from helpers import write_structures
+
+    folder.mkdir()
+    write_structures(folder, 4, pairs=7, least=8, most=20)
+
+
+def uniref50(script, folder, options):
+    small = (
+        "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48".split()
+    )
+    with mock.patch.object(sys, "argv", ["script", *small, *options]):
+        args = script.parse_args()
+    data = script.NoisySequences(args, script.Proteins(folder, "train", args.max_protein_len))
+    ids = np.arange(6)
+    return script.Denoiser(args), data[ids, ids, 0], script.share_of_loss
+
+
+def make_proteins(folder):
+    lines = []
+    for i in range(150):
+        lines.append("MKVLAYDEFGHIKLMNPQRSTVWY"[i % 7 :] * (1 + i % 4))
+    folder.with_suffix(".txt").write_text("\n".join(lines))
+    program = str(ROOT / "tools" / "prepare_uniref50.py")
+    command = [sys.executable, program, str(folder.with_suffix(".txt")), str(folder)]
+    subprocess.run([*command, "--val_ratio=0.2"], check=True, capture_output=True)
+
+
+def rebm(script, folder, options):
+    """The passes of a step of stage 2, with attacks of two steps, as one module."""
+    with mock.patch.object(sys, "argv", ["script", "--width=4", *options]):
+        args = script.parse_args()
+    inside = script.Images(folder)
+    outside = script.GeneratedImages("blobs", inside.channels, inside.size)
+    data = script.TrainingData(args, inside, outside, "dat")
+    ids = inside.part("train")[:8]
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = script.make_network(args, 10, inside.channels, inside.size)
+
+        def forward(self, batch):
+            losses = []
+
+            def backward(values):
+                losses.append(values.sum())
+                return losses[-1].detach()
+
+            net = script.Twin(self.model).model
+            on_outside = script.Attack(net, script.label_logit, 0.1, 1.0, "L2")
+            common = {"args": args, "on_outside": on_outside}
+            run = SimpleNamespace(model=self.model, ddp_model=self.model, **common)
+            *_, scores = script.energy_passes(run, batch, 2, backward)
+            script.pairs_in_order(*scores)
+            on_class = script.Attack(net, script.cross_entropy, 0.1, 0.5, "Linf")
+            x = on_class(script.pixels(batch.x), batch.y, 2)
+            backward(script.cross_entropy(self.model(x), batch.y))
+            return sum(losses)
+
+    return Step(), data[ids, ids], lambda loss, batch: loss
+
+
+def make_images(folder):
+    images = np.random.default_rng(0).integers(0, 56, (100, 32, 32, 3), np.uint8)
+    labels = np.arange(100) % 2
+    images[labels == 1, 16:] += 200  # something to learn in seven steps
+    parts = {"x_train": images[:70], "y_train": labels[:70]}
+    parts.update(x_test=images[70:], y_test=labels[70:])
+    np.savez(folder.with_suffix(".npz"), **parts)
+    program = str(ROOT / "tools" / "prepare_images.py")
+    command = [sys.executable, program, "arrays", str(folder.with_suffix(".npz"))]
+    subprocess.run([*command, f"--out={folder}", "--valid=10"], check=True, capture_output=True)
+
+
 def make_causal_sets(folder):
     options = "--samples=60 --min_size=6 --max_size=10 --workers=1".split()
     program = str(ROOT / "tools" / "make_causal_sets.py")
@@ -162,6 +272,56 @@ CASES = {
             "none": ["--messages=none"],
         },
     ),
+    "run_dpo_ddp": (
+        make_structures,
+        dpo,
+        {
+            "defaults": [],
+            "ipo": ["--loss_type=ipo", "--sft_weight=0.1"],
+            "smoothing": ["--label_smoothing=0.1", "--temperature=1"],
+        },
+    ),
+    "run_train_uniref50_ddp": (
+        make_proteins,
+        uniref50,
+        {
+            "defaults": [],
+            "checkpointing": ["--gradient_checkpointing"],
+            "blind": ["--time_conditioning=no"],
+        },
+    ),
+    "run_train_rebm_ddp": (
+        make_images,
+        rebm,
+        {
+            "defaults": [],
+            "convnext": ["--model_type=convnext_tiny", "--logsumexp=no"],
+            "wide": ["--model_type=WideResNet28x2", "--augm_type_generation=original"],
+            "r1": ["--norm=layer", "--r1reg=0.1", "--augm_type_classification=autoaugment_cutout"],
+        },
+    ),
+}
+# options of a run of seven steps
+SEVEN_STEPS = {
+    "run_train_quantumgrav_ddp": "--data={} --num_epochs=1 --batch_size=6",
+    "run_dpo_ddp": """--train_data={}/pairs.json --base_model_name=random --val_fraction=0.25
+        --num_epochs=1 --batch_size=3""",
+    "run_train_uniref50_ddp": """--datafile={} --n_iters=7 --batch_size=3 --accum=2 --hidden_size=32
+        --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --samples_per_eval=0""",
+    "run_train_rebm_ddp": """--data={} --at_epochs=1 --total_epochs=1 --batch_size=8 --AUC_th=0
+        --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16 --width=4
+        --n_imgs_per_evaluation_log=0""",
+}
+# what is read in it, where that is not once a step and once a log line: dpo compares the first loss
+# with ln 2; rebm has two stages, and in the second T grows twice, after each two steps
+READS = {
+    "run_dpo_ddp": {"agree: tolist": 7, "sum_over_ranks: tolist": 5},
+    "run_train_rebm_ddp": {
+        "agree: tolist": 13,
+        "sum_over_ranks: tolist": 6,
+        "grow: item": 2,
+        "grow: _local_scalar_dense": 2,  # of the same two
+    },
 }
 
 
@@ -171,6 +331,13 @@ def prepared(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "data"
     CASES[request.param][0](folder)
     return request.param, folder
+
+
+def count_tensors(batch):
+    """In a batch, and in the batches that are part of it."""
+    if isinstance(batch, torch.Tensor):
+        return 1
+    return sum(map(count_tensors, batch)) if isinstance(batch, tuple) else 0
 
 
 def step_on_meta(script, model, batch, loss_function):
@@ -200,19 +367,19 @@ def test_a_step_on_the_meta_device(prepared):
     for options in CASES[name][2].values():
         model, batch, loss_function = CASES[name][1](script, folder, options)
         copies = step_on_meta(script, model.train(), batch, loss_function)
-        assert copies == {True: len(batch)}, "the host waits for a copy"
+        assert copies == {True: count_tensors(batch)}, "the host waits for a copy"
 
 
 def test_steps_read_nothing(prepared, tmp_path):
     """Seven steps, logged at 3, 6 and 7. Signals are read once a step, but one step late."""
     name, folder = prepared
-    options = [f"--data={folder}", f"--output_dir={tmp_path}/run", "--num_epochs=1"]
-    options += ["--batch_size=6", "--log_every=3", "--device=cpu"]
+    options = SEVEN_STEPS[name].format(folder).split()
+    options += [f"--output_dir={tmp_path}/run", "--log_every=3", "--device=cpu"]
     command = [sys.executable, __file__, str(ROOT / f"{name}.py"), str(tmp_path / "reads.json")]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "reads.json").read_text())
-    assert found == {"agree: tolist": 6, "sum_over_ranks: tolist": 3}
+    assert found == READS.get(name, {"agree: tolist": 6, "sum_over_ranks: tolist": 3})
 
 
 def test_steps_of_both_phases_read_nothing(tmp_path):
@@ -230,6 +397,43 @@ def test_steps_of_both_phases_read_nothing(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "reads.json").read_text())
     assert found == {"agree: tolist": 6, "sum_over_ranks: tolist": 4}
+
+
+COMPILED = """
+import sys
+import torch
+import test_accelerator
+import run_train_uniref50_ddp as script
+
+# compiled, but by a backend that needs no compiler
+plain = torch.nn.Module.compile
+torch.nn.Module.compile = lambda module, **more: plain(module, backend="aot_eager", **more)
+counted = []
+next_step = script.StepGuard.update
+def update(guard, optimizer, scaler):
+    counted.append(1)
+    if len(counted) == 2:  # the first two steps compile; from here on that is an error
+        torch.compiler.set_stance("fail_on_recompile")
+    return next_step(guard, optimizer, scaler)
+script.StepGuard.update = update
+reads = test_accelerator.count_reads(script)
+assert len(counted) == 22, counted
+print(dict(reads))
+"""
+
+
+def test_compiled_steps_of_uniref50(tmp_path):
+    """Twenty steps, each of other numbers of tokens: nothing is compiled again, nothing is read."""
+    make_proteins(tmp_path / "data")
+    options = f"""--datafile={tmp_path}/data --output_dir={tmp_path}/run --device=cpu --compile
+        --n_iters=22 --batch_size=3 --accum=2 --hidden_size=32 --n_blocks_prot=2 --n_heads=2
+        --cond_dim=8 --max_protein_len=48 --samples_per_eval=0 --log_every=22 --eval_freq=100"""
+    command = [sys.executable, "-c", COMPILED, *options.split(), "--dropout=0.1"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert found == {"agree: tolist": 21, "sum_over_ranks: tolist": 1}
 
 
 BAD_STEPS = {

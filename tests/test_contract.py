@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import numpy as np
 import pytest
 import torch
 from helpers import call_script
-from runs import DROPOUT, SCRIPTS, TINY, NewForm, Run, Server, apart, form_of, state_of
+from runs import DROPOUT, SCRIPTS, TINY, Run, Server, apart, state_of, stopped
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +59,12 @@ def three(script, start):
 
 
 def test_every_script_has_a_tiny_run():
-    assert set(SCRIPTS) == set(TINY), "a training script without an entry in TINY, or an entry without its script"
+    assert set(SCRIPTS) == set(TINY), (
+        "a training script without an entry in TINY, or an entry without its script"
+    )
 
 
-def check_old_files(run: Run) -> None:
-    keys = "script status steps epochs wall_s world_size backend device samples_per_s final_loss"
-    keys += " best_metric baselines checkpoint args"
-    assert set(keys.split()) <= set(run.summary)
-    assert set(run.summary["best_metric"]) == {"name", "value", "step"}
-    left = [p.name for p in run.folder.iterdir() if p.name.startswith(".")]
-    assert not left, "temporary files of more than one writer"
-    assert run.text.count("finished:") == 1
-
-
-def check_new_files(run: Run) -> None:
+def check_files(run: Run) -> None:
     keys = "status steps best baselines script seconds world_size torch args"
     assert set(keys.split()) <= set(run.summary)
     assert run.summary["world_size"] == 2
@@ -91,21 +82,29 @@ def check_new_files(run: Run) -> None:
 
 def test_two_processes_train(script, whole):
     """Steps are made, weights move, the loss falls, one rank writes, the summary is complete."""
-    form = form_of(script[0])
     state, losses = state_of(whole), whole.losses
-    phases = [[r["loss"] for r in whole.rows if "loss" in r and r.get("phase") == p] for p in (None, 1, 2)]
+    phases = [
+        [r["loss"] for r in whole.rows if "loss" in r and r.get("phase") == p] for p in (None, 1, 2)
+    ]
     assert any(phases)
     assert whole.summary["status"] == "finished" and whole.summary["steps"] == len(losses) > 30
     for part in filter(None, phases):
         assert sum(part[-5:]) < (0.9 if len(part) > 20 else 1.0) * sum(part[:5])
     assert all(torch.isfinite(t).all() for t in state["model"].values() if t.is_floating_point())
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in state["model"])
-    check_new_files(whole) if form is NewForm else check_old_files(whole)
-    assert whole.text.count(form.once) == 1
+    check_files(whole)
+    assert whole.text.count("Starting distributed training...") == 1
     assert (whole.folder / "curves.png").read_bytes()[1:4] == b"PNG"
     for rank in (0, 1):
-        for text in form.joined(rank, 2, rank):
-            assert text in whole.text
+        assert f"[RANK {rank}] " in whole.text
+        assert f"Process {rank}/2 started" in whole.text
+        assert f"Initializing DDP for rank {rank}..." in whole.text
+
+
+# in the lines of metrics.jsonl
+COMPARED = """loss infonce distance bce auc T grad_norm skipped val/ndcg@10 val/mrr@10 val/nelbo val/ce@0.5
+    val/unigram val/rewards/margins val/perplexity val/loss val/loss_se val/cls/accuracy val/dim/f1_macro
+    val/at/robust val/dat/robust val/dat/cross_entropy val/dat/adv_auroc""".split()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -116,19 +115,20 @@ def test_number_of_processes_changes_nothing(script, whole, three, start, world_
     assert run.statuses == [0] * world_size, run.text[-3000:]
     assert len(run.rows) == len(whole.rows)
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
-        for key in ("loss", "infonce", "distance", "ndcg@10", "mrr@10", "nelbo", "ce@0.5", "unigram", "grad_norm",
-                    "bce", "auc", "val robust@0.15", "val frechet_pixels", "val adv_ood_auc noise",
-                    "val loss", "val rewards/margins",
-                    "val/loss", "val/loss_se", "val/cls/accuracy", "val/dim/f1_macro",
-                    "skipped"):  # fmt: skip
+        for key in COMPARED:
             if key in theirs:
                 tolerance = 1e-4 if theirs["step"] <= 50 else 1e-3
                 if key in ("loss", "val/loss"):
                     tolerance = 1e-5
-                assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), (theirs["step"], key)
+                assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), (
+                    theirs["step"],
+                    key,
+                )
     assert sorted(run.trained_on().items()) != []
     for step, ids in whole.trained_on().items():
-        assert sorted(run.trained_on()[step]) == sorted(ids), f"step {step} was made of other samples"
+        assert sorted(run.trained_on()[step]) == sorted(ids), (
+            f"step {step} was made of other samples"
+        )
 
 
 def test_what_is_held_out_is_never_trained_on(script, whole):
@@ -140,32 +140,41 @@ def test_what_is_held_out_is_never_trained_on(script, whole):
         parts = {name: np.flatnonzero(split == number) for number, name in names}
     elif (whole.folder / "split.npz").exists():
         parts = np.load(whole.folder / "split.npz")
+    elif (whole.folder / "split.json").exists():  # names that end with the number of the row
+        split = json.loads((whole.folder / "split.json").read_text())
+        parts = {"test": np.array([], int)}
+        for part, names in split.items():
+            parts[part] = np.array([int(name.rpartition(":")[2]) for name in names])
     else:
-        pytest.skip("this script keeps names, or splits by content")
+        pytest.skip("this script splits by content")
     trained = {i for ids in whole.trained_on().values() for i in ids}
     assert trained and trained <= {*parts["train"].tolist()}
     assert not trained & {*parts["valid"].tolist(), *parts["test"].tolist()}
 
 
-@pytest.mark.parametrize("world_size, ends", [(2, [(1, 9, 9), (0, 15, 15), (0, -1, 15)]), (3, [(2, 31, 9)])])
+@pytest.mark.parametrize(
+    "world_size, ends", [(2, [(1, 9, 9), (0, 15, 15), (0, -1, 15)]), (3, [(2, 31, 9)])]
+)
 def test_stopped_and_restarted_equals_undisturbed(script, to_stop, three, start, world_size, ends):
     """A rank killed, or told to stop, in the middle, again and again, and in the last step, before the evaluation of
     the end: after the restarts every bit is the same."""
     name, argv, folder = script
     argv, whole = to_stop if world_size == 2 else (argv, three)
-    form, target = form_of(name), folder / f"stopped-{world_size}"
+    target = folder / f"stopped-{world_size}"
     last = state_of(whole)["step"]
     for attempt, (rank, step, number) in enumerate(ends):
-        broken = start(name, argv, target, world_size, [[rank, step % last, "signal", number]], attempt=attempt)
+        broken = start(
+            name, argv, target, world_size, [[rank, step % last, "signal", number]], attempt=attempt
+        )
         assert set(broken.statuses) <= ({143} if number == 15 else {-9, 1}), broken.text[-3000:]
-        assert number != 15 or form.stopped("SIGTERM") in broken.text
+        assert number != 15 or stopped("SIGTERM") in broken.text
         if step < 0:
             assert state_of(broken)["step"] == last
             assert last not in broken.evaluated and last in whole.evaluated
         assert ("resuming" in broken.text) == (attempt > 0)
     run = start(name, argv, target, world_size, attempt=len(ends))
     assert run.statuses == [0] * world_size and "resuming" in run.text, run.text[-3000:]
-    assert not apart(form, run, whole)
+    assert not apart(run, whole)
     assert run.losses == whole.losses
     assert run.summary.get("test") == whole.summary.get("test")
     assert run.trained_on() == whole.trained_on()
@@ -197,14 +206,12 @@ def test_finished_run_says_so(script, whole, start):
     run = start(name, argv, whole.folder, 2, attempt=1)
     assert run.statuses == [0, 0]
     assert (whole.folder / "latest.pt").read_bytes() == before
-    if form_of(name) is NewForm:  # it tests again, and nothing else
-        last = whole.summary["steps"]
-        assert f"resuming {whole.folder}/latest.pt at step {last}" in run.text
-        assert NewForm.step(last) not in run.text
-        assert run.rows == rows
-        assert run.summary.get("test") == tested
-    else:
-        assert "is finished" in run.text
+    # it tests again, and nothing else
+    last = whole.summary["steps"]
+    assert f"resuming {whole.folder}/latest.pt at step {last}" in run.text
+    assert f"step={last} " not in run.text
+    assert run.rows == rows
+    assert run.summary.get("test") == tested
 
 
 def refused(run: Run) -> str:
@@ -216,19 +223,36 @@ def refused(run: Run) -> str:
     return said[0]
 
 
+# an option that makes another network; the weight decay, and its default or that of the tiny run
+SMALLER = {
+    "train_ddp": "--projection_hidden=8",
+    "run_train_uniref50_ddp": "--hidden_size=8",
+    "run_train_quantumgrav_ddp": "--hidden_dim=8",
+    "run_train_rebm_ddp": "--width=8",
+}
+DECAY = {
+    "train_ddp": ("--weight_decay", "0.01"),
+    "run_train_uniref50_ddp": ("--weight_decay", "0.01"),
+    "run_dpo_ddp": ("--weight_decay", "0.0"),
+    "run_train_quantumgrav_ddp": ("--weight_decay", "5e-05"),
+    "run_train_rebm_ddp": ("--wd", "0.0005"),
+}
+
+
 def test_options_changed_on_resume(script, start):
     """What can change is said and applied; what cannot is refused, and the run is untouched."""
     name, argv, folder = script
-    if form_of(name) is not NewForm:
-        pytest.skip("not yet of the new form")
     target = folder / "changed"
     assert set(start(name, argv, target, 2, [[0, 11, "signal", 15]]).statuses) == {143}
     kept = state_of(Run(target))
     assert kept["step"] == 12
 
-    smaller = {"train_ddp": "--projection_hidden=8"}.get(name, "--hidden_dim=8")
-    said = refused(start(name, [*argv, smaller], target, 2, attempt=1))
-    assert "--fresh" in said and "does not fit" in said
+    if name == "run_dpo_ddp":  # its network has one size
+        said = refused(start(name, [*argv, "--beta=0.2"], target, 2, attempt=1))
+        assert "--beta: this run was started with 0.1" in said
+    else:
+        said = refused(start(name, [*argv, SMALLER[name]], target, 2, attempt=1))
+        assert "--fresh" in said and "does not fit" in said
     others = {"script": "other.py", "format": -1}
     for key, value in others.items():
         torch.save({**kept, key: value}, target / "latest.pt")
@@ -237,31 +261,21 @@ def test_options_changed_on_resume(script, start):
     torch.save(kept, target / "latest.pt")
 
     faults = [[1, 19, "signal", 15]]
-    run = start(name, [*argv, "--weight_decay=0.25"], target, 2, faults, attempt=3)
+    option, before = DECAY[name]
+    run = start(name, [*argv, f"{option}=0.25"], target, 2, faults, attempt=3)
     assert set(run.statuses) == {143}, run.text[-3000:]
-    before = {"train_ddp": "0.01"}.get(name, "5e-05")
-    assert run.text.count(f"--weight_decay 0.25, it was {before}") == 1
+    assert run.text.count(f"{option} 0.25, it was {before}") == 1
     groups = state_of(run)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_bad_arguments_and_help_start_nothing(name, capsys):
-    for argv, status in (["--no_such_option=1"], 2), (["--batch_size=many"], 2), (["--help"], 0):
-        if form_of(name) is NewForm:
-            ended, text = call_script(name, *argv)
-            assert "[RANK" not in text
-        else:
-            module = importlib.import_module(name)
-            with pytest.raises(SystemExit) as caught:
-                module.parse_args(argv)
-            ended, text = caught.value.code, capsys.readouterr().err
-            assert not module.dist.is_initialized()
-        assert ended == status
-        if status:
-            assert len(text.strip().splitlines()) == 1
-            assert argv[0][2:].partition("=")[0] in text
-        elif form_of(name) is NewForm:
-            assert text.startswith("usage: ") and "--batch_size" in text
-        else:
-            assert not text
+def test_bad_arguments_and_help_start_nothing(name):
+    for option in ("--no_such_option=1", "--batch_size=many"):
+        status, text = call_script(name, option)
+        assert status == 2 and "[RANK" not in text
+        assert len(text.strip().splitlines()) == 1
+        assert option[2:].partition("=")[0] in text
+    status, text = call_script(name, "--help")
+    assert status == 0 and "[RANK" not in text
+    assert text.startswith("usage: ") and "--batch_size" in text
