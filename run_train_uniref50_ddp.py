@@ -188,9 +188,8 @@ VOCABULARY = 64
 
 PUBLISHED = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 EARLIEST = 1e-3  # time; the weight of a hidden residue, 1 / time, is at most 1000
-ALL_BUT = (
-    1e-3  # share of the residues that is not hidden at time 1, for a finite noise (Lou et al.)
-)
+# share of the residues that is not hidden at time 1, for a finite noise (Lou et al.)
+ALL_BUT = 1e-3
 
 
 class Batch(NamedTuple):

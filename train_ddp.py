@@ -848,7 +848,8 @@ class Student(nn.Module):
 
     def forward(self, texts, head=True):
         """Unit vectors (B, D) in float32, in the order in which the texts were asked for."""
-        network, pooling = self.model[0], self.model[1]
+        network = self.model[0]
+        pooling = self.model[1]
         ids = texts.groups(texts.ids)
         masks = texts.groups(texts.mask)
         device = texts.ids.device.type
@@ -1989,7 +1990,9 @@ PARTS = {1: ["loss"], 2: ["loss", "infonce", "distance"]}
 
 def make_sampler(run, phase):
     """The sampler of a phase, and its data."""
-    args, corpus, data = run.args, run.corpus, run.data
+    args = run.args
+    corpus = run.corpus
+    data = run.data
     lengths = data.tokens.lengths
     if phase == 1:
         return GlobalBatchSampler(np.asarray(corpus.phase1), args, run.state, lengths), data
@@ -2021,7 +2024,11 @@ def note_metrics(run, phase, metrics):
 
 def train(run, phase):
     """One phase, from where it stands. (all ranks)"""
-    args, device, guard, loop, log = run.args, run.device, run.guard, run.loop, run.log
+    args = run.args
+    device = run.device
+    guard = run.guard
+    loop = run.loop
+    log = run.log
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     if loop["phase"] != phase:
@@ -2191,7 +2198,8 @@ def save_student(args, student, head, path, corpus, tokens, device, card=""):
     texts = corpus.texts(rows, [prompts["query"], prompts["document"]])
     options = {"prompt": "", "convert_to_tensor": True, "show_progress_bar": False}
     found = loaded.encode(texts, batch_size=8, **options)
-    layout, dtype = student.layout, student.dtype
+    layout = student.layout
+    dtype = student.dtype
     student.dtype = torch.float32  # as it is saved
     if layout == "flat":  # is for bf16
         student.layout = "groups"
@@ -2199,7 +2207,8 @@ def save_student(args, student, head, path, corpus, tokens, device, card=""):
     with torch.no_grad():
         expected = student(lay_out(tokens, rows, *LAYOUTS["padded"][kind]).to(device), head)
     student.train()
-    student.layout, student.dtype = layout, dtype
+    student.layout = layout
+    student.dtype = dtype
     gap = (found.float() - expected).abs().max().item()
     if not gap <= 1e-5:
         text = "the student, saved and loaded again, gives other vectors"
@@ -2227,7 +2236,8 @@ def check_saving(args, student, corpus, tokens, device):
 
 def save_artifacts(run, table):
     """The best student as a SentenceTransformer, and beside it without the head. (rank 0)"""
-    args, student = run.args, run.student
+    args = run.args
+    student = run.student
     short = re.sub(r"\W+", "-", args.student_model.rstrip("/").rpartition("/")[2]).strip("-")
     name = f"distilled-{short}-{student.dimensions(True)}d"
     paths = {}
@@ -2363,7 +2373,9 @@ def main(args):
     run = prepare(args, device)
     if isinstance(run, str):
         return exit_status(run)
-    loop, guard, log = run.loop, run.guard, run.log
+    loop = run.loop
+    guard = run.guard
+    log = run.log
     if run.state is None:
         loop["teacher"] = evaluate_teacher(run)
         logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")

@@ -186,10 +186,8 @@ def make_structures(folder):
 
 
 def uniref50(script, folder, options):
-    small = (
-        "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48".split()
-    )
-    with mock.patch.object(sys, "argv", ["script", *small, *options]):
+    small = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48"
+    with mock.patch.object(sys, "argv", ["script", *small.split(), *options]):
         args = script.parse_args()
     data = script.NoisySequences(args, script.Proteins(folder, "train", args.max_protein_len))
     ids = np.arange(6)
