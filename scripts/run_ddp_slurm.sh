@@ -11,7 +11,7 @@
 #
 # srun starts one process per GPU, without torchrun: SLURM's signals then reach the training
 # processes themselves. 300 s before the time limit they get SIGUSR1, write a checkpoint, log
-# "checkpoint written, requeue me" or "stopped by SIGUSR1", and exit with 0; this file then
+# "stopped by SIGUSR1", and exit with 0; this file then
 # requeues the job, and the same command resumes from the checkpoint. A failed job is not requeued.
 #
 #SBATCH --job-name=ddp
@@ -79,7 +79,7 @@ timeout -k 30 "$limit" srun --mpi=none --kill-on-bad-exit=1 \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
     "${PYTHON:-python}" "$script" "$@" 2>&1 | tee "$log" || status=$?
 
-if ((status == 0)) && grep -qE 'checkpoint written, requeue me|stopped by SIGUSR1' "$log"; then
+if ((status == 0)) && grep -q 'stopped by SIGUSR1' "$log"; then
     echo "Requeueing job $SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID"
 fi
