@@ -55,7 +55,8 @@ def tiny_run_train_uniref50_ddp(folder: Path) -> list[str]:
     write_proteins(folder / "proteins.fasta", 800)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16 --n_blocks_prot=2
         --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --global_batch_size=24 --batch_size=4 --n_iters=45
-        --lr=0.02 --warmup=10 --ema=0.9 --log_every=1 --save_every=4 --eval_freq=20 --eval_sequences=30 --eval_draws=1
+        --lr=0.02 --warmup=10 --ema=0.9 --log_every=1 --save_every=4 --eval_freq=20 --eval_sequences=30
+        --eval_batch_size=3 --eval_draws=1
         --samples_per_eval=3 --num_workers=1 --wandb_mode=disabled --device=cpu
         --precision=fp32""".split()
 
@@ -65,8 +66,8 @@ def tiny_run_dpo_ddp(folder: Path) -> list[str]:
     write_structures(folder, 10, pairs=8, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --base_model_name=random --val_fraction=0.25
         --sft_epochs=2 --sft_lr=1e-3 --num_epochs=2 --lr=5e-4 --temperature=1 --num_orders=2 --global_batch_size=6
-        --batch_size=1 --num_workers=1 --log_every=1 --save_every=8 --wandb_mode=disabled --device=cpu
-        --precision=fp32""".split()
+        --batch_size=1 --eval_batch_size=2 --num_workers=1 --log_every=1 --save_every=4 --wandb_mode=disabled
+        --device=cpu --precision=fp32""".split()
 
 
 def tiny_run_train_quantumgrav_ddp(folder: Path) -> list[str]:
@@ -101,7 +102,7 @@ DROPOUT = {
 }  # fmt: skip
 
 
-NOT_COMPARED = {"wandb_id", "args", "log_size"}  # in a checkpoint
+NOT_COMPARED = {"wandb_id", "args", "log_size", "data_hash"}  # in a checkpoint
 CLOCKS = {"samples_per_s", "residues_per_s", "data_wait"}  # in metrics.jsonl
 RUN_OWN = {"args", "seconds"}  # in summary.json
 
