@@ -336,7 +336,7 @@ def main(args):
     rank = block.dist.get_rank()
     for step in range(20 if os.environ["END"] == "finish" else 10**9):
         if step == 10:
-            logging.warning("step 10")
+            logging.error("step 10")
         if step == 11 and rank == 1 and os.environ["END"] == "raise":
             raise ZeroDivisionError("boom in step 11")
         block.dist.barrier()
