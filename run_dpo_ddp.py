@@ -100,7 +100,8 @@ def parse_args():
     add("--base_model_name", default="v_48_020", help=text)
     default = "data/input/BioMPNN/soluble_model_weights"
     add("--base_model_dir", default=default, help="folder of the weights")
-    add("--base_model_config_dir", help=argparse.SUPPRESS)  # the original's; nothing needs it
+    text = "of the original; not read, as the weights say what their network is"
+    add("--base_model_config_dir", help=text)
 
     add = parser.add_argument_group("preferences").add_argument
     add("--beta", type=float, default=0.1, help="weight of the log-ratio")
@@ -2091,9 +2092,8 @@ def measure_rounding(run, reference):
     rounded = reference[0, torch.from_numpy(ids).to(run.device)]
     off = (table[0, :, :SCORES] - rounded).view(-1, 2, 2).sum(1).cpu()
     noise = run.args.beta * (off[:, 0] - off[:, 1]).square().mean().sqrt().item()
-    if dist.get_rank() == 0:
-        text = f"beta times a log-ratio is known to ±{noise:.2g} only (in fp32 ±0.00001)"
-        logging.warning(f"--precision {run.args.precision}: {text}")
+    text = f"beta times a log-ratio is known to ±{noise:.2g} only (in fp32 ±0.00001)"
+    logging.warning(f"--precision {run.args.precision}: {text}")
     return noise
 
 
