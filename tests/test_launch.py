@@ -336,6 +336,7 @@ def main(args):
     rank = block.dist.get_rank()
     for step in range(20 if os.environ["END"] == "finish" else 10**9):
         if step == 10:
+            logging.warning("all ranks warn")
             logging.error("step 10")
         if step == 11 and rank == 1 and os.environ["END"] == "raise":
             raise ZeroDivisionError("boom in step 11")
@@ -406,6 +407,8 @@ def test_nproc_on_a_port_that_is_taken(start, task, tmp_path):
 def test_nproc_passes_the_exit_status_on(drive, argv, status):
     job = drive("nproc", "finish", *argv)
     assert job.wait() == status, job.text
+    assert job.text.count("all ranks warn") == 1  # of rank 0, and no other
+    assert job.text.count("ERROR: step 10") == 2
     assert job.is_gone()
 
 
