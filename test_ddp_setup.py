@@ -1,38 +1,33 @@
-"""Check this machine for distributed training: the first command on a new machine.
+"""Check a machine for distributed training: the first command on a new machine.
 
-One line per check, `OK|WARN|FAIL  name: what was measured — what to do about it`; exit status 1 if any check
-FAILs. First the environment, then real processes that use the same DDP block as the training scripts.
+    python test_ddp_setup.py                                  # a process per GPU, or 2 processes
+    python test_ddp_setup.py --nproc_per_node 4 --backend gloo --json check.json
+    python test_ddp_setup.py --quick                          # under 15 s: no speeds
+    torchrun --nproc_per_node=8 test_ddp_setup.py             # or srun, mpiexec: checks its ranks
 
-Run
-    python test_ddp_setup.py                          one process per GPU; 2 processes where there is none
-    python test_ddp_setup.py --nproc 4                four processes on this machine
-    python test_ddp_setup.py --quick                  environment and one all-reduce, under 10 s
-    python test_ddp_setup.py --output_dir /scratch/me --json check.json
-    torchrun --nproc_per_node=8 test_ddp_setup.py     under a launcher (srun, mpiexec, ...): checks its ranks
-    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST test_ddp_setup.py    (1 on node 2)
+Prints a line for each check: OK, WARN or FAIL, what was found, and what to do about it. If a check
+fails the exit status is 1. First come checks of the environment, in one process. Then ranks start
+and check, with the distributed lines that all training scripts have: sums with known results, the
+gradient and the update of a DDP step against those of one process, and each precision against
+float64. They measure all-reduces, matrix products, and how much faster all ranks are than one.
+Last a rank fails on purpose, and the job must end.
 
-Not checked under a launcher: the free port (the launcher's business) and how a rank that raises ends the job.
+The table at the end predicts how much faster the training scripts are on several ranks, with the
+batch of each rank fixed. It knows the time of arithmetic and of all-reduces only, not that of
+loading data. To judge it, compare the measured speed-up with the predicted one on the line above.
 
-Last comes what the all-reduces and matrix products measured here mean for the training scripts: the
-predicted speed-up on 1 to 16 ranks, beside the table of batch, learning rate and warm-up by number of GPUs.
-The prediction leaves out what a script loses to data loading, unequal batches and work done on rank 0 alone.
+A launcher's ranks do not check the port, which is the launcher's business, nor the failing rank.
 """
 
-from __future__ import annotations
-
 import argparse
-import collections
 import contextlib
 import copy
-import dataclasses
+import ctypes
 import difflib
-import functools
+import fcntl
 import gc
-import hashlib
 import importlib.metadata
 import importlib.util
-import io
-import itertools
 import json
 import logging
 import math
@@ -40,10 +35,10 @@ import os
 import platform
 import queue
 import re
-import resource
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,1455 +46,1474 @@ import threading
 import time
 import traceback
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
+from tqdm import tqdm
 
-# ---- Constants -----------------------------------------------------------------------------------
+OK = "OK"
+WARN = "WARN"
+FAIL = "FAIL"
+MARK = "check: "  # begins a line by which rank 0 tells the process that started it something
+ON_PURPOSE = "this rank fails on purpose"
 
-INSTALL = "pip install -r requirements.txt"
-MARK = "check-row "  # starts a line by which a rank tells the program that started it something
-RAISED = "raising an error on purpose"
-DISK_MB = 32  # size of the checkpoint that is written and read
-CHECKPOINT_GB = 1.4  # the largest of the scripts' checkpoints: 116 M parameters with AdamW's state
-MESSAGES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20]  # bytes; 25 MiB is DDP's bucket
-RANKS = (1, 2, 4, 8, 16)
-EFFICIENCY = 0.4  # of the matrix-product rate that a training step reaches
-# script: (parameters, TFLOP of a micro-step of the default batch, micro-steps, its least time on an accelerator
-# in ms where the launches of many small kernels take longer than the arithmetic)
-SCRIPTS = {
-    "train_ddp": (116e6, 2.7, 4, 0),
-    "dpo": (1.66e6, 0.068, 1, 25),
-    "uniref50": (66.7e6, 3.3, 4, 0),
-    "quantumgrav": (1e6, 0.05, 1, 6),
-    "rebm": (46.2e6, 8.7, 1, 0),
+CHECKPOINT_GB = 1.4  # the largest of the scripts' checkpoints, with the optimizer's state
+BUCKET = 25 * 2**20  # bytes of gradients that DDP sums at a time
+MESSAGES = [4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20, BUCKET, 64 * 2**20]  # bytes
+
+
+class Workload(NamedTuple):
+    """A step of a training script with its full-size config."""
+
+    parameters: float  # that are trained
+    tflop: float  # of a micro-batch, forward and backward
+    micro_batches: int  # in a step, on each rank
+    launch_ms: (
+        float  # time of a micro-batch on an accelerator that launches of kernels take at least
+    )
+
+
+WORKLOADS = {
+    "train_ddp": Workload(116e6, 2.8, 1, 8),  # 64 texts of 85 tokens, mpnet-base and the head
+    "dpo": Workload(1.7e6, 0.028, 1, 6),  # a pair of 200 residues
+    "uniref50": Workload(66.8e6, 1.7, 4, 7),  # 16 sequences of 286 residues
+    "quantumgrav": Workload(0.03e6, 0.01, 1, 6),  # 64 sets
+    "rebm": Workload(46.2e6, 4.9, 1, 30),  # 16 images, WideResNet-34-10, attack of 10 steps
 }
-# GPUs: effective batch, learning rate, warm-up steps, speed-up, as the UniRef50 guide recommends and expects
-SEED_TABLE = {
-    1: (64, 5e-5, 5000, 1.0),
-    2: (128, 1e-4, 10000, 1.8),
-    4: (256, 2e-4, 20000, 3.2),
-    8: (512, 4e-4, 40000, 5.5),
-}
+EFFICIENCY = 0.4  # share of the rate of matrix products that a training step reaches
+RANKS = [1, 2, 4, 8, 16]  # of the predictions
 
-# ---- Arguments -----------------------------------------------------------------------------------
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=0, help="processes to start (default: all GPUs, 2 on a CPU)")
-    devices, backends = ("auto", "cuda", "xpu", "cpu"), ("auto", "nccl", "gloo", "xccl", "ccl", "xpu")
-    parser.add_argument("--device", default="auto", choices=devices, help="auto: the accelerator if there is one")
-    parser.add_argument("--backend", default="auto", choices=backends, help="auto: by device")
-    parser.add_argument("--output_dir", help="where runs will write (default: a temporary folder, removed afterwards)")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, too")
-    parser.add_argument("--quick", action="store_true", help="environment and one all-reduce only")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the processes may take")
-    parser.add_argument("--local_rank", type=int, help="set by torch.distributed.launch")
-    parser.add_argument("--role", default="", choices=("", "ranks", "raise"), help=argparse.SUPPRESS)  # start_job
-    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
-    # what the block reads beyond these; `rank`: where a launcher started us; `ranks`: on this machine
-    parser.set_defaults(rank=-1, ranks=0, ddp_timeout_minutes=1.0, max_grad_norm=1.0, max_minutes=0.0, max_bad_steps=10)
-    args = parser.parse_args(split_tokens(parser, sys.argv[1:] if argv is None else argv))
-    if args.nproc < 0:
-        parser.error(f"--nproc {args.nproc} must be at least 1")
+# --------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def parse_args():
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    text = "processes; 0: one per GPU, 2 without GPUs"
+    add("--nproc_per_node", type=int, default=0, help=text)
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
+    add("--backend", default="auto", help="nccl, gloo or xccl; auto: what the device wants")
+    add("--quick", **FLAG, default=False, help="environment, sums and a DDP step only")
+    add("--output_dir", help="where runs will write; None: the system's temporary folder")
+    add("--json", help="file for the results")
+    add("--timeout_minutes", type=float, default=1.0, help="limit of each wait for other ranks")
+    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
+    add("--role", default="", help=argparse.SUPPRESS)  # of a rank that this program has started
+    # what the shared lines read beside these
+    parser.set_defaults(compile=False, find_unused_parameters=False, deterministic=False)
+    parser.set_defaults(max_grad_norm=1.0, max_bad_steps=10, max_minutes=0.0, seed=42)
+    args = parser.parse_args(as_options(parser, sys.argv[1:]))
+
+    if args.nproc_per_node < 0:
+        parser.error(f"--nproc_per_node {args.nproc_per_node}: below 0")
+    if args.timeout_minutes <= 0:
+        parser.error(f"--timeout_minutes {args.timeout_minutes}: must be above 0")
+    args.ranks = args.nproc_per_node or count_accelerators(args) or 2  # on this machine
+    started = find_ranks()
+    if started:
+        args.ranks = int(os.environ.get("LOCAL_WORLD_SIZE", started[1]))
+    if not args.role:
+        args.nproc_per_node = 1  # this process starts the ranks itself, or a launcher has
     return args
 
-# ===== shared DDP block: begin (identical in every script; tests/test_shared_block.py) =====
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors (exit status 2) that name the nearest known option."""
-    source = ""  # "FILE: " while a --config file is being read
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {self.source}{message}\n")
-    def unknown(self, key: str) -> NoReturn:
-        known, last = [option.lstrip("-") for option in self._option_string_actions], key.rpartition(".")[2]
-        near = difflib.get_close_matches(key, known, 1, 0.8) + difflib.get_close_matches(last, known, 1, 0.5)
-        self.error(f"unknown option {key!r}; " + (f"the nearest known one is {near[0]!r}" if near else "see --help"))
 
-def boolean(text: str) -> bool:
-    """True, yes, on, 1 or False, no, off, 0, in any case (argparse's type=bool takes 'False' for True)."""
-    if (value := str(text).lower()) not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of True, False, yes, no, 1, 0")
-    return value in ("true", "yes", "on", "1")
+def count_accelerators(args):
+    if args.device == "cpu" or not torch.accelerator.is_available():
+        return 0
+    return torch.accelerator.device_count()
 
-LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # and the others' names for these
-             "Open MPI": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-             "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "PALS": ("PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-             "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")}
-# Who this process is among the ranks (numbers), where its tensors live (torch.device), and by what it was started.
-DDPContext = collections.namedtuple("DDPContext", "rank world_size local_rank local_world_size device backend launcher")
-LOGGER = logging.getLogger("ddp")
-log_all, warn = LOGGER.info, LOGGER.warning  # from any rank; log0: from rank 0 alone
-FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}  # --name or --name=False
 
-def add_ddp_arguments(parser: ArgumentParser, output_dir: str, wandb_project: str) -> None:
-    """The options that every script has: batch and step, checkpoints, logging, runtime."""
-    g = parser.add_argument_group("Step").add_argument
-    g("--global_batch_size", type=int, help="samples per optimizer step, on any number of GPUs (sets --accumulation)")
-    g("--accumulation", type=int, default=1, help="micro-batches per optimizer step")
-    g("--lr_scaling", default="none", choices=("none", "linear", "sqrt", "conservative"), help="by the number of ranks")
-    g("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm (0 = no clipping)")
-    g("--max_bad_steps", type=int, default=10, help="non-finite steps in a row that end the run")
-    g("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="auto: bf16 where the GPU has it")
-    g("--compile", help="torch.compile the model", **FLAG)
-    g("--seed", type=int, default=42, help="one seed for initialisation, split, order and noise")
-    g = parser.add_argument_group("Checkpoints").add_argument
-    g("--output_dir", default=output_dir, help="checkpoints, metrics, summary; a run found there is resumed")
-    g("--fresh", help="start anew; a run in --output_dir is moved aside", **FLAG)
-    g("--save_every", type=int, default=500, help="optimizer steps between checkpoints")
-    g("--keep_checkpoints", type=int, default=2, help="checkpoints to keep beside best.pt")
-    g("--max_minutes", type=float, default=0.0, help="write a checkpoint and stop after so long (0 = no limit)")
-    g = parser.add_argument_group("Logging").add_argument
-    g("--log_every", type=int, default=10, help="optimizer steps between log lines")
-    g("--wandb_mode", default="auto", choices=("auto", "online", "offline", "disabled"), help="auto: online with a key")
-    g("--wandb_project", default=wandb_project, help="wandb project")
-    g("--wandb_name", help="wandb run name")
-    g = parser.add_argument_group("Runtime").add_argument
-    g("--config", help="YAML or JSON file of defaults; the command line wins")
-    g("--nproc", type=int, default=0, help="start so many processes on this machine (plain python only)")
-    g("--device", default="auto", choices=("auto", "cuda", "xpu", "cpu"), help="auto: the accelerator if there is one")
-    g("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "ccl", "xpu"), help="auto: by device")
-    g("--ddp_timeout_minutes", type=float, help="limit of a collective [default: NCCL_TIMEOUT seconds, else 30]")
-    g("--local_rank", type=int, help="set by torch.distributed.launch")
+# --------------------------------------------------------------------------------------------------
+# Report
 
-def split_tokens(parser: ArgumentParser, argv: list[str]) -> list[str]:
-    """A command line with `key=value`, `--key value` and `--key-with-hyphens` brought to `--key=value`."""
-    options, tokens, wants_value = parser._option_string_actions, [], False
-    for token in argv:
-        key, equals, value = token.partition("=")
-        if token.startswith("--") or (equals and not wants_value and re.fullmatch(r"[A-Za-z_][\w.]*", key)):
-            key = "--" + key.removeprefix("--").replace("-", "_")
-            if key not in options:
-                parser.unknown(key[2:])
-            token, wants_value = key + equals + value, not equals and options[key].nargs is None
-        elif wants_value:
-            token, wants_value = f"{tokens.pop()}={token}", False
-        tokens.append(token)
-    return tokens
-
-def read_config(parser: ArgumentParser, path: str) -> list[str]:
-    """A YAML or JSON file as tokens. In a section training: training.batch_size, or batch_size of its --help group."""
-    import yaml
-    options, tokens, parser.source = parser._option_string_actions, [], f"{path}: "
-    try:
-        tree = (json.loads if path.endswith(".json") else yaml.safe_load)(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(" ".join(str(error).split()))
-    if not isinstance(tree, dict):
-        parser.error(f"holds {type(tree).__name__}, not a mapping of option names to values")
-    groups = {(group.title or "").lower(): group._group_actions for group in parser._action_groups}
-    def walk(node: dict, prefix: str, inside: list) -> None:
-        for key, value in node.items():
-            name = f"--{key}" if options.get(f"--{key}") in inside else f"--{prefix}{key}"
-            if name not in options and isinstance(value, dict):
-                walk(value, f"{prefix}{key}.", groups.get(str(key).lower(), []))
-            elif name not in options:
-                parser.unknown(f"{prefix}{key}")
-            elif value is not None:
-                value = ",".join(map(str, value)) if isinstance(value, list) else value
-                tokens.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    walk(tree, "", [])
-    parser.parse_args(tokens)  # wrong values are errors of the file, too
-    parser.source = ""
-    return tokens
-
-def parse_arguments(parser: ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line over a --config file over the defaults. `args.given`: names of what the user set."""
-    tokens = split_tokens(parser, sys.argv[1:] if argv is None else argv)
-    if configs := [token.partition("=")[2] for token in tokens if token.startswith("--config=")]:
-        tokens = read_config(parser, configs[-1]) + tokens
-    args, options = parser.parse_args(tokens), parser._option_string_actions
-    args.given = sorted({options[name].dest for token in tokens if (name := token.partition("=")[0]) in options})
-    for name in ("accumulation", "save_every", "log_every", "keep_checkpoints", "max_bad_steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.global_batch_size is not None and (args.global_batch_size < 1 or "accumulation" in args.given):
-        parser.error(f"--global_batch_size {args.global_batch_size}: above 0; it or --accumulation, one of the two")
-    if args.global_batch_size and "lr_scaling" in args.given and args.lr_scaling != "none":
-        parser.error(f"--lr_scaling {args.lr_scaling}: the fixed --global_batch_size does not grow with the ranks")
-    args.changed = {n: getattr(args, n) for n in args.given if getattr(args, n) != parser.get_default(n)}
-    return args
-
-def find_ranks(env: dict[str, str], devices: int) -> tuple[int, int, int, int, str]:
-    """(rank, world size, local rank, local world size, launcher); `devices`: processes that this node can take."""
-    def number(name: str) -> int | None:
-        if env.get(name) and not env[name].isdigit():
-            raise ValueError(f"{name}={env[name]!r} is not a number")
-        return int(env[name]) if env.get(name) else None
-    for launcher, names in LAUNCHERS.items():
-        rank, world, local, local_world = map(number, names)
-        if rank is None:
-            continue
-        if launcher == "PALS" and world is None and (world := number("PMI_SIZE")) is None:
-            with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py; no MPI library for it
-                from mpi4py import MPI
-                world = MPI.COMM_WORLD.Get_size()
-        if launcher == "Hydra" and local is None:  # PALS and srun --mpi=pmi2 set PMI_RANK beside their own variables
-            local, local_world = map(number, LAUNCHERS["PALS" if env.get("PALS_LOCAL_RANKID") else "SLURM"][2:])
-        if world is None:
-            raise ValueError(f"{names[0]}={rank} is set but no world size is: export {names[1]}")
-        if rank >= world:
-            raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world}")
-        if local is None and world > devices:
-            raise ValueError(f"{names[2]} is not set and {world} ranks do not fit {devices} places: export {names[2]}")
-        local = rank if local is None else local
-        return rank, world, local, local_world or min(world, max(devices, local + 1)), launcher
-    return 0, 1, 0, 1, "python"
-
-def find_master(env: dict[str, str], world_size: int, local_world_size: int) -> tuple[str, str]:
-    """(MASTER_ADDR, MASTER_PORT): as set, else the job's first host, else this one if it holds all ranks."""
-    job = re.match(r"\d*", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "").group()
-    port = env.get("MASTER_PORT") or (str(20000 + int(job) % 20000) if job else "29500")
-    if env.get("MASTER_ADDR"):
-        return env["MASTER_ADDR"], port
-    if env.get("SLURM_JOB_NODELIST"):  # "gpu[03-05,9]-ib,login1" -> "gpu03-ib"; split at commas in no bracket
-        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", env["SLURM_JOB_NODELIST"])[0]), port
-    if env.get("PBS_NODEFILE"):
-        return Path(env["PBS_NODEFILE"]).read_text().split()[0], port
-    if world_size > local_world_size:
-        raise ValueError(f"{world_size} ranks on several nodes and MASTER_ADDR is not set: export the first one's")
-    return "localhost", port
-
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The accelerator number `local_rank` (0 where the launcher shows each rank one), or the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "cpu" or (name == "auto" and (found is None or found.type not in ("cuda", "xpu"))):
-        return torch.device("cpu")
-    if found is None or name not in ("auto", found.type):
-        raise ValueError(f"--device {name}: this machine shows {found.type if found else 'no accelerator'}")
-    if 1 < (count := torch.accelerator.device_count()) <= local_rank:
-        raise ValueError(f"local rank {local_rank} has no device: {count} are visible: start at most {count} per node")
-    torch.accelerator.set_device_index(index := local_rank if count > 1 else 0)
-    return torch.device(found.type, index)
-
-def choose_backend(name: str, device: torch.device) -> str:
-    """The process group's backend for `device`. Raises ValueError if `name` cannot serve it."""
-    if (serves := {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(name, device.type)) != device.type:
-        raise ValueError(f"--backend {name} serves {serves} devices, the device is {device.type}: use --backend auto")
-    if name == "gloo" or device.type == "cpu":
-        return "gloo"
-    if device.type == "cuda" and not dist.is_nccl_available():
-        raise ValueError("this torch was built without NCCL: use --backend gloo")
-    if device.type == "cuda" or dist.is_xccl_available():
-        return "nccl" if device.type == "cuda" else "xccl"
-    with contextlib.suppress(ImportError):
-        importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend "ccl"
-        return "ccl"
-    warn("no xccl in this torch and no oneCCL bindings: falling back to gloo, which is slow")
-    return "gloo"
-
-def setup_ddp(args: argparse.Namespace) -> DDPContext:
-    """Find this process's rank and device, start its log, signals and the process group. (all ranks)"""
-    env = ({} if args.local_rank is None else {"LOCAL_RANK": str(args.local_rank)}) | os.environ
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = 0 if args.device == "cpu" or not torch.accelerator.is_available() else torch.accelerator.device_count()
-    rank, world_size, local_rank, local_world_size, launcher = find_ranks(env, devices or max(cores, 16))
-    launcher = "--nproc" if getattr(args, "nproc", 0) > 1 else launcher
-    start_logging(rank)
-    device = choose_device(args.device, local_rank)
-    backend = choose_backend(args.backend, device)
-    if "OMP_NUM_THREADS" not in env:
-        torch.set_num_threads(max(1, cores // local_world_size))
-    log_all(f"Process {rank}/{world_size} started")
-    if world_size > 1:
-        address, port = find_master(env, world_size, local_world_size)
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # unchanged where they were set
-        limit = timedelta(minutes=args.ddp_timeout_minutes or float(env.get("NCCL_TIMEOUT") or 1800) / 60)
-        ids = {"rank": rank, "world_size": world_size, "device_id": None if device.type == "cpu" else device}
-        try:
-            dist.init_process_group(backend, timeout=limit, **ids)
-        except dist.DistNetworkError as error:
-            advice = f"rank {rank} cannot reach rank 0 at {address}:{port}: check MASTER_ADDR, MASTER_PORT, firewall"
-            busy = f"port {port} is already in use on {address}: export MASTER_PORT, or use torchrun --standalone"
-            raise RuntimeError(busy if "EADDRINUSE" in str(error) else advice) from error
-        log_all(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # not before: no handler runs while init waits
-        signal.signal(number, StepGuard.on_signal)
-    log_all(f"Using device: {device}")
-    return DDPContext(rank, world_size, local_rank, local_world_size, device, backend, launcher)
-
-def cleanup() -> None:  # destroy the process group, once main has returned
-    gc.collect()  # while a tensor or the DDP object is alive, gloo's threads abort one good exit in four
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-def launch(main: Callable[[argparse.Namespace], int], args: argparse.Namespace, spawned: bool = False) -> int:
-    """Run `main(args)` as this rank, or in --nproc new processes (`spawned`: one of them); returns the exit status."""
-    try:
-        if tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-            raise ValueError(f"torch {torch.__version__} is too old: these scripts need torch 2.10 or newer")
-        if args.nproc and not spawned:
-            _, world_size, _, _, launcher = find_ranks(dict(os.environ), sys.maxsize)
-            if world_size > 1 or launcher == "torchrun":
-                raise ValueError(f"--nproc {args.nproc}: {launcher} has already started {world_size} ranks: drop it")
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    if args.nproc > 1 and not spawned:
-        return start_processes(main, args)
-    try:
-        return record(main)(args)
-    except Exception:  # whatever it is: said with its rank and traceback, and a status of 1
-        LOGGER.error("failed on rank %s\n%s", os.environ.get("RANK", "0"), traceback.format_exc())
-        if dist.is_initialized():  # peers may be gone: no waiting for them in destroy or at exit
-            sys.stdout.flush()
-            os._exit(1)
-        return 1
-    finally:
-        cleanup()
-
-def start_processes(main: Callable, args: argparse.Namespace) -> int:
-    """Start --nproc ranks of `main` on this machine; passes signals on to them and their exit status back."""
-    with socket.create_server(("localhost", 0)) as probe:
-        os.environ.update({"MASTER_PORT": str(probe.getsockname()[1])} | os.environ | {"MASTER_ADDR": "localhost"})
-    context = torch.multiprocessing.spawn(run_process, (main, args), nprocs=args.nproc, join=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda n, _: [os.kill(p.pid, n) for p in context.processes if p.is_alive()])
-    try:
-        while not context.join(grace_period=5):
-            continue
-    except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    return 0
-
-def run_process(local_rank: int, main: Callable, args: argparse.Namespace) -> None:  # of start_processes
-    os.environ.update(zip(LAUNCHERS["torchrun"], 2 * (str(local_rank), str(args.nproc)), strict=True))
-    sys.exit(launch(main, args, spawned=True))
-
-def start_logging(rank: int) -> None:
-    """`[RANK 0] 2025-01-15 14:23:45 INFO: text` on standard output, from this rank."""
-    line = logging.Formatter(f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S")
-    LOGGER.handlers, LOGGER.propagate, LOGGER.rank = [logging.StreamHandler(sys.stdout)], False, rank
-    LOGGER.handlers[0].setFormatter(line)
-    LOGGER.setLevel(logging.INFO)
-
-def log0(text: str) -> None:  # (rank 0 only)
-    if getattr(LOGGER, "rank", 0) == 0:
-        LOGGER.info(text)
-
-def reduce_sums(ddp: DDPContext, sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
-    """Sums over all ranks in float64, in one collective and one host sync. (all ranks, same keys)"""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ddp.device).squeeze() for v in sums.values()])
-    if ddp.world_size > 1:
-        dist.all_reduce(packed)
-    return dict(zip(sums, packed.tolist(), strict=True))
-
-def barrier(ddp: DDPContext) -> None:  # (all ranks)
-    reduce_sums(ddp, {"ranks": 1.0})  # dist.barrier() would choose a device of its own on NCCL
-
-def on_rank0(ddp: DDPContext, function: Callable, *args):
-    """`function(*args)` on rank 0; its result, or an error if it raised, on every rank: nobody waits. (all ranks)"""
-    outcome, error, StepGuard.beat = [None, None], None, math.inf  # however long rank 0 takes
-    try:
-        outcome[0] = function(*args) if ddp.rank == 0 else None
-    except Exception as caught:
-        error, outcome[1] = caught, f"{type(caught).__name__}: {caught}"
-    if ddp.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0, device=ddp.device)
-    StepGuard.beat = time.monotonic()
-    if outcome[1] is not None:
-        raise error or RuntimeError(f"rank 0 failed in {function.__name__}: {outcome[1]}")
-    return outcome[0]
-
-def require_same(ddp: DDPContext, what: str, value: bytes) -> None:
-    """Raises RuntimeError on all ranks if `value` differs between ranks. (all ranks)"""
-    digest = hashlib.sha256(value).digest()
-    if reduce_sums(ddp, {"other": float(on_rank0(ddp, lambda: digest) != digest)})["other"]:
-        raise RuntimeError(f"the ranks disagree on {what}: do all nodes see the same files and versions?")
-
-def keyed_uniform(seed: int, epoch: int, ids: torch.Tensor, draws: int, stream: int = 0) -> torch.Tensor:
-    """ids (B,) int64 -> (B, draws) float32 in [0, 1) by seed, epoch, id, draw alone: SplitMix64 (Steele et al. 2014)"""
-    def mix(x: torch.Tensor) -> torch.Tensor:  # int64 wraps; the masks make the shifts logical
-        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-        x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-        return x ^ ((x >> 31) & 0x1FFFFFFFF)
-    golden, state = -0x61C8864680B583EB, torch.zeros((), dtype=torch.int64, device=ids.device)
-    for part in (seed, epoch, stream):
-        state = mix(state * golden + part + 1)
-    rows = mix(mix(ids.long() + state) * golden + 1)[:, None]
-    return ((mix(rows + torch.arange(1, draws + 1, device=ids.device) * golden) >> 40) & 0xFFFFFF).float() / 2**24
-
-def resolve_batch(args: argparse.Namespace, world_size: int, kept: int | None = None) -> tuple[int, int]:
-    """(global batch, micro-batches per step). `kept`: the resumed run's global batch, which stays on any world size."""
-    cell = world_size * args.batch_size
-    if kept and args.global_batch_size not in (None, kept):
-        raise ValueError(f"--global_batch_size {args.global_batch_size}: this run was started with {kept}")
-    total = kept or args.global_batch_size or cell * args.accumulation
-    if total % cell and not kept:
-        raise ValueError(f"--global_batch_size {total} is not a multiple of {world_size} ranks x --batch_size "
-                         f"{args.batch_size} = {cell}")
-    micro = total / world_size / (accumulation := -(-total // cell))
-    log0(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    log0(f"global batch {total} = {world_size} ranks x {micro:g} x {accumulation} accumulation")
-    return total, accumulation
-
-def scaled_lr(lr: float, rule: str, world_size: int) -> float:
-    """--lr_scaling of the rate to `world_size` ranks (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
-    factor = {"none": 1, "linear": world_size, "sqrt": world_size**0.5, "conservative": min(world_size, 6)}[rule]
-    if factor != 1:
-        log0(f"learning rate {lr:g} x {factor:g} ({rule} scaling, {world_size} ranks) = {lr * factor:g}")
-    return lr * factor
-
-def lr_at(step: int, total: int, warmup: int, schedule: str) -> float:
-    """Factor on the rate at 0-based `step`: warm-up from above zero, then constant or decaying to zero at `total`."""
-    done = (step - warmup) / max(1, total - warmup)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
-    return (step + 1) / (warmup + 1) if step < warmup else decay
-
-class GlobalBatchSampler(DistributedSampler):
-    """The items, shuffled by (seed, epoch) alone, cut into global batches (what is left over waits for another epoch),
-    dealt round-robin to the ranks, cut into micro_steps. Yields this rank's micro-batches (int64 ids) from `start` on.
-    `cut(ids, epoch)` may regroup the items of `window` batches into as many: length buckets, token or node budgets."""
-    def __init__(self, n: int, global_batch: int, micro_steps: int, seed: int, ddp: DDPContext, window: int = 1,
-                 cut: Callable | None = None):
-        super().__init__(range(n), ddp.world_size, ddp.rank, shuffle=True, seed=seed, drop_last=True)
-        if n < global_batch or global_batch < ddp.world_size * micro_steps:
-            raise ValueError(f"{n} samples, global batch {global_batch}, {ddp.world_size} ranks x {micro_steps} "
-                             "micro-batches: each must be at least the next")
-        self.n, self.global_batch, self.micro_steps, self.start = n, global_batch, micro_steps, 0
-        self.window, self.cut = window, cut or (lambda ids, epoch: ids.reshape(-1, global_batch))
-    def __len__(self) -> int:  # micro-batches left in the epoch
-        return max(0, self.n // self.global_batch - self.start) * self.micro_steps
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        self.epoch, self.start = epoch, start
-    def permuted(self, positions: np.ndarray) -> np.ndarray:
-        """Items at `positions` of the shuffle, by a Feistel network (randperm: 2 s, 480 MB a rank for 60 M items)."""
-        half = max(1, ((self.n - 1).bit_length() + 1) // 2)
-        mask, keys = (1 << half) - 1, np.random.SeedSequence([self.seed, self.epoch]).generate_state(8, np.uint64)
-        items, walk = positions.astype(np.uint64), np.ones(len(positions), bool)
-        while walk.any():
-            left, right = items[walk] >> np.uint64(half), items[walk] & np.uint64(mask)
-            for key in keys:
-                mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-                mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-                left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & np.uint64(mask))
-            items[walk] = (left << np.uint64(half)) | right
-            walk = items >= self.n  # cycle walking (Black and Rogaway 2002)
-        return items.astype(np.int64)
-    def batches(self, start: int = 0) -> Iterator[np.ndarray]:
-        """Global batches of the epoch from number `start` on. (the same on all ranks)"""
-        end, stride = self.n // self.global_batch * self.global_batch, self.window * self.global_batch
-        windows = (np.arange(low, min(low + stride, end)) for low in range(start // self.window * stride, end, stride))
-        batches = (batch for window in windows for batch in self.cut(self.permuted(window), self.epoch))
-        return itertools.islice(batches, start % self.window, None)  # its first window holds batch `start`
-    def deal(self, batch: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
-        """The micro-batches of a rank (this one) in a global batch; neighbours of a sorted batch stay together."""
-        mine = batch[self.rank if rank is None else rank :: self.num_replicas]
-        ends = [len(mine) * micro // self.micro_steps for micro in range(self.micro_steps + 1)]
-        return [mine[a:b] for a, b in itertools.pairwise(ends)]
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return itertools.chain.from_iterable(map(self.deal, self.batches(self.start)))
-    def fingerprint(self) -> bytes:
-        """Hash of the plan's inputs and of its first and last 1,000 batches, for require_same."""
-        digest = hashlib.sha256(repr((self.n, self.global_batch, self.seed, self.epoch)).encode())
-        for start in {0, max(0, self.n // self.global_batch - 1000)}:
-            for batch in itertools.islice(self.batches(start), 1000):
-                digest.update(batch.tobytes())
-        return digest.digest()
-
-def wrap_ddp(model: torch.nn.Module, ddp: DDPContext) -> torch.nn.Module:
-    """DistributedDataParallel; the model itself in a world of one. Every parameter must get a gradient."""
-    if ddp.world_size == 1:
-        return model
-    ids = None if ddp.device.type == "cpu" else [ddp.device.index]
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # saves a copy
-    wrapped.broadcast_buffers = False  # evaluation uses the unwrapped model; the argument warns from torch 2.13 on
-    # the first backward pass fixes the order of 3 ranks' sums: one of zeros, so that a resume does not change it
-    zero, wrapped.module = sum((p * 0).sum() for p in model.parameters() if p.requires_grad), torch.nn.Identity()
-    wrapped(zero).backward()
-    wrapped.module = model
-    wrapped.zero_grad(set_to_none=True)
-    return wrapped
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:  # without DDP's and torch.compile's wrappers
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    return model
-
-def sync_gradients(model: torch.nn.Module, last: bool):
-    """Context for a micro-batch's forward and backward: gradients are all-reduced in the last one only."""
-    wrapped = getattr(model, "_orig_mod", model)
-    return contextlib.nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
-
-def resolve_precision(name: str, device: torch.device) -> torch.dtype:  # of --precision
-    if name == "fp16" and device.type == "cpu":
-        raise ValueError("--precision fp16 is many times slower than fp32 on a CPU: use bf16 or fp32")
-    has_bf16 = device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = torch.bfloat16 if has_bf16 else torch.float32
-    return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-class StepGuard:
-    """The end of an optimizer step, and what all ranks agree on there: non-finite numbers, signals, the time limit."""
-    signal, beat = 0, 0.0  # of this process: the signal it got, and when it last showed that it is not stuck
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, optimizer: torch.optim.Optimizer,
-                 dtype: torch.dtype, started: float):
-        self.ddp, self.optimizer, self.max_norm = ddp, optimizer, args.max_grad_norm or math.inf
-        self.scaler = torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
-        if not self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
-            raise ValueError(f"{type(optimizer).__name__} needs fused=True, or it cannot skip a non-finite update")
-        self.deadline = started + 60 * args.max_minutes if args.max_minutes else math.inf
-        self.max_bad, self.bad_in_row, self.bad_steps = args.max_bad_steps, 0, 0
-        self.pending, self.event, self.recent = None, None, collections.deque(maxlen=min(3, args.max_bad_steps))
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    @classmethod
-    def on_signal(cls, number: int, _frame) -> None:
-        """Ask for a stop at the next step; end a process stuck with a dead peer before the launcher's SIGKILL does."""
-        def watch() -> None:
-            while time.monotonic() - cls.beat < 20.0:
-                time.sleep(0.5)
-            os._exit(128 + number)
-        if not cls.signal:
-            cls.signal, cls.beat = number, time.monotonic()
-            threading.Thread(target=watch, daemon=True).start()
-    def step(self, loss: torch.Tensor, step: int, ids: list) -> tuple[torch.Tensor, str]:
-        """Clip, update if all is finite, agree: (gradient norm, why to stop or ''). `ids`: of this rank. (all ranks)"""
-        StepGuard.beat = now = time.monotonic()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm, foreach=True)
-        flags = torch.tensor([0.0, StepGuard.signal, now > self.deadline]).to(self.ddp.device, non_blocking=True)
-        # under a scaler a gradient that overflows is routine: it skips by itself
-        flags[0] = ~torch.isfinite(loss.detach() if self.scaler.is_enabled() else loss.detach() + norm)
-        if self.ddp.world_size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if not self.scaler.is_enabled():  # fused optimizers skip the update on the device where found_inf is 1
-            self.optimizer.grad_scale, self.optimizer.found_inf = None, flags[0]
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        reason = self.finish()  # of the step before: the device is still busy with this one
-        self.pending = (step, ids, flags.to("cpu", non_blocking=True))
-        self.event = None if self.ddp.device.type == "cpu" else torch.accelerator.current_stream().record_event()
-        return norm, reason
-    def finish(self) -> str:
-        """Read the flags of the last step: why to stop, the same on all ranks; RuntimeError after max_bad_steps."""
-        if self.pending is None:
-            return ""
-        if self.event is not None:
-            self.event.synchronize()
-        (step, ids, flags), self.pending = self.pending, None
-        bad, number, late = flags.tolist()
-        self.recent.append((step, ids))
-        self.bad_in_row, self.bad_steps = self.bad_in_row + 1 if bad else 0, self.bad_steps + bool(bad)
-        if bad and self.ddp.rank == 0:
-            warn(f"non-finite loss or gradient at step {step}: the update was skipped on all ranks")
-        if self.bad_in_row >= self.max_bad:
-            samples = "; ".join(f"step {n}: {[int(i) for part in ids for i in part][:64]}" for n, ids in self.recent)
-            raise RuntimeError(f"{self.bad_in_row} steps in a row with a non-finite loss or gradient; "
-                               f"samples of this rank in the last ones: {samples}")
-        return signal.Signals(int(number)).name if number else "time limit" if late else ""
-
-def stop_status(reason: str) -> int:  # status and last line of a run that stopped early, its checkpoint written
-    resumes = "requeue me" if reason == "SIGUSR1" else f"stopped by {reason}: the same command goes on from here"
-    log0(f"checkpoint written, {resumes}")
-    return {"SIGTERM": 143, "SIGINT": 130}.get(reason, 0)
-
-def rng_states(ddp: DDPContext) -> list[dict]:  # random state of every rank, for a checkpoint (all ranks)
-    state = {"cpu": torch.get_rng_state()}
-    if ddp.device.type != "cpu":
-        state[ddp.device.type] = torch.get_device_module(ddp.device).get_rng_state(ddp.device)
-    states = [state] * ddp.world_size
-    if ddp.world_size > 1:
-        dist.all_gather_object(states, state)
-    return states
-
-def restore_rng(states: list[dict], ddp: DDPContext, seed: int) -> None:
-    """This rank's random state; on another world size a new one from (seed, rank)."""
-    torch.manual_seed(seed + ddp.rank)
-    if len(states) == ddp.world_size:
-        torch.set_rng_state(states[ddp.rank]["cpu"])
-        if ddp.device.type in states[ddp.rank].keys() - {"cpu"}:
-            torch.get_device_module(ddp.device).set_rng_state(states[ddp.rank][ddp.device.type], ddp.device)
-
-def atomic_write(path: Path, write: Callable) -> bool:
-    """`write(file)` to a temporary file, fsync, rename; False and a warning if that fails (disk full). (rank 0 only)"""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    StepGuard.beat = math.inf  # however long it takes
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        return True
-    except (OSError, RuntimeError) as error:  # torch.save turns "no space left" into RuntimeError
-        temporary.unlink(missing_ok=True)
-        free = shutil.disk_usage(path.parent).free / 1e6
-        warn(f"could not write {path} ({str(error).splitlines()[0]}; {free:.0f} MB free): the old file is untouched")
-        return False
-    finally:
-        StepGuard.beat = time.monotonic()
-
-def save_checkpoint(directory: str | Path, state: dict, step: int, keep: int, best: bool = False) -> bool:
-    """step_*.pt (the `keep` newest stay), latest.pt and, if asked, best.pt, atomically. (rank 0 only)"""
-    numbered = Path(directory) / f"step_{step:08d}.pt"
-    if not atomic_write(numbered, lambda file: torch.save(state, file)):  # noqa: TID251
-        return False
-    for name in ("latest.pt", "best.pt") if best else ("latest.pt",):
-        link = numbered.with_name(f".{name}.link")
-        link.unlink(missing_ok=True)
-        try:
-            os.link(numbered, link)
-        except OSError:  # a file system without hard links
-            shutil.copy(numbered, link)
-        link.replace(numbered.with_name(name))
-    for old in sorted(numbered.parent.glob("step_*.pt"))[:-keep]:
-        old.unlink()
-    return True
-
-def load_checkpoint(path: str | Path) -> dict:
-    """A checkpoint, on the CPU, its model's names without `module.` and `_orig_mod.`. ValueError if it is damaged."""
-    Path(path).stat()  # FileNotFoundError if it is not there
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            if damaged := archive.testzip():
-                raise ValueError(f"checksum of {damaged} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:
-        first = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise ValueError(f"{path} is damaged or no checkpoint ({first})") from error
-    return state | {"model": {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in state.get("model", {}).items()}}
-
-def find_checkpoint(directory: Path) -> str | None:
-    """The newest whole checkpoint of a run; damaged ones are named in warnings. (rank 0 only)"""
-    files = sorted(directory.glob("step_*.pt")) + [*directory.glob("latest.pt")]
-    for path in reversed(files):
-        try:
-            load_checkpoint(path)
-            return str(path)
-        except ValueError as error:
-            warn(f"{error}: using the one before it")
-    if files:
-        raise ValueError(f"no whole checkpoint is left in {directory}: restore one, or give --fresh")
-
-def open_run(args: argparse.Namespace, ddp: DDPContext, same: tuple[str, ...]) -> dict | None:
-    """Prepare --output_dir; the checkpoint to resume from, if any: its arguments in `same` must be ours. (all ranks)"""
-    folder = Path(args.output_dir)
-    def prepare() -> str | None:
-        if args.fresh and not restarts and folder.exists() and any(folder.iterdir()):  # torchrun's restarts go on
-            aside = folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
-            log0(f"--fresh: the run in {folder} was moved to {aside}")
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--output_dir {folder} is not writable")
-        for left in [*folder.glob(".*.tmp"), *folder.glob(".*.link")]:  # of a save that was killed
-            left.unlink()
-        return find_checkpoint(folder)
-    restarts = reduce_sums(ddp, {"n": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))})["n"]  # nodes may differ
-    if (path := on_rank0(ddp, prepare)) is None:
-        return None
-    state = load_checkpoint(path)
-    for name in same:
-        if (old := state["args"].get(name)) != (new := getattr(args, name)):
-            raise ValueError(f"{folder} holds a run with {'data' if name == 'data_key' else '--' + name} {old!r}, this "
-                             f"one has {new!r}: give another --output_dir, or --fresh to move the old run aside")
-    log0(f"resuming {path}: step {state['step']}, epoch {state['epoch']}")
-    return state
-
-class RunLog:
-    """metrics.jsonl, the log line, wandb, summary.json and curves.png of a run."""
-    def __init__(self, args: argparse.Namespace, ddp: DDPContext, resumed: dict | None):
-        self.args, self.ddp, self.folder, resumed = args, ddp, Path(args.output_dir), resumed or {}
-        self.wandb_id, self.wall = resumed.get("wandb_id") or os.urandom(4).hex(), resumed.get("wall_s", 0.0)
-        self.last_step, (self.final_loss, self.speed) = resumed.get("step", 0), resumed.get("speed", (None, None))
-        self.started = time.monotonic()
-        self.reset()
-        log0(f"command: {' '.join(sys.argv)}")
-        log0(f"torch {torch.__version__}, world size {ddp.world_size}, backend {ddp.backend}, started by "
-             f"{ddp.launcher}, {torch.get_num_threads()} CPU threads per rank")
-        changed = ", ".join(f"{n}={v}" for n, v in args.changed.items())
-        log0(f"arguments that differ from the defaults: {changed or 'none'}")
-        if ddp.rank == 0:
-            path, self.queue, self.unwritten = self.folder / "metrics.jsonl", queue.SimpleQueue(), b""
-            path.touch()  # and drop records of steps that this run makes again
-            rows = [row for row in path.read_text().splitlines(True) if self.last_step and row.endswith("}\n")]
-            rows = [row for row in rows if json.loads(row)["step"] <= self.last_step]
-            atomic_write(path, lambda file: file.write("".join(rows).encode()))
-            self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
-            self.thread.start()
-    def feed_wandb(self) -> None:
-        """wandb in a thread of its own: what it does wrong, or slowly, never reaches the training loop."""
-        mode = self.args.wandb_mode
-        if mode == "auto":
-            netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-            key = os.environ.get("WANDB_API_KEY") or (netrc.exists() and "wandb" in netrc.read_text())
-            mode = os.environ.get("WANDB_MODE") or ("online" if key else "disabled")
-            log0(f"wandb {mode} (--wandb_mode auto: {'an' if key else 'no'} API key is configured)")
-        if mode == "disabled":
-            return
-        try:
-            import wandb
-            run = wandb.init(project=self.args.wandb_project, name=self.args.wandb_name, id=self.wandb_id, mode=mode,
-                             resume="allow", dir=str(self.folder), config=vars(self.args),
-                             settings=wandb.Settings(init_timeout=30, silent=True))
-            while (row := self.queue.get()) is not None:
-                run.log(row)
-            run.finish()
-        except Exception as error:
-            warn(f"wandb failed and is off; metrics.jsonl has everything ({type(error).__name__}: {str(error)[:200]})")
-    def waiting(self, iterator: Iterator):
-        """next(iterator), its time counted as waiting for data."""
-        begin, item = time.monotonic(), next(iterator)
-        StepGuard.beat = time.monotonic()
-        self.waited, self.steps = self.waited + StepGuard.beat - begin, self.steps + 1
-        return item
-    def add(self, samples: int, **sums: tuple[torch.Tensor, float]) -> None:
-        """Add the (sum, count) pairs of a micro-batch of this rank; they stay on the device."""
-        self.samples += samples
-        for name, (total, count) in sums.items():
-            old = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (old[0] + total.detach().double(), old[1] + count)
-    def interval(self, step: int, total: int, epoch: int, model: torch.nn.Module, lr: float, norm: torch.Tensor,
-                 **extra) -> None:
-        """Reduce what was added since the last call and record it. (all ranks) The only host sync of the loop."""
-        sums = {f"{n}/{i}": v for n, pair in self.sums.items() for i, v in enumerate(pair)}
-        sums = reduce_sums(self.ddp, {**sums, "samples": self.samples, "norm": norm.detach() / self.ddp.world_size})
-        seconds, wrapped = time.monotonic() - self.last, getattr(model, "_orig_mod", model)
-        means = {n: sums[f"{n}/0"] / sums[f"{n}/1"] for n in self.sums if sums[f"{n}/1"]}  # where there were any
-        timers = wrapped._get_ddp_logging_data() if isinstance(wrapped, DistributedDataParallel) else {}  # ns per step
-        exposed = timers.get("avg_backward_comm_time", 0) - timers.get("avg_backward_compute_comm_overlap_time", 0)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1000)
-        if self.ddp.device.type != "cpu":  # of the device's allocator, not of the process (in kB; macOS: bytes)
-            peak = torch.accelerator.max_memory_allocated(self.ddp.device)
-        wait, comm = self.waited / seconds, max(0.0, exposed * 1e-9) * self.steps / seconds
-        speeds = {"samples/s": sums["samples"] / seconds, "data_wait": wait, "comm": comm, "mem_gb": peak / 1e9}
-        self.last_step, self.final_loss, self.speed = step, means.get("loss"), speeds["samples/s"]
-        numbers = " ".join(f"{n}={v:.6f}" for n, v in means.items())
-        log0(f"step={step}/{total} epoch={epoch} {numbers} grad_norm={sums['norm']:.3f} lr={lr:.3e} samples/s="
-             f"{self.speed:.0f} data_wait={wait:.1%} comm={comm:.1%} mem_gb={speeds['mem_gb']:.1f}"
-             + "".join(f" {n}={v:.6g}" for n, v in extra.items()))
-        self.write({"step": step, "epoch": epoch, **means, "grad_norm": sums["norm"], "lr": lr, **speeds, **extra})
-        self.reset()
-    def reset(self) -> None:
-        """Start an interval (also after an evaluation or a checkpoint, so that speeds are of training alone)."""
-        self.last, self.waited, self.steps, self.samples, self.sums = time.monotonic(), 0.0, 0, 0, {}
-    def write(self, row: dict) -> None:
-        """One record to metrics.jsonl and wandb. (rank 0 writes)"""
-        if self.ddp.rank == 0:
-            row = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in row.items()}  # JSON has no NaN
-            self.unwritten += (json.dumps(row) + "\n").encode()
-            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
-                self.unwritten = self.unwritten[file.write(self.unwritten) :]  # disk full: the rest waits
-            if self.thread.is_alive():  # not when wandb is off
-                self.queue.put(row)
-    def close(self, status: str, **fields) -> None:
-        """summary.json, the end of wandb, and every loss and metric against the step in curves.png. (rank 0 writes)"""
-        if self.ddp.rank > 0:
-            return
-        summary = {"script": Path(sys.argv[0]).name, "status": status, **fields, "world_size": self.ddp.world_size,
-                   "backend": self.ddp.backend, "device": str(self.ddp.device), "args": vars(self.args),
-                   "wall_s": self.wall + time.monotonic() - self.started}
-        atomic_write(self.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-        self.queue.put(None)
-        self.thread.join(timeout=30)
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return warn("no curves.png: pip install matplotlib")
-        curves, speeds = collections.defaultdict(list), {"samples/s", "data_wait", "comm", "mem_gb"}
-        for row in map(json.loads, re.findall(r".*}\n", (self.folder / "metrics.jsonl").read_text())):  # whole records
-            for name in (name for name, value in row.items() if isinstance(value, float) and name not in speeds):
-                curves[name].append((row["step"], row[name]))
-        rows = max(1, -(-len(curves) // 3))  # margins are given, as finding good ones takes as long as drawing
-        figure = Figure((12, 2.6 * rows))
-        figure.subplots_adjust(0.06, 0.2 / rows, 0.99, 1 - 0.12 / rows, wspace=0.25, hspace=0.5)
-        for place, (name, points) in enumerate(curves.items(), 1):
-            axis = figure.add_subplot(rows, 3, place, title=name, xlabel="optimizer step")
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1)
-        atomic_write(self.folder / "curves.png", lambda file: figure.savefig(file, dpi=110))
-# ===== shared DDP block: end =====
-
-# ---- Checks --------------------------------------------------------------------------------------
-
-@dataclass
-class Outcome:
-    """What a check found."""
-
-    status: str  # OK, WARN, FAIL
-    fact: str
-    advice: str = ""
-
-def failure(error: Exception, who: str = "", otherwise: str = "see the traceback") -> Outcome:
-    """FAIL with the words of an error; the block's errors say what to do after a colon."""
-    fact, _, advice = (str(error) or type(error).__name__).splitlines()[0].partition(": ")
-    return Outcome("FAIL", who + fact, advice or otherwise)
-
-def verdict(good: bool, fact: str, advice: str, otherwise: str = "FAIL") -> Outcome:
-    return Outcome("OK", fact) if good else Outcome(otherwise, fact, advice)
 
 class Report:
-    """The lines of the program. In a rank that the program started they go to the starter, which prints them."""
+    """Prints a line for each check. A rank that this program has started sends its lines to the
+    process that started it, which prints them."""
 
-    def __init__(self, through_pipe: bool = False):
-        self.through_pipe, self.results, self.measured, self.current = through_pipe, [], None, "start"
-        self.started = time.monotonic()
+    def __init__(self, args):
+        self.args = args
+        self.start = time.monotonic()
+        self.checks = []
+        self.measured = {}
 
-    def send(self, row: dict) -> None:
-        """A row: {"begin": name}, {"measured": …} or a result {"status", "name", "fact", "advice"}."""
-        self.current = row.get("begin", self.current)
-        if self.through_pipe:
-            sys.stdout.write(MARK + json.dumps(row) + "\n")
-            sys.stdout.flush()
-        elif "measured" in row:
-            self.measured = row["measured"]
-        elif "status" in row and row["name"] not in [r["name"] for r in self.results]:  # the first error is the cause
-            self.results.append(row)
-            advice = f" — {row['advice']}" if row["advice"] else ""
-            self.say(f"{row['status']:<4}  {row['name']}: {row['fact']}{advice}")
+    def add(self, name, status, found):
+        """name: of the check; found: what, and what to do about it."""
+        if self.args.role:
+            self.send(name=name, status=status, found=found)
+            return
+        self.checks.append({"name": name, "status": status, "found": found})
+        print(f"{status:<4}  {name}: {found}", flush=True)
 
-    def add(self, name: str, outcome: Outcome) -> None:
-        self.send({"status": outcome.status, "name": name, "fact": outcome.fact, "advice": outcome.advice})
+    def add_measured(self, measured):
+        """What `measure` returns."""
+        self.measured = measured
+        if self.args.role:
+            self.send(measured=measured)
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)  # noqa: T201
+    def send(self, **row):
+        print(MARK + json.dumps(row), flush=True)
 
-    def failed(self, *names: str) -> bool:
-        return any(r["status"] == "FAIL" and (not names or r["name"] in names) for r in self.results)
+    def receive(self, line):
+        row = json.loads(line.removeprefix(MARK))
+        if "measured" in row:
+            self.add_measured(row["measured"])
+        else:
+            self.add(**row)
 
-    def finish(self, args: argparse.Namespace) -> int:
-        """Table, last line, --json; returns the exit status."""
+    def has_failed(self, *names):
+        """Whether one of these checks has failed, or without names any check."""
+        for check in self.checks:
+            if check["status"] == FAIL and (not names or check["name"] in names):
+                return True
+        return False
+
+    def finish(self):
+        """Print the tables and the last line, write --json; returns the exit status."""
         if self.measured:
-            self.say(show_table(self.measured))
-        count = collections.Counter(r["status"] for r in self.results)
-        seconds = time.monotonic() - self.started
-        self.say(f"\n{count['OK']} OK, {count['WARN']} WARN, {count['FAIL']} FAIL in {seconds:.1f} s")
-        if args.json:
-            worst = next((s for s in ("FAIL", "WARN") if count[s]), "OK")
-            content = {"status": worst, "wall_s": seconds, "torch": torch.__version__, "host": socket.gethostname()}
-            text = json.dumps({**content, "results": self.results, "measured": self.measured}, indent=1)
-            if not atomic_write(Path(args.json), lambda file: file.write(text.encode())):
-                return 1
-        return int(self.failed())
+            print(show_tables(self.measured))
+        counts = Counter(check["status"] for check in self.checks)
+        seconds = time.monotonic() - self.start
+        parts = [f"{counts[status]} {status}" for status in (OK, WARN, FAIL)]
+        print(f"\n{', '.join(parts)} in {seconds:.0f} s", flush=True)
+        if self.args.json:
+            content = {"torch": torch.__version__, "host": socket.gethostname(), "seconds": seconds}
+            content.update(checks=self.checks, measured=self.measured)
+            try:
+                Path(self.args.json).write_text(json.dumps(content, indent=1))
+            except OSError as error:
+                raise InputError(f"--json {self.args.json}: {error.strerror}") from None
+        return 1 if self.has_failed() else 0
 
-# The environment: functions of the arguments, in one process. `args.ranks`: the ranks on this machine.
 
-def check_versions(args: argparse.Namespace) -> Outcome:
-    fact = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    if sys.version_info < (3, 10) or tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 10):
-        return Outcome("FAIL", fact, "the scripts need python 3.10 and torch 2.10: pip install -r requirements.txt")
-    missing = [name for name in ("tqdm", "wandb", "yaml", "matplotlib") if importlib.util.find_spec(name) is None]
-    return verdict(not missing, f"{fact}, without {', '.join(missing)}" if missing else fact, INSTALL, "WARN")
+# --------------------------------------------------------------------------------------------------
+# The environment: checks in one process. Each returns (status, what was found, what to do).
 
-def free_memory() -> float:
-    """GB; a container's limit counts."""
+
+def check_versions(args):
+    found = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    numbers = [int(number) for number in torch.__version__.split(".")[:2]]
+    if sys.version_info < (3, 10) or numbers < [2, 13]:
+        text = "the scripts need python 3.10 and torch 2.13: pip install -r requirements.txt"
+        return FAIL, f"{found}; {text}"
+    missing = []
+    for name in ("matplotlib", "sklearn", "wandb"):  # the others were imported above
+        if importlib.util.find_spec(name) is None:
+            missing.append(name)
+    if missing:
+        return WARN, f"{found}, no {', '.join(missing)}: pip install -r requirements.txt"
+    return OK, found
+
+
+def free_memory():
+    """Bytes; a container's limit counts."""
     with contextlib.suppress(OSError, ValueError):
-        used, limit = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("current", "max"))
-        return (limit - used) / 1e9
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        return limit - int(Path("/sys/fs/cgroup/memory.current").read_text())
     with contextlib.suppress(OSError):
-        return int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) / 1e6
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+        lines = Path("/proc/meminfo").read_text()
+        return 1024 * int(re.search(r"MemAvailable: *(\d+)", lines)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-def check_devices(args: argparse.Namespace) -> Outcome:
-    device = choose_device(args.device, 0)
-    if device.type == "cpu":
-        free = free_memory()
-        fact = f"cpu, {free:.1f} GB of memory free for {args.ranks} ranks"
-        if args.device == "auto" and (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
-            return Outcome("WARN", f"{fact}; an NVIDIA driver, but torch sees no GPU", "install torch's CUDA build")
-        return verdict(free > 2 * args.ranks, fact, "start fewer ranks or free memory: 2 GB each is little", "WARN")
-    count, module = torch.accelerator.device_count(), torch.get_device_module(device)
-    if args.ranks > count:
-        return Outcome("FAIL", f"{count} {device.type} devices for {args.ranks} ranks", f"--nproc {count} at most")
-    free = [module.mem_get_info(index) for index in range(count)]
-    least = min(f / t for f, t in free)
-    fact = f"{count} x {module.get_device_name(0)}, {min(f for f, _ in free) / 1e9:.1f} GB free on each"
-    return verdict(least > 0.8, fact, "another process uses one of them: see nvidia-smi or xpu-smi", "WARN")
 
-def check_backend(args: argparse.Namespace) -> Outcome:
-    device = choose_device(args.device, 0)
-    built = [name for name in ("gloo", "nccl", "xccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # for its warnings
-        start_logging(0)
-        backend = choose_backend(args.backend, device)
-    LOGGER.handlers.clear()
-    fact = f"{backend} for {device.type} (in this torch: {', '.join(built)})"
-    slow = device.type != "cpu" and backend == "gloo"
-    return verdict(not slow, fact, f"gloo is slow here: {said.getvalue().strip() or 'use --backend auto'}", "WARN")
+def check_devices(args):
+    devices = count_accelerators(args)
+    if devices == 0:
+        free = free_memory() / 1e9
+        found = f"no accelerator, {free:.1f} GB of memory free for {args.ranks} ranks"
+        if args.device not in ("auto", "cpu"):
+            return FAIL, f"{found}; --device {args.device} is not here"
+        if args.device == "auto" and shutil.which("nvidia-smi"):
+            return WARN, f"{found}; there is an NVIDIA driver: install PyTorch's CUDA build"
+        if free < 2 * args.ranks:
+            return WARN, f"{found}; start fewer ranks, or free memory: each wants 2 GB"
+        return OK, found
+    kind = torch.accelerator.current_accelerator().type
+    module = torch.get_device_module(kind)
+    found = f"{devices} x {module.get_device_name(0)}"
+    if args.ranks > devices:
+        return FAIL, f"{found} for {args.ranks} ranks; start at most {devices}"
+    for number in range(devices):
+        free, total = module.mem_get_info(number)
+        if free < 0.8 * total:
+            text = f"device {number} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+            return WARN, f"{found}; {text}: another process uses it"
+    return OK, f"{found}, {total / 1e9:.1f} GB each"
 
-def check_threads(args: argparse.Namespace) -> Outcome:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    setting = os.environ.get("OMP_NUM_THREADS")
-    threads = int(setting) if (setting or "").isdigit() else max(1, cores // args.ranks)
-    shown = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS not set"
-    fact = f"{cores} of {os.cpu_count()} cores usable, {args.ranks} ranks x {threads} threads ({shown})"
-    advice = f"threads fight for cores: unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // args.ranks)}"
-    return verdict(threads == 1 or threads * args.ranks <= cores, fact, advice, "WARN")
 
-def check_port(args: argparse.Namespace) -> Outcome:
-    address, setting = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT")
-    try:
-        own, master = ({i[4][0] for i in socket.getaddrinfo(a, None)} for a in (socket.gethostname(), address))
-    except OSError as error:
-        return Outcome("FAIL", f"MASTER_ADDR={address} is unknown ({error})", "export the first node's address")
-    name = f"port {setting or 29500} ({'MASTER_PORT' if setting else 'the default'})"
-    if not (own | {"127.0.0.1", "::1"}) & master:
-        return Outcome("OK", f"{name} is on {address}, not this machine: not tried")
-    with socket.socket() as probe, socket.socket() as other:
-        other.bind(("", 0))
-        advice = f"export MASTER_PORT={other.getsockname()[1]}, or use torchrun --standalone"
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", int(setting or 29500)))
-            probe.listen()
-        except (OSError, OverflowError, ValueError) as error:
-            return Outcome("FAIL" if setting else "WARN", f"{name} cannot be used: {error}", advice)
-    return Outcome("OK", f"{name} is free")
+def check_backend(args):
+    kind = "cpu"
+    if count_accelerators(args) > 0:
+        kind = torch.accelerator.current_accelerator().type
+    wanted = dist.get_default_backend_for_device(kind)
+    backend = wanted if args.backend == "auto" else args.backend
+    built = []
+    for name in ("gloo", "nccl", "xccl", "mpi"):
+        if dist.is_backend_available(name):
+            built.append(name)
+    found = f"{backend} for {kind} (this torch has {', '.join(built)})"
+    if not dist.is_backend_available(backend):
+        return FAIL, f"{found}; take --backend {wanted}, or another build of torch"
+    if kind == "cpu" and backend != "gloo":
+        return FAIL, f"{found}; CPUs need --backend gloo"
+    if kind != "cpu" and backend == "gloo":
+        return WARN, f"{found}; gloo is slow there: take --backend {wanted}"
+    return OK, found
 
-def check_host(args: argparse.Namespace) -> Outcome:
-    """gloo and NCCL ask what address the machine's own name has."""
+
+def check_threads(args):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, cores // args.ranks)
+    threads = int(setting) if setting.isdecimal() else share
+    found = f"{cores} cores, {args.ranks} ranks x {threads} threads"
+    if threads > 1 and threads * args.ranks > cores:
+        return WARN, f"{found}; threads wait for cores: export OMP_NUM_THREADS={share}"
+    return OK, found
+
+
+def check_host_name(args):
+    """gloo and NCCL ask for the address that the machine's own name has."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
         with socket.socket() as probe:
             probe.bind((address, 0))
     except OSError as error:
-        advice = f"add '127.0.0.1 {name}' to /etc/hosts, or export GLOO_SOCKET_IFNAME=lo (several nodes: eth0, …)"
-        return Outcome("FAIL", f"the machine's name {name} has no usable address ({error})", advice)
-    alone = " (one machine only; several need GLOO_SOCKET_IFNAME)" if address.startswith("127.") else ""
-    return Outcome("OK", f"{name} is {address}{alone}")
+        text = f"add '127.0.0.1 {name}' to /etc/hosts, or export GLOO_SOCKET_IFNAME=lo"
+        return FAIL, f"{name} has no address that works ({error}); {text}"
+    if address.startswith("127."):
+        return OK, f"{name} is {address}; on several machines export GLOO_SOCKET_IFNAME"
+    return OK, f"{name} is {address}"
 
-def check_disk(args: argparse.Namespace) -> Outcome:
-    """A checkpoint is written and read where runs will write."""
-    folder, said = Path(args.folder), io.StringIO()
-    weights = {"module.weight": torch.arange(DISK_MB * 250_000, dtype=torch.float32)}
-    begin = time.monotonic()
-    with contextlib.redirect_stdout(said):
-        start_logging(0)
-        written = save_checkpoint(folder, {"model": weights}, 0, keep=1)
-    LOGGER.handlers.clear()
-    rate, free = DISK_MB / (time.monotonic() - begin), shutil.disk_usage(folder).free / 1e9
-    if not written:
-        why = re.search(r"\(.*\)", said.getvalue())  # of the warning
-        advice = "free space there, or give another --output_dir"
-        return Outcome("FAIL", f"no {DISK_MB} MB checkpoint can be written in {folder.parent} {why and why[0]}", advice)
-    if not torch.equal(load_checkpoint(folder / "latest.pt")["model"]["weight"], weights["module.weight"]):
-        return Outcome("FAIL", f"a checkpoint in {folder.parent} reads back different", "use another disk")
-    for file in folder.iterdir():
-        file.unlink()
-    fact = f"{free:.1f} GB free in {folder.parent}, checkpoint written at {rate:.0f} MB/s"
-    advice = f"the largest run keeps 3 checkpoints of {CHECKPOINT_GB} GB: give another --output_dir"
-    return verdict(free > 3 * CHECKPOINT_GB, fact, advice, "WARN")
 
-def check_shared_memory(args: argparse.Namespace) -> Outcome:
+def check_port(args):
+    address = os.environ.get("MASTER_ADDR", "localhost")
+    port = os.environ.get("MASTER_PORT", "29500")
+    try:
+        own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+        master = {info[4][0] for info in socket.getaddrinfo(address, None)}
+    except OSError as error:
+        return FAIL, f"MASTER_ADDR={address} ({error}); export the first machine's address"
+    if not master & (own | {"127.0.0.1", "::1"}):
+        return OK, f"{port} is on {address}, another machine: not tried"
+    with socket.socket() as other:
+        other.bind(("", 0))
+        free = other.getsockname()[1]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+            probe.listen()
+        except (OSError, OverflowError, ValueError) as error:
+            text = f"export MASTER_PORT={free}, or use torchrun --standalone"
+            return FAIL if "MASTER_PORT" in os.environ else WARN, f"{port} ({error}); {text}"
+    return OK, f"{port} is free"
+
+
+def check_disk(args):
+    """Write a checkpoint where runs will write, and read it."""
+    weights = {"weight": torch.arange(8_000_000, dtype=torch.float32)}  # 32 MB
+    try:
+        if args.output_dir:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="ddp-check-", dir=args.output_dir) as folder:
+            place = Path(folder).parent
+            path = Path(folder) / "latest.pt"
+            begin = time.monotonic()
+            with open(path, "wb") as file:
+                torch.save(weights, file)
+                file.flush()
+                os.fsync(file.fileno())
+            rate = 32 / (time.monotonic() - begin)
+            same = is_whole(path) and load_checkpoint(path)["weight"].equal(weights["weight"])
+            free = shutil.disk_usage(folder).free / 1e9
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        return FAIL, f"no 32 MB can be written ({reason}); give another --output_dir"
+    if not same:
+        return FAIL, f"a checkpoint in {place} reads back different; use another disk"
+    found = f"{free:.1f} GB free in {place}, a checkpoint is written at {rate:.0f} MB/s"
+    if free < 3 * CHECKPOINT_GB:
+        text = f"the largest run keeps 3 checkpoints of {CHECKPOINT_GB} GB"
+        return WARN, f"{found}; {text}: give another --output_dir"
+    return OK, found
+
+
+def check_shared_memory(args):
     if not Path("/dev/shm").is_dir():
-        return Outcome("OK", f"no /dev/shm on {platform.system()}: not used")
+        return OK, "no /dev/shm here: it is not used"
     free = shutil.disk_usage("/dev/shm").free / 1e9
-    advice = "data loader workers and NCCL die of this: docker run --shm-size=8g, or --ipc=host"
-    return verdict(free > 0.2 * args.ranks, f"{free:.2f} GB free in /dev/shm", advice, "WARN")
+    found = f"{free:.2f} GB free in /dev/shm"
+    if free < 0.2 * args.ranks:
+        text = "loader processes and NCCL die of this: docker run --shm-size=8g, or --ipc=host"
+        return WARN, f"{found}; {text}"
+    return OK, found
 
-def check_wandb(args: argparse.Namespace) -> Outcome:
+
+def check_wandb(args):
     if importlib.util.find_spec("wandb") is None:
-        return Outcome("WARN", "not installed: metrics go to metrics.jsonl alone", INSTALL)
+        return WARN, "not installed: --wandb_mode stays disabled, metrics.jsonl has all figures"
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    key = os.environ.get("WANDB_API_KEY") or (file.exists() and "wandb" in file.read_text())
-    mode = os.environ.get("WANDB_MODE") or ("online" if key else "disabled until `wandb login` or --wandb_mode offline")
-    return Outcome("OK", f"{importlib.metadata.version('wandb')}, {'an' if key else 'no'} API key, runs will be {mode}")
+    has_key = "WANDB_API_KEY" in os.environ
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        has_key = has_key or "wandb" in file.read_text()
+    version = importlib.metadata.version("wandb")
+    if has_key:
+        return OK, f"{version}, an API key: scripts use it with --wandb_mode online"
+    return OK, f"{version}, no API key: wandb login first, or --wandb_mode offline"
+
 
 ENVIRONMENT = {
     "versions": check_versions,
     "devices": check_devices,
     "backend": check_backend,
     "threads": check_threads,
-    "host name": check_host,
+    "host name": check_host_name,
     "port": check_port,
     "disk": check_disk,
     "shared memory": check_shared_memory,
     "wandb": check_wandb,
 }
 
-def check_environment(report: Report, args: argparse.Namespace, skip: tuple[str, ...] = ()) -> bool:
-    """All of ENVIRONMENT; False if processes cannot start."""
-    for name, check in ENVIRONMENT.items():
-        if name in skip:
-            continue
+
+def check_environment(report, args, names):
+    """Whether ranks can be started."""
+    for name in names:
+        report.add(name, *ENVIRONMENT[name](args))
+    return not report.has_failed("versions", "devices", "backend", "host name")
+
+
+# ==================================================================================================
+# Distributed training. These lines are the same in every script: read them once.
+# "(all ranks)" marks what every rank must call, in the same order; "(rank 0)" what it alone calls.
+
+START = time.monotonic()
+PARENT = os.getppid()
+SCRIPT = Path(sys.argv[0]).name
+FORMAT = 2  # of checkpoints
+
+# Where launchers say who a process is: its rank, the number of ranks, its rank on this machine.
+RANK_VARIABLES = [
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
+    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
+    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
+]
+
+# with which a launcher shows a process some devices only (NVIDIA, AMD, AMD, Intel)
+DEVICE_MASKS = """CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
+    ZE_AFFINITY_MASK""".split()
+
+stop_signal = 0  # the last signal that this process got
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+
+
+class RunError(Exception):
+    """The run cannot go on: one line that says why, no traceback, exit status 1."""
+
+    status = 1
+
+
+class InputError(RunError):
+    """What the user gave cannot work: the same, with exit status 2."""
+
+    status = 2
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help with the docstring as it stands and the default of every option."""
+
+
+class Parser(argparse.ArgumentParser):
+    source = "command line"  # or the file that is being read
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(f"{self.source}: {message}")
+
+
+def boolean(text):
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+
+
+def count(text):
+    """The type of options that are whole numbers from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def default_timeout(parser):
+    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
+    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
+    if not seconds.isdecimal() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
+    return int(seconds) / 60
+
+
+# an option that may be given as --compile, --compile=True, --compile no
+FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+
+
+def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+    add = parser.add_argument_group("the same in every script").add_argument
+    add("--config", help="YAML or JSON file of options; the command line wins")
+    add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
+    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
+    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
+    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
+    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
+    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end it")
+    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
+    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    text = "needed where a step leaves out some parameters; slower"
+    add("--find_unused_parameters", **FLAG, default=False, help=text)
+    add("--save_every", type=count, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=count, default=10, help="steps between log lines")
+    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
+    add("--nproc_per_node", type=count, default=1, help="processes, where no launcher starts them")
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
+    add("--backend", default="auto", help="nccl, gloo or xccl; auto: what the device wants")
+    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
+    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
+    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
+
+
+def parse_with_config(parser):
+    """The command line over the file of --config over the defaults."""
+    line = sys.argv[1:]
+    if line and "=" not in line[0] and line[0].endswith((".yaml", ".yml", ".json")):
+        line = [f"--config={line[0]}", *line[1:]]
+    line = as_options(parser, line)
+    args = parser.parse_args(line)
+    if args.config:
+        parser.source = args.config
         try:
-            report.add(name, check(args))
-        except (ValueError, OSError, RuntimeError) as error:
-            report.add(name, failure(error, otherwise="correct the variable or option that names it"))
-    return not report.failed("versions", "devices", "backend", "host name")
+            content = yaml.safe_load(Path(args.config).read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
+        if not isinstance(content, dict):
+            parser.error("must be made of lines such as lr: 0.001")
+        args = parser.parse_args(as_options(parser, config_words(content)))
+        parser.source = "command line"
+        args = parser.parse_args(line, args)  # on top of what the file said
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
+    return args
 
-# In the ranks: functions of (ddp, args) that all ranks call together. Each returns what this rank found, and
-# makes its collectives whatever it finds; the worst outcome of all ranks is reported.
 
-def gather(ddp: DDPContext, item) -> list:
-    """`item` of every rank."""
-    items = [item] * ddp.world_size
-    if ddp.world_size > 1:
-        dist.all_gather_object(items, item)
+def config_words(content, prefix="--"):
+    """A YAML file as a command line; a key in a section becomes --section.key."""
+    words = []
+    for key, value in content.items():
+        if isinstance(value, dict):
+            words += config_words(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            words += [f"{prefix}{key}", *map(str, value)]
+        elif value is not None:
+            words.append(f"{prefix}{key}={value}")
+    return words
+
+
+def as_options(parser, words):
+    """Words as options that the parser knows: key=value becomes --key=value, and --section.key one
+    of two things. If there is an option --section_key, it is that; else the section only groups
+    options for the eye, and it is --key."""
+    known = [*vars(parser.parse_args([])), "help"]
+    options = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
+            parts = key.removeprefix("--").replace("-", "_").split(".")
+            names = ["_".join(parts[start:]) for start in range(len(parts))]
+            found = [name for name in names if name in known]
+            if not found:
+                near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
+                hint = f"did you mean {near[0]}?" if near else "--help lists them"
+                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
+            key = f"--{found[0]}"
+        options.append(key + equals + value)
+    return options
+
+
+def find_ranks():
+    """(rank, world size, local rank) from the launcher that started us, None without one."""
+    incomplete = None
+    for names in RANK_VARIABLES:
+        # sbatch sets Slurm's variables for plain python, too, which has no other ranks to wait for
+        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
+            continue
+        if names[0] in os.environ:
+            missing = [name for name in names if name not in os.environ]
+            if not missing:
+                return [int(os.environ[name]) for name in names]
+            incomplete = (
+                f"{names[0]} is set, but not {missing[0]}: start with torchrun, or export it"
+            )
+    if incomplete:
+        raise InputError(incomplete)
+    return None
+
+
+class LogHandler(logging.StreamHandler):
+    def emit(self, record):
+        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
+            super().emit(record)
+
+
+def setup_ddp(args):
+    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
+    # plain python is a group of one: the code below has one path only
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    if "MASTER_ADDR" not in os.environ and rank != local_rank:
+        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
+
+    logging.basicConfig(
+        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
+        level=logging.INFO,
+        datefmt="%Y-%m-%d %H:%M:%S",
+        handlers=[LogHandler(sys.stdout)],
+    )
+    logging.info(f"Process {rank}/{world_size} started")
+    if args.nproc_per_node not in (1, world_size):
+        logging.info(f"  not {args.nproc_per_node}: the launcher's number counts")
+    device = choose_device(args, local_rank)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
+    keep_freed_memory()
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    backend = args.backend
+    if backend == "auto":
+        backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.timeout_minutes),
+        device_id=None if device.type == "cpu" else device,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # from here on only errors are each rank's
+    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
+    return device
+
+
+def keep_freed_memory():
+    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
+    system again and again can take a sixth of a step on CPUs."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def choose_device(args, local_rank):
+    """The accelerator of this rank, or the CPU where there is none."""
+    device = torch.device("cpu")
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
+        devices = torch.accelerator.device_count()
+        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
+        masked = any(name in os.environ for name in DEVICE_MASKS)
+        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= devices:
+            text = f"local rank {local_rank}, but {devices} devices on this machine"
+            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
+        device = torch.device(kind.type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+    if args.device not in ("auto", device.type):
+        raise InputError(f"--device {args.device}: this machine has {device.type}")
+    return device
+
+
+def on_signal(number, frame):
+    global stop_signal
+    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
+
+
+def ignore_signals(worker):
+    """For the workers of a DataLoader. A launcher signals them, too, but their rank needs them
+    until it has stopped; then they end with it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def cleanup():
+    gc.collect()  # gloo may abort where a tensor of the group outlives it
+    if dist.is_initialized():  # not after --help: `record` turns its exit into a return
+        dist.destroy_process_group()
+
+
+def launch(parse_args, main):
+    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
+
+    @record  # torchrun's summary then shows the traceback of the rank that failed first
+    def run():
+        try:
+            args = parse_args()
+            if args.nproc_per_node > 1 and find_ranks() is None:
+                hand_over_to_torchrun(args.nproc_per_node)
+            return main(args)
+        except RunError as error:
+            refuse(error)
+
+    try:
+        status = run()
+    except Exception:  # whatever it is, the other ranks wait for this one
+        logging.error(traceback.format_exc())
+        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
+    cleanup()
+    sys.stdout.flush()
+    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
+
+
+def hand_over_to_torchrun(processes):
+    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
+    where = ["--standalone"]  # on any free port
+    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
+        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
+        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
+    options = [f"--nproc_per_node={processes}", "--shutdown-timeout=120"]
+    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+def refuse(error):
+    """Say why the run cannot go on, and end. Most often all ranks are here, for the same reason,
+    and one line is enough. So all but rank 0 wait: when rank 0 has left, the launcher ends them
+    before they speak. A rank that is still there after that has a reason of its own."""
+    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
+    if not is_rank0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+    os._exit(error.status)
+
+
+def sum_over_ranks(values):
+    """The elements of a tensor, summed in float64, as floats; waits for the device. (all ranks)"""
+    # by Python: some devices have no float64
+    parts = values.new_empty(dist.get_world_size() * len(values))
+    dist.all_gather_single(parts, values)
+    rows = parts.view(-1, len(values)).tolist()
+    return [math.fsum(column) for column in zip(*rows, strict=True)]
+
+
+def on_rank0(function, *args):
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
+    nobody waits for a rank 0 that has failed. (all ranks)"""
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*args)
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+class GlobalBatchSampler(DistributedSampler):
+    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
+    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
+    a restart.
+
+    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost: of each id,
+    such as its length. The global batch stays a random sample; within it, ids of similar cost come
+    into the same micro-batch, where they need little padding, and all ranks get equal work."""
+
+    def __init__(self, ids, args, state, cost=None):
+        super().__init__(ids, seed=args.seed, drop_last=True)
+        world_size = self.num_replicas
+        self.ids = ids
+        self.cost = cost
+        self.start = 0
+        self.global_batch = args.global_batch_size or args.batch_size * world_size
+        if state:  # a run keeps its batch, on any number of ranks
+            self.global_batch = state["global_batch"]
+            if args.global_batch_size not in (0, self.global_batch):
+                text = f"this run was started with {self.global_batch}"
+                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
+        parts = world_size * self.accumulation
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        if self.global_batch > len(ids):
+            raise InputError(f"{self.global_batch} samples a step, but {len(ids)} to train on")
+        if self.global_batch < parts:
+            text = f"{world_size} ranks x {self.accumulation} micro-batches"
+            raise InputError(f"{self.global_batch} samples a step are too few for {text}")
+        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
+        if self.accumulation > 1:
+            each += f" × {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
+
+    def set_epoch(self, epoch, start=0):
+        self.epoch = epoch
+        self.start = start
+
+    def __len__(self):
+        return (self.steps - self.start) * self.accumulation
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
+        for step in range(self.start, self.steps):
+            first = step * self.global_batch
+            batch = self.ids[order[first : first + self.global_batch]]
+            if self.cost is not None:
+                batch = batch[np.argsort(self.cost[batch], kind="stable")]
+            for part in np.array_split(batch, self.accumulation):
+                yield part[self.rank :: self.num_replicas], batch
+
+
+def choose_precision(args, device):
+    """The dtype for torch.autocast, where float32 means none."""
+    name = args.precision
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "bf16"
+    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
+    # torch.compile may fail once the newer one, fp32_precision, was used.
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+
+
+def wrap_ddp(model, args, device):
+    if args.compile:
+        model = torch.compile(model)
+    if dist.get_world_size() == 1:
+        return model  # nothing to add up, and DDP would take its time for it
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        find_unused_parameters=args.find_unused_parameters,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,  # they are the same on all ranks, or each rank's own
+    )
+    # After its first backward pass DDP changes its buckets, and so the order in which three or more
+    # ranks are summed. Let that happen now, or a resumed run would differ in the last bit. The pass
+    # needs no network, only a loss that depends on every parameter: it is zero times their sum.
+    wrapped.module = nn.Identity()
+    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
+    wrapped.module = model
+    wrapped.zero_grad()
+    return wrapped
+
+
+def default_generator(device):
+    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
+
+
+class StepGuard:
+    """Skips updates that are not finite, and lets the ranks agree to stop.
+
+    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
+    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
+    next step is queued, and are read one step late."""
+
+    def __init__(self, args, device):
+        self.args = args
+        self.deadline = START + 60 * (args.max_minutes or math.inf)
+        self.launched = find_ranks() is not None
+        self.bad_in_row = torch.zeros((), device=device)
+        self.flags = None  # of the last call, on their way to the host
+        self.arrived = None  # the event that says that they are there
+        self.reason = ""
+
+    def update(self, optimizer, scaler):
+        """Clip and step. Returns the gradient's norm, on the device."""
+        if not optimizer.defaults.get("fused"):
+            raise InputError("only an optimizer with fused=True can skip a step without a wait")
+        scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, limit)
+        # DDP has added up the ranks' gradients: a NaN on one is one on all, and all skip alike.
+        bad = norm.isfinite().logical_not().float()
+        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
+        return norm
+
+    def agree(self):
+        """Why to stop, or "", the same on all ranks: what was so at the call before. (all ranks)"""
+        if self.flags is not None:
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            bad, number, late, orphaned = self.flags.tolist()
+            if bad >= self.args.max_bad_steps:
+                text = f"{bad:.0f} steps in a row without a finite gradient"
+                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
+            if number > 0:
+                self.reason = signal.Signals(int(number)).name
+            elif late > 0:
+                self.reason = "time limit"
+            elif orphaned > 0:
+                self.reason = "death of the launcher"
+
+        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
+        number = torch.full_like(self.bad_in_row, stop_signal)
+        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
+        # a rank whose launcher was killed gets another parent, and nobody would ever end it
+        is_orphan = self.launched and os.getppid() != PARENT
+        orphaned = torch.full_like(self.bad_in_row, is_orphan)
+        flags = torch.stack([self.bad_in_row, number, late, orphaned])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        self.flags = flags.to("cpu", non_blocking=True)
+        if flags.device.type != "cpu":
+            self.arrived = torch.accelerator.current_stream().record_event()
+        return self.reason
+
+
+def exit_status(reason):
+    """Of a run that was stopped, or not (""). A time limit and a queue's SIGUSR1 are planned."""
+    if reason:
+        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
+    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
+    return statuses.get(reason, 1)
+
+
+def save_checkpoint(folder, name, state):
+    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
+    new = folder / "new.tmp"
+    try:
+        with open(new, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if name == "latest.pt" and (folder / name).exists():
+            os.replace(folder / name, folder / "previous.pt")
+        os.replace(new, folder / name)
+    except (OSError, RuntimeError) as error:  # a full disk, most likely, which may get better
+        new.unlink(missing_ok=True)
+        reason = str(error).splitlines()[0]
+        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
+
+
+def is_whole(path):
+    """Whether the checksums in a checkpoint are right; torch.load does not look at them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def load_checkpoint(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def prepare_folder(folder, fresh):
+    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
+    global folder_lock
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
+        lock(folder)
+        if fresh and first_start and folder.exists():
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder.mkdir(exist_ok=True)
+        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
+        (folder / "new.tmp").unlink()
+    except OSError as error:
+        raise InputError(f"{folder} is not writable: {error}") from None
+    paths = [path for path in (folder / "latest.pt", folder / "previous.pt") if path.exists()]
+    for path in paths:
+        if is_whole(path):
+            return path
+        logging.warning(f"{path} is damaged: trying the one before it")
+    if paths:
+        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
+    return None
+
+
+def lock(folder):
+    """Until this process ends. (flock would be inherited by the workers, which may live longer.)"""
+    try:
+        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
+
+
+def open_run(args, data_hash):
+    """The checkpoint to go on from, or None for a new run. (all ranks)"""
+    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
+    if path is None:
+        return None
+    if not path.exists():
+        raise InputError(f"rank 0 has {path}, this machine has not: all must see --output_dir")
+    state = load_checkpoint(path)
+    hint = "--fresh moves the old run aside, --output_dir names another folder"
+    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
+        if state.get(what) != now:
+            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
+    if state["data_hash"] != data_hash:
+        raise InputError(f"{path} was trained on other data: {hint}")
+    if state["step"] != on_rank0(state.get, "step"):
+        raise InputError(f"{path} is not the same here as on rank 0: all must see --output_dir")
+    logging.info(f"resuming {path} at step {state['step']}")
+    for name, value in vars(args).items():
+        if value != state["args"].get(name):
+            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
+    return state
+
+
+def restore(state, model, optimizer, scaler):
+    # the optimizer's momenta as they were, but its options as they are now, such as --weight_decay
+    options = optimizer.state_dict()["param_groups"]
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
+        scaler.load_state_dict(state["scaler"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        hint = "give the options it had; or --fresh, which moves the old run aside"
+        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
+
+
+class RunLog:
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.folder = Path(args.output_dir)
+        self.path = self.folder / "metrics.jsonl"
+        # steps after the checkpoint, or all without one, are made again: their lines go
+        kept = state["log_size"] if state else 0
+        if dist.get_rank() == 0 and self.size() > kept:
+            os.truncate(self.path, kept)
+        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
+        self.rows = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
+        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
+            self.thread.start()
+
+    def size(self):
+        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def feed_wandb(self):
+        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
+        try:
+            import wandb
+
+            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
+            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
+            run = wandb.init(project=project, resume="allow", **options)
+            for row in iter(self.rows.get, None):  # until there is a None in the queue
+                run.log(row, step=row["step"])
+            run.finish()
+        except Exception as error:
+            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def write(self, row):
+        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
+        if dist.get_rank() > 0:
+            return
+        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            if self.path.exists():
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        if self.thread.is_alive():
+            self.rows.put(row)
+
+    def close(self, **summary):
+        if dist.get_rank() > 0:
+            return
+        seconds = round(time.monotonic() - START, 1)
+        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
+        summary.update(torch=torch.__version__, args=vars(self.args))
+        try:
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+            draw_curves(self.path)
+        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
+            logging.warning(f"no summary.json or no curves.png: {error}")
+        if self.thread.is_alive():
+            self.rows.put(None)
+            self.thread.join(timeout=30)
+
+
+def draw_curves(path):
+    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
+    from matplotlib.figure import Figure
+
+    curves = {}
+    for line in open(path):
+        row = json.loads(line)
+        step = row.pop("step")
+        for name, value in row.items():
+            curves.setdefault(name, []).append((step, value))
+    figure = Figure((12, 1 + len(curves)), layout="constrained")
+    for number, (name, points) in enumerate(curves.items(), start=1):
+        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
+        axis.plot(*zip(*points, strict=True), linewidth=1)
+    figure.savefig(path.with_name("curves.png"), dpi=110)
+
+
+# End of the lines that every script has.
+# ==================================================================================================
+
+
+# --------------------------------------------------------------------------------------------------
+# The ranks: checks that all of them make together. Each returns (status, what was found).
+
+
+def gather(item):
+    """`item` of every rank. (all ranks)"""
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
     return items
 
-def alike(ddp: DDPContext, tensor: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits."""
-    return len(set(gather(ddp, tensor.detach().cpu().numpy().tobytes()))) == 1
 
-def probe(ddp: DDPContext, seed: int = 42, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """A small model, the same on all ranks."""
-    torch.manual_seed(seed)
-    layers = [torch.nn.Linear(16, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 4)]
-    return torch.nn.Sequential(*layers).to(ddp.device, dtype)
+def is_alike(tensor):
+    """Whether all ranks have the same bits. (all ranks)"""
+    return len(set(gather(tensor.detach().cpu().numpy().tobytes()))) == 1
 
-def loss_sum(model: torch.nn.Module, ids: np.ndarray, ddp: DDPContext) -> torch.Tensor:
-    """Sum of the probe's losses over samples `ids`, which are functions of their number alone."""
-    dtype = next(model.parameters()).dtype
-    x = keyed_uniform(7, 0, torch.as_tensor(ids, device=ddp.device), 16).to(dtype) - 0.5
-    target = torch.stack([x.sum(1), x.square().sum(1), x[:, 0] * x[:, 1], x[:, 2].sin()], 1)
-    return (model(x) - target).square().sum()
 
-def flat(model: torch.nn.Module, part: str = "data") -> torch.Tensor:
-    """A copy of all weights, or with "grad" of all gradients, as one vector."""
-    return torch.cat([getattr(p, part).flatten() for p in unwrap(model).parameters()])
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
-def check_group(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    versions = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    hosts, found = (sorted(set(gather(ddp, item))) for item in (socket.gethostname(), versions))
-    fact = f"{ddp.world_size} ranks on {len(hosts)} host(s), {ddp.backend} on {ddp.device.type}"
-    fact += f", {torch.get_num_threads()} thread(s) each, {'; '.join(found)}"
-    return verdict(len(found) == 1, fact, "install the same versions on all hosts")
 
-def check_all_reduce(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """Sums, maxima and broadcasts with known results."""
-    n, wrong = ddp.world_size, []
-    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
-        values = torch.full((1000,), ddp.rank + 1, dtype=dtype, device=ddp.device)
+def check_group(args, device):
+    found = f"python {platform.python_version()}, torch {torch.__version__}"
+    versions = sorted(set(gather(found)))
+    hosts = set(gather(socket.gethostname()))
+    text = f"{dist.get_world_size()} ranks on {len(hosts)} machines, {dist.get_backend()}"
+    text += f" on {device.type}, {torch.get_num_threads()} threads each"
+    if len(versions) > 1:
+        return FAIL, f"{text}; install the same on all machines, not {'; '.join(versions)}"
+    return OK, text
+
+
+def check_sums(args, device):
+    """All-reduces and broadcasts of known values."""
+    n = dist.get_world_size()
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        values = torch.full((1000,), dist.get_rank() + 1, dtype=dtype, device=device)
         sent = values.clone()
-        if n > 1:
-            dist.all_reduce(values)
-            dist.broadcast(sent, src=n - 1)
-        limit = 0.01 if dtype == torch.bfloat16 else 0.0  # bf16 holds whole numbers up to 256 exactly
-        if ((values.double() / (n * (n + 1) / 2) - 1).abs() > limit).any():
-            wrong.append(f"sum in {dtype} is {values[0].item():g}, not {n * (n + 1) / 2:g}")
-        if not bool((sent == n).all()):
-            wrong.append(f"broadcast in {dtype} gave {sent[0].item():g}, not {n}")
-    sums = reduce_sums(ddp, {"one": 1.0, "rank": torch.tensor(float(ddp.rank)), "large": 2.0**40 + ddp.rank})
-    if sums != {"one": n, "rank": n * (n - 1) / 2, "large": n * 2.0**40 + n * (n - 1) / 2}:
-        wrong.append(f"reduce_sums gave {sums}")
-    if on_rank0(ddp, socket.gethostname) != gather(ddp, socket.gethostname())[0]:
-        wrong.append("on_rank0 gave another value than rank 0's")
-    advice = "the network or the driver corrupts data: try --backend gloo, and NCCL_P2P_DISABLE=1"
-    fact = f"sums and broadcasts over {n} ranks exact in fp32, fp64, bf16, int64"
-    return verdict(not wrong, "; ".join(wrong) or fact, advice)
+        dist.all_reduce(values)
+        dist.broadcast(sent, src=n - 1)
+        share = values.float() / (n * (n + 1) / 2)
+        tolerance = 0.01 if dtype == torch.bfloat16 else 0  # it has 8 bits for a number
+        if ((share - 1).abs() > tolerance).any():
+            wrong.append(f"the sum of 1 to {n} in {dtype} is {values[0].item():g}")
+        if (sent != n).any():
+            wrong.append(f"a broadcast of {n} in {dtype} is {sent[0].item():g}")
+    # numbers of which float32 would lose the last digits
+    large = torch.tensor([2.0**24, 1.0], device=device) * (dist.get_rank() + 1)
+    if sum_over_ranks(large) != [2.0**24 * n * (n + 1) / 2, n * (n + 1) / 2]:
+        wrong.append(f"sum_over_ranks gives {sum_over_ranks(large)}")
+    if wrong:
+        return FAIL, f"{'; '.join(wrong)}: try another --backend, or another build of torch"
+    return OK, "all-reduces and broadcasts in fp32, bf16, int64 are right"
 
-def check_gradients(ddp: DDPContext, args: argparse.Namespace, micro_steps: int = 1) -> Outcome:
-    """Shares of unequal size against the whole batch in one process; the loss is divided by the global count."""
-    ids, model = np.arange(9 * ddp.world_size + 1), probe(ddp)
-    wrapped = wrap_ddp(copy.deepcopy(model), ddp)
-    (loss_sum(model, ids, ddp) / len(ids)).backward()
-    local = []
-    for micro, part in enumerate(np.array_split(ids[ddp.rank :: ddp.world_size], micro_steps)):
-        with sync_gradients(wrapped, last=micro == micro_steps - 1):
-            (loss_sum(wrapped, part, ddp) * ddp.world_size / len(ids)).backward()
-        local.append(alike(ddp, flat(wrapped, "grad")))
-    error = ((flat(wrapped, "grad") - flat(model, "grad")).norm() / flat(model, "grad").norm()).item()
-    once = ddp.world_size == 1 or local == [False] * (micro_steps - 1) + [True]
-    fact = f"relative difference to one process {error:.1e} in fp64, {micro_steps} micro-batch(es), "
-    fact += "reduced once" if once else f"NOT reduced in the last alone: ranks equal after each {local}"
-    return verdict(error < 1e-12 and once, fact, "DDP averages wrongly here: try another backend or torch build")
 
-def check_sampler(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """Each index once, on this and other numbers of ranks; a restart inside the epoch goes on where it was."""
-    total, micro, wrong = 24 * ddp.world_size, 2, []
-    for n in (10 * total, 10 * total + 7):  # the second leaves 7 for another epoch
-        sampler = GlobalBatchSampler(n, total, micro, 42, ddp)
-        epochs = []
-        for epoch in (0, 1):
-            sampler.set_epoch(epoch)
-            epochs.append([batch.tolist() for batch in sampler])
-            ranks = gather(ddp, epochs[epoch])
-            seen = [i for batches in ranks for batch in batches for i in batch]
-            if len(seen) != 10 * total or len(set(seen)) != len(seen) or not set(seen) <= set(range(n)):
-                wrong.append(f"epoch {epoch} of {n} samples gave {len(seen)}, {len(set(seen))} of them different")
-            wrong += ["the ranks have different numbers of micro-batches"] * (len(set(map(len, ranks))) > 1)
-        wrong += ["two epochs have the same order"] * (epochs[0] == epochs[1])
-        sampler.set_epoch(1, start=4)
-        if [batch.tolist() for batch in sampler] != epochs[1][4 * micro :]:
-            wrong.append("a restart inside the epoch repeats or skips samples")
-        require_same(ddp, "the order of samples", sampler.fingerprint())
-        first = sorted(next(sampler.batches()).tolist())
-        for world in (1, 2, 3, 5, 8):
-            other = GlobalBatchSampler(n, total, micro, 42, ddp._replace(world_size=world, rank=0))
-            other.set_epoch(1)
-            dealt = [other.deal(next(other.batches()), rank) for rank in range(world)]
-            if sorted(np.concatenate(sum(dealt, [])).tolist()) != first:
-                wrong.append(f"{world} ranks make another global batch")
-    begin = time.monotonic()
-    next(iter(GlobalBatchSampler(60_000_000, total, micro, 42, ddp)))
-    seconds = time.monotonic() - begin
-    fact = f"each of {10 * total} samples once, restart exact, 60 M samples ready in {1000 * seconds:.1f} ms"
-    return verdict(not wrong and seconds < 2, "; ".join(wrong) or fact, "data would repeat or get lost: report this")
+def make_network(device):
+    """The same on all ranks."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)]
+    return nn.Sequential(*layers).to(device)
 
-def check_evaluation(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """range(rank, n, world_size) without padding, sums and counts reduced."""
-    model, n = wrap_ddp(probe(ddp), ddp), 6 * ddp.world_size + 5
-    with torch.no_grad():
-        alone = loss_sum(unwrap(model), np.arange(n), ddp).item() / n
-        mine = np.arange(ddp.rank, n, ddp.world_size)
-        sums = reduce_sums(ddp, {"loss": loss_sum(unwrap(model), mine, ddp), "count": float(len(mine))})
-    error = abs(sums["loss"] / sums["count"] - alone) / alone
-    fact = f"{sums['count']:.0f} of {n} samples, relative difference to one process {error:.1e}"
-    return verdict(sums["count"] == n and error < 1e-12, fact, "metrics depend on the number of ranks: report this")
 
-def check_noise(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """Random numbers belong to the sample, not to the rank that has it."""
-    table = keyed_uniform(42, 3, torch.arange(40 * ddp.world_size, device=ddp.device), 5)
-    mine = torch.arange(ddp.rank, len(table), ddp.world_size, device=ddp.device)
-    good = torch.equal(keyed_uniform(42, 3, mine, 5), table[mine]) and 0.4 < table.mean().item() < 0.6
-    good &= len(table.unique()) > 0.99 * table.numel() and alike(ddp, table)
-    advice = "integer arithmetic on this device is not as on others: use --device cpu to compare"
-    return verdict(good, f"the numbers of {len(table)} samples {'do not' * good or 'DO'} depend on the ranks", advice)
+def check_step(args, device):
+    """A step with unequal shares of a batch, on all ranks, against one process with all of it."""
+    n = dist.get_world_size()
+    torch.manual_seed(1)
+    x = torch.randn(9 * n + 1, 16).to(device)
+    target = torch.randn(9 * n + 1, 4).to(device)
+    alone = make_network(device)
+    (alone(x) - target).square().sum().div(len(x)).backward()
+    expected = flat(p.grad for p in alone.parameters())
 
-def check_checkpoint(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """Rank 0 saves names with `module.`, all load into a bare model; a damaged file is noticed."""
-    folder, model = Path(args.folder), wrap_ddp(probe(ddp), ddp)
-    names = {f"module.{k}": v for k, v in unwrap(model).state_dict().items()}
-    states = rng_states(ddp)
-    after = torch.rand(3)
-    state = {"model": names, "rng": states, "step": 1}
-    written = on_rank0(ddp, lambda: all([save_checkpoint(folder, state, step, keep=2) for step in (1, 2)]))
-    visible = gather(ddp, (folder / "latest.pt").exists())
-    wrong = [] if written else ["it could not be written"]
-    if written and visible[ddp.rank]:
-        loaded, bare = load_checkpoint(folder / "latest.pt"), probe(ddp, seed=1)
-        bare.load_state_dict(loaded["model"])
-        wrong += [] if torch.equal(flat(bare), flat(model)) else ["loaded weights differ"]
-        restore_rng(loaded["rng"], ddp, 42)
-        wrong += [] if torch.equal(torch.rand(3), after) else ["the random state is not restored"]
-    barrier(ddp)
-    if ddp.rank == 0 and written:
-        os.truncate(folder / "latest.pt", 1000)
-        LOGGER.disabled = True  # the warning is expected
-        found = find_checkpoint(folder)
-        LOGGER.disabled = False
-        wrong += [] if str(found).endswith("step_00000001.pt") else [f"with a damaged latest.pt {found} is used"]
-    if not all(visible) and args.output_dir:
-        wrong.append(f"only {sum(visible)} of {ddp.world_size} ranks see {args.output_dir}")
-    fact = f"saved by rank 0 with module. names, loaded by {sum(visible)} ranks bit for bit, damaged file noticed"
-    return verdict(not wrong, "; ".join(wrong) or fact, "give an --output_dir that all nodes share and that has space")
+    model = wrap_ddp(make_network(device), args, device)
+    before = flat(model.parameters())
+    own = slice(dist.get_rank(), None, n)
+    loss = (model(x[own]) - target[own]).square().sum() / len(x)
+    (loss * n).backward()  # DDP takes the mean of the ranks, and the sum is meant
+    found = flat(p.grad for p in model.parameters())
+    error = ((found - expected).norm() / expected.norm()).item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    guard = StepGuard(args, device)
+    guard.update(optimizer, torch.amp.GradScaler(device.type, enabled=False))
 
-def check_precision(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """A few optimizer steps in each precision against fp64."""
-    ids, parts, good = np.arange(16 * ddp.world_size), [], True
-    mine = ids[ddp.rank :: ddp.world_size]
-    with torch.no_grad():
-        reference = loss_sum(probe(ddp), ids, ddp).item()
-    for name, limit in (("fp32", 1e-5), ("bf16", 0.03), ("fp16", 0.01)):
-        try:
-            dtype = resolve_precision(name, ddp.device)
-        except ValueError:
-            parts.append(f"{name} refused on {ddp.device.type}")
-            continue
-        model = wrap_ddp(probe(ddp, dtype=torch.float32), ddp)
-        before = flat(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        guard = StepGuard(args, ddp, optimizer, dtype, time.monotonic())
-        for step in range(4):
-            with torch.autocast(ddp.device.type, dtype, enabled=dtype != torch.float32):
-                loss = loss_sum(model, mine, ddp)
-            if step == 0:
-                error = abs(reduce_sums(ddp, {"loss": loss.detach()})["loss"] - reference) / reference
-            guard.scaler.scale(loss / len(mine)).backward()
-            guard.step(loss, step, [mine])
-        guard.finish()
-        equal = alike(ddp, flat(model))
-        good &= error < limit and equal and not torch.equal(flat(model), before)
-        parts.append(f"{name} {error:.0e}{'' if equal else ' (weights DIFFER between ranks)'}")
-    auto = str(resolve_precision("auto", ddp.device)).removeprefix("torch.")
-    return verdict(good, f"loss against fp64: {', '.join(parts)}; auto is {auto}", "train with --precision fp32")
+    text = f"the gradient differs from that of one process by {error:.0e} of its length"
+    if error > 1e-4:
+        return FAIL, f"{text}: try another --backend, or another build of torch"
+    if not is_alike(flat(model.parameters())):
+        return FAIL, f"{text}, but after the update the ranks have different weights"
+    if flat(model.parameters()).equal(before):
+        return FAIL, f"{text}, but the update changed nothing: install the pinned torch"
+    return OK, f"{text}, after the update all ranks have the same weights"
 
-def check_bad_step(ddp: DDPContext, args: argparse.Namespace) -> Outcome:
-    """A loss that is not a number on the last rank in step 1 of 3: all ranks skip that step."""
-    model, ids = wrap_ddp(probe(ddp, dtype=torch.float32), ddp), np.arange(8)
-    guard = StepGuard(args, ddp, torch.optim.AdamW(model.parameters(), fused=True), torch.float32, time.monotonic())
-    moved = []
-    LOGGER.disabled = True  # the warning is expected
-    for step in range(3):
-        loss = loss_sum(model, ids, ddp)
-        loss = loss * math.nan if step == 1 and ddp.rank == ddp.world_size - 1 else loss
-        loss.backward()
-        before = flat(model)
-        guard.step(loss, step, [ids])
-        moved.append(not torch.equal(flat(model), before))
-    guard.finish()
-    LOGGER.disabled = False
-    equal = alike(ddp, flat(model))
-    fact = f"NaN on rank {ddp.world_size - 1} in step 1 of 0, 1, 2: steps {[i for i in range(3) if moved[i]]} updated, "
-    fact += f"{guard.bad_steps} skip counted, weights {'equal' if equal else 'DIFFERENT'} on all ranks"
-    good = moved == [True, False, True] and guard.bad_steps == 1 and equal
-    return verdict(good, fact, "fused AdamW ignores found_inf: use the pinned torch")
 
-QUICK = {"process group": check_group, "all-reduce": check_all_reduce}
-FULL = {
-    **QUICK,
-    "gradients": check_gradients,
-    "accumulation": functools.partial(check_gradients, micro_steps=3),
-    "sampler": check_sampler,
-    "evaluation": check_evaluation,
-    "noise": check_noise,
-    "checkpoint": check_checkpoint,
-    "precision": check_precision,
-    "non-finite step": check_bad_step,
-}
+def check_precision(args, device):
+    """A matrix product in each precision against float64 on the CPU."""
+    torch.manual_seed(2)
+    a = torch.randn(256, 256)
+    b = torch.randn(256, 256)
+    exact = a.double() @ b.double()
+    limits = {"fp32": 1e-5, "tf32": 3e-3, "bf16": 3e-2, "fp16": 3e-3}
+    parts = []
+    wrong = []
+    for name, limit in limits.items():
+        args.precision = name
+        dtype = choose_precision(args, device)
+        product = (a.to(device, dtype) @ b.to(device, dtype)).cpu().double()
+        error = ((product - exact).norm() / exact.norm()).item()
+        parts.append(f"{name} {error:.0e}")
+        if not error < limit:
+            wrong.append(f"{name} must be below {limit:.0e}")
+    args.precision = "auto"
+    auto = str(choose_precision(args, device)).removeprefix("torch.")
+    found = f"error of a matrix product: {', '.join(parts)}; --precision auto is {auto}"
+    if wrong:
+        return FAIL, f"{found}; {', '.join(wrong)}: train in another precision"
+    return OK, found
 
-# What the hardware does, and what that means for the scripts.
 
-def timed(ddp: DDPContext, function: Callable, budget: float = 0.4) -> float:
-    """Median seconds of `function()`, which all ranks call together; the mean of the ranks."""
+RANK_CHECKS = {"process group": check_group, "sums": check_sums, "DDP step": check_step}
+FULL_RANK_CHECKS = {**RANK_CHECKS, "precision": check_precision}
 
-    def once() -> float:
-        begin = time.perf_counter()
-        function()
-        if ddp.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter() - begin
 
-    def mean(seconds: float) -> float:
-        return reduce_sums(ddp, {"seconds": seconds})["seconds"] / ddp.world_size
+def check_ranks(report, args):
+    """All checks that need a group, and the measurements. (all ranks)"""
+    name = "process group"
+    try:
+        device = setup_ddp(args)
+        checks = RANK_CHECKS if args.quick else FULL_RANK_CHECKS
+        for name, check in checks.items():
+            results = gather(check(args, device))
+            if dist.get_rank() == 0:
+                order = (OK, WARN, FAIL)
+                report.add(name, *max(results, key=lambda result: order.index(result[0])))
+        if not args.quick:
+            name = "speed"
+            measured = measure(args, device)
+            if dist.get_rank() == 0:
+                report.add("speed-up", *judge_training(measured))
+                report.add_measured(measured)
+    except (dist.DistError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        hint = "can the ranks reach each other? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewall"
+        report.add(name, FAIL, f"rank {(find_ranks() or [0])[0]}: {reason}; {hint}")
+        raise
 
-    once()
-    first = mean(once())  # which also lines the ranks up
-    return mean(float(np.median([once() for _ in range(int(min(30, max(3, budget / first))))])))
 
-def measure(ddp: DDPContext) -> dict:
-    """All-reduce by message size, and matrix products on all ranks at once. (all ranks)"""
-    messages, rates = [], {}
-    for size in MESSAGES if ddp.world_size > 1 else ():
-        buffer = torch.zeros(size // 4, device=ddp.device)
-        seconds = timed(ddp, lambda buffer=buffer: dist.all_reduce(buffer))
-        bus = 2 * (ddp.world_size - 1) / ddp.world_size * size / seconds
-        messages.append({"bytes": size, "seconds": seconds, "bus_gb_per_s": bus / 1e9})
+# --------------------------------------------------------------------------------------------------
+# Speed
+
+
+def time_call(function, device):
+    """Seconds."""
+    begin = time.perf_counter()
+    function()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - begin
+
+
+def median_time(function, device, repeats=5):
+    return statistics.median([time_call(function, device) for _ in range(repeats)])
+
+
+def time_together(function, device):
+    """Seconds of a call that all ranks make at once: the mean of their medians. (all ranks)"""
+    time_call(function, device)
+    slowest = max(gather(time_call(function, device)))
+    repeats = min(30, max(3, int(0.5 / slowest)))  # half a second, the same on all ranks
+    return statistics.mean(gather(median_time(function, device, repeats)))
+
+
+def measure(args, device):
+    """Of this machine, with all its ranks at work. (all ranks)"""
+    measured = {"ranks": dist.get_world_size(), "backend": dist.get_backend()}
+    measured.update(device=device.type, all_reduce=[], tflop_per_s={})
+    for size in MESSAGES:
+        buffer = torch.zeros(size // 4, device=device)
+        seconds = time_together(partial(dist.all_reduce, buffer), device)
+        measured["all_reduce"].append({"bytes": size, "seconds": seconds})
     for name in ("fp32", "bf16"):
+        args.precision = name
+        dtype = choose_precision(args, device)
         for side in (256, 1024, 4096, 8192):
-            a = torch.ones(side, side, device=ddp.device, dtype=resolve_precision(name, ddp.device))
-            seconds = timed(ddp, lambda a=a: a @ a)
-            rates[name] = 2 * side**3 / seconds / 1e12
-            if seconds * 64 > 0.5:  # the next size would take long: CPUs differ by 1,000 in bf16
+            a = torch.ones(side, side, device=device, dtype=dtype)
+            seconds = time_together(partial(torch.matmul, a, a), device)
+            measured["tflop_per_s"][name] = 2 * side**3 / seconds / 1e12
+            if seconds > 0.01:  # the next size would take long
                 break
-    used = "bf16" if resolve_precision("auto", ddp.device) == torch.bfloat16 else "fp32"
-    measured = {"ranks": ddp.world_size, "backend": ddp.backend, "device": ddp.device.type, "precision": used}
-    measured |= {"all_reduce": messages, "matmul_tflop_per_s": rates}
-    return {**measured, "speedup": predict(measured)}
+    measured["training"] = measure_training(args, device)
+    return measured
 
-def all_reduce_seconds(measured: dict, size: float, ranks: int) -> float:
-    """Time for `size` bytes on `ranks` ranks at the bus bandwidth that was measured for messages of that size."""
-    sizes, seconds = zip(*((m["bytes"], m["seconds"]) for m in measured["all_reduce"]), strict=True)
-    known = float(np.exp(np.interp(math.log(size), np.log(sizes), np.log(seconds)))) * max(1.0, size / sizes[-1])
-    return known * (1 - 1 / ranks) / (1 - 1 / measured["ranks"])
 
-def predict(measured: dict) -> dict[str, list[float]]:
-    """Speed-up of each script on each of RANKS; the formula is in show_table."""
-    if not measured["all_reduce"]:
-        return {}
-    table = {}
-    for script, (parameters, tflop, micro_steps, least_ms) in SCRIPTS.items():
-        micro = tflop / (EFFICIENCY * measured["matmul_tflop_per_s"][measured["precision"]])
-        if measured["device"] != "cpu":
-            micro = max(micro, least_ms / 1000)
-        backward, buckets = 2 / 3 * micro, math.ceil(4 * parameters / (25 << 20))
-        table[script] = []
-        for ranks in RANKS:
-            one = all_reduce_seconds(measured, 4 * parameters / buckets, ranks)
-            done = 0.0
-            for bucket in range(buckets):  # a bucket goes when it is ready and the one before it is through
-                done = max(done, (bucket + 1) / buckets * backward) + one
-            step = micro_steps * micro
-            table[script].append(ranks * step / (step + max(0.0, done - backward)))
-    return table
+def measure_training(args, device):
+    """Seconds of forward and backward passes of four matrices: on rank 0 alone, on all ranks, and
+    on all ranks with the exchange of gradients. (all ranks)"""
+    width, batch = (1024, 256) if device.type == "cpu" else (4096, 4096)
+    x = torch.ones(batch, width, device=device)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).to(device)
+    ddp_model = wrap_ddp(copy.deepcopy(model), args, device)
 
-def show_table(measured: dict) -> str:
-    n, rates = measured["ranks"], measured["matmul_tflop_per_s"]
-    lines = ["", f"Measured on {n} rank(s) ({measured['backend']}, {measured['device']})"]
-    if measured["all_reduce"]:
-        lines += ["  all-reduce of        takes   bus bandwidth"]
+    def step(model):
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    for _ in range(2):
+        step(model)
+    found = {"gradient_bytes": 4 * sum(p.numel() for p in model.parameters())}
+    found["alone"] = on_rank0(median_time, partial(step, model), device, 20)
+    found["together"] = time_together(partial(step, model), device)
+    found["exchanging"] = time_together(partial(step, ddp_model), device)
+    return found
+
+
+def judge_training(measured):
+    """The measured speed-up beside the predicted one."""
+    n = measured["ranks"]
+    training = measured["training"]
+    together = training["together"]
+    size = training["gradient_bytes"]
+    speed_up = n * training["alone"] / training["exchanging"]
+    step = together + exposed_seconds(measured, size, 2 / 3 * together, n)
+    times = [f"{1000 * training[name]:.0f} ms" for name in ("alone", "together", "exchanging")]
+    found = f"{n} ranks do {speed_up:.2f} times the work of one"
+    found += f" (predicted {n * training['alone'] / step:.2f}): a step takes {times[0]} on one"
+    found += f" rank, {times[1]} on all, {times[2]} with the exchange of {size / 1e6:.0f} MB"
+    if speed_up < 1:
+        return WARN, f"{found}; larger batches on each rank exchange less"
+    return OK, found
+
+
+def all_reduce_seconds(measured, size, ranks):
+    """Of `size` bytes, interpolated in the table; a ring moves 2 (N - 1) / N of them."""
+    sizes = [row["bytes"] for row in measured["all_reduce"]]
+    times = [row["seconds"] for row in measured["all_reduce"]]
+    known = math.exp(np.interp(math.log(size), np.log(sizes), np.log(times)))
+    known *= max(1, size / sizes[-1])  # beyond the table in proportion
+    n = measured["ranks"]
+    return known * (1 - 1 / ranks) / (1 - 1 / n)
+
+
+def exposed_seconds(measured, size, backward, ranks):
+    """How long the exchange of `size` bytes of gradients goes on after a backward pass, of which
+    the buckets become ready one after the other."""
+    buckets = math.ceil(size / BUCKET)
+    each = all_reduce_seconds(measured, size / buckets, ranks)
+    done = 0
+    for bucket in range(1, buckets + 1):
+        ready = bucket / buckets * backward
+        done = max(done, ready) + each
+    return max(0, done - backward)
+
+
+def predict(measured, workload, ranks):
+    """How many times the work of one rank `ranks` of them do, with the batch of each fixed."""
+    precision = "fp32" if measured["device"] == "cpu" else "bf16"
+    rate = EFFICIENCY * measured["tflop_per_s"][precision]
+    micro_batch = workload.tflop / rate
+    if measured["device"] != "cpu":
+        micro_batch = max(micro_batch, workload.launch_ms / 1000)
+    # only the last micro-batch of a step exchanges gradients
+    size = 4 * workload.parameters
+    exposed = exposed_seconds(measured, size, 2 / 3 * micro_batch, ranks)
+    step = workload.micro_batches * micro_batch
+    return ranks * step / (step + exposed)
+
+
+def show_tables(measured):
+    n = measured["ranks"]
+    lines = ["", f"Measured with {n} ranks at work ({measured['backend']}, {measured['device']})"]
     for row in measured["all_reduce"]:
-        size = f"{row['bytes'] >> 10} KiB" if row["bytes"] < 1 << 20 else f"{row['bytes'] >> 20} MiB"
-        lines.append(f"  {size:>13} {1000 * row['seconds']:9.3f} ms {row['bus_gb_per_s']:10.3f} GB/s")
-    shown = ", ".join(f"{name} {rate:.2g}" for name, rate in rates.items())
-    lines.append(f"  matrix product, TFLOP/s per rank with all ranks at work: {shown}")
-    if not measured["speedup"]:
-        return "\n".join([*lines, "One rank reduces nothing: for predictions run with --nproc 2 or more."])
-    gradients = "".join(f"{f'{4 * p / 1e6:.1f} MB':>12}" for p, *_ in SCRIPTS.values())
-    lines += ["", "Predicted speed-up at a fixed batch per rank".ljust(71) + "UniRef50 guide, effective batch"]
-    lines.append("  ranks " + "".join(f"{s:>12}" for s in SCRIPTS) + " |  batch      lr  warm-up  expects")
-    lines.append("  grads " + gradients + " |")
-    for index, ranks in enumerate(RANKS):
-        batch, lr, warmup, expected = SEED_TABLE.get(ranks, ("-",) * 4)
-        lr, expected = (lr, expected) if lr == "-" else (f"{lr:.0e}", f"{expected}x")
-        row = "".join(f"{column[index]:>11.2f}x" for column in measured["speedup"].values())
-        lines.append(f"  {ranks:>5} {row} |{batch:>7} {lr:>7} {warmup:>8} {expected:>8}")
-    lines += [
-        "  (guide, 8 GPUs and more, conservative: 12 per GPU, rate 3e-04, warm-up 30000)",
-        f"  speed-up(N) = N t / (t + exposed); t = micro-steps x FLOP / ({EFFICIENCY} x {measured['precision']} matrix"
-        " product rate); exposed = end of the chain of bucket all-reduces - end of backward",
-        "  A bucket of 25 MiB takes 2 (N-1)/N x bytes / bus bandwidth, interpolated in the table above.",
-        f"  Only {n} ranks were measured: predictions beyond use the bandwidth of {n}, and one such device per rank.",
-    ]
+        size = row["bytes"]
+        bandwidth = 2 * (n - 1) / n * size / row["seconds"] / 1e9
+        lines.append(
+            f"  all-reduce of {size / 2**10:>6,.0f} KiB: {1000 * row['seconds']:8.3f} ms,"
+            f" {bandwidth:7.3f} GB/s on the bus"
+        )
+    for name, rate in measured["tflop_per_s"].items():
+        lines.append(f"  matrix products in {name}: {rate:.2g} TFLOP/s on each rank")
+    lines += ["", "Predicted speed-up, the batch of each rank fixed"]
+    lines.append("  ranks  " + "".join(f"{name:>12}" for name in WORKLOADS))
+    for ranks in RANKS:
+        row = f"  {ranks:>5}  "
+        for workload in WORKLOADS.values():
+            row += f"{predict(measured, workload, ranks):>12.2f}"
+        lines.append(row)
+    lines.append(f"  More than {n} ranks: if the bandwidth stays that of {n}.")
     return "\n".join(lines)
 
-# ---- Main ----------------------------------------------------------------------------------------
 
-def make_folder(output_dir: str | None) -> str:
-    """A new folder in --output_dir, or in the system's place for temporary files."""
-    if output_dir:
-        os.makedirs(output_dir, exist_ok=True)
-    return tempfile.mkdtemp(prefix="ddp-check-", dir=output_dir)
+# --------------------------------------------------------------------------------------------------
+# Main
 
-def watch(report: Report, args: argparse.Namespace) -> None:
-    """End this rank if the checks take longer than --timeout: nothing here hangs."""
 
-    def expire() -> None:
-        fact = f"no answer after {args.timeout:.0f} s"
-        advice = "the ranks cannot reach each other: firewall, GLOO_SOCKET_IFNAME/NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
-        report.add(report.current, Outcome("FAIL", fact, advice))
-        if args.rank == 0:
-            shutil.rmtree(args.folder, ignore_errors=True)
-            report.finish(args)
-        os._exit(1)
+def run_job(args, role, seconds, on_line):
+    """This program with this role in args.ranks processes; its exit status, -9 if it was killed
+    because it took longer than `seconds`."""
+    command = [sys.executable, os.path.abspath(__file__), f"--nproc_per_node={args.ranks}"]
+    for name in ("device", "backend", "quick", "timeout_minutes"):
+        command.append(f"--{name}={getattr(args, name)}")
+    env = dict(os.environ)
+    env.pop("MASTER_PORT", None)  # a port that is taken must not hide everything else
+    env.pop("MASTER_ADDR", None)
+    job = subprocess.Popen(
+        [*command, f"--role={role}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env,
+        start_new_session=True,
+    )
 
-    timer = threading.Timer(args.timeout, expire)
-    timer.daemon = True
-    timer.start()
-
-def run_checks(report: Report, args: argparse.Namespace) -> None:
-    """The checks that need a group, and the measurements. (all ranks)"""
-    watch(report, args)
-    report.send({"begin": "process group"})
-    rank = ""
-    try:
-        ddp = setup_ddp(args)
-        rank = f"rank {ddp.rank}: "
-        args.folder = on_rank0(ddp, getattr, args, "folder")
-        for name, check in (QUICK if args.quick else FULL).items():
-            report.send({"begin": name})
-            outcomes = gather(ddp, dataclasses.astuple(check(ddp, args)))
-            if ddp.rank == 0:
-                report.add(name, Outcome(*max(outcomes, key=lambda o: ("OK", "WARN", "FAIL").index(o[0]))))
-        report.send({"begin": "speed"})
-        measured = None if args.quick else measure(ddp)
-    except Exception as error:
-        report.add(report.current, failure(error, rank))
-        raise
-    if ddp.rank == 0 and measured:
-        report.send({"measured": measured})
-
-def run_ranks(args: argparse.Namespace) -> int:
-    """One rank. Where a launcher started it, rank 0 also checks the environment, prints and judges."""
-    report, first = Report(through_pipe=args.role == "ranks"), args.rank == 0
-    if args.role:
-        run_checks(report, args)
-        return 0
-    args.folder = make_folder(args.output_dir) if first else ""
-    try:
-        if not first or check_environment(report, args, skip=("port",)):
-            run_checks(report, args)
-    finally:
-        if first:
-            shutil.rmtree(args.folder, ignore_errors=True)
-            status = report.finish(args)
-    return status if first else 0
-
-def raise_in_last_rank(args: argparse.Namespace) -> int:
-    """The last rank fails, the others wait for it in an all-reduce."""
-    ddp = setup_ddp(args)
-    barrier(ddp)
-    if ddp.rank == ddp.world_size - 1:
-        log_all(RAISED)
-        raise RuntimeError("on purpose")
-    barrier(ddp)
-    return 0
-
-def start_job(args: argparse.Namespace, role: str, seconds: float, on_line: Callable[[str], None]) -> int:
-    """This program with `role` in args.ranks processes, line by line; the exit status, -9 if it had to be killed."""
-    options = {"role": role, "nproc": args.ranks, "device": args.device, "backend": args.backend, "folder": args.folder}
-    options |= {"timeout": args.timeout} | ({"output_dir": args.output_dir} if args.output_dir else {})
-    command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in options.items())]
-    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    env = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}  # these ranks take a free one
-    pipes |= dict(start_new_session=True, errors="replace", env=env)
-    job = subprocess.Popen(command + ["--quick"] * args.quick, **pipes)
-
-    def kill() -> None:
+    def kill():
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # the job, and whatever it started
+            os.killpg(job.pid, signal.SIGKILL)
 
     timer = threading.Timer(seconds, kill)
     timer.start()
     try:
         for line in job.stdout:
-            on_line(line.rstrip("\n"))
+            on_line(line.rstrip())
         return job.wait()
     finally:
         timer.cancel()
         kill()
 
-def check_in_processes(report: Report, args: argparse.Namespace) -> None:
-    """All checks that need a group, in processes of this program's own."""
-    log, begin = collections.deque(maxlen=30), time.monotonic()
 
-    def on_line(line: str) -> None:
+def start_ranks(report, args):
+    """The checks of ranks, in processes of this program's own."""
+    lines = []
+
+    def on_line(line):
         if line.startswith(MARK):
-            report.send(json.loads(line.removeprefix(MARK)))
+            report.receive(line)
         else:
-            log.append(line)
+            lines.append(line)
 
-    before = report.failed()
-    status = start_job(args, "ranks", args.timeout + 20, on_line)
-    fact = f"{args.ranks} processes ended with status {status} after {time.monotonic() - begin:.1f} s"
-    fact += f" in '{report.current}'" if status else ""
-    report.add("end of the processes", verdict(status == 0, fact, "see their last lines below"))
-    if status != 0 or (report.failed() and not before):
-        report.say("\n".join(["Last lines of the processes:", *(f"    {line}" for line in log)]))
+    status = run_job(args, "check", 60 + 120 * args.timeout_minutes, on_line)
+    if status == 0:
+        report.add("end of the ranks", OK, f"{args.ranks} processes ended with status 0")
+        return
+    last = report.checks[-1]["name"]
+    found = f"status {status} after the check '{last}'; their last lines are these:"
+    report.add("end of the ranks", FAIL, "\n    ".join([found, *lines[-25:]]))
 
-def check_failing_rank(args: argparse.Namespace) -> Outcome:
-    """A rank that raises ends the job, with a traceback that names the rank."""
-    seen, raised = [], []
 
-    def on_line(line: str) -> None:
-        seen.append(line)
-        if RAISED in line:
-            raised.append(time.monotonic())
+def check_failing_rank(args):
+    """A rank that raises must end the whole job, and the traceback must name it."""
+    lines = []
+    times = []
 
-    status = start_job(args, "raise", min(args.timeout, 90), on_line)
-    rank, text = args.ranks - 1, "\n".join(seen)
-    if not raised:
-        return Outcome("FAIL", f"the job ended too early, status {status}: {' | '.join(seen[-3:])}", "report this")
-    seconds = time.monotonic() - raised[0]
-    named = f"failed on rank {rank}" in text and "on purpose" in text
-    fact = f"rank {rank} raised, the job ended after {seconds:.1f} s with status {status}"
-    fact += ", its traceback names the rank" if named else ", NO traceback names the rank"
-    return verdict(status != 0 and named and seconds < 20, fact, "jobs with a failed rank would go on: report this")
+    def on_line(line):
+        lines.append(line)
+        if ON_PURPOSE in line:
+            times.append(time.monotonic())
 
-def main() -> int:
-    args = parse_args()
-    if args.role:  # started by start_job
-        return launch(run_ranks if args.role == "ranks" else raise_in_last_rank, args)
-    report = Report()
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() and args.device != "cpu" else 0
+    status = run_job(args, "fail", 60 + 60 * args.timeout_minutes, on_line)
+    if not times:
+        return FAIL, f"it ended before that, with status {status}: {' | '.join(lines[-3:])}"
+    seconds = time.monotonic() - times[0]
+    found = f"rank {args.ranks - 1} raised, the job ended after {seconds:.1f} s, status {status}"
+    if status == 0 or seconds > 20:
+        return FAIL, f"{found}; jobs with a failed rank would go on: use the pinned torch"
+    return OK, found
+
+
+def fail_on_purpose(args):
+    """In the last rank, while the others wait for it."""
+    setup_ddp(args)
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError(ON_PURPOSE)
+    dist.barrier()
+    return 0
+
+
+def check_under_launcher(report, args):
+    """The ranks are there already; rank 0 speaks."""
+    rank = find_ranks()[0]
+    names = [name for name in ENVIRONMENT if name != "port"]
+    if rank == 0 and not check_environment(report, args, names):
+        return report.finish()
+    status = 0
     try:
-        args.rank, world, _, local_world, launcher = find_ranks(dict(os.environ), devices or os.cpu_count() or 1)
-    except ValueError as error:
-        report.add("launcher", failure(error))
-        return report.finish(args)
-    if world > 1 or launcher == "torchrun":
-        args.ranks, args.nproc = local_world, 0
-        return launch(run_ranks, args)
-    args.rank, args.ranks = -1, args.nproc or devices or 2
-    args.folder = make_folder(args.output_dir)
-    try:
-        if check_environment(report, args):
-            check_in_processes(report, args)
-            if not args.quick:
-                report.add("failing rank", check_failing_rank(args))
+        check_ranks(report, args)
     finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
-    return report.finish(args)
+        if rank == 0:
+            status = report.finish()
+    return status
+
+
+def main(args):
+    if args.role == "fail":
+        return fail_on_purpose(args)
+    report = Report(args)
+    if args.role == "check":
+        check_ranks(report, args)
+        return 0
+    if find_ranks():
+        return check_under_launcher(report, args)
+    if check_environment(report, args, ENVIRONMENT):
+        start_ranks(report, args)
+        if not args.quick and args.ranks > 1:
+            report.add("failing rank", *check_failing_rank(args))
+    return report.finish()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch(parse_args, main)

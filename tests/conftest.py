@@ -1,8 +1,6 @@
-"""What every test starts from: one thread, no variables of launchers, wandb or the hub, the script's log in place."""
+"""What every test starts from: one thread, no variables of launchers, wandb or the hub. And the
+table of faults, which tests tell their rows to."""
 
-from __future__ import annotations
-
-import logging
 import os
 import signal
 import sys
@@ -11,40 +9,47 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers, also with --import-mode=importlib
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share the cores
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: two workers share the cores
 
-PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "PALS_", "SLURM_", "PBS_", "TORCHELASTIC_", "WANDB_")
+PREFIXES = "OMPI_ PMI_ PMIX_ MPI_LOCAL PALS_ SLURM_ PBS_ TORCHELASTIC_ WANDB_".split()
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCCL_TIMEOUT".split()
 NAMES += "HF_ENDPOINT HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE".split()
 
 
-def unwanted() -> list[str]:
+def unwanted_variables():
     """Variables of the environment that change what is tested."""
-    return [name for name in os.environ if name in NAMES or name.startswith(PREFIXES)]
+    return [name for name in os.environ if name in NAMES or name.startswith(tuple(PREFIXES))]
 
 
-for variable in unwanted():  # before the hub's libraries are imported, and before fixtures of a module start processes
+# now: before the hub's libraries are imported, and before fixtures of a module start processes
+for variable in unwanted_variables():
     del os.environ[variable]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-faults", action="store_true", help="every script x every fault, and all two-host runs")
-    parser.addoption("--matrix", metavar="FILE", help="write what matrix() was told in this session to FILE (markdown)")
+    text = "every script x every fault, and all runs on two hosts"
+    parser.addoption("--all-faults", action="store_true", help=text)
+    text = "write the table of faults of this session to FILE (markdown)"
+    parser.addoption("--matrix", metavar="FILE", help=text)
 
 
 HEAD = """# Every script x every fault
 
-`python -m pytest tests/test_faults.py tests/test_two_hosts.py --all-faults --matrix FILE` writes this table; here on
-{cores} CPU cores with torch {torch}, gloo, Linux, as root. Seconds are from the (last) fault to the end of the last
-rank, or of the whole run where it goes on. In every row no process is left; "the same bits" means that weights,
-optimizer, random states, losses, and the samples of every step are those of the run that nothing happened to.
+`python -m pytest tests/test_faults.py tests/test_two_hosts.py --all-faults --matrix FILE` writes
+this table; here on {cores} CPU cores with torch {torch}, gloo, Linux, as root. Seconds are from the
+(last) fault to the end of the last rank, or of the whole run where it goes on. In every row no
+process is left; "the same bits" means that weights, optimizer, losses, and the samples of every
+step are those of the run that nothing happened to.
 
-Not tested here, for want of the machines: faults of GPUs and of their networks (NCCL, xccl; a device that is lost),
-file systems over a network (stale handles, no hard links), the signals of a real batch queue (sent by hand here).
+Not tested here, for want of the machines: faults of GPUs and of their networks (NCCL, xccl; a
+device that is lost), file systems over a network (stale handles), the signals of a real batch queue
+(sent by hand here).
 
 """
-ROWS: list[tuple] = []  # of the session: script, fault, outcome, seconds
-RUNNING: list[pytest.Item] = []  # the test that runs, last
+ROWS = []  # of the session: script, fault, outcome, seconds
+RUNNING = []  # the test that runs, last
 
 
 def pytest_runtest_setup(item):
@@ -53,25 +58,32 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def matrix():
-    """matrix(script, fault, outcome, seconds): a row of the table of faults, kept with the test that runs."""
+    """matrix(script, fault, outcome, seconds): a row of the table, kept with the test that runs."""
 
-    def record(script: str, fault: str, outcome: str, seconds: float) -> None:
-        RUNNING[-1].user_properties.append(("fault", (f"{script}.py", fault, outcome, round(seconds, 1))))
+    def record(script, fault, outcome, seconds):
+        row = (f"{script}.py", fault, outcome, round(seconds, 1))
+        RUNNING[-1].user_properties.append(("fault", row))
 
     return record
 
 
 def pytest_runtest_logreport(report):
-    """Rows travel with the report of their test, also from a worker of xdist; a failed test is a row as well."""
+    """Rows travel with the report of their test, also from a worker of xdist. A failed test is a
+    row, too."""
     if report.when == "teardown":
-        ROWS.extend(tuple(value) for name, value in report.user_properties if name == "fault")
+        for name, value in report.user_properties:
+            if name == "fault":
+                ROWS.append(tuple(value))
     if report.failed:
         ROWS.append((report.nodeid, report.when, "FAILED", round(report.duration, 1)))
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    rows = [("script", "fault", "outcome", "seconds"), ("---",) * 4, *sorted(ROWS)]  # workers end in any order
-    table = "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |\n" for row in rows)
+    table = ""
+    # sorted, as workers end in any order
+    for row in [("script", "fault", "outcome", "seconds"), ("---",) * 4, *sorted(ROWS)]:
+        cells = [str(cell).replace("|", "/") for cell in row]
+        table += f"| {' | '.join(cells)} |\n"
     if config.getoption("--matrix"):
         import torch
 
@@ -84,14 +96,10 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in unwanted():  # what an earlier test left
+    for name in unwanted_variables():  # what an earlier test left
         monkeypatch.delenv(name)
-    logger = logging.getLogger("ddp")
-    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
-    logger.rank = 0
-    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers = [signal.getsignal(number) for number in numbers]
     yield
-    logger.handlers, logger.propagate = handlers, propagate
-    logger.setLevel(level)
-    for number, handler in signals.items():
+    for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)

@@ -1,234 +1,233 @@
-"""test_ddp_setup.py, the machine check: what it says on a sound machine, on broken ones, and with broken features."""
+"""test_ddp_setup.py: what it says on a sound machine, on broken ones, and with broken features."""
 
-from __future__ import annotations
-
-import contextlib
-import copy
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from helpers import free_port, run_ranks
+from helpers import ROOT, forkserver, free_port, on_small_disk
 
 import test_ddp_setup as program
 
-ROOT = Path(__file__).resolve().parents[1]
-LINE = re.compile(r"(OK|WARN|FAIL) {1,4}([a-z][a-z -]*): (.+)")
-QUICK_NAMES = [*program.ENVIRONMENT, *program.QUICK, "end of the processes"]
-FULL_NAMES = [*program.ENVIRONMENT, *program.FULL, "end of the processes", "failing rank"]
+LINE = re.compile(r"(OK|WARN|FAIL) {1,4}([A-Za-z -]+): (.+)")
+ENVIRONMENT = list(program.ENVIRONMENT)
+QUICK = [*ENVIRONMENT, *program.RANK_CHECKS, "end of the ranks"]
+FULL = [*ENVIRONMENT, *program.FULL_RANK_CHECKS, "speed-up", "end of the ranks", "failing rank"]
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen:
-    """The program, with only `environment` of what launchers set."""
-    command = [sys.executable, str(ROOT / "test_ddp_setup.py"), *arguments]
-    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | environment
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(*options, program=ROOT / "test_ddp_setup.py", **environment):
+    return subprocess.Popen(
+        [sys.executable, str(program), *options],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
-def run(*arguments: str, timeout: float = 60, **environment: str) -> tuple[int, str, dict[str, tuple]]:
-    """(exit status, output, {check: (status, fact and advice)})"""
-    process = start(*arguments, **environment)
+def run(*options, seconds=100, **environment):
+    """(exit status, output, {check: (status, what was found)})"""
+    process = start(*options, **environment)
     try:
-        output = process.communicate(timeout=timeout)[0]
+        output = process.communicate(timeout=seconds)[0]
     finally:
         process.kill()
     return process.returncode, output, parse(output)
 
 
-def parse(output: str) -> dict[str, tuple]:
-    found = [match for match in map(LINE.fullmatch, output.splitlines()) if match]
-    return {match[2]: (match[1], match[3]) for match in found}
+def parse(output):
+    found = {}
+    for line in output.splitlines():
+        match = LINE.fullmatch(line)
+        if match:
+            found[match[2]] = (match[1], match[3])
+    return found
 
 
-def test_two_processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    status, output, checks = run("--nproc", "2", "--json", str(tmp_path / "out.json"), timeout=110)
+def test_two_processes(tmp_path):
+    """Everything, on a sound machine: the checks, the tables, --json; nothing stays behind."""
+    path = tmp_path / "out.json"
+    status, output, checks = run(f"--json={path}", "--nproc_per_node=2", TMPDIR=str(tmp_path))
     assert status == 0, output
-    assert list(checks) == FULL_NAMES
-    assert {state for state, _ in checks.values()} <= {"OK", "WARN"}  # WARN: a small /dev/shm, a full disk, ...
-    assert all(checks[name][0] == "OK" for name in [*program.FULL, "end of the processes", "failing rank"])
-    assert not list(tmp_path.glob("ddp-check-*"))  # the temporary folder is removed
+    assert list(checks) == FULL
+    for name in [*program.FULL_RANK_CHECKS, "end of the ranks", "failing rank"]:
+        assert checks[name][0] == "OK", output
+    assert not list(tmp_path.glob("ddp-check-*"))
 
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert [row["name"] for row in written["results"]] == FULL_NAMES
-    assert {row["name"]: row["status"] for row in written["results"]} == {n: s for n, (s, _) in checks.items()}
+    written = json.loads(path.read_text())
+    assert [check["name"] for check in written["checks"]] == FULL
     measured = written["measured"]
-    assert (measured["ranks"], measured["backend"], measured["device"]) == (2, "gloo", "cpu")
+    assert measured["ranks"] == 2
     assert [row["bytes"] for row in measured["all_reduce"]] == program.MESSAGES
-    assert all(row["seconds"] > 0 and row["bus_gb_per_s"] > 0 for row in measured["all_reduce"])
-    assert min(measured["matmul_tflop_per_s"].values()) > 0
-    assert list(measured["speedup"]) == ["train_ddp", "dpo", "uniref50", "quantumgrav", "rebm"]
-    for speedups in measured["speedup"].values():
-        assert speedups[0] == 1 and all(1 <= s <= n for s, n in zip(speedups, program.RANKS, strict=True))
-
-    table = [line.split() for line in output.partition("Predicted speed-up")[2].splitlines()]
-    rows = {row[0]: " ".join(row[6:]) for row in table if row and row[0] in ("1", "2", "4", "8", "16")}
-    assert list(rows) == ["1", "2", "4", "8", "16"]
-    assert re.search(r"64\s+5e-05\s+5000", rows["1"]) and re.search(r"512\s+4e-04\s+40000\s+5.5x", rows["8"])
-    assert "Only 2 ranks were measured: predictions beyond use the bandwidth of 2" in output
-    assert "speed-up(N) = N t / (t + exposed)" in output
+    assert measured["training"]["exchanging"] > 0
+    table = output.split("Predicted speed-up")[1].splitlines()
+    rows = [line.split() for line in table[2 : 2 + len(program.RANKS)]]
+    assert [int(row[0]) for row in rows] == program.RANKS
+    for row in rows:
+        assert len(row) == 1 + len(program.WORKLOADS)
+        assert all(0 < float(speed_up) <= int(row[0]) for speed_up in row[1:])
 
 
-def test_wrong_backend(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["test_ddp_setup.py", "--backend", "nccl", "--json", str(tmp_path / "out.json")])
-    monkeypatch.setattr(program, "start_job", None)  # it must not get there
-    assert program.main() == 1
-    checks = parse(capsys.readouterr().out)
-    assert list(checks) == list(program.ENVIRONMENT)
+def test_backend_that_is_not_there():
+    status, output, checks = run("--backend=nccl")
+    assert status == 1
+    assert list(checks) == ENVIRONMENT  # no rank was started
     assert checks["backend"][0] == "FAIL"
-    assert "--backend nccl" in checks["backend"][1] and " — use " in checks["backend"][1]
-    assert json.loads((tmp_path / "out.json").read_text())["status"] == "FAIL"
-    with pytest.raises(SystemExit) as error:
-        program.parse_args(["--backend", "nonsense"])
-    assert error.value.code == 2
+    assert "--backend gloo" in checks["backend"][1]
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size: int):
-    """A folder that takes `size` bytes: a tmpfs; where that cannot be mounted, a limit on the size of files."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if mounted.returncode:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        yield
-    except OSError as error:
-        pytest.skip(f"neither a tmpfs nor RLIMIT_FSIZE: {mounted.stderr.decode().strip()}, {error}")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        if not mounted.returncode:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_busy_port_and_full_disk(tmp_path):
-    (tmp_path / "small").mkdir()
-    with socket.socket() as server, small_disk(tmp_path / "small", 8 << 20):
+def test_port_that_is_taken_and_full_disk(tmp_path):
+    with socket.socket() as server, on_small_disk(tmp_path, 8 << 20):
         server.bind(("", 0))
         server.listen()
         port = str(server.getsockname()[1])
-        status, output, checks = run("--quick", "--output_dir", str(tmp_path / "small"), MASTER_PORT=port)
-        assert list((tmp_path / "small").iterdir()) == []
+        options = ["--quick", f"--output_dir={tmp_path}"]
+        status, output, checks = run(*options, MASTER_PORT=port)
+        assert list(tmp_path.iterdir()) == []
     assert status == 1
-    assert list(checks) == QUICK_NAMES
-    assert {name for name, (state, _) in checks.items() if state == "FAIL"} == {"port", "disk"}, output
-    assert f"port {port} (MASTER_PORT)" in checks["port"][1] and "export MASTER_PORT=" in checks["port"][1]
-    assert f"MASTER_PORT={port}" not in checks["port"][1]  # another one is proposed
-    assert str(tmp_path / "small") in checks["disk"][1] and "give another --output_dir" in checks["disk"][1]
+    assert list(checks) == QUICK
+    failed = [name for name, (state, _) in checks.items() if state == "FAIL"]
+    assert failed == ["port", "disk"], output
+    assert port in checks["port"][1]
+    assert f"export MASTER_PORT={port}" not in checks["port"][1]  # another one is proposed
 
 
-def test_started_by_a_launcher(tmp_path):
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
-    out = str(tmp_path / "out.json")
-    ranks = [
-        start("--quick", "--json", out, **common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+def test_under_a_launcher(tmp_path):
+    """Two ranks with Slurm's variables: rank 0 speaks."""
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    common.update(SLURM_NTASKS="2", SLURM_STEP_ID="0")
+    ranks = []
+    for rank in ("0", "1"):
+        ranks.append(start("--quick", **common, SLURM_PROCID=rank, SLURM_LOCALID=rank))
+    outputs = [process.communicate(timeout=100)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert list(parse(outputs[0])) == [name for name in [*program.ENVIRONMENT, *program.QUICK] if name != "port"]
-    assert "2 ranks on 1 host" in outputs[0] and parse(outputs[1]) == {}  # rank 0 speaks
-    assert len(json.loads(Path(out).read_text())["results"]) == len(parse(outputs[0]))
+    expected = [name for name in ENVIRONMENT if name != "port"]
+    assert list(parse(outputs[0])) == [*expected, *program.RANK_CHECKS]
+    assert parse(outputs[1]) == {}
 
 
-def test_missing_peers_are_no_hang(tmp_path):
-    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    status, output, checks = run("--quick", "--timeout", "2", **alone, TMPDIR=str(tmp_path))
+def test_ranks_that_do_not_come():
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    options = ["--quick", "--timeout_minutes=0.05"]
+    status, output, checks = run(*options, **alone, MASTER_PORT=str(free_port()))
     assert status == 1
-    assert checks["process group"][0] == "FAIL" and "no answer after 2 s" in checks["process group"][1]
-    assert "1 FAIL" in output and not list(tmp_path.glob("ddp-check-*"))
+    assert checks["process group"][0] == "FAIL", output
+    assert "firewall" in checks["process group"][1]
 
 
-def test_rank_without_world_size(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["test_ddp_setup.py"])
-    monkeypatch.setenv("RANK", "0")
-    assert program.main() == 1
-    checks = parse(capsys.readouterr().out)
-    assert list(checks) == ["launcher"] and "WORLD_SIZE" in checks["launcher"][1]
+def test_a_rank_that_dies(tmp_path):
+    """The last lines of the ranks are shown."""
+    text = (ROOT / "test_ddp_setup.py").read_text()
+    broken = tmp_path / "test_ddp_setup.py"
+    broken.write_text(text.replace("    large = torch", "    os._exit(3)\n    large = torch"))
+    process = start("--quick", program=broken)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 1
+    assert parse(output)["end of the ranks"][0] == "FAIL"
+    assert "after the check 'process group'" in output
+    assert "exitcode" in output  # torchrun's summary
 
 
-# Each check must FAIL once its feature is broken.
+def test_wrong_options(tmp_path):
+    for option, words in {"--nproc=2": "no option nproc", "--nproc_per_node=-1": "below 0"}.items():
+        status, output, checks = run(option)
+        assert status == 2
+        assert len(output.splitlines()) == 1
+        assert words in output
 
 
-def repeats_an_index(self, positions):
-    items = original_permuted(self, positions)
-    items[-1] = items[0]
-    return items
+# --------------------------------------------------------------------------------------------------
+# Each check must fail once its feature is broken.
 
 
-def forgets_position(self, epoch, start=0):
-    self.epoch, self.start = epoch, 0
+def add_noise_of_rank(guard, optimizer, scaler):
+    """In place of an update."""
+    torch.manual_seed(program.dist.get_rank())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.add_(torch.randn_like(parameter))
 
 
-def skips_one_sample(ddp, sums):
-    sums = original_reduce_sums(ddp, sums)
-    return {n: v - 1 if n == "count" else v for n, v in sums.items()}
-
-
-def rank_noise(seed, epoch, ids, draws, stream=0):
-    return torch.rand(len(ids), draws)
-
-
-def keeps_prefixes(path):
-    state = original_load(path)
-    return {**state, "model": {k: v + 1 for k, v in state["model"].items()}}
-
-
-original_permuted, original_reduce_sums = program.GlobalBatchSampler.permuted, program.reduce_sums
-original_load = program.load_checkpoint
-BROKEN = {  # what is broken: (owner, its attribute, replacement, check)
-    "index repeated": (program.GlobalBatchSampler, "permuted", repeats_an_index, "sampler"),
-    "restart at the beginning": (program.GlobalBatchSampler, "set_epoch", forgets_position, "sampler"),
-    "gradients not averaged": (program, "wrap_ddp", lambda model, ddp: model, "gradients"),
-    "no all-reduce at all": (program, "wrap_ddp", lambda model, ddp: model, "accumulation"),
-    "no no_sync": (program, "sync_gradients", lambda model, last: contextlib.nullcontext(), "accumulation"),
-    "sample not counted": (program, "reduce_sums", skips_one_sample, "evaluation"),
-    "sums not reduced": (program, "reduce_sums", lambda ddp, sums: sums, "all-reduce"),
-    "noise by rank": (program, "keyed_uniform", rank_noise, "noise"),
-    "other weights loaded": (program, "load_checkpoint", keeps_prefixes, "checkpoint"),
-    "random state not restored": (program, "restore_rng", lambda states, ddp, seed: None, "checkpoint"),
-    "not written": (program, "atomic_write", lambda path, write: False, "checkpoint"),
-    "no update": (program.StepGuard, "step", lambda self, loss, step, ids: None, "precision"),
-    "update of a bad step": (torch, "isfinite", lambda x: torch.ones_like(x, dtype=torch.bool), "non-finite step"),
+BROKEN = {  # what is broken: (check, owner of the feature, its name, what takes its place)
+    "gradients are not averaged": ("DDP step", program, "wrap_ddp", lambda model, *_: model),
+    "ranks go apart": ("DDP step", program.StepGuard, "update", add_noise_of_rank),
+    "no update": ("DDP step", program.StepGuard, "update", lambda *_: None),
+    "all_reduce does nothing": ("sums", program.dist, "all_reduce", lambda values: None),
+    "sum_over_ranks does nothing": ("sums", program, "sum_over_ranks", lambda x: x.tolist()),
+    "products are rounded": ("precision", program, "choose_precision", lambda *_: torch.bfloat16),
 }
 
 
-def judge_broken(ddp, folder: str) -> dict[str, str]:
-    """In a rank: the status of each check as it is, then of each with a feature broken."""
-    args = program.parse_args([])
-    args.folder = folder
-    statuses = {name: check(ddp, args).status for name, check in program.FULL.items()}
-    for what, (owner, attribute, replacement, name) in BROKEN.items():
-        with mock.patch.object(owner, attribute, replacement):
-            statuses[what] = program.FULL[name](ddp, args).status
-    return statuses
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_check_fails(what, tmp_path):
+    port = str(free_port())
+    ranks = []
+    for rank in ("0", "1"):
+        environment = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_PORT": port}
+        ranks.append(forkserver().Process(target=judge, args=(what, environment, tmp_path / rank)))
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    whole = []
+    broken = []
+    for rank in ("0", "1"):
+        statuses = json.loads((tmp_path / rank).read_text())
+        whole.append(statuses[0])
+        broken.append(statuses[1])
+    assert whole == ["OK", "OK"]
+    assert "FAIL" in broken
 
 
-def test_checks_fail_with_broken_features(tmp_path):
-    ranks = run_ranks(2, judge_broken, str(tmp_path))
-    for name in program.FULL:
-        assert {rank[name] for rank in ranks} == {"OK"}, name
-    for what in BROKEN:
-        assert "FAIL" in {rank[what] for rank in ranks}, what
+def judge(what, environment, path):
+    """In a rank: the statuses of a check as it is, and with the feature broken."""
+    os.environ.update(environment)
+    sys.argv = ["test_ddp_setup.py", "--quick", "--device=cpu"]
+    args = program.parse_args()
+    device = program.setup_ddp(args)
+    name, owner, feature, replacement = BROKEN[what]
+    check = program.FULL_RANK_CHECKS[name]
+    statuses = [check(args, device)[0]]
+    program.dist.barrier()
+    with mock.patch.object(owner, feature, replacement):
+        statuses.append(check(args, device)[0])
+    program.dist.barrier()
+    path.write_text(json.dumps(statuses))
+    program.cleanup()
 
 
 def test_prediction():
-    """Against the formula by hand: one bucket cannot overlap, and many hide behind a long backward."""
-    sizes = (1 << 10, 1 << 20, 1 << 30)
-    measured = {"ranks": 2, "device": "cuda", "precision": "bf16", "matmul_tflop_per_s": {"bf16": 100.0}}
-    measured["all_reduce"] = [{"bytes": size, "seconds": size / 1e9} for size in sizes]  # bus bandwidth 1 GB/s
-    speedups = program.predict(measured)
-    for ranks, speedup in zip(program.RANKS, speedups["quantumgrav"], strict=True):
+    """Against the formula by hand. One bucket has nothing to hide behind; many hide well."""
+    table = [{"bytes": size, "seconds": size / 1e9} for size in (2**10, 2**20, 2**30)]
+    measured = {"ranks": 2, "device": "cuda", "tflop_per_s": {"bf16": 100}, "all_reduce": table}
+    one_bucket = program.Workload(1e6, 0.001, 1, 6)
+    for ranks in program.RANKS:
         exposed = 2 * (ranks - 1) / ranks * 4e6 / 1e9
-        assert speedup == pytest.approx(ranks * 6e-3 / (6e-3 + exposed))
-    ideal = copy.deepcopy(measured)
-    for row in ideal["all_reduce"]:
-        row["seconds"] /= 1e6
-    assert program.predict(ideal)["train_ddp"] == pytest.approx(program.RANKS, rel=1e-4)
-    assert program.predict({**measured, "all_reduce": []}) == {}
+        expected = ranks * 0.006 / (0.006 + exposed)
+        assert program.predict(measured, one_bucket, ranks) == pytest.approx(expected)
+        four = program.Workload(1e6, 0.001, 4, 6)  # micro-batches, of which the last one exchanges
+        expected = ranks * 0.024 / (0.024 + exposed)
+        assert program.predict(measured, four, ranks) == pytest.approx(expected)
+    fast = [{**row, "seconds": row["seconds"] / 1e3} for row in table]
+    many = program.Workload(100e6, 4, 1, 0)
+    speed_up = program.predict({**measured, "all_reduce": fast}, many, 16)
+    assert speed_up == pytest.approx(16, rel=0.01)
+
+
+def test_workloads_are_those_of_the_scripts():
+    """The number of parameters, for the scripts whose network needs no download."""
+    import run_dpo_ddp
+    import run_train_uniref50_ddp as uniref50
+
+    with mock.patch.object(sys, "argv", ["script"]), torch.device("meta"):
+        args = uniref50.parse_args()
+        networks = {"dpo": run_dpo_ddp.ProteinMPNN(), "uniref50": uniref50.Denoiser(args)}
+    assert args.accum == program.WORKLOADS["uniref50"].micro_batches
+    for name, network in networks.items():
+        count = sum(p.numel() for p in network.parameters())
+        assert count == pytest.approx(program.WORKLOADS[name].parameters, rel=0.05)
