@@ -52,7 +52,7 @@ configuration, launches the training in three ways, reads what it wrote, and sto
 It runs from top to bottom, in a clone of this repository with `requirements-dev.txt` installed, and writes only into
 a temporary folder. The data are tiny so that each cell takes seconds; the
 [quickstart](../README.md#scripts) trains properly. Everything said here in short is in the
-[DDP training guide](DDP_TRAINING_GUIDE.md#16-run_train_quantumgrav_ddppy).
+[DDP training guide](DDP_TRAINING_GUIDE.md#17-run_train_quantumgrav_ddppy).
 
 Training processes are started *from* the notebook, not *in* it: DDP needs one process per GPU, and a cell is one
 process. To keep to certain GPUs, set `CUDA_VISIBLE_DEVICES=3,4,5` before the notebook server starts.
@@ -322,8 +322,8 @@ print(f"largest difference of a weight: {max((a[n] - b[n]).abs().max().item() fo
 text("""
 Give another `--output_dir` for another run, or `--fresh`, which moves the old one aside. On another number of ranks a
 run goes on too: the global batch stays, and no sample is repeated or skipped. `--max_minutes` stops in time for a
-queue that sends no signal. More: [resume](DDP_TRAINING_GUIDE.md#16-run_train_quantumgrav_ddppy),
-[signals](DDP_TRAINING_GUIDE.md#11-signals-exit-statuses-requeue-time-limits).
+queue that sends no signal. More: [resume](DDP_TRAINING_GUIDE.md#9-resume),
+[signals](DDP_TRAINING_GUIDE.md#10-signals-exit-statuses-time-limits).
 
 ## 7. Early stopping, and the test phase
 
@@ -364,7 +364,7 @@ print(*run("python tools/compare_runs.py $WORK/seed0 $WORK/seed1 --metrics cls/a
 ''')
 
 text("""
-To use another network, metric or loss: [change the script](DDP_TRAINING_GUIDE.md#17-change-the-script) shows each as a
+To use another network, metric or loss: [change the script](DDP_TRAINING_GUIDE.md#19-change-a-script) shows each as a
 small diff. Here the one for another metric is applied to a copy of the script.
 """)
 
@@ -400,7 +400,7 @@ text("""
 | "the checkpoint does not fit" | the folder belongs to another run: another `--output_dir`, or `--fresh` |
 | `AttributeError: epoch`, `RuntimeError: device_ids`, `KeyError` in `validator.data` | another program, the `TrainerDDP` class of the causal-set package, is running |
 
-All of them at length: [troubleshooting](DDP_TRAINING_GUIDE.md#14-troubleshooting).
+All of them at length: [troubleshooting](DDP_TRAINING_GUIDE.md#13-troubleshooting).
 """)  # noqa: E501 (tables have long rows)
 
 code('''

@@ -1,4 +1,4 @@
-"""The changes shown in docs/DDP_TRAINING_GUIDE.md, "Change the script" fit and work."""
+"""The changes shown in docs/DDP_TRAINING_GUIDE.md, "Change a script", fit and work."""
 
 import json
 import re
@@ -17,7 +17,7 @@ TRAIN = "--num_epochs 1 --batch_size 12 --hidden_dim 8 --head_dim 8 --log_every 
 def changes():
     """The diffs of the guide, by the heading of the paragraph before each."""
     text = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text()
-    section = text.split("\n## 17. Change the script\n")[1].split("\n## ")[0]
+    section = text.split("\n## 19. Change a script\n")[1].split("\n## ")[0]
     found = {}
     for part in section.split("\n**")[1:]:
         diffs = re.findall(r"^```diff\n(.*?)^```$", part, re.M | re.S)

@@ -31,7 +31,7 @@ OURS = (
     r"(?:configs|scripts|tools|docs|tests|benchmarks|data(?!/causal_sets))/[\w./-]+|"
     r"[\w-]+\.(?:py|sh|toml|md)|requirements[\w-]*\.txt|\.ci/run"
 )
-NAMES_SECTION = "## 15. Names in the original documents"
+NAMES_SECTION = "## 20. Names in older documents"
 # Files and folders of users that commands name; they are not part of the repository.
 USER_PATHS = set("./my_teacher ./my_student ./my_models ddp_config.json texts.txt pairs.jsonl check.json".split())
 USER_PATHS |= set("configs/my_ddp_config.yaml pairs.json best_model.pt scores.csv complex.cif scored.json".split())
