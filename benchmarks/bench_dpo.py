@@ -26,28 +26,21 @@ What is done once per run is not in these times and is given below the table.
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import math
-import multiprocessing
 import signal
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import sides
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-ROOT = Path(__file__).resolve().parent.parent
-REPLACED = "e7785a5"
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
@@ -470,12 +463,12 @@ class PortSide:
 
 # ---- Comparison ----
 SIDES = {"ours": Ours, "replaced": Replaced, "port": PortSide}
-OTHERS = {"replaced": f"the program replaced ({REPLACED})", "port": "port of the original"}
+OTHERS = {"replaced": sides.REPLACED, "port": "port of the original"}
 
 
-def work(side: str, pipe, args: argparse.Namespace, folder: Path, program: Path) -> None:
-    """A process of its own for each side, as memory is handled differently. Answers (length,) by
-    logits and notes, (pairs per step, seconds) by a speed."""
+def run_side(pipe, side: str, args: argparse.Namespace, folder: Path, program: Path) -> None:
+    """A process of its own for each side, as memory is handled differently. Answers [length] by
+    outputs of the network and notes, [pairs per step, seconds] by a speed."""
     sys.path.insert(0, str(program))
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(args.flush_denormal)
@@ -486,7 +479,7 @@ def work(side: str, pipe, args: argparse.Namespace, folder: Path, program: Path)
         if len(request) == 1:
             pairs = make_pairs(folder, request[0], max(args.batch), args.seed)
             there = SIDES[side](pairs, folder)
-            pipe.send((there.logits(), there.once))
+            pipe.send((there.logits().log_softmax(-1).numpy(), there.once))
             continue
         size, seconds = request
         begin = time.monotonic()
@@ -497,90 +490,50 @@ def work(side: str, pipe, args: argparse.Namespace, folder: Path, program: Path)
         pipe.send(number * size / (time.monotonic() - begin))
 
 
-@contextlib.contextmanager
-def worktree(folder: Path):
-    """The commit of the program replaced, checked out in `folder`."""
-    git = ["git", "-C", ROOT, "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run([*git, "remove", "--force", folder], check=True)
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    middle = statistics.median(values)
-    return f"{middle:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def rounds_of(work: str, other: str, unit: str, mine: list, theirs: list, ratios: list) -> list:
-    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    records = []
-    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
-        record = {"work": work, "with": other, "unit": unit}
-        records.append({**record, "ours": a, "other": b, "ratio": ratio})
-    return records
-
-
-def compare(args: argparse.Namespace, folder: Path) -> list[dict]:
+def compare(args: argparse.Namespace, folder: Path, processes: sides.Sides) -> list[dict]:
     """All sides in turns; prints the table. Returns the rounds."""
-    context = multiprocessing.get_context("spawn")
-    pipes = {}
     for side in SIDES:
-        pipes[side], theirs = context.Pipe()
         (folder / side).mkdir()
-        program = folder / "worktree" if side == "replaced" else ROOT
-        work_args = (side, theirs, args, folder / side, program)
-        context.Process(target=work, args=work_args, daemon=True).start()
-        theirs.close()
+        program = folder / "worktree" if side == "replaced" else sides.ROOT
+        processes.start(side, run_side, side, args, folder / side, program)
 
-    def ask(side: str, *request):
-        pipes[side].send(request)
-        return pipes[side].recv()
+    def turn(run):
+        side, size = run
+        return processes.ask(side, [size, args.seconds])
 
     notes = []
     records = []
     print(f"1 process x {args.threads} thread, {args.rounds} rounds of {args.seconds:g} s each\n")
-    print("| residues | batch of ours | compared with | ours, pairs/s | it, pairs/s | ratio |")
-    print("|---|---|---|---|---|---|", flush=True)
+    cells = ["residues", "batch of ours", "compared with", "ours, pairs/s", "it, pairs/s", "ratio"]
+    sides.print_head(*cells)
     for length in args.lengths:
-        answers = {side: ask(side, length) for side in SIDES}
-        here, once = answers["ours"]
+        answers = {side: processes.ask(side, [length]) for side in SIDES}
+        outputs, once = answers["ours"]
         for side in OTHERS:
-            difference = answers[side][0].log_softmax(-1) - here.log_softmax(-1)
-            worst = difference.abs().max().item()
-            if worst > 1e-4:
-                sys.exit(f"{length} residues: {side} differs by {worst:.1e} in a log-probability")
+            sides.check_same(side, answers[side][0], outputs)
         # the port takes one pair at a time, whatever the batch of the others
         runs = [("port", 1)]
         for size in args.batch:
             runs += [("ours", size), ("replaced", size)]
-        found = {run: [] for run in runs}
-        for number in range(-1, args.rounds):  # the first round warms up
-            for run in runs if number % 2 else runs[::-1]:
-                speed = ask(*run, args.seconds if number >= 0 else 0.0)
-                if number >= 0:
-                    found[run].append(speed)
+        found = sides.in_rounds(runs, args.rounds, turn)
         for size in args.batch:
             mine = found["ours", size]
             for side, title in OTHERS.items():
                 theirs = found[side, 1 if side == "port" else size]
-                ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-                cells = [length, size, title, spread(mine), spread(theirs), spread(ratios)]
-                print(f"| {' | '.join(map(str, cells))} |", flush=True)
                 name = f"{length} residues, batch {size}"
-                records += rounds_of(name, title, "pairs/s", mine, theirs, ratios)
+                rounds = sides.compare(name, title, "pairs/s", mine, theirs)
+                cells = [sides.spread(mine, 2), sides.spread(theirs, 2)]
+                cells.append(sides.spread(sides.ratios(rounds), 2))
+                sides.print_row(length, size, title, *cells)
+                records += rounds
         costs = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in once.items())
         notes.append(f"{length} residues: once per pair: {costs}")
-    for pipe in pipes.values():
-        pipe.send(None)
     print("\n" + "\n".join(notes))
     return records
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = sides.make_parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="turns of each side")
     add("--seconds", type=float, default=4.0, help="of a turn (two steps at least)")
@@ -589,12 +542,10 @@ def main() -> None:
     add("--threads", type=int, default=1, help="CPU threads of all sides")
     add("--flush_denormal", action="store_true", help="all sides: round them to zero")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, worktree(Path(name) / "worktree"):
-        found = compare(args, Path(name))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    with sides.workplace() as folder, sides.Sides(folder) as processes:
+        records = compare(args, folder, processes)
+    sides.write_json(args.json, records)
 
 
 if __name__ == "__main__":

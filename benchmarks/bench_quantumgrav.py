@@ -25,26 +25,20 @@ past to future, residual connections, dropout 0.3, mean pooling, in- and out-deg
 LayerNorm in place of its BatchNorm, and the head of the script.
 """
 
-import argparse
-import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import sides
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-REPLACED = "e7785a5"
 BATCH = 64
 COMPARED = 16  # sets of which the logits are compared
 
@@ -63,7 +57,7 @@ NETWORKS = {
     "3x64": (GCN_OURS, GCN_REPLACED),
 }
 OTHERS = {  # side: what the table calls it
-    "replaced": f"the program replaced ({REPLACED})",
+    "replaced": sides.REPLACED,
     "files": "torch_geometric's loop, sets in files",
     "memory": "torch_geometric's loop, sets in memory",
 }
@@ -72,31 +66,9 @@ OTHERS = {  # side: what the table calls it
 # ---- The sides, each in a process of its own -----------------------------------------------------
 
 
-class Turns:
-    """Lets a side step when it is its turn, and answers with steps per second."""
-
-    def __init__(self, pipe):
-        self.pipe = pipe
-        self.wait()
-
-    def wait(self):
-        self.seconds = self.pipe.recv()
-        if self.seconds is None:
-            sys.exit()
-        self.steps = 0
-        self.begin = time.perf_counter()
-
-    def step_done(self):
-        self.steps += 1
-        taken = time.perf_counter() - self.begin
-        if taken >= self.seconds:
-            self.pipe.send(self.steps / taken)
-            self.wait()
-
-
 def load_script(data, work, network):
     """The script, and its arguments."""
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(sides.ROOT))
     sys.argv = ["run_train_quantumgrav_ddp.py", f"--data={data}", f"--output_dir={work}/ours"]
     sys.argv += f"--batch_size={BATCH} {COMMON} {NETWORKS[network][0]}".split()
     import run_train_quantumgrav_ddp as script
@@ -106,7 +78,6 @@ def load_script(data, work, network):
 
 class Ours:
     def __init__(self, data, work, network):
-        self.folder = data
         self.script, self.args = load_script(data, work, network)
         self.device = self.script.setup_ddp(self.args)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -118,20 +89,11 @@ class Ours:
         return self.model(self.data[ids, ids])["cls"]
 
     def train(self, turns):
-        script = self.script
-
-        class Guard(script.StepGuard):
-            def agree(self):  # called once in each step
-                reason = super().agree()
-                turns.step_done()
-                return reason
-
-        ids = long_epoch(self.folder)
-        self.data.part = lambda name: ids
+        sides.watch_steps(self.script, turns.step_done)
         Path(self.args.output_dir).mkdir()
-        guard = Guard(self.args, self.device)
-        log = script.RunLog(self.args, None)
-        script.train(self.args, self.device, self.data, self.model, None, guard, log)
+        guard = self.script.StepGuard(self.args, self.device)
+        log = self.script.RunLog(self.args, None)
+        self.script.train(self.args, self.device, self.data, self.model, None, guard, log)
 
 
 class Replaced:
@@ -300,9 +262,6 @@ def convert(data, folder):
 
 def run_side(pipe, side, data, work, network):
     """A process: sends the logits of some sets, then trains whenever it is asked to."""
-    output = open(work / f"{side}.txt", "w")
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
     if side == "ours":
         there = Ours(data, work, network)
@@ -322,67 +281,12 @@ def run_side(pipe, side, data, work, network):
         logits = there.logits(np.arange(COMPARED))
     there.model.train()
     pipe.send(logits.numpy())
-    there.train(Turns(pipe))
+    turns = sides.Turns(pipe)
+    turns.wait()
+    there.train(turns)
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def running(sides, data, work, network):
-    """The sides as processes: {side: our end of its pipe}, and the logits of each."""
-    context = multiprocessing.get_context("spawn")
-    processes = []
-    pipes = {}
-    logits = {}
-    try:
-        for side in sides:  # ours first: it writes the weights
-            pipes[side], theirs = context.Pipe()
-            process = context.Process(target=run_side, args=(theirs, side, data, work, network))
-            process.start()
-            processes.append(process)
-            theirs.close()
-            logits[side] = hear(pipes[side], side, work)
-        yield pipes, logits
-    finally:
-        for pipe in pipes.values():
-            with contextlib.suppress(OSError):  # it has ended
-                pipe.send(None)
-        for process in processes:
-            process.join(10)
-            process.kill()
-
-
-def hear(pipe, side, work):
-    """What a side sends next."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        text = (work / f"{side}.txt").read_text()
-        sys.exit(f"{side} ended:\n{text[-2500:]}")
-
-
-def check_logits(logits):
-    scale = max(1.0, np.abs(logits["ours"]).max())
-    for side, found in logits.items():
-        difference = np.abs(found - logits["ours"]).max()
-        if not difference < 1e-4 * scale:
-            sys.exit(f"{side} is not the same network as ours: logits differ by {difference:.1e}")
-
-
-def measure(sides, data, work, network, args):
-    """{side: sets per second, in each round}."""
-    found = {side: [] for side in sides}
-    with running(sides, data, work, network) as (pipes, logits):
-        check_logits(logits)
-        for number in range(-1, args.rounds):  # the first round warms up
-            order = sides if number % 2 else sides[::-1]
-            for side in order:
-                pipes[side].send(args.seconds)
-                speed = BATCH * hear(pipes[side], side, work)
-                if number >= 0:
-                    found[side].append(speed)
-    return found
 
 
 def make_sets(size, samples, folder):
@@ -390,83 +294,51 @@ def make_sets(size, samples, folder):
     low, _, high = size.partition("-")
     if int(low) >= 1024:
         samples = min(samples, 160)  # they take a second each
-    command = [sys.executable, ROOT / "tools" / "make_causal_sets.py", f"--out={folder}"]
+    command = [sys.executable, sides.ROOT / "tools" / "make_causal_sets.py", f"--out={folder}"]
     command += [f"--samples={samples}", f"--min_size={low}", f"--max_size={high or low}"]
     command += "--kinds mink2 mink3 --split 0.9 0.05 0.05".split()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return np.diff(np.load(folder / "edge_ptr.npy")).mean()
 
 
-@contextlib.contextmanager
-def worktree(folder):
-    """The commit of the program replaced, checked out in `folder`."""
-    git = ["git", "-C", ROOT, "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*git, "remove", "--force", folder], check=True)
-
-
-def spread(values, digits):
-    middle = statistics.median(values)
-    return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
-
-
-def rounds_of(work, other, unit, mine, theirs, ratios):
-    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    records = []
-    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
-        record = {"work": work, "with": other, "unit": unit}
-        records.append({**record, "ours": a, "other": b, "ratio": ratio})
-    return records
-
-
 def parse_args():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = sides.make_parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="turns of each side")
     add("--seconds", type=float, default=3.0, help="of a turn (one step at least)")
     add("--sizes", nargs="+", default=["32-128", "2048"], help="elements of a set")
     add("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="see above")
     add("--sets", type=int, default=2000, help="sets (of 1,024 elements or more: 160 at most)")
-    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["OMP_NUM_THREADS"] = "1"
     records = []
     print(f"batches of {BATCH}, {args.rounds} rounds of {args.seconds:g} s, sets/s\n")
-    print("| elements | links | network | compared with | ours | it | ratio |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(worktree(folder / "worktree"))
+    sides.print_head("elements", "links", "network", "compared with", "ours", "it", "ratio")
+    with sides.workplace() as folder:
         for size in args.sizes:
             data = folder / f"sets-{size}"
             links = make_sets(size, args.sets, data)
             for network in args.networks:
-                sides = ["ours", "replaced"]
+                names = ["ours", "replaced"]
                 if network != "default":
-                    sides += ["files", "memory"]
+                    names += ["files", "memory"]
                 work = folder / f"{size}-{network}"
                 work.mkdir()
-                found = measure(sides, data, work, network, args)
-                mine = found["ours"]
-                for side in sides[1:]:
-                    theirs = found[side]
-                    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-                    cells = [size, f"{links:,.0f}", network, OTHERS[side]]
-                    cells += [spread(mine, 0), spread(theirs, 0), spread(ratios, 2)]
-                    print(f"| {' | '.join(cells)} |", flush=True)
-                    name = f"{size} elements, {network}"
-                    records += rounds_of(name, OTHERS[side], "sets/s", mine, theirs, ratios)
-    if args.json:
-        args.json.write_text(json.dumps(records, indent=1))
+                found = sides.measure(names, work, args, run_side, data, work, network)
+                mine = BATCH * found["ours"]
+                for name in names[1:]:
+                    theirs = BATCH * found[name]
+                    text = f"{size} elements, {network}"
+                    rounds = sides.compare(text, OTHERS[name], "sets/s", mine, theirs)
+                    cells = [size, f"{links:,.0f}", network, OTHERS[name]]
+                    cells += [sides.spread(mine, 0), sides.spread(theirs, 0)]
+                    sides.print_row(*cells, sides.spread(sides.ratios(rounds), 2))
+                    records += rounds
+    sides.write_json(args.json, records)
 
 
 if __name__ == "__main__":

@@ -21,32 +21,23 @@ Batch normalisation is frozen, as in stage 2. To the original's advantage its ba
 decodes and augments in other processes.
 """
 
-import argparse
-import contextlib
 import copy
 import itertools
-import json
-import multiprocessing
 import os
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import sides
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parent.parent
-REPLACED = "e7785a5"
 SIDES = ["ours", "compiled", "replaced", "original"]
-OTHERS = {"replaced": f"the program replaced ({REPLACED})", "original": "the original's step"}
+OTHERS = {"replaced": sides.REPLACED, "original": "the original's step"}
 CLF_STEPS = 10
 STEP = 0.1
 CLF_EPS = 0.5
@@ -80,31 +71,9 @@ class Setting:
 # ---- The sides, each in a process of its own -----------------------------------------------------
 
 
-class Turns:
-    """Lets a side step when it is its turn, and answers with steps per second."""
-
-    def __init__(self, pipe):
-        self.pipe = pipe
-        self.wait()
-
-    def wait(self):
-        self.seconds = self.pipe.recv()
-        if self.seconds is None:
-            os._exit(0)
-        self.steps = 0
-        self.begin = time.perf_counter()
-
-    def step_done(self):
-        self.steps += 1
-        taken = time.perf_counter() - self.begin
-        if taken >= self.seconds:
-            self.pipe.send(self.steps / taken)
-            self.wait()
-
-
 class Ours:
     def __init__(self, setting, work, compiled=False):
-        sys.path.insert(0, str(ROOT))
+        sys.path.insert(0, str(sides.ROOT))
         out = work / ("compiled" if compiled else "ours")
         sys.argv = ["run_train_rebm_ddp.py", *setting.options, f"--data={work}/images"]
         sys.argv += ["--stage=dat", "--ckpt_path=none", f"--output_dir={out}", "--AUC_th=1"]
@@ -121,16 +90,9 @@ class Ours:
         self.model = self.run.model
 
     def train(self, turns):
-        run = self.run
-        plain = run.guard.agree
-
-        def agree():  # called once in each step
-            turns.step_done()
-            return plain()
-
-        run.guard.agree = agree
-        run.loop["stage"] = "dat"  # with these weights, and with no average of them yet
-        self.script.train(run, "dat")
+        sides.watch_steps(self.script, turns.step_done)
+        self.run.loop["stage"] = "dat"  # with these weights, and with no average of them yet
+        self.script.train(self.run, "dat")
 
 
 class Replaced:
@@ -200,7 +162,7 @@ def mean_auc(real, other):
 
 class Original:
     def __init__(self, setting, work):
-        sys.path.insert(0, str(ROOT))
+        sys.path.insert(0, str(sides.ROOT))
         sys.argv = ["run_train_rebm_ddp.py", *setting.options]
         import run_train_rebm_ddp as script
 
@@ -266,9 +228,6 @@ class Original:
 
 def run_side(pipe, side, setting, work):
     """A process: sends logits, then trains whenever it is asked to."""
-    output = open(work / f"{side}.txt", "w")
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kinds = {"replaced": Replaced, "original": Original}
@@ -289,124 +248,62 @@ def run_side(pipe, side, setting, work):
     with torch.no_grad():
         pipe.send(there.model(torch.from_numpy(images[:16]).float() / 255).numpy())
     there.model.train()
-    there.train(Turns(pipe))
+    turns = sides.Turns(pipe)
+    turns.wait()
+    there.train(turns)
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------
-
-
-def hear(pipe, side, work):
-    """What a side sends next."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        text = (work / f"{side}.txt").read_text()
-        sys.exit(f"{side} ended:\n{text[-2500:]}")
-
-
-def measure(sides, setting, work, args):
-    """{side: images per second, in each round}"""
-    context = multiprocessing.get_context("spawn")
-    processes = []
-    pipes = {}
-    logits = {}
-    found = {side: [] for side in sides}
-    try:
-        for side in sides:  # ours first: it writes the weights
-            pipes[side], theirs = context.Pipe()
-            process = context.Process(target=run_side, args=(theirs, side, setting, work))
-            process.start()
-            processes.append(process)
-            theirs.close()
-            logits[side] = hear(pipes[side], side, work)
-            difference = np.abs(logits[side] - logits["ours"]).max()
-            if not difference < 1e-4 * max(1.0, np.abs(logits["ours"]).max()):
-                sys.exit(f"{side} is not the same network: logits differ by {difference:.1e}")
-        for number in range(-1, args.rounds):  # the first round warms up
-            for side in sides if number % 2 else sides[::-1]:
-                pipes[side].send(args.seconds)
-                speed = setting.batch * hear(pipes[side], side, work)
-                if number >= 0:
-                    found[side].append(speed)
-    finally:
-        for pipe in pipes.values():
-            with contextlib.suppress(OSError):  # it has ended
-                pipe.send(None)
-        for process in processes:
-            process.join(5)
-            process.kill()
-    return found
 
 
 def make_images(setting, work):
     images, labels = setting.images()
     held = {"x_test": images[:100], "y_test": labels[:100]}
     np.savez(work / "images.npz", x_train=images, y_train=labels, **held)
-    command = [sys.executable, ROOT / "tools" / "prepare_images.py", "arrays", work / "images.npz"]
-    subprocess.run([*command, f"--out={work}/images"], check=True, stdout=subprocess.DEVNULL)
-
-
-@contextlib.contextmanager
-def worktree(folder):
-    """The commit of the program replaced, checked out in `folder`."""
-    git = ["git", "-C", ROOT, "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*git, "remove", "--force", folder], check=True)
-
-
-def spread(values, digits):
-    middle = statistics.median(values)
-    return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    tool = sides.ROOT / "tools" / "prepare_images.py"
+    command = [sys.executable, tool, "arrays", work / "images.npz", f"--out={work}/images"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def parse_args():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = sides.make_parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="turns of each side")
     add("--seconds", type=float, default=3.0, help="of a turn (one step at least)")
     default = ["SmallNet,8,128,20", "WideResNet28x2,32,8,20"]
     add("--settings", nargs="+", type=Setting, default=[*map(Setting, default)], help="see above")
     add("--sides", nargs="+", default=SIDES[1:], choices=SIDES[1:], help="beside ours")
-    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["OMP_NUM_THREADS"] = "1"
     records = []
     print(f"one thread, {args.rounds} rounds of {args.seconds:g} s, images/s\n")
-    print("| setting | side | images/s | beside the original | beside the program replaced |")
-    print("|---|---|---|---|---|", flush=True)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(worktree(folder / "worktree"))
+    others = ["beside the original", "beside the program replaced"]
+    sides.print_head("setting", "side", "images/s", *others)
+    with sides.workplace() as folder:
         for number, setting in enumerate(args.settings):
             work = folder / str(number)
             work.mkdir()
             make_images(setting, work)
-            found = measure(["ours", *args.sides], setting, work, args)
-            for side, mine in found.items():
-                cells = [setting.name, side, spread(mine, 1)]
+            names = ["ours", *args.sides]
+            found = sides.measure(names, work, args, run_side, setting, work)
+            for side in names:
+                mine = setting.batch * found[side]
+                cells = []
                 for other in ("original", "replaced"):
                     if other not in found or side not in ("ours", "compiled"):
                         cells.append("")
                         continue
-                    theirs = found[other]
-                    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-                    cells.append(spread(ratios, 2))
-                    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
-                        record = {"work": f"{setting.name}: {side}", "with": OTHERS[other]}
-                        record.update(unit="images/s", ours=a, other=b, ratio=ratio)
-                        records.append(record)
-                print(f"| {' | '.join(cells)} |", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(records, indent=1))
+                    text = f"{setting.name}: {side}"
+                    theirs = setting.batch * found[other]
+                    rounds = sides.compare(text, OTHERS[other], "images/s", mine, theirs)
+                    cells.append(sides.spread(sides.ratios(rounds), 2))
+                    records += rounds
+                sides.print_row(setting.name, side, sides.spread(mine, 1), *cells)
+    sides.write_json(args.json, records)
 
 
 if __name__ == "__main__":

@@ -23,26 +23,24 @@ vectors are computed once by all ranks here and in best; in default by `Dataset.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-REPLACED = "e7785a5"
+import sides
+
 LENGTH = 128
 OPTIONS = f"""--use_projection=False --student_max_length={LENGTH} --teacher_max_length={LENGTH}
     --eval_samples=50 --phase1_l2_weight=0 --phase1_cosine_weight=1 --phase2_l2_weight=0
     --infonce_weight=1 --false_negative_margin=2 --phase1_lr=2e-5 --phase2_lr=2e-5 --device=cpu
     --wandb_mode=disabled --log_every=5 --eval_every=1000000 --save_every=1000000""".split()
 OTHERS = {  # side: what the tables call it
-    "replaced": f"the program replaced ({REPLACED})",
+    "replaced": sides.REPLACED,
     "default": "SentenceTransformerTrainer, default",
     "best": "SentenceTransformerTrainer, at its best",
 }
@@ -52,29 +50,9 @@ LOSSES = {1: "EmbedDistillLoss", 2: "MultipleNegativesRankingLoss"}
 # ---- A run of a side: (samples per second after the first epoch, wall seconds) -------------------
 
 
-def torchrun(args, command, log):
-    """Wall seconds of a command under torchrun. Ends the program if it fails."""
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher.append(f"--nproc_per_node={args.nproc}")
-    begin = time.monotonic()
-    with open(log, "w") as file:
-        done = subprocess.run(
-            [*launcher, *map(str, command)],
-            env=os.environ | environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=log.parent,
-        )
-    if done.returncode != 0:
-        words = log.read_text().partition("] failed (exitcode: ")[0]  # of the ranks, not torchrun's
-        sys.exit(f"exit status {done.returncode}: see {log}\n{words[-3000:]}")
-    return time.monotonic() - begin
-
-
 def run_script(args, work, side, phase, epochs, cache):
     """train_ddp.py, of this folder or of the program replaced."""
-    program = ROOT if side == "ours" else work / "worktree"
+    program = sides.ROOT if side == "ours" else work / "worktree"
     out = work / side
     shutil.rmtree(out, ignore_errors=True)
     command = [program / "train_ddp.py", *OPTIONS, f"--skip_phase{3 - phase}"]
@@ -82,7 +60,7 @@ def run_script(args, work, side, phase, epochs, cache):
     command += [f"--student_model={work}/student", f"--teacher_model={work}/teacher"]
     command += [f"--phase{phase}_epochs={epochs}", f"--batch_size={args.batch}"]
     command += [f"--cache_dir={cache}", f"--output_dir={out}"]
-    wall = torchrun(args, command, work / f"{side}.log")
+    wall = sides.torchrun(args.nproc, 1, command, work / f"{side}.log", work)
     speeds = []
     for line in (out / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -100,7 +78,7 @@ def run_trainer(args, work, side, phase, epochs, cache):
     command += ["--epochs", epochs, "--batch", args.batch, "--result", result]
     if cache is not None:
         command += ["--cache", cache]
-    wall = torchrun(args, command, work / f"{side}.log")
+    wall = sides.torchrun(args.nproc, 1, command, work / f"{side}.log", work)
     return json.loads(result.read_text())["samples_per_s"], wall
 
 
@@ -137,7 +115,7 @@ def similar_lengths(lengths):
 
 
 def keep_freed_memory():
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(sides.ROOT))
     import train_ddp
 
     train_ddp.keep_freed_memory()
@@ -245,16 +223,16 @@ def encode_once(args):
 
 def prepare(args, work):
     """pairs.jsonl, the models, and the caches that the steps alone start from."""
-    tool = ROOT / "tools" / "make_builtin_models.py"
+    tool = sides.ROOT / "tools" / "make_builtin_models.py"
     texts = [sys.executable, tool, "pydocs", "--out", work / "pydocs"]
     subprocess.run(texts, check=True, stdout=subprocess.DEVNULL)
     lines = (work / "pydocs" / "pairs.jsonl").read_text().splitlines()[: args.rows]
     (work / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    tool = ROOT / "tools" / "prepare_texts.py"
+    tool = sides.ROOT / "tools" / "prepare_texts.py"
     command = [sys.executable, tool, f"--phase2_data={work}/pairs.jsonl", f"--out={work}/texts"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     for name, size in {"student": "3x384", "teacher": "6x384"}.items():
-        command = [sys.executable, ROOT / "tools" / "make_builtin_models.py", "bert"]
+        command = [sys.executable, sides.ROOT / "tools" / "make_builtin_models.py", "bert"]
         command += ["--texts", work / "texts", "--size", size, "--length", str(LENGTH)]
         subprocess.run([*command, "--out", work / name], check=True, stdout=subprocess.DEVNULL)
     (work / "cache").mkdir()
@@ -265,32 +243,7 @@ def prepare(args, work):
 
 def encode_for_trainer(args, work, cache):
     command = [Path(__file__).resolve(), "--side", "encode", "--work", work, "--cache", cache]
-    return torchrun(args, command, work / "encode.log")
-
-
-@contextlib.contextmanager
-def worktree(folder):
-    """The commit of the program replaced, checked out in `folder`."""
-    git = ["git", "-C", ROOT, "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*git, "remove", "--force", folder], check=True)
-
-
-def spread(values, digits=1):
-    middle = statistics.median(values)
-    return f"{middle:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def rounds_of(work, other, unit, mine, theirs, ratios):
-    """What --json writes of a comparison, in every benchmark alike: a record for each round."""
-    records = []
-    for a, b, ratio in zip(mine, theirs, ratios, strict=True):
-        record = {"work": work, "with": other, "unit": unit}
-        records.append({**record, "ours": a, "other": b, "ratio": ratio})
-    return records
+    return sides.torchrun(args.nproc, 1, command, work / "encode.log", work)
 
 
 def print_rows(work, unit, found):
@@ -299,56 +252,55 @@ def print_rows(work, unit, found):
     mine = found["ours"]
     for side, name in OTHERS.items():
         theirs = found[side]
-        pairs = zip(mine, theirs, strict=True)
-        ratios = [b / a if unit == "seconds" else a / b for a, b in pairs]
-        cells = [work, name, spread(mine), spread(theirs), spread(ratios, 2)]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        records += rounds_of(work, name, unit, mine, theirs, ratios)
+        rounds = sides.compare(work, name, unit, mine, theirs)
+        cells = [sides.spread(mine, 1), sides.spread(theirs, 1)]
+        sides.print_row(work, name, *cells, sides.spread(sides.ratios(rounds), 2))
+        records += rounds
     return records
 
 
 def steps_alone(args, work):
     records = []
-    print("| samples/s, steps alone | beside | ours | it | ratio |\n|---|---|---|---|---|")
+    sides.print_head("samples/s, steps alone", "beside", "ours", "it", "ratio")
     for phase, loss in LOSSES.items():
-        found = {side: [] for side in ("ours", *OTHERS)}
-        for _ in range(args.rounds):
-            for side, speeds in found.items():
-                speeds.append(run_side(args, work, side, phase, args.epochs, work / "cache")[0])
+
+        def turn(side, phase=phase):
+            return run_side(args, work, side, phase, args.epochs, work / "cache")[0]
+
+        found = sides.in_rounds(["ours", *OTHERS], args.rounds, turn, warm_up=False)
         records += print_rows(f"phase {phase}: {loss}", "samples/s", found)
     return records
 
 
 def with_teacher(args, work):
     """Three epochs of phase 1, each side from an empty cache."""
-    print(
-        "\n| wall seconds, with the teacher | beside | ours | it | ratio |\n|---|---|---|---|---|"
-    )
-    found = {side: [] for side in ("ours", *OTHERS)}
-    for number in range(args.teacher):
-        for side, seconds in found.items():
-            cache = work / f"cache-{side}-{number}"
-            cache.mkdir()
-            wall = 0.0
-            if side == "best":
-                wall = encode_for_trainer(args, work, cache)
-            if side == "default":
-                cache = None
-            seconds.append(wall + run_side(args, work, side, 1, 3, cache)[1])
+    print()
+    sides.print_head("wall seconds, with the teacher", "beside", "ours", "it", "ratio")
+
+    def turn(side):
+        cache = work / "empty-cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir()
+        seconds = 0.0
+        if side == "best":
+            seconds = encode_for_trainer(args, work, cache)
+        if side == "default":
+            cache = None
+        return seconds + run_side(args, work, side, 1, 3, cache)[1]
+
+    found = sides.in_rounds(["ours", *OTHERS], args.teacher, turn, warm_up=False)
     return print_rows("three epochs of phase 1", "seconds", found)
 
 
 def parse_args():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = sides.make_parser(__doc__)
     add = parser.add_argument
-    add("--nproc", type=int, default=2, help="processes of each side")
     add("--rounds", type=int, default=5, help="turns of each side")
+    add("--nproc", type=int, default=2, help="processes of each side")
     add("--epochs", type=int, default=2, help="of a turn; all but the first are measured")
     add("--rows", type=int, default=3000, help="queries with a document")
     add("--batch", type=int, default=64, help="samples per process and step")
     add("--teacher", type=int, nargs="?", const=1, default=0, metavar="ROUNDS", help="see above")
-    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
     add("--side", default="", help=argparse.SUPPRESS)  # this and the rest: a process of the Trainer
     for name in ("--work", "--cache", "--result"):
         add(name, type=Path, help=argparse.SUPPRESS)
@@ -365,17 +317,14 @@ def main():
         encode_once(args)
     elif args.side:
         trainer(args)
-    with contextlib.ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(worktree(work / "worktree"))
+    with sides.workplace() as work:
         prepare(args, work)
         text = f"batch {args.batch} each, {args.rows} rows, {args.rounds} rounds"
         print(f"{args.nproc} processes x 1 thread, {text}\n")
         records = steps_alone(args, work)
         if args.teacher:
             records += with_teacher(args, work)
-    if args.json:
-        args.json.write_text(json.dumps(records, indent=1))
+    sides.write_json(args.json, records)
 
 
 if __name__ == "__main__":

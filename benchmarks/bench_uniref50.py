@@ -22,29 +22,26 @@ Padding: share of the tokens computed that are padding.
 """
 
 import argparse
-import contextlib
 import gc
 import gzip
 import json
 import math
 import os
 import random
-import signal
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import sides
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
-REPLACED = "e7785a5"
 CONFIGS = {  # width, blocks, heads, width of the condition
     "small": (128, 4, 4, 64),
     "default": (768, 8, 12, 256),
@@ -265,27 +262,6 @@ def port_rows(sequences):
 # ---- The sides, under torchrun -------------------------------------------------------------------
 
 
-def torchrun(args, command, log, folder=ROOT):
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
-    with open(log, "w") as file:
-        job = subprocess.Popen(
-            [sys.executable, *launch, *command],
-            env=env,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-        )
-        try:
-            status = job.wait()
-        finally:  # where this program is ended, its processes end, too
-            job.terminate()
-            job.wait()
-    if status:
-        last = "\n".join(log.read_text().splitlines()[-15:])
-        sys.exit(f"exit status {status}: see {log}\n{last}")
-
-
 def clock(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -335,12 +311,17 @@ def port(args):
     dist.destroy_process_group()
 
 
-def original(args, work, name):
-    result = work / f"{name}.json"
+def run(args, work, name, command, folder):
+    shutil.rmtree(work / name, ignore_errors=True)  # a run found there would be resumed
+    sides.torchrun(args.nproc, args.threads, command, work / f"{name}.log", folder)
+
+
+def original(args, work):
+    result = work / "port.json"
     command = [str(Path(__file__).resolve()), "--role=port", f"--work={work}", f"--result={result}"]
     for option in ("config", "device", "batch", "accum", "steps", "warm"):
         command.append(f"--{option}={getattr(args, option)}")
-    torchrun(args, command, work / f"{name}.log")
+    run(args, work, "port", command, work)
     return json.loads(result.read_text())
 
 
@@ -361,50 +342,33 @@ def steady(work, name, key, args):
     return statistics.harmonic_mean([row[key] for row in rows]), rows
 
 
-def ours(args, work, name):
-    options = options_of(args, work, name)
+def ours(args, work):
+    options = options_of(args, work, "ours")
     options += [f"--datafile={work}/data", f"--batch_size={args.batch}", "--log_every=1"]
     options.append("--samples_per_eval=0")
-    torchrun(args, ["run_train_uniref50_ddp.py", *options], work / f"{name}.log")
-    rate, _ = steady(work, name, "residues_per_s", args)
+    run(args, work, "ours", ["run_train_uniref50_ddp.py", *options], sides.ROOT)
+    rate, _ = steady(work, "ours", "residues_per_s", args)
     return {"residues/s": rate, "padding": 0.0}
 
 
-def replaced(args, work, name):
-    options = options_of(args, work, name)
+def replaced(args, work):
+    options = options_of(args, work, "replaced")
     # its batch is in rows of 512 tokens, each for 512 / mean length sequences
     rows = max(1, round(args.batch * args.mean_tokens / LENGTH))
     options += [f"--datafile={work}/data-replaced", f"--batch_size={rows}", "--log_freq=1"]
     options.append("--snapshot_sampling=False")
-    folder = work / "worktree"
-    torchrun(args, ["run_train_uniref50_ddp.py", *options], work / f"{name}.log", folder)
-    rate, rows = steady(work, name, "tokens/s", args)
+    run(args, work, "replaced", ["run_train_uniref50_ddp.py", *options], work / "worktree")
+    rate, rows = steady(work, "replaced", "tokens/s", args)
     return {"residues/s": rate, "padding": statistics.mean(row["padding"] for row in rows)}
-
-
-@contextlib.contextmanager
-def worktree(folder):
-    """The commit of the program replaced, checked out in `folder`."""
-    git = ["git", "-C", ROOT, "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", folder, REPLACED], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*git, "remove", "--force", folder], check=True)
 
 
 # ---- The table -----------------------------------------------------------------------------------
 
 SIDES = {
     "run_train_uniref50_ddp.py": ours,
-    f"the program replaced ({REPLACED})": replaced,
+    sides.REPLACED: replaced,
     "port of the original": original,
 }
-
-
-def spread(values, digits=0):
-    middle = statistics.median(values)
-    return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
 def prepare(args, work):
@@ -417,7 +381,7 @@ def prepare(args, work):
     records = [f">s{number}\n{sequence}\n" for number, sequence in enumerate(sequences)]
     fasta.write_text("".join(records))
     tool = [sys.executable, "tools/prepare_uniref50.py", fasta, work / "data"]
-    subprocess.run(tool, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(tool, cwd=sides.ROOT, check=True, stdout=subprocess.DEVNULL)
     words = ["run_train_uniref50_ddp.py", "--prepare", fasta, work / "data-replaced"]
     old = [sys.executable, *words]
     subprocess.run(old, cwd=work / "worktree", check=True, stdout=subprocess.DEVNULL)
@@ -428,64 +392,55 @@ def compare(args, work):
     """All sides in alternation; prints the table. Returns the rounds."""
     lengths = prepare(args, work)
     args.mean_tokens = np.minimum(np.array(lengths) + 2, LENGTH).mean()
-    rounds = {side: [] for side in SIDES}
-    for number in range(args.rounds):
-        for side, run in SIDES.items():
-            rounds[side].append(run(args, work, f"{run.__name__}{number}"))
+    found = sides.in_rounds(SIDES, args.rounds, lambda side: SIDES[side](args, work), warm_up=False)
     print(
         f"{args.config} model, {args.nproc} processes x {args.threads} threads on {args.device}, "
         f"{args.batch} x {args.accum} sequences per process and step, {args.steps} steps, "
         f"{args.rounds} rounds\n{len(lengths):,} sequences, mean length "
         f"{statistics.mean(lengths):.0f}, median {statistics.median(lengths):.0f}\n"
     )
-    print("| side | real residues/s | ours over theirs | padding |\n|---|---|---|---|")
-    mine = [found["residues/s"] for found in rounds["run_train_uniref50_ddp.py"]]
+    sides.print_head("side", "real residues/s", "ours over theirs", "padding")
+    speeds = {}
+    for side, runs in found.items():
+        speeds[side] = [run["residues/s"] for run in runs]
+    mine = speeds["run_train_uniref50_ddp.py"]
+    name = f"{args.config} model, lengths of {Path(args.lengths).name}"
     records = []
-    for side, found in rounds.items():
-        theirs = [one["residues/s"] for one in found]
-        ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-        padding = statistics.mean(one["padding"] for one in found)
-        print(f"| {side} | {spread(theirs)} | {spread(ratios, 2)} | {padding:.1%} |")
-        if side == "run_train_uniref50_ddp.py":
-            continue
-        for a, b, ratio in zip(mine, theirs, ratios, strict=True):
-            work_name = f"{args.config} model, lengths of {Path(args.lengths).name}"
-            record = {"work": work_name, "with": side, "unit": "real residues/s"}
-            records.append({**record, "ours": a, "other": b, "ratio": ratio})
+    for side, theirs in speeds.items():
+        rounds = sides.compare(name, side, "real residues/s", mine, theirs)
+        padding = statistics.mean(run["padding"] for run in found[side])
+        cells = [sides.spread(theirs, 0), sides.spread(sides.ratios(rounds), 2)]
+        sides.print_row(side, *cells, f"{padding:.1%}")
+        if side != "run_train_uniref50_ddp.py":
+            records += rounds
     return records
 
 
 def main():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = sides.make_parser(__doc__)
     add = parser.add_argument
+    add("--rounds", type=int, default=3, help="turns of each side")
     add("--nproc", type=int, default=2, help="processes of all sides")
     add("--threads", type=int, default=1, help="CPU threads per process")
-    add("--rounds", type=int, default=3, help="alternating runs of all sides")
     add("--steps", type=int, default=4, help="optimizer steps that are timed per run")
     add("--warm", type=int, default=1, help="steps before them")
     add("--batch", type=int, default=16, help="sequences per process and micro-batch")
     add("--accum", type=int, default=4, help="micro-batches per optimizer step")
-    add(
-        "--config", default="small", choices=CONFIGS, help="small: 128 x 4 blocks; default: 768 x 8"
-    )
+    text = "small: 128 x 4 blocks; default: 768 x 8"
+    add("--config", default="small", choices=CONFIGS, help=text)
     add("--lengths", default="uniref50", help="uniref50, or a FASTA file")
     add("--sequences", type=int, default=20_000, help="how many are drawn")
     add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--json", type=Path, metavar="FILE", help="also write the rounds there")
     add("--role", default="compare", choices=("compare", "port"), help=argparse.SUPPRESS)
     add("--work", type=Path, help=argparse.SUPPRESS)
     add("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role == "port":
-        return port(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with contextlib.ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(worktree(work / "worktree"))
-        found = compare(args, work)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        port(args)
+        return
+    with sides.workplace() as work:
+        records = compare(args, work)
+    sides.write_json(args.json, records)
 
 
 if __name__ == "__main__":

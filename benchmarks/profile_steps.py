@@ -1,30 +1,23 @@
-"""Where the time of a training step goes, for each script: a real run with the real arguments of its quickstart.
+"""Where the time of a training step goes, for each script.
 
-    python benchmarks/profile_steps.py [--scripts NAME ...] [--steps 10] [--warm 3]
-    python benchmarks/profile_steps.py --scripts run_dpo_ddp --operators      # every operator of a script
+    python benchmarks/profile_steps.py
+    python benchmarks/profile_steps.py --scripts run_dpo_ddp --steps 5
 
-One process, one thread, fp32, on a CPU. A run starts as a user starts it; from the step after the first --warm on,
-torch.profiler records --steps steps, then the run is told to stop as by SIGTERM. Another run without the profiler takes
-the same steps: what the profiler costs is the difference between both columns of steps/s. Phase 1 and 2 of train_ddp.py
-and stages 1 and 2 of run_train_rebm_ddp.py are runs of their own (stage 2 starts from what stage 1 has left). Two
-tables: shares of the time, and the most expensive operators. Where a run fails the exit status is 1.
+One process, one thread, fp32, on a CPU; main() with the configuration of the script's quickstart.
+After --warm steps the time of --steps steps is measured without torch.profiler, then that of as
+many more with it: what the profiler costs is the difference of both columns of steps/s. Where a run
+fails, the others go on, and the exit status is 1.
 
-Shares are of the wall time of the recorded steps and add up to 100 %. data: all that happens until the next batch is
-there, whatever it is (RunLog.waiting, or the DataLoader). optimizer: all of the gradient clipping, the agreement on
-the step, the fused update (StepGuard) and the averaged weights. The rest of the step is divided by operators, by the
-time that each spends itself. bookkeeping: views, allocation, random numbers, autograd's own work. python: what is
-outside operators.
-The profiler adds a little to each operator, so that bookkeeping and python are rather less than shown. Evaluations and
-checkpoints that fall between the steps are left out, with their time.
+Shares are of the time of the profiled steps and add up to 100 %:
+
+data         until the next batch is there
+optimizer    clipping, the fused update, the agreement on the step (StepGuard)
+operators    all else that PyTorch computes, forward and backward, by kind, each with the time that
+             it spends itself. overhead: views, memory, random numbers, the bookkeeping of autograd
+python       the rest
 """
 
-from __future__ import annotations
-
-import argparse
-import collections
-import functools
 import importlib
-import json
 import os
 import re
 import signal
@@ -34,263 +27,231 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-COMMON = "--device=cpu --precision=fp32 --wandb_mode=disabled --log_every=5 --save_every=1000000"
-RUNS = {  # name: script, its arguments beside COMMON
-    "train_ddp, phase 1": ("train_ddp", """--config=configs/train_ddp_quickstart.yaml --global_batch_size=64
-        --phase1_epochs=99 --max_samples_phase1=4000 --max_samples_phase2=4000 --save_to_artifacts=False
-        --cache_dir={work}/cache --skip_phase2"""),
-    "train_ddp, phase 2": ("train_ddp", """--config=configs/train_ddp_quickstart.yaml --global_batch_size=64
-        --phase2_epochs=99 --max_samples_phase1=4000 --max_samples_phase2=4000 --save_to_artifacts=False
-        --cache_dir={work}/cache --skip_phase1"""),
-    "run_train_uniref50_ddp": ("run_train_uniref50_ddp", """--config=configs/config_uniref50_quickstart.yaml
-        --eval_freq=1000000 --n_iters=100000 --epochs=100000"""),
-    "run_dpo_ddp": ("run_dpo_ddp", """--config=configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0
-        --num_epochs=9999 --num_orders=1"""),
-    "run_train_quantumgrav_ddp": ("run_train_quantumgrav_ddp", """--config configs/config_quantumgrav_quickstart.yaml
-        --data={work}/sets --num_epochs=9999"""),
-    "run_train_rebm_ddp, stage 1": ("run_train_rebm_ddp", """--config configs/config_rebm_quickstart.yaml
-        --data={work}/digits --stage=at --at_epochs=9999"""),
-    "run_train_rebm_ddp, stage 2": ("run_train_rebm_ddp", """--config configs/config_rebm_quickstart.yaml
-        --data={work}/digits --stage=dat --total_epochs=9999 --attack.start_step=10
-        --model.ckpt_path={work}/stage_1-1/latest.pt"""),
-}  # fmt: skip
-REGIONS = {"data": ("waiting",), "optimizer": ("step", "update_ema"), "pause": (
-    "evaluate", "measure", "checkpoint", "validate", "finish_epoch", "end_epoch", "measure_stage", "save_official",
-    "save_weights")}  # fmt: skip
-PLAIN = "\n# " + 98 * "=" + "\n"  # in the scripts whose train() is one loop over a DataLoader
+import sides
+import torch
+
+COMMON = "--device=cpu --precision=fp32 --log_every=5 --save_every=1000000"
+TEXTS = """--config=configs/train_ddp_quickstart.yaml --global_batch_size=64
+    --max_samples_phase1=4000 --max_samples_phase2=4000 --cache_dir={work}/cache"""
+DIGITS = "--config=configs/config_rebm_quickstart.yaml --data={work}/digits"
+RUNS = {  # the script and what it does: its options beside COMMON
+    "train_ddp, phase 1": f"{TEXTS} --skip_phase2",
+    "train_ddp, phase 2": f"{TEXTS} --skip_phase1",
+    "run_train_uniref50_ddp": """--config=configs/config_uniref50_quickstart.yaml
+        --cache_dir={work}/cache""",
+    "run_dpo_ddp": "--config=configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0 --num_orders=1",
+    "run_train_quantumgrav_ddp": """--config=configs/config_quantumgrav_quickstart.yaml
+        --data={work}/sets""",
+    "run_train_rebm_ddp, stage 1": f"{DIGITS} --stage=at",
+    "run_train_rebm_ddp, stage 2": f"""{DIGITS} --stage=dat --attack.start_step=10
+        --ckpt_path={{work}}/stage_1/latest.pt""",  # of the run before
+}
 TOOLS = {  # what must be run before a script
     "run_train_quantumgrav_ddp": "make_causal_sets.py --samples=3000 --out={work}/sets",
-    "run_train_rebm_ddp": "prepare_images.py digits --out={work}/digits"}  # fmt: skip
-OPERATORS = {  # category: what its operators are called, after aten::
-    "matrix products": r"(add)?mm|(badd)?bmm|add(bmm|mv|r)|mv|dot|linear|matmul|einsum|ger|outer|_addmm_activation",
-    "attention": r".*(scaled_dot_product|_attention).*",
-    "convolutions": r".*conv.*",
-    "normalisation": r".*(layer|batch|group|instance)_norm.*",
-    "softmax, cross entropy": r".*(softmax|cross_entropy|nll_loss|logsumexp).*",
-    "copies, indexing, sparse": r""".*(copy|clone|contiguous|index|gather|scatter|embedding|sparse|coalesce|csr).*|to
-        |.*(sort|fill|_backward|pad|repeat|unique|searchsorted|nonzero|roll|flip).*|zero_|cat|stack|topk|take.*|tril
-        |triu|(new_)?(zeros|ones|full)(_like)?|arange|linspace|bincount|cumsum|tensor|scalar_tensor""",
-    "bookkeeping": r""".*(view|as_strided|size|stride|empty|detach|resize|set_|unbind|rand|bernoulli|uniform|normal_).*
-        |.*(item|_local_scalar|lift|alias|result_type|resolve_|broadcast_|unsafe_|is_).*|t|transpose|permute|reshape
-        |flatten|unflatten|expand(_as)?|(un)?squeeze_?|select|slice|narrow|split(_with_sizes)?|chunk|numpy_T|unfold
-        |diagonal|swapaxes|movedim|adjoint|mT|real|imag""",
-    "element-wise, sums": ".*",
-}  # fmt: skip
-OPERATORS = {name: re.compile(pattern, re.VERBOSE) for name, pattern in OPERATORS.items()}
-SHARES = [*list(OPERATORS)[:6], "element-wise, sums", "optimizer", "data", "bookkeeping", "python"]
+    "run_train_rebm_ddp": "prepare_images.py digits --out={work}/digits",
+}
+KINDS = {  # of operators: a part of their names; the first that fits
+    "attention": "attention",
+    "convolutions": "conv",
+    "overhead": r"view|stride|empty|detach|resize|::select$|::slice$|squeeze|transpose|permute"
+    r"|reshape|expand|narrow|split|chunk|unbind|alias|lift_fresh|result_type|::t$|item"
+    r"|_local_scalar|rand|bernoulli|uniform_|::normal_",
+    "matrix products": r"mm|mv|::dot|linear|matmul|einsum",
+    "normalisation": r"(layer|batch|group)_norm",
+    "copies, indexing": r"copy|clone|contiguous|_to$|::to$|index|gather|scatter|embedding|select_b"
+    r"|slice_b|sort|fill|zero|ones|full|cat|stack|pad|repeat|searchsorted|nonzero|roll|flip|arange",
+    "element-wise, sums": "",
+}
+COLUMNS = ["data", *KINDS, "optimizer", "python"]
 
 
-# ---- One run, in a process of its own ----
-def category(event) -> str:
-    """Of an operator that is in none of REGIONS."""
+# ---- One run, in a process of its own ------------------------------------------------------------
+
+
+def mark(owner, name, region):
+    """Let the profiler see when a function runs."""
+    plain = getattr(owner, name)
+
+    def marked(*args):
+        with torch.profiler.record_function(f"region: {region}"):
+            return plain(*args)
+
+    setattr(owner, name, marked)
+
+
+class Recorder:
+    """Counts the steps of a script; sends what it found, and has the script stop."""
+
+    def __init__(self, pipe, script, warm, steps):
+        self.pipe = pipe
+        self.script = script
+        self.warm = warm
+        self.steps = steps
+        self.done = 0
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.attacks = {}
+        mark(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data")
+        mark(script.StepGuard, "update", "optimizer")
+        mark(script.StepGuard, "agree", "optimizer")
+        if hasattr(script, "Attack"):
+            self.time_attacks()
+        sides.watch_steps(script, self.step_done)
+
+    def time_attacks(self):
+        plain = self.script.Attack.__call__
+
+        def timed(attack, *args):
+            begin = time.perf_counter()
+            result = plain(attack, *args)
+            on_class = attack.gain is self.script.cross_entropy
+            kind = "attack on images to classify" if on_class else "attack on OOD images"
+            taken = time.perf_counter() - begin
+            self.attacks[kind] = self.attacks.get(kind, 0.0) + taken
+            return result
+
+        self.script.Attack.__call__ = timed
+
+    def step_done(self):
+        self.done += 1
+        now = time.perf_counter()
+        if self.done == self.warm:
+            self.attacks.clear()
+            self.begin = now
+        elif self.done == self.warm + self.steps:
+            self.seconds = now - self.begin
+            self.parts = {kind: taken / self.seconds for kind, taken in self.attacks.items()}
+            self.profiler.start()
+            self.begin = time.perf_counter()
+        elif self.done == self.warm + 2 * self.steps:
+            profiled = now - self.begin
+            self.profiler.stop()
+            found = {"seconds": self.seconds, "profiled": profiled, "parts": self.parts}
+            self.pipe.send({**found, "operators": add_up(self.profiler.events())})
+            self.script.stop_signal = signal.SIGTERM  # the run saves its weights and ends
+
+
+def add_up(events):
+    """[[kind, name, calls, seconds], ...] of all operators."""
+    sums = {}
+    for event in events:
+        name = event.name
+        if name.startswith("region: "):
+            name = "python"
+        row = sums.setdefault((kind_of(event), name), [0, 0.0])
+        row[0] += 1
+        row[1] += 1e-6 * event.self_cpu_time_total
+    return [[*key, *row] for key, row in sums.items()]
+
+
+def kind_of(event):
+    """data or optimizer for what happens there, whatever it is; else one of KINDS."""
     above = event
     while above is not None:
-        if re.search("sparse|^SparseProduct", above.name):  # the latter is a Function of run_train_quantumgrav_ddp.py
-            return "copies, indexing, sparse"  # and all below it: a product with a sparse matrix is an aten::addmm, too
+        if above.name.startswith("region: "):
+            return above.name.removeprefix("region: ")
         above = above.cpu_parent
-    if not event.name.startswith("aten::"):
-        return "bookkeeping"  # autograd's nodes: what they do is done by operators below them
-    name = event.name.removeprefix("aten::")
-    if name.endswith("_backward") and not re.search("select|slice|index|embedding|scatter|gather|unfold|pad", name):
-        name = name.removesuffix("_backward").removesuffix("_data").removesuffix("_backward")
-    return next(kind for kind, pattern in OPERATORS.items() if pattern.fullmatch(name))
+    if "::" in event.name and not event.name.startswith("autograd::"):
+        for kind, pattern in KINDS.items():
+            if re.search(pattern, event.name):
+                return kind
+    return "overhead"  # nodes of autograd: what they compute is in operators below them
 
 
-def region(event) -> str:
-    """The outermost of REGIONS that an event is in (or is), or ''."""
-    found = ""
-    while event is not None:
-        if event.name.startswith("region: "):
-            found = event.name.removeprefix("region: ")
-        event = event.cpu_parent
+def run(pipe, script, options, warm, steps):
+    sys.path.insert(0, str(sides.ROOT))
+    sys.argv = [f"{script}.py", *options]
+    module = importlib.import_module(script)
+    Recorder(pipe, module, warm, steps)
+    module.launch(module.parse_args, module.main)
+
+
+# ---- All runs and the tables ---------------------------------------------------------------------
+
+
+def profile(name, work, args):
+    script, _, place = name.partition(", ")
+    place = place.replace(" ", "_") or "run"
+    options = f"{RUNS[name]} {COMMON} --output_dir={{work}}/{place}".format(work=work).split()
+    with sides.Sides(work) as processes:
+        processes.start(place, run, script, options, args.warm, args.steps)
+        found = processes.hear(place)
+        processes.wait(place)  # until its weights are there
     return found
 
 
-def record(script: str, argv: list[str], warm: int, steps: int, profiled: bool) -> dict:
-    """Runs `script`. {seconds: wall time of the steps, operators: {name: [category, calls, seconds]}}."""
-    import torch
-
-    sys.path.insert(0, str(ROOT))
-    sys.argv = [f"{script}.py", *argv]
-    module = importlib.import_module(script)
-    plain_form = PLAIN in Path(module.__file__).read_text()
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    seen = {"entries": 0, "begin": 0.0, "seconds": 0.0, "depth": 0, "attack": 0.0}
-
-    def timed(owner, name: str, kind: str) -> None:
-        plain = getattr(owner, name)
-
-        @functools.wraps(plain)
-        def wrapper(*args, **options):
-            if kind == "data":
-                boundary()
-            seen["depth"] += kind == "pause"
-            begin = time.perf_counter()
-            with torch.profiler.record_function(f"region: {kind}"):
-                result = plain(*args, **options)
-            seen["depth"] -= kind == "pause"
-            if kind == "pause" and not seen["depth"]:
-                seen["begin"] += time.perf_counter() - begin  # as if it had taken no time
-            return result
-
-        setattr(owner, name, wrapper)
-
-    def boundary() -> None:
-        """A step ends, the next one begins."""
-        seen["entries"] += 1
-        if seen["entries"] == warm + 1:
-            if profiled:
-                profiler.start()
-            seen["begin"] = time.perf_counter()
-        elif seen["entries"] == warm + steps + 1:
-            seen["seconds"] = time.perf_counter() - seen["begin"]
-            if profiled:
-                profiler.stop()
-            if plain_form:
-                module.stop_signal = signal.SIGTERM  # the run stops after this step or the next
-            else:
-                module.StepGuard.signal = signal.SIGTERM
-
-    if hasattr(module, "Attack"):  # the clock of the attacks of a step
-        attack = module.Attack.__call__
-
-        def attacked(*args):
-            begin = time.perf_counter()
-            try:
-                return attack(*args)
-            finally:
-                if seen["begin"] and not seen["seconds"]:  # of the recorded steps
-                    seen["attack"] += time.perf_counter() - begin
-
-        module.Attack.__call__ = attacked
-    if plain_form:
-        timed(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data")
-        timed(module.StepGuard, "update", "optimizer")
-        timed(module.StepGuard, "agree", "optimizer")
-        timed(module, "on_rank0", "pause")  # a checkpoint
-    else:
-        timed(module.RunLog, "waiting", "data")
-        timed(module.StepGuard, "step", "optimizer")
-    for kind in ("optimizer", "pause"):
-        for name in REGIONS[kind]:
-            if hasattr(module, name):
-                timed(module, name, kind)
-    if plain_form:
-        status = module.main(module.parse_args())  # not launch(), which ends the process
-        module.cleanup()
-    else:
-        status = module.launch(module.main, module.parse_args(argv))
-    if status != 128 + signal.SIGTERM or not seen["seconds"]:
-        sys.exit(f"{script}: exit status {status} before {warm + steps} steps were done")
-    found: dict[tuple, list] = collections.defaultdict(lambda: [0, 0.0])
-    events = profiler.events() if profiled else []
-    here = next((e.thread for e in events if e.name == "region: data"), None)
-    for event in events:
-        inside = region(event) if event.thread == here else "other thread"
-        if inside in ("pause", "other thread"):
-            continue
-        name = event.name if not event.name.startswith("region: ") else f"(python in {inside})"
-        row = found[inside or category(event), name]
-        row[0], row[1] = row[0] + 1, row[1] + event.self_cpu_time_total * 1e-6
-    return {"seconds": seen["seconds"], "attack": seen["attack"], "operators": [[*key, *row] for key, row in found.items()]}
-
-
-# ---- All runs and the tables ----
-def start(args: argparse.Namespace, name: str, work: Path, profiled: bool) -> dict:
-    script, argv = RUNS[name]
-    result, log = work / "result.json", work / "log.txt"
-    place = name.rpartition(", ")[2].replace(" ", "_")
-    argv = [*argv.format(work=work).split(), *COMMON.split()]
-    if PLAIN not in (ROOT / f"{script}.py").read_text() or script == "run_train_uniref50_ddp":
-        argv.append(f"--cache_dir={work}/cache")
-    if script in TOOLS:
-        tool, *options = TOOLS[script].format(work=work).split()
-        if not Path(options[-1].removeprefix("--out=")).exists():
-            subprocess.run([sys.executable, ROOT / "tools" / tool, *options], check=True, stdout=subprocess.DEVNULL)
-    argv.append(f"--output_dir={work}/{place}-{int(profiled)}")
-    command = [sys.executable, __file__, "--role=run", f"--name={name}", f"--result={result}", f"--warm={args.warm}"]
-    command += [f"--steps={args.steps}", f"--profiled={int(profiled)}", "--", *argv]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    with open(log, "w") as file:
-        job = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
-        try:
-            status = job.wait()
-        finally:  # where this program is ended, its process ends too
-            job.terminate()
-            job.wait()
-    if status:
-        raise RuntimeError(f"{name}: exit status {status}\n" + "\n".join(log.read_text().splitlines()[-15:]))
-    return json.loads(result.read_text())
-
-
-def shares(found: dict) -> dict[str, float]:
-    """Per cent of the wall time, by category; python is what remains."""
-    sums = dict.fromkeys(SHARES, 0.0)
+def shares(found):
+    """Per cent of the time, by column."""
+    sums = dict.fromkeys(COLUMNS, 0.0)
     for kind, _, _, seconds in found["operators"]:
-        sums[kind] += 100 * seconds / found["seconds"]
+        sums[kind] += 100 * seconds / found["profiled"]
     sums["python"] = 100 - sum(sums.values())
     return sums
 
 
-def operator_rows(found: dict, steps: int, count: int | None) -> list[str]:
-    rows = sorted(found["operators"], key=lambda row: -row[3])[:count]
-    return [f"| {kind} | {name} | {calls / steps:,.1f} | {1e3 * seconds / steps:.3f} "
-            f"| {seconds / found['seconds']:.1%} |" for kind, name, calls, seconds in rows]  # fmt: skip
+def print_operators(name, found, steps):
+    """The five that take most, by step."""
+    rows = sorted(found["operators"], key=lambda row: -row[3])
+    for kind, operator, calls, seconds in rows[:5]:
+        share = f"{seconds / found['profiled']:.1%}"
+        cells = [kind, operator, f"{calls / steps:,.1f}", f"{1000 * seconds / steps:.3f}", share]
+        sides.print_row(name, *cells)
 
 
-def main() -> int:
-    scripts = list(dict.fromkeys(script for script, _ in RUNS.values()))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", default=scripts, choices=scripts, metavar="NAME",
-                        help=f"which ({', '.join(scripts)})")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=10, help="steps that are recorded")
-    parser.add_argument("--warm", type=int, default=3, help="steps before them")
-    parser.add_argument("--operators", action="store_true", help="all operators, instead of five for each script")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the shares there")
-    parser.add_argument("--role", default="all", choices=("all", "run"), help=argparse.SUPPRESS)
-    parser.add_argument("--name", choices=RUNS, help=argparse.SUPPRESS)
-    parser.add_argument("--profiled", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("argv", nargs="*", help=argparse.SUPPRESS)
+def main():
+    scripts = list(dict.fromkeys(name.partition(", ")[0] for name in RUNS))
+    parser = sides.make_parser(__doc__)
+    add = parser.add_argument
+    text = f"which: {', '.join(scripts)}"
+    add("--scripts", nargs="+", default=scripts, choices=scripts, metavar="NAME", help=text)
+    add("--steps", type=int, default=10, help="steps that are measured, and again profiled")
+    add("--warm", type=int, default=3, help="steps before them")
     args = parser.parse_args()
-    if args.role == "run":
-        found = record(RUNS[args.name][0], args.argv, args.warm, args.steps, bool(args.profiled))
-        args.result.write_text(json.dumps(found))
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    names = [name for name, (script, _) in RUNS.items() if script in args.scripts]
-    tables, records, failed = {}, [], 0
-    print(f"1 process x 1 thread, {args.steps} steps after {args.warm}; per cent of the wall time of a step\n")
-    print(f"| run | steps/s | profiled | {' | '.join(SHARES)} |\n|{'---|' * (3 + len(SHARES))}", flush=True)
-    with tempfile.TemporaryDirectory() as work:
-        for name in names:
-            place = Path(work, RUNS[name][0])  # runs of a script share its cache
-            place.mkdir(exist_ok=True)
-            speeds = []
-            try:
-                for profiled in (False, True):
-                    found = start(args, name, place, profiled)
-                    speeds.append(args.steps / found["seconds"])
-            except RuntimeError as error:  # the others go on
-                failed = 1
-                print(f"| {name} | failed {'| ' * (2 + len(SHARES))}", flush=True)
-                print(error, file=sys.stderr)
-                continue
-            parts = shares(found)
-            tables[name] = operator_rows(found, args.steps, None if args.operators else 5)
-            if found["attack"]:
-                share = min(1.0, found["attack"] / found["seconds"])
-                tables[name].append(f"| all | attacks, whatever they are made of | | | {share:.1%} |")
-            records.append({"run": name, "steps_per_s": speeds[0], "profiled": speeds[1], "shares": parts})
-            cells = [f"{speed:.2f}" for speed in speeds] + [f"{part:.1f}" for part in parts.values()]
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print(f"\n| run | counts as | operator | calls per step | ms per step | share |\n|{'---|' * 6}")
-    for name, rows in tables.items():
-        print("\n".join(f"| {name} {row}" for row in rows))
-    if args.json:
-        args.json.write_text(json.dumps(records, indent=1))
-    return failed
+    os.chdir(sides.ROOT)
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    print(f"1 process x 1 thread, {args.steps} steps after {args.warm}; per cent of their time\n")
+    sides.print_head("run", "steps/s", "profiled", *COLUMNS)
+    results = {}
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for script in args.scripts:
+            work = Path(folder, script)
+            work.mkdir()
+            if script in TOOLS:
+                tool, *options = TOOLS[script].format(work=work).split()
+                command = [sys.executable, sides.ROOT / "tools" / tool, *options]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            for name in RUNS:
+                if name.partition(", ")[0] != script:
+                    continue
+                try:
+                    found = profile(name, work, args)
+                except sides.SideEnded as error:  # the others go on
+                    print(error, file=sys.stderr)
+                    sides.print_row(name, "failed", *[""] * (len(COLUMNS) + 1))
+                    failed = True
+                    continue
+                results[name] = found
+                speeds = [args.steps / found[key] for key in ("seconds", "profiled")]
+                cells = [f"{speed:.2f}" for speed in speeds]
+                cells += [f"{share:.1f}" for share in shares(found).values()]
+                sides.print_row(name, *cells)
+    print()
+    for name, found in results.items():
+        if found["parts"]:
+            parts = [f"{part} {share:.1%}" for part, share in found["parts"].items()]
+            rest = 1 - sum(found["parts"].values())
+            print(f"{name}: {', '.join(parts)}, training passes and all else {rest:.1%}")
+    print()
+    sides.print_head("run", "counts as", "operator", "calls per step", "ms per step", "share")
+    for name, found in results.items():
+        print_operators(name, found, args.steps)
+    records = []
+    for name, found in results.items():
+        speed = args.steps / found["seconds"]
+        records.append({"run": name, "steps_per_s": speed, "shares": shares(found)})
+    sides.write_json(args.json, records)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
