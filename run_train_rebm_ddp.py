@@ -381,8 +381,10 @@ def auto_augment(image, policy, chances, signs):
 def shifted(image, pad, draws):
     """(C, H, W), moved by up to `pad` pixels along both axes; black comes in. draws (2,)"""
     across, down = (draws * (2 * pad + 1)).astype(int)
-    wide = np.pad(image, ((0, 0), (pad, pad), (pad, pad)))
-    return wide[:, down : down + image.shape[1], across : across + image.shape[2]]
+    channels, height, width = image.shape
+    wide = np.zeros((channels, height + 2 * pad, width + 2 * pad), image.dtype)
+    wide[:, pad:-pad, pad:-pad] = image
+    return wide[:, down : down + height, across : across + width]
 
 
 def random_crop(image, size, draws):
@@ -789,10 +791,12 @@ def make_network(args, classes, channels, size):
         raise InputError(f"images of {size} x {size}: expected 8 x 8 or more")
     model = kind(classes, *settings)
     model.set_normalisation(channels, size, args.normalize_input)
+    # channels last: convolutions read it faster, except those of small images on a CPU
+    is_faster = size >= 16 or args.compile or torch.accelerator.is_available()
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            if layer.weight.shape[1] > 1:  # of one channel both layouts are the same
+            if is_faster and layer.weight.shape[1] > 1:  # of one channel both layouts are the same
                 layer.to(memory_format=torch.channels_last)
     nn.init.zeros_(model.classifier().bias)
     return model

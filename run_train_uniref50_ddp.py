@@ -416,15 +416,15 @@ class Block(nn.Module):
         """x (T, D); cond (B, C); owner (T,), which row of `cond` is a token's, or None where there
         is one row for all; turns (T, 1, 1, D / heads / 2, 2): -> (T, D)"""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond).chunk(6, dim=1)
-        h = torch.addcmul(spread(shift1, owner), self.norm1(x), spread(1 + scale1, owner))
+        h = add_scaled(spread(shift1, owner), 1 + scale1, owner, self.norm1(x))
         # q and k (T, 2, H, E), v (T, 1, H, E); the gradient of an index would be filled with zeros
         qk, v = self.qkv(h).unflatten(1, (3, self.heads, -1)).split((2, 1), dim=1)
         q, k = rotate(qk, turns).unbind(1)
         h = self.out(attend(q, k, v.squeeze(1), starts, lengths))
-        x = torch.addcmul(x, spread(gate1, owner), self.drop(h))
-        h = torch.addcmul(spread(shift2, owner), self.norm2(x), spread(1 + scale2, owner))
+        x = add_scaled(x, gate1, owner, self.drop(h))
+        h = add_scaled(spread(shift2, owner), 1 + scale2, owner, self.norm2(x))
         h = self.down(F.gelu(self.up(h)))
-        return torch.addcmul(x, spread(gate2, owner), self.drop(h))
+        return add_scaled(x, gate2, owner, self.drop(h))
 
     def drop(self, x):
         if self.training and self.dropout > 0:
@@ -432,9 +432,27 @@ class Block(nn.Module):
         return x
 
 
+class AddScaled(torch.autograd.Function):
+    """x + rows.index_select(0, owner) * y. The gradient of the rows is a product with a matrix of
+    zeros and ones, which is faster than to add up token by token, and gives the same bits each
+    time. (PyTorch's addcmul would do the rest, but its backward pass multiplies all by one.)"""
+
+    @staticmethod
+    def forward(ctx, x, rows, owner, y):
+        scale = rows.index_select(0, owner)
+        ctx.save_for_backward(scale, owner, y)
+        ctx.number = len(rows)
+        return torch.addcmul(x, scale, y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        scale, owner, y = ctx.saved_tensors
+        of_rows = sum_by_owner(gradient * y, owner, ctx.number)
+        return gradient, of_rows, None, gradient * scale
+
+
 class Spread(torch.autograd.Function):
-    """rows.index_select(0, owner). Its gradient is a product with a matrix of zeros and ones, which
-    is faster than to add up token by token, and gives the same bits each time."""
+    """rows.index_select(0, owner); the gradient as above."""
 
     @staticmethod
     def forward(ctx, rows, owner):
@@ -445,9 +463,21 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (owner,) = ctx.saved_tensors
-        numbers = torch.arange(ctx.number, dtype=owner.dtype, device=owner.device)
-        is_owner = (numbers[:, None] == owner).to(gradient.dtype)
-        return is_owner @ gradient, None
+        return sum_by_owner(gradient, owner, ctx.number), None
+
+
+def sum_by_owner(values, owner, number):
+    """values (T, D), owner (T,) -> (number, D)"""
+    numbers = torch.arange(number, dtype=owner.dtype, device=owner.device)
+    is_owner = (numbers[:, None] == owner).to(values.dtype)
+    return is_owner @ values
+
+
+def add_scaled(x, rows, owner, y):
+    """x + y times the row of each token's sequence (T, D)."""
+    if owner is None:
+        return x + rows * y
+    return AddScaled.apply(x, rows, owner, y)
 
 
 def spread(rows, owner):
@@ -561,7 +591,7 @@ class Denoiser(nn.Module):
         if self.timed:
             owner = owner.index_select(0, batch.hidden)
         shift, scale = self.adapt(cond).chunk(2, dim=1)
-        return torch.addcmul(spread(shift, owner), self.norm(x), spread(1 + scale, owner))
+        return add_scaled(spread(shift, owner), 1 + scale, owner, self.norm(x))
 
 
 # --------------------------------------------------------------------------------------------------
