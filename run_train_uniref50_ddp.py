@@ -1015,7 +1015,13 @@ class GlobalBatchSampler(DistributedSampler):
             if self.cost is not None:
                 batch = batch[np.argsort(self.cost[batch], kind="stable")]
             for part in np.array_split(batch, self.accumulation):
-                yield part[self.rank :: self.num_replicas], batch
+                yield part[self.owners(len(part)) == self.rank], batch
+
+    def owners(self, count):
+        """The rank that each of `count` samples is dealt to: there and back, so that no rank gets
+        the costliest of each round."""
+        ranks = np.arange(self.num_replicas)
+        return np.resize(np.concatenate([ranks, ranks[::-1]]), count)
 
 
 def choose_precision(args, device):

@@ -612,8 +612,7 @@ class PairData(TextData):
         self.args = args
         self.corpus = corpus
         self.negatives = negatives
-        self.accumulation = sampler.accumulation
-        self.world_size = sampler.num_replicas
+        self.sampler = sampler
 
     def draw(self, whole):
         """--num_negatives of each pair's negatives (total, K), -1 where there are fewer; as the
@@ -639,11 +638,10 @@ class PairData(TextData):
         pull = np.full(len(rows), 0.5 / (documents >= 0).sum(), np.float32)
         pull[: len(ids)] = 0.5 / len(whole)
 
-        # as GlobalBatchSampler deals the global batch
-        parts = np.array_split(np.arange(len(whole)), self.accumulation)
-        dealt = []
-        for rank in range(self.world_size):
-            dealt.append(np.concatenate([part[rank :: self.world_size] for part in parts]))
+        # as the sampler deals the global batch
+        parts = np.array_split(np.arange(len(whole)), self.sampler.accumulation)
+        owners = np.concatenate([self.sampler.owners(len(part)) for part in parts])
+        dealt = [np.flatnonzero(owners == rank) for rank in range(self.sampler.num_replicas)]
         most = max(map(len, dealt))
         arrival = np.zeros(len(whole), np.int64)
         for rank, places in enumerate(dealt):
@@ -1484,7 +1482,13 @@ class GlobalBatchSampler(DistributedSampler):
             if self.cost is not None:
                 batch = batch[np.argsort(self.cost[batch], kind="stable")]
             for part in np.array_split(batch, self.accumulation):
-                yield part[self.rank :: self.num_replicas], batch
+                yield part[self.owners(len(part)) == self.rank], batch
+
+    def owners(self, count):
+        """The rank that each of `count` samples is dealt to: there and back, so that no rank gets
+        the costliest of each round."""
+        ranks = np.arange(self.num_replicas)
+        return np.resize(np.concatenate([ranks, ranks[::-1]]), count)
 
 
 def choose_precision(args, device):
