@@ -941,7 +941,9 @@ class StepGuard:
         if not optimizer.defaults.get("fused"):
             raise InputError("only an optimizer with fused=True can skip a step without a wait")
         scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
         norm = nn.utils.clip_grad_norm_(parameters, limit)
         # DDP has added up the ranks' gradients: a NaN on one is one on all, and all skip alike.
