@@ -241,6 +241,7 @@ def check_devices(args):
         if free < 2 * args.ranks:
             return WARN, f"{found}; start fewer ranks, or free memory: each wants 2 GB"
         return OK, found
+
     kind = torch.accelerator.current_accelerator().type
     module = torch.get_device_module(kind)
     found = f"{devices} x {module.get_device_name(0)}"
@@ -260,10 +261,12 @@ def check_backend(args):
         kind = torch.accelerator.current_accelerator().type
     wanted = dist.get_default_backend_for_device(kind)
     backend = wanted if args.backend == "auto" else args.backend
+
     built = []
     for name in ("gloo", "nccl", "xccl", "mpi"):
         if dist.is_backend_available(name):
             built.append(name)
+
     found = f"{backend} for {kind} (this torch has {', '.join(built)})"
     if not dist.is_backend_available(backend):
         return FAIL, f"{found}; take --backend {wanted}, or another build of torch"
@@ -279,7 +282,7 @@ def check_threads(args):
     setting = os.environ.get("OMP_NUM_THREADS", "")
     share = max(1, cores // args.ranks)
     threads = int(setting) if setting.isdecimal() else share
-    found = f"{cores} cores, {args.ranks} ranks x {threads} threads"
+    found = f"{cores} cores for {args.ranks} ranks, threads of a rank: {threads}"
     if threads > 1 and threads * args.ranks > cores:
         return WARN, f"{found}; threads wait for cores: export OMP_NUM_THREADS={share}"
     return OK, found
@@ -310,6 +313,7 @@ def check_port(args):
         return FAIL, f"MASTER_ADDR={address} ({error}); export the first machine's address"
     if not master & (own | {"127.0.0.1", "::1"}):
         return OK, f"{port} is on {address}, another machine: not tried"
+
     with socket.socket() as other:
         other.bind(("", 0))
         free = other.getsockname()[1]
@@ -344,6 +348,7 @@ def check_disk(args):
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         return FAIL, f"no 32 MB can be written ({reason}); give another --output_dir"
+
     if not same:
         return FAIL, f"a checkpoint in {place} reads back different; use another disk"
     found = f"{free:.1f} GB free in {place}, a checkpoint is written at {rate:.0f} MB/s"
@@ -1136,20 +1141,22 @@ def flat(tensors):
 
 
 def check_group(args, device):
-    found = f"python {platform.python_version()}, torch {torch.__version__}"
-    versions = sorted(set(gather(found)))
-    hosts = set(gather(socket.gethostname()))
-    text = f"{dist.get_world_size()} ranks on {len(hosts)} machines, {dist.get_backend()}"
-    text += f" on {device.type}, {torch.get_num_threads()} threads each"
-    if len(versions) > 1:
-        return FAIL, f"{text}; install the same on all machines, not {'; '.join(versions)}"
-    return OK, text
+    versions = f"python {platform.python_version()}, torch {torch.__version__}"
+    all_versions = sorted(set(gather(versions)))
+    hosts = sorted(set(gather(socket.gethostname())))
+    found = f"{dist.get_world_size()} ranks on {', '.join(hosts)}; {dist.get_backend()} on"
+    found += f" {device.type}; threads of a rank: {torch.get_num_threads()}"
+    if len(all_versions) > 1:
+        text = f"the machines have {' and '.join(all_versions)}"
+        return FAIL, f"{found}; {text}: install the same on all"
+    return OK, found
 
 
 def check_sums(args, device):
     """All-reduces and broadcasts of known values."""
     n = dist.get_world_size()
     wrong = []
+
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         values = torch.full((1000,), dist.get_rank() + 1, dtype=dtype, device=device)
         sent = values.clone()
@@ -1161,6 +1168,7 @@ def check_sums(args, device):
             wrong.append(f"the sum of 1 to {n} in {dtype} is {values[0].item():g}")
         if (sent != n).any():
             wrong.append(f"a broadcast of {n} in {dtype} is {sent[0].item():g}")
+
     # numbers of which float32 would lose the last digits
     large = torch.tensor([2.0**24, 1.0], device=device) * (dist.get_rank() + 1)
     if sum_over_ranks(large) != [2.0**24 * n * (n + 1) / 2, n * (n + 1) / 2]:
@@ -1194,6 +1202,7 @@ def check_step(args, device):
     (loss * n).backward()  # DDP takes the mean of the ranks, and the sum is meant
     found = flat(p.grad for p in model.parameters())
     error = ((found - expected).norm() / expected.norm()).item()
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     guard = StepGuard(args, device)
     guard.update(optimizer, torch.amp.GradScaler(device.type, enabled=False))
@@ -1214,6 +1223,7 @@ def check_precision(args, device):
     a = torch.randn(256, 256)
     b = torch.randn(256, 256)
     exact = a.double() @ b.double()
+
     limits = {"fp32": 1e-5, "tf32": 3e-3, "bf16": 3e-2, "fp16": 3e-3}
     parts = []
     wrong = []
@@ -1225,6 +1235,7 @@ def check_precision(args, device):
         parts.append(f"{name} {error:.0e}")
         if not error < limit:
             wrong.append(f"{name} must be below {limit:.0e}")
+
     args.precision = "auto"
     auto = str(choose_precision(args, device)).removeprefix("torch.")
     found = f"error of a matrix product: {', '.join(parts)}; --precision auto is {auto}"
@@ -1294,6 +1305,7 @@ def measure(args, device):
         buffer = torch.zeros(size // 4, device=device)
         seconds = time_together(partial(dist.all_reduce, buffer), device)
         measured["all_reduce"].append({"bytes": size, "seconds": seconds})
+
     for name in ("fp32", "bf16"):
         args.precision = name
         dtype = choose_precision(args, device)
@@ -1303,6 +1315,7 @@ def measure(args, device):
             measured["tflop_per_s"][name] = 2 * side**3 / seconds / 1e12
             if seconds > 0.01:  # the next size would take long
                 break
+
     measured["training"] = measure_training(args, device)
     return measured
 
@@ -1336,6 +1349,7 @@ def judge_training(measured):
     size = training["gradient_bytes"]
     speed_up = n * training["alone"] / training["exchanging"]
     step = together + exposed_seconds(measured, size, 2 / 3 * together, n)
+
     times = [f"{1000 * training[name]:.0f} ms" for name in ("alone", "together", "exchanging")]
     found = f"{n} ranks do {speed_up:.2f} times the work of one"
     found += f" (predicted {n * training['alone'] / step:.2f}): a step takes {times[0]} on one"
@@ -1393,6 +1407,7 @@ def show_tables(measured):
         )
     for name, rate in measured["tflop_per_s"].items():
         lines.append(f"  matrix products in {name}: {rate:.2g} TFLOP/s on each rank")
+
     lines += ["", "Predicted speed-up, the batch of each rank fixed"]
     lines.append("  ranks  " + "".join(f"{name:>12}" for name in WORKLOADS))
     for ranks in RANKS:
@@ -1414,6 +1429,7 @@ def run_job(args, role, seconds, on_line):
     command = [sys.executable, os.path.abspath(__file__), f"--nproc_per_node={args.ranks}"]
     for name in ("device", "backend", "quick", "timeout_minutes"):
         command.append(f"--{name}={getattr(args, name)}")
+
     env = dict(os.environ)
     env.pop("MASTER_PORT", None)  # a port that is taken must not hide everything else
     env.pop("MASTER_ADDR", None)
