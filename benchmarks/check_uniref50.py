@@ -158,20 +158,18 @@ def main():
         for name, group in drawn.items():
             statistic, freedom, distance = chi_square(group, source[1])
             possible = [sequence for sequence in group if (sequence >= 0).all()]
-            print(
-                f"{len(group)} {name}: chi-square of transitions {statistic:.0f}, {freedom}",
-                end=" ",
-            )
-            print(f"degrees of freedom; total variation {distance:.4f};", end=" ")
-            print(f"{nats(possible, source)[0]:.4f} nats per residue by the chain")
+            print(f"{len(group)} {name}:")
+            print(f"    chi-square of transitions {statistic:.0f}, degrees of freedom {freedom}")
+            print(f"    total variation {distance:.4f}")
+            print(f"    {nats(possible, source)[0]:.4f} nats per residue by the chain")
 
         draw = random.Random(args.seed)
         shuffled = [np.array(draw.sample(s.tolist(), len(s))) for s in sequences]
         write_fasta(work / "shuffled.fasta", shuffled)
         control = train(args, work, "shuffled")
         gain = f"{control['below_unigram']:.4f} +- {control['below_unigram_se']:.4f}"
-        print(f"shuffled: bound {control['nelbo']:.4f} +- {control['nelbo_se']:.4f}", end=", ")
-        print(f"below the unigram by {gain}")
+        print(f"shuffled: bound {control['nelbo']:.4f} +- {control['nelbo_se']:.4f}")
+        print(f"    below the unigram by {gain}")
 
 
 if __name__ == "__main__":
