@@ -1094,6 +1094,7 @@ RANK_VARIABLES = [
     ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
     ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
     ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
+    ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
 ]
 
 # with which a launcher shows a process some devices only (NVIDIA, AMD, AMD, Intel)
