@@ -114,7 +114,7 @@ def parse_args():
     add("--role", default="", help=argparse.SUPPRESS)  # of a rank that this program has started
     # what the shared lines read beside these
     parser.set_defaults(compile=False, find_unused_parameters=False, deterministic=False)
-    parser.set_defaults(max_grad_norm=1.0, max_bad_steps=10, max_minutes=0.0, seed=42)
+    parser.set_defaults(max_grad_norm=1.0, max_bad_steps=10, max_minutes=0.0)
     args = parser.parse_args(as_options(parser, sys.argv[1:]))
 
     if args.nproc_per_node < 0:
@@ -1264,8 +1264,9 @@ def check_ranks(report, args):
             name = "speed"
             measured = measure(args, device)
             if dist.get_rank() == 0:
-                report.add("speed-up", *judge_training(measured))
                 report.add_measured(measured)
+                if "training" in measured:
+                    report.add("speed-up", *judge_training(measured))
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         hint = "can the ranks reach each other? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewall"
@@ -1302,10 +1303,12 @@ def measure(args, device):
     """Of this machine, with all its ranks at work. (all ranks)"""
     measured = {"ranks": dist.get_world_size(), "backend": dist.get_backend()}
     measured.update(device=device.type, all_reduce=[], tflop_per_s={})
-    for size in MESSAGES:
-        buffer = torch.zeros(size // 4, device=device)
-        seconds = time_together(partial(dist.all_reduce, buffer), device)
-        measured["all_reduce"].append({"bytes": size, "seconds": seconds})
+    if dist.get_world_size() > 1:  # one rank exchanges nothing
+        for size in MESSAGES:
+            buffer = torch.zeros(size // 4, device=device)
+            seconds = time_together(partial(dist.all_reduce, buffer), device)
+            measured["all_reduce"].append({"bytes": size, "seconds": seconds})
+        measured["training"] = measure_training(args, device)
 
     for name in ("fp32", "bf16"):
         args.precision = name
@@ -1316,8 +1319,6 @@ def measure(args, device):
             measured["tflop_per_s"][name] = 2 * side**3 / seconds / 1e12
             if seconds > 0.01:  # the next size would take long
                 break
-
-    measured["training"] = measure_training(args, device)
     return measured
 
 
@@ -1409,6 +1410,9 @@ def show_tables(measured):
     for name, rate in measured["tflop_per_s"].items():
         lines.append(f"  matrix products in {name}: {rate:.2g} TFLOP/s on each rank")
 
+    if n == 1:
+        lines.append("  One rank exchanges nothing. For predictions: --nproc_per_node 2 or more")
+        return "\n".join(lines)
     lines += ["", "Predicted speed-up, the batch of each rank fixed"]
     lines.append("  ranks  " + "".join(f"{name:>12}" for name in WORKLOADS))
     for ranks in RANKS:

@@ -73,6 +73,16 @@ def test_two_processes(tmp_path):
         assert all(0 < float(speed_up) <= int(row[0]) for speed_up in row[1:])
 
 
+def test_one_process(tmp_path):
+    """As on a machine with one GPU: nothing to exchange, and so nothing to predict."""
+    path = tmp_path / "out.json"
+    status, output, checks = run(f"--json={path}", "--nproc_per_node=1")
+    assert status == 0, output
+    assert list(checks) == [*ENVIRONMENT, *program.FULL_RANK_CHECKS, "end of the ranks"]
+    assert json.loads(path.read_text())["measured"]["all_reduce"] == []
+    assert "--nproc_per_node 2 or more" in output
+
+
 def test_backend_that_is_not_there():
     status, output, checks = run("--backend=nccl")
     assert status == 1
