@@ -44,7 +44,9 @@ from torch import Tensor, nn
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
-BETA, TEMPERATURE, RATE = 0.1, 0.1, 3e-7
+BETA = 0.1
+TEMPERATURE = 0.1
+RATE = 3e-7
 
 
 class Pair(NamedTuple):
@@ -58,7 +60,8 @@ def place(
     a: np.ndarray, b: np.ndarray, c: np.ndarray, bond: float, angle: float, torsion: float
 ) -> np.ndarray:
     """The atom at `bond` from c, with angle b-c-x and torsion a-b-c-x in degrees."""
-    angle, torsion = math.radians(angle), math.radians(torsion)
+    angle = math.radians(angle)
+    torsion = math.radians(torsion)
     x = (c - b) / np.linalg.norm(c - b)
     z = np.cross(b - a, x)
     z /= np.linalg.norm(z)
@@ -70,13 +73,16 @@ def place(
 
 def build_backbone(length: int, draw: np.random.Generator) -> np.ndarray:
     """N, CA, C and O (L, 4, 3): helices of 8 to 14 residues with coils of 3 to 6 between them."""
-    torsions, helix = [], True
+    torsions = []
+    helix = True
     while len(torsions) < length:
         count = int(draw.integers(8, 15) if helix else draw.integers(3, 7))
         centre = np.array([-60.0, -45.0] if helix else [-90.0, 130.0])
         torsions += list(centre + draw.normal(size=(count, 2)) * (3 if helix else 35))
         helix = not helix
-    n, ca = np.zeros(3), np.array([1.46, 0.0, 0.0])
+
+    n = np.zeros(3)
+    ca = np.array([1.46, 0.0, 0.0])
     atoms = [n, ca, place(np.array([0.0, 1.0, 0.0]), n, ca, 1.52, 111.0, -60.0)]
     for (_, psi), (phi, _) in zip(torsions[: length - 1], torsions[1:length], strict=True):
         for bond, angle, torsion in ((1.33, 116.6, psi), (1.46, 121.7, 180.0), (1.52, 111.0, phi)):
@@ -100,30 +106,44 @@ def write_pdb(path: Path, coords: np.ndarray, sequence: str) -> None:
         file.write("END\n")
 
 
+def letters_of(ids: np.ndarray) -> str:
+    return "".join(ALPHABET[i] for i in ids)
+
+
+def ids_of(letters: str) -> Tensor:
+    """A batch of one sequence [1, L]."""
+    return torch.tensor([[ALPHABET.index(a) for a in letters]])
+
+
 def make_pairs(folder: Path, length: int, count: int, seed: int) -> list[Pair]:
     """`count` structures with a pair each: random residues against the same, a tenth replaced."""
-    draw, pairs = np.random.default_rng((seed, length)), []
+    draw = np.random.default_rng((seed, length))
+    pairs = []
     for i in range(count):
         chosen = draw.integers(0, 20, length)
         other = (chosen + draw.integers(1, 20, length)) % 20
         rejected = np.where(draw.random(length) < 0.1, other, chosen)
         rejected[0] = other[0]  # at least one
-        letters = ["".join(ALPHABET[a] for a in s) for s in (chosen, rejected)]
-        pairs.append(Pair(folder / f"chain{length}_{i}.pdb", *letters))
-        write_pdb(pairs[-1].file, build_backbone(length, draw), letters[0])
+        file = folder / f"chain{length}_{i}.pdb"
+        pairs.append(Pair(file, letters_of(chosen), letters_of(rejected)))
+        write_pdb(file, build_backbone(length, draw), letters_of(chosen))
     return pairs
 
 
 # ---- The port: data ----
 def port_parse(path: Path) -> dict:
     """Coordinates of N, CA, C and O as nested lists, and the sequence, of the file's one chain."""
-    atoms, sequence = {}, {}
+    atoms = {}
+    sequence = {}
     for line in path.read_text().splitlines():
         if line[:4] == "ATOM":
-            number, name = int(line[22:26]), line[12:16].strip()
+            number = int(line[22:26])
+            name = line[12:16].strip()
             atoms.setdefault(number, {})[name] = [float(line[k : k + 8]) for k in (30, 38, 46)]
             sequence.setdefault(number, line[17:20])
-    coords = {name: [atoms[n][name] for n in sorted(atoms)] for name in ("N", "CA", "C", "O")}
+    coords = {}
+    for name in ("N", "CA", "C", "O"):
+        coords[name] = [atoms[n][name] for n in sorted(atoms)]
     return {
         "coords": coords,
         "seq": "".join(ALPHABET[NAMES.index(sequence[n])] for n in sorted(sequence)),
@@ -160,7 +180,8 @@ def at_neighbours(nodes: Tensor, index: Tensor) -> Tensor:
 class PortDense(nn.Module):
     def __init__(self):
         super().__init__()
-        self.W_in, self.W_out = nn.Linear(128, 512), nn.Linear(512, 128)
+        self.W_in = nn.Linear(128, 512)
+        self.W_out = nn.Linear(512, 128)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.W_out(F.gelu(self.W_in(h)))
@@ -171,12 +192,12 @@ class PortLayer(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.W1, self.W2, self.W3 = (
-            nn.Linear(128 + width, 128),
-            nn.Linear(128, 128),
-            nn.Linear(128, 128),
-        )
-        self.norm1, self.norm2, self.dense = nn.LayerNorm(128), nn.LayerNorm(128), PortDense()
+        self.W1 = nn.Linear(128 + width, 128)
+        self.W2 = nn.Linear(128, 128)
+        self.W3 = nn.Linear(128, 128)
+        self.norm1 = nn.LayerNorm(128)
+        self.norm2 = nn.LayerNorm(128)
+        self.dense = PortDense()
         self.dropout = nn.Dropout(0.1)
 
     def forward(
@@ -196,7 +217,9 @@ class PortEncoderLayer(PortLayer):
 
     def __init__(self):
         super().__init__(256)
-        self.W11, self.W12, self.W13 = nn.Linear(384, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+        self.W11 = nn.Linear(384, 128)
+        self.W12 = nn.Linear(128, 128)
+        self.W13 = nn.Linear(128, 128)
         self.norm3 = nn.LayerNorm(128)
 
     def encode(
@@ -219,7 +242,8 @@ class PortFeatures(nn.Module):
     def __init__(self):
         super().__init__()
         self.embeddings = nn.ModuleDict({"linear": nn.Linear(66, 16)})
-        self.edge_embedding, self.norm_edges = nn.Linear(416, 128, bias=False), nn.LayerNorm(128)
+        self.edge_embedding = nn.Linear(416, 128, bias=False)
+        self.norm_edges = nn.LayerNorm(128)
 
     def radial(self, distances: Tensor) -> Tensor:
         centres = torch.linspace(2.0, 22.0, 16).view(1, 1, 1, -1)
@@ -255,11 +279,9 @@ class PortMPNN(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.features, self.W_e, self.W_s = (
-            PortFeatures(),
-            nn.Linear(128, 128),
-            nn.Embedding(21, 128),
-        )
+        self.features = PortFeatures()
+        self.W_e = nn.Linear(128, 128)
+        self.W_s = nn.Embedding(21, 128)
         self.encoder_layers = nn.ModuleList(PortEncoderLayer() for _ in range(3))
         self.decoder_layers = nn.ModuleList(PortLayer(384) for _ in range(3))
         self.W_out = nn.Linear(128, 21)
@@ -268,10 +290,12 @@ class PortMPNN(nn.Module):
         """Logits [B, L, 21]."""
         mask = data["mask"]
         edges, index = self.features(data["X"], mask, data["index"], data["chain"])
-        edges, h = self.W_e(edges), torch.zeros(*mask.shape, 128)
+        edges = self.W_e(edges)
+        h = torch.zeros(*mask.shape, 128)
         attend = mask.unsqueeze(-1) * at_neighbours(mask.unsqueeze(-1), index).squeeze(-1)
         for layer in self.encoder_layers:
             h, edges = layer.encode(h, edges, index, mask, attend)
+
         letters = self.W_s(sequence)
         known = torch.cat([edges, at_neighbours(letters, index)], -1)
         unknown = torch.cat([edges, at_neighbours(torch.zeros_like(letters), index)], -1)
@@ -281,8 +305,8 @@ class PortMPNN(nn.Module):
         lower = 1 - torch.triu(torch.ones(length, length))
         before = torch.einsum("ij,biq,bjp->bqp", lower, steps, steps).gather(2, index).unsqueeze(-1)
         valid = mask.view(*mask.shape, 1, 1)
-        seen, unseen = valid * before, valid * (1.0 - before)
-        unknown = unseen * unknown
+        seen = valid * before
+        unknown = valid * (1.0 - before) * unknown
         for layer in self.decoder_layers:
             h = layer(h, seen * torch.cat([known, at_neighbours(h, index)], -1) + unknown, mask)
         return self.W_out(h)
@@ -293,7 +317,8 @@ class Port:
     """Policy, frozen reference, optimizer."""
 
     def __init__(self, weights: dict[str, Tensor]):
-        self.policy, self.reference = PortMPNN(), PortMPNN()
+        self.policy = PortMPNN()
+        self.reference = PortMPNN()
         for model in (self.policy, self.reference):
             model.load_state_dict(weights)
         self.policy.train()
@@ -309,27 +334,18 @@ class Port:
 
     def logits(self, pair: Pair) -> Tensor:
         """Of the chosen sequence (L, 21), dropout off."""
-        data, sequence = (
-            port_tensors(port_parse(pair.file)),
-            torch.tensor([[ALPHABET.index(a) for a in pair.chosen]]),
-        )
+        data = port_tensors(port_parse(pair.file))
+        sequence = ids_of(pair.chosen)
         with torch.no_grad():
             return self.reference(data, sequence, torch.arange(len(pair.chosen))[None])[0]
 
     def step(self, pair: Pair) -> float:
         data = port_tensors(port_parse(pair.file))
-        chosen, rejected = (
-            torch.tensor([[ALPHABET.index(a) for a in s]]) for s in (pair.chosen, pair.rejected)
-        )
+        sequences = [ids_of(pair.chosen), ids_of(pair.rejected)]
         self.optimizer.zero_grad()
-        policy = [
-            self.log_probability(self.policy, data, sequence) for sequence in (chosen, rejected)
-        ]
+        policy = [self.log_probability(self.policy, data, ids) for ids in sequences]
         with torch.no_grad():
-            reference = [
-                self.log_probability(self.reference, data, sequence)
-                for sequence in (chosen, rejected)
-            ]
+            reference = [self.log_probability(self.reference, data, ids) for ids in sequences]
         margin = BETA * ((policy[0] - reference[0]) - (policy[1] - reference[1]))
         loss = -F.logsigmoid(margin).mean()
         loss.backward()
