@@ -26,7 +26,6 @@ import ctypes
 import difflib
 import fcntl
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -79,9 +78,7 @@ class Workload(NamedTuple):
     parameters: float  # that are trained
     tflop: float  # of a micro-batch, forward and backward
     micro_batches: int  # in a step, on each rank
-    launch_ms: (
-        float  # time of a micro-batch on an accelerator that launches of kernels take at least
-    )
+    launch_ms: float  # an accelerator needs this long just to launch a micro-batch's kernels
 
 
 WORKLOADS = {
@@ -369,19 +366,6 @@ def check_shared_memory(args):
     return OK, found
 
 
-def check_wandb(args):
-    if importlib.util.find_spec("wandb") is None:
-        return WARN, "not installed: --wandb_mode stays disabled, metrics.jsonl has all figures"
-    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    has_key = "WANDB_API_KEY" in os.environ
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        has_key = has_key or "wandb" in file.read_text()
-    version = importlib.metadata.version("wandb")
-    if has_key:
-        return OK, f"{version}, an API key: scripts use it with --wandb_mode online"
-    return OK, f"{version}, no API key: wandb login first, or --wandb_mode offline"
-
-
 ENVIRONMENT = {
     "versions": check_versions,
     "devices": check_devices,
@@ -391,7 +375,6 @@ ENVIRONMENT = {
     "port": check_port,
     "disk": check_disk,
     "shared memory": check_shared_memory,
-    "wandb": check_wandb,
 }
 
 

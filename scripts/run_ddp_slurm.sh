@@ -10,9 +10,9 @@
 # memory there. PYTHON names the interpreter (default: python of the submitting environment).
 #
 # srun starts one process per GPU, without torchrun: SLURM's signals then reach the training
-# processes themselves. 300 s before the time limit they get SIGUSR1, write a checkpoint, log
-# "stopped by SIGUSR1", and exit with 0; this file then
-# requeues the job, and the same command resumes from the checkpoint. A failed job is not requeued.
+# processes themselves. 300 s before the time limit they get SIGUSR1, write a checkpoint, and exit
+# with 0. This file then requeues the job, and the same command goes on from the checkpoint. A
+# failed job is not requeued.
 #
 #SBATCH --job-name=ddp
 #SBATCH --nodes=2
@@ -49,20 +49,6 @@ fi
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # only for torchrun, should you start one here instead
-
-# If a process still hangs 60 s before the time limit, srun is ended and the job fails by itself.
-# Older SLURM does not set SLURM_JOB_END_TIME; a job without a time limit has none.
-limit=0 # none
-end=${SLURM_JOB_END_TIME:-}
-if [[ -z $end ]]; then
-    end=$(squeue -h -j "$SLURM_JOB_ID" -o %e || true)
-    end=$(date +%s -d "${end:-NONE}" 2>/dev/null || true)
-fi
-if [[ -n $end ]]; then
-    limit=$((end - $(date +%s) - 60))
-    ((limit > 0)) || die "the time limit leaves less than 60 s"
-fi
 
 # A requeued job goes on; --fresh was meant for its first start.
 if ((${SLURM_RESTART_COUNT:-0} > 0)); then
@@ -75,7 +61,7 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 echo "$SLURM_NTASKS processes on ${hosts//$'\n'/ }; MASTER_PORT=$MASTER_PORT on $MASTER_ADDR"
 status=0
-timeout -k 30 "$limit" srun --mpi=none --kill-on-bad-exit=1 \
+srun --mpi=none --kill-on-bad-exit=1 \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
     "${PYTHON:-python}" "$script" "$@" 2>&1 | tee "$log" || status=$?
 
