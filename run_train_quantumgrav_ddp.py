@@ -467,14 +467,15 @@ def share_of_loss(logits, batch):
 
 # ==================================================================================================
 # Distributed training. These lines are the same in every script: read them once.
-# "(all ranks)" marks what every rank must call, in the same order; "(rank 0)" what it alone calls.
+# "(all ranks)": every rank must call this, in the same order. "(rank 0)": only rank 0 calls it.
 
 START = time.monotonic()
 PARENT = os.getppid()
 SCRIPT = Path(sys.argv[0]).name
 FORMAT = 2  # of checkpoints
 
-# Where launchers say who a process is: its rank, the number of ranks, its rank on this machine.
+# In these variables launchers tell a process its rank, the number of ranks, and its rank on this
+# machine.
 RANK_VARIABLES = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
     ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
@@ -485,10 +486,6 @@ RANK_VARIABLES = [
     ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
 ]
 
-# with which a launcher shows a process some devices only (NVIDIA, AMD, AMD, Intel)
-DEVICE_MASKS = """CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
-    ZE_AFFINITY_MASK""".split()
-
 stop_signal = 0  # the last signal that this process got
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -496,13 +493,9 @@ folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as
 class RunError(Exception):
     """The run cannot go on: one line that says why, no traceback, exit status 1."""
 
-    status = 1
-
 
 class InputError(RunError):
-    """What the user gave cannot work: the same, with exit status 2."""
-
-    status = 2
+    """What the user gave cannot work: also one line, exit status 2."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -556,32 +549,33 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
     add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
     add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
-    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end it")
+    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end a run")
     kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
     add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
     add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
     add("--compile", **FLAG, default=False, help="torch.compile the model for training")
-    text = "needed where a step leaves out some parameters; slower"
+    text = "for a step that uses only some of the parameters; slower"
     add("--find_unused_parameters", **FLAG, default=False, help=text)
     add("--save_every", type=count, default=500, help="steps between checkpoints")
     add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
     add("--log_every", type=count, default=10, help="steps between log lines")
     add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
-    add("--nproc_per_node", type=count, default=1, help="processes, where no launcher starts them")
+    add("--nproc_per_node", type=count, default=1, help="processes to start, if no launcher did")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--backend", default="auto", help="nccl, gloo or xccl; auto: what the device wants")
+    add("--backend", default="auto", help="nccl, gloo, xccl; auto: by the device")
     text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
     add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
     add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
 
 
 def parse_with_config(parser):
-    """The command line over the file of --config over the defaults."""
-    line = sys.argv[1:]
-    if line and "=" not in line[0] and line[0].endswith((".yaml", ".yml", ".json")):
-        line = [f"--config={line[0]}", *line[1:]]
-    line = as_options(parser, line)
-    args = parser.parse_args(line)
+    """Options of the command line; else of the --config file; else the defaults."""
+    words = sys.argv[1:]
+    # the file may come first, without --config
+    if words and "=" not in words[0] and words[0].endswith((".yaml", ".yml", ".json")):
+        words = [f"--config={words[0]}", *words[1:]]
+    words = as_options(parser, words)
+    args = parser.parse_args(words)
     if args.config:
         parser.source = args.config
         try:
@@ -592,7 +586,12 @@ def parse_with_config(parser):
             parser.error("must be made of lines such as lr: 0.001")
         args = parser.parse_args(as_options(parser, config_words(content)))
         parser.source = "command line"
-        args = parser.parse_args(line, args)  # on top of what the file said
+        args = parser.parse_args(words, args)  # on top of what the file said
+    for name in ("global_batch_size", "num_workers", "max_grad_norm", "max_minutes"):
+        if not getattr(args, name) >= 0:
+            parser.error(f"--{name} {getattr(args, name)}: must not be below 0")
+    if not args.timeout_minutes > 0:
+        parser.error(f"--timeout_minutes {args.timeout_minutes}: must be above 0")
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
     return args
@@ -612,10 +611,9 @@ def config_words(content, prefix="--"):
 
 
 def as_options(parser, words):
-    """Words as options that the parser knows: key=value becomes --key=value, and --section.key one
-    of two things. If there is an option --section_key, it is that; else the section only groups
-    options for the eye, and it is --key."""
-    known = [*vars(parser.parse_args([])), "help"]
+    """key=value becomes --key=value. --section.key becomes --section_key if that is an option, else
+    --key: then the section only groups options."""
+    known = [*vars(parser.parse_args([])), "help"]  # the names of all options
     options = []
     for word in words:
         key, equals, value = word.partition("=")
@@ -636,16 +634,14 @@ def find_ranks():
     """(rank, world size, local rank) from the launcher that started us, None without one."""
     incomplete = None
     for names in RANK_VARIABLES:
-        # sbatch sets Slurm's variables for plain python, too, which has no other ranks to wait for
+        # inside sbatch, but without srun, Slurm sets these for a single plain process, too
         if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
             continue
+        missing = [name for name in names if name not in os.environ]
+        if not missing:
+            return [int(os.environ[name]) for name in names]
         if names[0] in os.environ:
-            missing = [name for name in names if name not in os.environ]
-            if not missing:
-                return [int(os.environ[name]) for name in names]
-            incomplete = (
-                f"{names[0]} is set, but not {missing[0]}: start with torchrun, or export it"
-            )
+            incomplete = f"{names[0]} is set, but not {missing[0]}: use torchrun, or export it"
     if incomplete:
         raise InputError(incomplete)
     return None
@@ -661,7 +657,7 @@ def setup_ddp(args):
     """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
     # plain python is a group of one: the code below has one path only
     rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    if "MASTER_ADDR" not in os.environ and rank != local_rank:
+    if "MASTER_ADDR" not in os.environ and rank != local_rank:  # there are ranks elsewhere
         raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
@@ -674,14 +670,14 @@ def setup_ddp(args):
     )
     logging.info(f"Process {rank}/{world_size} started")
     if args.nproc_per_node not in (1, world_size):
-        logging.info(f"  not {args.nproc_per_node}: the launcher's number counts")
+        logging.info(f"  --nproc_per_node {args.nproc_per_node} is ignored: a launcher started it")
     device = choose_device(args, local_rank)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
     keep_freed_memory()
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
         torch.use_deterministic_algorithms(True)
 
     logging.info(f"Initializing DDP for rank {rank}...")
@@ -698,7 +694,7 @@ def setup_ddp(args):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
     if rank > 0:
-        logging.getLogger().setLevel(logging.ERROR)  # from here on only errors are each rank's
+        logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
     return device
 
@@ -708,8 +704,8 @@ def keep_freed_memory():
     system again and again can take a sixth of a step on CPUs."""
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; 0: too high for an older glibc
+            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def choose_device(args, local_rank):
@@ -719,7 +715,8 @@ def choose_device(args, local_rank):
     if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
         devices = torch.accelerator.device_count()
         # torchrun shows all devices to all ranks; other launchers may show each rank its own one
-        masked = any(name in os.environ for name in DEVICE_MASKS)
+        masks = "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK"
+        masked = any(name in os.environ for name in masks.split())
         if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= devices:
@@ -738,15 +735,15 @@ def on_signal(number, frame):
 
 
 def ignore_signals(worker):
-    """For the workers of a DataLoader. A launcher signals them, too, but their rank needs them
-    until it has stopped; then they end with it."""
+    """For the workers of a DataLoader. A launcher's signal reaches them, too. They ignore it: their
+    rank still needs them, and they end when it ends."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def cleanup():
     gc.collect()  # gloo may abort where a tensor of the group outlives it
-    if dist.is_initialized():  # not after --help: `record` turns its exit into a return
+    if dist.is_initialized():  # not after --help
         dist.destroy_process_group()
 
 
@@ -765,7 +762,7 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:  # whatever it is, the other ranks wait for this one
+    except Exception:  # whatever it is, the other ranks are waiting for this one
         logging.error(traceback.format_exc())
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
@@ -779,6 +776,8 @@ def hand_over_to_torchrun(processes):
     if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
         where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
         where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
+    threads = max(1, torch.get_num_threads() // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
     options = [f"--nproc_per_node={processes}", "--shutdown-timeout=120"]
     options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
@@ -786,35 +785,37 @@ def hand_over_to_torchrun(processes):
 
 
 def refuse(error):
-    """Say why the run cannot go on, and end. Most often all ranks are here, for the same reason,
-    and one line is enough. So all but rank 0 wait: when rank 0 has left, the launcher ends them
-    before they speak. A rank that is still there after that has a reason of its own."""
+    """Say why the run cannot go on, and end. Usually all ranks fail for the same reason, and one
+    line is enough. Rank 0 writes it and exits. The others wait, and the launcher ends them. A rank
+    that still lives after three seconds failed alone, and writes its own line."""
     is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
     if not is_rank0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's must end it now
         time.sleep(3)
     sys.stderr.write(f"{SCRIPT}: error: {error}\n")
-    os._exit(error.status)
+    os._exit(2 if isinstance(error, InputError) else 1)
 
 
 def sum_over_ranks(values):
-    """The elements of a tensor, summed in float64, as floats; waits for the device. (all ranks)"""
-    # by Python: some devices have no float64
-    parts = values.new_empty(dist.get_world_size() * len(values))
-    dist.all_gather_single(parts, values)
-    rows = parts.view(-1, len(values)).tolist()
-    return [math.fsum(column) for column in zip(*rows, strict=True)]
+    """Each element of a tensor summed over the ranks, as floats. It waits for the device. (all
+    ranks)"""
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
+    columns = zip(*torch.stack(rows).tolist(), strict=True)
+    return [math.fsum(column) for column in columns]  # in Python: some devices have no float64
 
 
 def on_rank0(function, *args):
     """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
     nobody waits for a rank 0 that has failed. (all ranks)"""
-    outcome = [None, None]
+    outcome = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             outcome[0] = function(*args)
-        except Exception as error:
+        except RunError as error:
             outcome[1] = error
+        except Exception:  # not every error can be sent to the other ranks, but its text can
+            outcome[1] = RuntimeError(traceback.format_exc())
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
@@ -826,9 +827,10 @@ class GlobalBatchSampler(DistributedSampler):
     micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
     a restart.
 
-    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost: of each id,
-    such as its length. The global batch stays a random sample; within it, ids of similar cost come
-    into the same micro-batch, where they need little padding, and all ranks get equal work."""
+    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost[id] is the work
+    that a sample makes, such as its length. The global batch stays a random sample; within it, ids
+    of similar cost share a micro-batch, where they need little padding, and all ranks get equal
+    work."""
 
     def __init__(self, ids, args, state, cost=None):
         super().__init__(ids, seed=args.seed, drop_last=True)
@@ -837,7 +839,7 @@ class GlobalBatchSampler(DistributedSampler):
         self.cost = cost
         self.start = 0
         self.global_batch = args.global_batch_size or args.batch_size * world_size
-        if state:  # a run keeps its batch, on any number of ranks
+        if state:  # a resumed run keeps its global batch, on any number of ranks
             self.global_batch = state["global_batch"]
             if args.global_batch_size not in (0, self.global_batch):
                 text = f"this run was started with {self.global_batch}"
@@ -845,11 +847,9 @@ class GlobalBatchSampler(DistributedSampler):
         self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
         parts = world_size * self.accumulation
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
-        if self.global_batch > len(ids):
-            raise InputError(f"{self.global_batch} samples a step, but {len(ids)} to train on")
-        if self.global_batch < parts:
-            text = f"{world_size} ranks x {self.accumulation} micro-batches"
-            raise InputError(f"{self.global_batch} samples a step are too few for {text}")
+        if not parts <= self.global_batch <= len(ids):
+            limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
+            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
         if self.accumulation > 1:
             each += f" × {self.accumulation} micro-batches"
@@ -874,14 +874,14 @@ class GlobalBatchSampler(DistributedSampler):
                 yield part[self.owners(len(part)) == self.rank], batch
 
     def owners(self, count):
-        """The rank that each of `count` samples is dealt to: there and back, so that no rank gets
-        the costliest of each round."""
+        """The rank of each of `count` samples: 0 1 2 2 1 0 0 1 2 ... They are sorted by cost, and
+        so no rank always gets the costliest."""
         ranks = np.arange(self.num_replicas)
         return np.resize(np.concatenate([ranks, ranks[::-1]]), count)
 
 
 def choose_precision(args, device):
-    """The dtype for torch.autocast, where float32 means none."""
+    """The dtype for torch.autocast; float32: no autocast."""
     name = args.precision
     if name == "auto":
         name = "fp32" if device.type == "cpu" else "bf16"
@@ -904,9 +904,9 @@ def wrap_ddp(model, args, device):
         gradient_as_bucket_view=True,
         forward_sync_buffers=False,  # they are the same on all ranks, or each rank's own
     )
-    # After its first backward pass DDP changes its buckets, and so the order in which three or more
-    # ranks are summed. Let that happen now, or a resumed run would differ in the last bit. The pass
-    # needs no network, only a loss that depends on every parameter: it is zero times their sum.
+    # DDP regroups its buckets of gradients after the first backward pass. That changes the order of
+    # sums over three or more ranks, and a resumed run would differ in the last bit. So make that
+    # pass now. It needs no network, only a loss that depends on every parameter: 0 x their sum.
     wrapped.module = nn.Identity()
     wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
     wrapped.module = model
@@ -933,8 +933,8 @@ class StepGuard:
         self.deadline = START + 60 * (args.max_minutes or math.inf)
         self.launched = find_ranks() is not None
         self.bad_in_row = torch.zeros((), device=device)
-        self.flags = None  # of the last call, on their way to the host
-        self.arrived = None  # the event that says that they are there
+        self.flags = None  # of the call before, on their way to the host
+        self.arrived = None  # event: they are there
         self.reason = ""
 
     def update(self, optimizer, scaler):
@@ -947,7 +947,7 @@ class StepGuard:
             parameters += group["params"]
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
         norm = nn.utils.clip_grad_norm_(parameters, limit)
-        # DDP has added up the ranks' gradients: a NaN on one is one on all, and all skip alike.
+        # DDP has summed the gradients: a NaN of one rank is on every rank, and all skip alike.
         bad = norm.isfinite().logical_not().float()
         optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
         optimizer.step()
@@ -957,7 +957,7 @@ class StepGuard:
         return norm
 
     def agree(self):
-        """Why to stop, or "", the same on all ranks: what was so at the call before. (all ranks)"""
+        """Why to stop, or "": what any rank knew at the call before. (all ranks)"""
         if self.flags is not None:
             if self.arrived is not None:
                 self.arrived.synchronize()
@@ -988,7 +988,7 @@ class StepGuard:
 
 
 def exit_status(reason):
-    """Of a run that was stopped, or not (""). A time limit and a queue's SIGUSR1 are planned."""
+    """For a reason to stop; "" means finished. A time limit and a queue's SIGUSR1 are planned."""
     if reason:
         logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
     statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
@@ -1006,18 +1006,19 @@ def save_checkpoint(folder, name, state):
         if name == "latest.pt" and (folder / name).exists():
             os.replace(folder / name, folder / "previous.pt")
         os.replace(new, folder / name)
-    except (OSError, RuntimeError) as error:  # a full disk, most likely, which may get better
+    except (OSError, RuntimeError) as error:  # most likely a full disk; the next may succeed
         new.unlink(missing_ok=True)
         reason = str(error).splitlines()[0]
         logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
 
 
 def is_whole(path):
-    """Whether the checksums in a checkpoint are right; torch.load does not look at them."""
+    """Whether a checkpoint can be read, and its checksums are right, which torch.load ignores."""
     try:
+        load_checkpoint(path)
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+    except Exception:  # missing, cut short, or a flipped bit, which raises errors of many kinds
         return False
 
 
@@ -1028,11 +1029,18 @@ def load_checkpoint(path):
 def prepare_folder(folder, fresh):
     """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
     global folder_lock
-    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
-        lock(folder)
+        # until this process ends (flock would be inherited by the workers, which may live longer)
+        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
+
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    try:
         if fresh and first_start and folder.exists():
             folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         folder.mkdir(exist_ok=True)
@@ -1040,24 +1048,19 @@ def prepare_folder(folder, fresh):
         (folder / "new.tmp").unlink()
     except OSError as error:
         raise InputError(f"{folder} is not writable: {error}") from None
-    paths = [path for path in (folder / "latest.pt", folder / "previous.pt") if path.exists()]
-    for path in paths:
-        if is_whole(path):
-            return path
-        logging.warning(f"{path} is damaged: trying the one before it")
-    if paths:
+
+    latest = folder / "latest.pt"
+    previous = folder / "previous.pt"
+    if is_whole(latest):
+        return latest
+    if is_whole(previous):
+        if latest.exists():
+            logging.warning(f"{latest} is damaged: trying the one before it")
+            latest.rename(folder / "damaged.pt")  # or the next save would put it over previous.pt
+        return previous
+    if latest.exists() or previous.exists():
         raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
     return None
-
-
-def lock(folder):
-    """Until this process ends. (flock would be inherited by the workers, which may live longer.)"""
-    try:
-        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
-    except OSError as error:  # some network file systems have no locks
-        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
 
 
 def open_run(args, data_hash):
@@ -1065,17 +1068,17 @@ def open_run(args, data_hash):
     path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
     if path is None:
         return None
-    if not path.exists():
-        raise InputError(f"rank 0 has {path}, this machine has not: all must see --output_dir")
-    state = load_checkpoint(path)
+    state = load_checkpoint(path) if path.exists() else {}
+    if state.get("step") != on_rank0(state.get, "step"):
+        raise InputError(f"{path} is not that of rank 0: all machines must see --output_dir")
     hint = "--fresh moves the old run aside, --output_dir names another folder"
     for what, now in {"script": SCRIPT, "format": FORMAT}.items():
         if state.get(what) != now:
             raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
     if state["data_hash"] != data_hash:
         raise InputError(f"{path} was trained on other data: {hint}")
-    if state["step"] != on_rank0(state.get, "step"):
-        raise InputError(f"{path} is not the same here as on rank 0: all must see --output_dir")
+    if state["args"]["seed"] != args.seed:  # the order of the epoch would change
+        raise InputError(f"--seed: this run was started with {state['args']['seed']}; {hint}")
     logging.info(f"resuming {path} at step {state['step']}")
     for name, value in vars(args).items():
         if value != state["args"].get(name):
@@ -1084,7 +1087,7 @@ def open_run(args, data_hash):
 
 
 def restore(state, model, optimizer, scaler):
-    # the optimizer's momenta as they were, but its options as they are now, such as --weight_decay
+    # keep the saved momenta, but take today's options, such as --weight_decay
     options = optimizer.state_dict()["param_groups"]
     try:
         model.load_state_dict(state["model"])
@@ -1103,7 +1106,7 @@ class RunLog:
         self.args = args
         self.folder = Path(args.output_dir)
         self.path = self.folder / "metrics.jsonl"
-        # steps after the checkpoint, or all without one, are made again: their lines go
+        # steps after the checkpoint (without one: all) are made again: remove their lines
         kept = state["log_size"] if state else 0
         if dist.get_rank() == 0 and self.size() > kept:
             os.truncate(self.path, kept)
