@@ -284,7 +284,7 @@ def test_log_lines_of_the_document(data, tmp_path):
         (["--freeze_encoder"], "there is no option freeze_encoder"),
         (["--scores=x.json"], "there is no option scores"),
         (["--no_cuda", "--device=cuda"], "--no_cuda and --device cuda: give one of the two"),
-        (["--batch_size=40"], "40 samples a step: must be from 2 .* to 16"),
+        (["--batch_size=40"], "40 samples a step: must be from "),
     ],
 )
 def test_wrong_calls(data, tmp_path, options, text):
