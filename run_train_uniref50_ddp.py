@@ -28,9 +28,9 @@ entropy where 15 % is hidden).
 Files in --output_dir: latest.pt, previous.pt, best.pt, metrics.jsonl, samples/*.fasta, curves.png,
 summary.json.
 
-Time conditioning. The best prediction of hidden residues does not depend on the noise level (Ou et
-al. 2024), but the original shows it to the network, and so does this one. It costs 5 to 10 % of a
-step's time on CPUs, by memory traffic; on GPUs not measured. --time_conditioning False saves it.
+The best prediction of hidden residues does not depend on the noise level (Ou et al. 2024), but the
+original shows it to the network, and so does this one. It costs 5 to 10 % of a step's time on CPUs,
+by memory traffic; on GPUs not measured. --time_conditioning False saves it.
 
 Unlike the original (architvasan/protein_lig_sedd) the loss counts residues and not padding, no
 residue is deleted, sequences begin and end with tokens of their own, the schedule ends fully
@@ -83,13 +83,19 @@ class Alias(argparse.Action):
         setattr(namespace, self.const, value)
 
 
+def fraction(text):
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return float(text)
+
+
 def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument_group("data").add_argument
     default = "./input_data/processed_uniref50.pt"
     add("--datafile", default=default, help="folder of tools/prepare_uniref50.py, or a file")
     add("--cache_dir", default="./cache", help="where a file is prepared")
-    add("--val_ratio", type=float, help="share of a file that is held out; None: 0.05")
+    add("--val_ratio", type=fraction, help="share of a file that is held out; None: 0.05")
     add("--skip_bad_data", **FLAG, default=False, help="leave out bad records (of a file)")
     add("--prepare_only", **FLAG, default=False, help="check the options, prepare a file, end")
     text = "tokens of a sequence at most, with its begin and end; longer ones are cropped"
@@ -100,14 +106,14 @@ def parse_args():
     add("--n_blocks_prot", type=count, default=8, help="transformer blocks")
     add("--n_heads", type=count, default=12, help="attention heads")
     add("--cond_dim", type=count, default=256, help="width of the noise embedding")
-    add("--dropout", type=float, default=0.1, help="after attention and MLP")
+    add("--dropout", type=fraction, default=0.1, help="after attention and MLP")
     add("--time_conditioning", **FLAG, default=True, help="show the noise level to the network")
 
     add = parser.add_argument_group("training").add_argument
     add("--accum", type=count, default=4, help="micro-batches per step, of a new run")
     add("--n_iters", type=count, default=500_000, help="optimizer steps at most")
     add("--epochs", type=count, default=50, help="passes over the data at most")
-    add("--ema", type=float, default=0.9995, help="decay of the averaged weights")
+    add("--ema", type=fraction, default=0.9995, help="decay of the averaged weights")
 
     add = parser.add_argument_group("optim").add_argument
     add("--lr", type=float, default=5e-5, help="peak learning rate, on one GPU")
@@ -116,15 +122,15 @@ def parse_args():
     text = "what N GPUs multiply both by: 1, N, sqrt(N), min(N, 6); none with --global_batch_size"
     add("--lr_scaling", default="linear", choices=kinds, help=text)
     text = "last learning rate over the peak, to which half a cosine leads"
-    add("--min_lr_ratio", type=float, default=0.01, help=text)
+    add("--min_lr_ratio", type=fraction, default=0.01, help=text)
     add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
-    add("--beta1", type=float, default=0.9, help="AdamW's")
-    add("--beta2", type=float, default=0.999, help="AdamW's")
+    add("--beta1", type=fraction, default=0.9, help="AdamW's")
+    add("--beta2", type=fraction, default=0.999, help="AdamW's")
 
     add = parser.add_argument_group("memory").add_argument
     text = "compute activations twice instead of keeping them"
     add("--gradient_checkpointing", **FLAG, default=False, help=text)
-    add("--max_memory_per_gpu", type=float, default=0.85, help="share that a rank may take")
+    add("--max_memory_per_gpu", type=fraction, default=0.85, help="share that a rank may take")
 
     add = parser.add_argument_group("eval").add_argument
     add("--eval_freq", type=count, default=2000, help="steps between evaluations")
@@ -152,21 +158,6 @@ def parse_args():
     if args.hidden_size % (2 * args.n_heads) != 0:
         text = f"must be {args.n_heads} heads times an even number"
         parser.error(f"--hidden_size {args.hidden_size}: {text}")
-    if args.cond_dim % 2 != 0:
-        parser.error(f"--cond_dim {args.cond_dim}: must be even")
-    if args.max_protein_len < 8:
-        parser.error(f"--max_protein_len {args.max_protein_len}: must be at least 8")
-    for name in ("dropout", "ema", "beta1", "beta2"):
-        if not 0 <= getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be from 0 to below 1")
-    if args.val_ratio is not None and not 0 < args.val_ratio < 1:
-        parser.error(f"--val_ratio {args.val_ratio}: must be between 0 and 1")
-    if not 0 < args.max_memory_per_gpu <= 1:
-        parser.error(f"--max_memory_per_gpu {args.max_memory_per_gpu}: must be above 0, at most 1")
-    names = ["lr", "warmup", "min_lr_ratio", "weight_decay"]
-    for name in [*names, "samples_per_eval", "sampling_steps"]:
-        if not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name} {getattr(args, name)}: must be a finite number from 0 on")
     for name in ("wandb_project", "wandb_name"):
         if getattr(args, name):
             os.environ[name.upper()] = getattr(args, name)
@@ -212,12 +203,20 @@ class Batch(NamedTuple):
         return Batch(*moved, self.lengths, self.count)
 
 
-def make_batch(tokens, lengths, hide, share, weights, count):
-    """tokens (T,), hide (T,) bool; lengths, share (that is hidden) and weights (B,): a Batch."""
-    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    starts = np.append(0, np.cumsum(lengths)).astype(np.int32)
+def is_residue(tokens):
+    return (tokens >= FIRST) & (tokens < FIRST + KINDS)
+
+
+def make_batch(sequences, hide, shares, weights, count):
+    """sequences and hide: arrays of tokens, and which of them to hide. For each sequence the share
+    that is hidden, and the weight of its cross entropies."""
+    lengths = [len(tokens) for tokens in sequences]
+    tokens = np.concatenate(sequences)
+    hide = np.concatenate(hide)
     hidden = np.flatnonzero(hide)
-    sigma = -np.log1p(-np.minimum(share, 1 - ALL_BUT))
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    sigma = -np.log1p(-np.minimum(shares, 1 - ALL_BUT))
     return Batch(
         torch.from_numpy(np.where(hide, np.uint8(MASK), tokens)),
         torch.from_numpy(np.arange(len(tokens), dtype=np.int32) - starts[owner]),
@@ -227,19 +226,9 @@ def make_batch(tokens, lengths, hide, share, weights, count):
         torch.from_numpy(hidden),
         torch.from_numpy(tokens[hidden].astype(np.int64) - FIRST),
         torch.from_numpy(weights[owner[hidden]].astype(np.float32)),
-        lengths.tolist(),
+        lengths,
         int(count),
     )
-
-
-def is_residue(tokens):
-    return (tokens >= FIRST) & (tokens < FIRST + KINDS)
-
-
-def spans(first, lengths):
-    """first[0], first[0] + 1, ... (lengths[0] numbers), then first[1], first[1] + 1, ..."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(first - before, lengths)
 
 
 class Proteins:
@@ -258,35 +247,19 @@ class Proteins:
         """Tokens of sequences, with BEGIN and END."""
         return self.offsets[rows + 1] - self.offsets[rows]
 
+    def __getitem__(self, rows):
+        """Tokens of their crops."""
+        return np.minimum(self.lengths(rows), self.most)
+
     def crops(self, rows, places):
         """Of each sequence all, or --max_protein_len tokens from a place that is given by a number
         from 0 to below 1: (first token, tokens, residues among them)."""
         whole = self.lengths(rows)
-        lengths = np.minimum(whole, self.most)
+        lengths = self[rows]
         first = (places * (whole - lengths + 1)).astype(np.int64)
         has_begin = first == 0
         has_end = first + lengths == whole
         return self.offsets[rows] + first, lengths, lengths - has_begin - has_end
-
-
-class AllRows:
-    """The numbers 0, 1, ... of all sequences, as an array would give them, without its memory."""
-
-    def __init__(self, proteins):
-        self.proteins = proteins
-
-    def __len__(self):
-        return len(self.proteins)
-
-    def __getitem__(self, rows):
-        return rows
-
-
-class CropLengths(AllRows):
-    """The tokens that a crop of each sequence has, in the same way."""
-
-    def __getitem__(self, rows):
-        return np.minimum(self.proteins.lengths(rows), self.proteins.most)
 
 
 class NoisySequences(Dataset):
@@ -306,82 +279,71 @@ class NoisySequences(Dataset):
         # times spread evenly over the step: less noise than independent ones (Kingma et al. 2021)
         places = (generator.permutation(len(whole)) + generator.random()) / len(whole)
         times = EARLIEST + (1 - EARLIEST) * places
-        share = (1 - ALL_BUT) * times
+        shares = (1 - ALL_BUT) * times
         draws = generator.random(lengths.sum(), dtype=np.float32)
+        draws = np.split(draws, np.cumsum(lengths)[:-1])
 
         mine = np.flatnonzero(np.isin(whole, ids))
-        tokens = self.proteins.tokens[spans(first[mine], lengths[mine])]
-        draws = draws[spans((np.cumsum(lengths) - lengths)[mine], lengths[mine])]
-        hide = (draws < np.repeat(share[mine], lengths[mine])) & is_residue(tokens)
-        return make_batch(
-            tokens,
-            lengths[mine],
-            hide,
-            share[mine],
-            1 / times[mine],
-            residues.sum(),
-        )
-
-
-def read_meta(folder):
-    """(hash of the folder, content of its meta.json)"""
-    text = (folder / "meta.json").read_text()
-    return hashlib.sha256(text.encode()).hexdigest()[:12], json.loads(text)
+        sequences = []
+        hide = []
+        for i in mine:
+            tokens = self.proteins.tokens[first[i] : first[i] + lengths[i]]
+            sequences.append(tokens)
+            hide.append((draws[i] < shares[i]) & is_residue(tokens))
+        return make_batch(sequences, hide, shares[mine], 1 / times[mine], residues.sum())
 
 
 def find_data(args):
-    """The folder of --datafile, prepared if need be and found to be whole. (rank 0)"""
+    """The folder of --datafile. A file is prepared first, if it was not before. (rank 0)"""
     path = Path(args.datafile)
-    folder = path
-    again = f"prepare the data again: python tools/prepare_uniref50.py FILE {path}"
+    if path.is_dir():
+        return path
     if not path.exists():
         text = f"--datafile {path}: no such file or folder. UniRef50 is at {PUBLISHED}; then"
         text += " python tools/prepare_uniref50.py uniref50.fasta.gz input_data/uniref50"
         raise InputError(f"{text} and --datafile input_data/uniref50")
-    if path.is_file():
-        stat = path.stat()
-        key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-        key += [FORMAT, args.val_ratio, args.skip_bad_data]
-        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-        folder = Path(args.cache_dir) / f"uniref50-{digest[:16]}"
-        again = f"remove {folder}"
-        if not folder.exists():
-            prepare(args, path, folder)
-    try:
-        meta = read_meta(folder)[1]
-        for name, size in meta["bytes"].items():
-            if (folder / name).stat().st_size != size:
-                raise ValueError(f"{name} has not {size} bytes")
-        val_ratio = meta["val_ratio"]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{folder} is missing a part or damaged ({error}): {again}") from None
-    if args.val_ratio not in (None, val_ratio):
-        raise InputError(f"--val_ratio {args.val_ratio}: {folder} was prepared with {val_ratio}")
-    return folder
-
-
-def prepare(args, path, folder):
-    """Let tools/prepare_uniref50.py make the folder of a file. (rank 0)"""
-    tool = Path(__file__).parent / "tools" / "prepare_uniref50.py"
+    stat = path.stat()
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    key += [FORMAT, args.val_ratio, args.skip_bad_data]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    folder = Path(args.cache_dir) / f"uniref50-{digest[:16]}"
+    if folder.exists():
+        return folder
     options = [str(path), str(folder)]
     if args.val_ratio is not None:
         options.append(f"--val_ratio={args.val_ratio}")
     if args.skip_bad_data:
         options.append("--skip_bad_data")
+    tool = Path(__file__).parent / "tools" / "prepare_uniref50.py"
     logging.info(f"python tools/{tool.name} {' '.join(options)}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run([sys.executable, tool, *options], stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise InputError(done.stderr.strip())
+    return folder
+
+
+def read_meta(folder, args):
+    """(hash of the folder, content of its meta.json), if the folder is whole."""
+    try:
+        text = (folder / "meta.json").read_text()
+        meta = json.loads(text)
+        for name, size in meta["bytes"].items():
+            if (folder / name).stat().st_size != size:
+                raise ValueError(f"{name} has not {size} bytes")
+    except (OSError, KeyError, ValueError) as error:
+        text = f"{folder} is missing a part or damaged ({error})"
+        raise InputError(f"{text}: remove it, and prepare the data again") from None
+    if args.val_ratio not in (None, meta["val_ratio"]):
+        text = f"{folder} was prepared with {meta['val_ratio']}"
+        raise InputError(f"--val_ratio {args.val_ratio}: {text}")
+    return hashlib.sha256(text.encode()).hexdigest()[:12], meta
 
 
 def load_data(args):
     """(training part, validation part, meta.json, hash), the same on all ranks. (all ranks)"""
     folder = on_rank0(find_data, args)
-    if not (folder / "meta.json").exists():
-        raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
-    data_hash, meta = read_meta(folder)
-    if data_hash != on_rank0(read_meta, folder)[0]:
+    data_hash, meta = read_meta(folder, args)
+    if data_hash != on_rank0(read_meta, folder, args)[0]:
         raise InputError(f"{folder} is not the same here as on rank 0")
     train = Proteins(folder, "train", args.max_protein_len)
     valid = Proteins(folder, "valid", args.max_protein_len)
@@ -421,15 +383,10 @@ class Block(nn.Module):
         qk, v = self.qkv(h).unflatten(1, (3, self.heads, -1)).split((2, 1), dim=1)
         q, k = rotate(qk, turns).unbind(1)
         h = self.out(attend(q, k, v.squeeze(1), starts, lengths))
-        x = add_scaled(x, gate1, owner, self.drop(h))
+        x = add_scaled(x, gate1, owner, dropout(h, self.dropout, self.training))
         h = add_scaled(spread(shift2, owner), 1 + scale2, owner, self.norm2(x))
         h = self.down(F.gelu(self.up(h)))
-        return add_scaled(x, gate2, owner, self.drop(h))
-
-    def drop(self, x):
-        if self.training and self.dropout > 0:
-            return dropout(x, self.dropout)
-        return x
+        return add_scaled(x, gate2, owner, dropout(h, self.dropout, self.training))
 
 
 class AddScaled(torch.autograd.Function):
@@ -517,9 +474,11 @@ def attend(q, k, v, starts, lengths):
     return torch.cat(outputs).flatten(1)
 
 
-def dropout(x, share):
+def dropout(x, share, training):
     """F.dropout. On CPUs drawing a random number for each element takes longer than the rest of a
     layer: there, each draw of 64 bits serves four elements."""
+    if share == 0 or not training:
+        return x
     if x.device.type != "cpu":
         return F.dropout(x, share)
     draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
@@ -1331,74 +1290,58 @@ def draw_curves(path):
 # End of the lines that every script has.
 # ==================================================================================================
 
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
 RATES = [0.15, 0.5, 0.85]  # shares of hidden residues at which the cross entropy is reported
+GOLDEN = 0.6180339887498949
 
 
-def hide_exactly(tokens, share, generator):
-    """A random choice of a share, rounded up, of the residues: (T,) bool."""
-    residues = np.flatnonzero(is_residue(tokens))
-    hide = np.zeros(len(tokens), bool)
-    hide[generator.permutation(residues)[: math.ceil(share * len(residues))]] = True
-    return hide
-
-
-def held_out_batch(args, proteins, rows, draw, share=None):
-    """Sequences of the validation part with noise of (row, draw) alone. share: of the residues that
-    are hidden; None: every number of them equally often. The weight of a hidden residue is the
-    number of residues over that of hidden ones: with it, each draw is an unbiased estimate of a
-    bound on -log p, that of an order-agnostic model (Uria et al. 2014; Hoogeboom et al. 2022)."""
-    tokens = []
+def held_out_batch(proteins, rows, draw, shares):
+    """Sequences of the validation part, of which a share of the residues, rounded up, is hidden.
+    The noise is that of (row, draw) alone. The weight of a hidden residue is the number of residues
+    over that of hidden ones. If all shares are equally likely, the weighted cross entropy is an
+    unbiased estimate of a bound on -log p, that of an order-agnostic model (Uria et al. 2014;
+    Hoogeboom et al. 2022)."""
+    sequences = []
     hide = []
-    shares = []
+    hidden_shares = []
     weights = []
-    for row in rows.tolist():
+    for row, share in zip(rows, shares, strict=True):
         place = np.random.default_rng(row).random(1)
-        first, length, residues = proteins.crops(np.array([row]), place)
-        tokens.append(proteins.tokens[first[0] : first[0] + length[0]])
-        generator = np.random.default_rng([row, draw])
-        wanted = share
-        if wanted is None:  # draws of a row, and rows one after the other, spread evenly
-            wanted = 1 - (row * 0.6180339887498949 + draw / args.eval_draws) % 1
-        hide.append(hide_exactly(tokens[-1], wanted, generator))
-        hidden = hide[-1].sum()
-        shares.append(hidden / residues[0])
-        weights.append(residues[0] / hidden)
-    lengths = np.array([len(part) for part in tokens])
-    return make_batch(
-        np.concatenate(tokens),
-        lengths,
-        np.concatenate(hide),
-        np.array(shares),
-        np.array(weights),
-        1,
-    )
+        first, length, _ = proteins.crops(np.array([row]), place)
+        tokens = proteins.tokens[first[0] : first[0] + length[0]]
+        residues = np.flatnonzero(is_residue(tokens))
+        hidden = math.ceil(share * len(residues))
+        order = np.random.default_rng([row, draw]).permutation(residues)
+        sequences.append(tokens)
+        hide.append(np.isin(np.arange(len(tokens)), order[:hidden]))
+        hidden_shares.append(hidden / len(residues))
+        weights.append(len(residues) / hidden)
+    return make_batch(sequences, hide, np.array(hidden_shares), np.array(weights), 1)
 
 
 @torch.no_grad()
-def measure(args, device, model, proteins, shares, guard):
-    """For each held-out sequence (S, 3 + 2 len(RATES)): bound in nats, unigram entropy in nats,
-    residues; cross entropy and number of hidden residues at each of RATES. None if the ranks agreed
-    to stop. Batch k goes to rank k % world_size: the same on any number of ranks. (all ranks)"""
+def measure(args, device, model, proteins, meta, guard):
+    """Metrics of the held-out sequences, None if the ranks agreed to stop. Batch k goes to rank
+    k % world_size: the result is the same on any number of ranks. (all ranks)"""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     number = min(len(proteins), args.eval_sequences)
     rows = np.linspace(0, len(proteins) - 1, number).astype(np.int64)
     rows = rows[np.argsort(proteins.lengths(rows), kind="stable")]  # equal work on all ranks
     starts = range(0, number, args.eval_batch_size)
-    table = torch.zeros(number, 3 + 2 * len(RATES), dtype=torch.float64, device=device)
+    letters = np.array(meta["letters"]) + 0.5
+    surprise = torch.from_numpy(-np.log(letters / letters.sum())).to(device)
+    draws = args.eval_draws + len(RATES)
+    # of each sequence: residues, nats by the residues' shares, nats by the model in each draw
+    table = torch.zeros(number, 2 + draws, dtype=torch.float64, device=device)
 
-    def nats(part, draw, share=None):
-        """(B,) sums of weighted cross entropies, of cross entropies, of hidden residues"""
-        batch = held_out_batch(args, proteins, rows[part], draw, share).to(device)
-        found = F.cross_entropy(model(batch), batch.targets, reduction="none").double()
+    def by_sequence(batch, values):
+        """(B,) sums of the values of hidden residues."""
         owner = batch.owner.index_select(0, batch.hidden)
-        values = torch.stack([found * batch.weights, found, torch.ones_like(found)], dim=1)
-        sums = torch.zeros(len(batch.lengths), 3, dtype=torch.float64, device=device)
-        return sums.index_add_(0, owner, values)
+        sums = torch.zeros(len(batch.lengths), dtype=torch.float64, device=device)
+        return sums.index_add_(0, owner, values.double())
 
     for first in range(0, len(starts), world_size):
         if guard.agree():  # here and not once at the end: an evaluation may take long
@@ -1407,17 +1350,22 @@ def measure(args, device, model, proteins, shares, guard):
             continue
         start = starts[first + rank]
         part = slice(start, start + args.eval_batch_size)
-        for draw in range(args.eval_draws):
-            table[part, 0] += nats(part, draw)[:, 0] / args.eval_draws
-        for i, rate in enumerate(RATES):
-            table[part, 3 + 2 * i : 5 + 2 * i] = nats(part, args.eval_draws + i, rate)[:, 1:]
-        everything = held_out_batch(args, proteins, rows[part], 0, 1.0)
-        owner = everything.owner[everything.hidden].numpy()
-        entropy = np.bincount(owner, -np.log(shares)[everything.targets.numpy()])
-        table[part, 1] = torch.from_numpy(entropy).to(device)
-        table[part, 2] = torch.from_numpy(np.bincount(owner).astype(np.float64)).to(device)
+        mine = rows[part].tolist()
+        for draw in range(draws):
+            if draw < args.eval_draws:
+                # by the golden ratio the shares of a batch are spread evenly, whatever its rows
+                shares = [1 - (row * GOLDEN + draw / args.eval_draws) % 1 for row in mine]
+            else:
+                shares = [RATES[draw - args.eval_draws]] * len(mine)
+            batch = held_out_batch(proteins, mine, draw, shares).to(device)
+            nats = F.cross_entropy(model(batch), batch.targets, reduction="none")
+            table[part, 2 + draw] = by_sequence(batch, nats.double() * batch.weights)
+        batch = held_out_batch(proteins, mine, 0, [1.0] * len(mine)).to(device)
+        table[part, 0] = by_sequence(batch, batch.weights)  # 1 each, as everything is hidden
+        table[part, 1] = by_sequence(batch, surprise.index_select(0, batch.targets))
     dist.all_reduce(table)  # each row is zero on all ranks but one
-    return table.cpu().numpy()
+    # by rank 0 for all, who decide by it: another processor might round differently
+    return on_rank0(summarize, table.cpu().numpy())
 
 
 def mean_and_error(nats, residues):
@@ -1429,7 +1377,9 @@ def mean_and_error(nats, residues):
 
 def summarize(table):
     """Metrics of the table of `measure`."""
-    nats, unigram, residues = table.T[:3]
+    residues = table[:, 0]
+    unigram = table[:, 1]
+    nats = table[:, 2 : -len(RATES)].mean(1)
     metrics = {}
     metrics["nelbo"], metrics["nelbo_se"] = mean_and_error(nats, residues)
     metrics["bits"] = metrics["nelbo"] / math.log(2)
@@ -1438,8 +1388,9 @@ def summarize(table):
     gain, error = mean_and_error(unigram - nats, residues)
     metrics["below_unigram"] = gain
     metrics["below_unigram_se"] = error
-    for i, rate in enumerate(RATES):
-        metrics[f"ce@{rate}"] = float(table[:, 3 + 2 * i].sum() / table[:, 4 + 2 * i].sum())
+    for i, rate in enumerate(RATES, start=-len(RATES)):
+        hidden = np.ceil(rate * residues)
+        metrics[f"ce@{rate}"] = float((table[:, i] / residues * hidden).sum() / hidden.sum())
     return metrics
 
 
@@ -1450,85 +1401,63 @@ def averaged_weights(model, average):
     kept = [p.clone() for p in parameters]
     torch._foreach_copy_(parameters, average)
     model.eval()
-    try:
-        yield
-    finally:
-        torch._foreach_copy_(parameters, kept)
-        model.train()
+    yield
+    torch._foreach_copy_(parameters, kept)
+    model.train()
 
 
 # --------------------------------------------------------------------------------------------------
 # Sampling
 
 
-class Sampling(NamedTuple):
-    method: str  # rigorous or simple
-    steps: int  # network calls; 0: one for each residue
-    seed: int
-    temperature: float = 1.0  # of the predictions; 1: exact
-    top_p: float = 1.0  # draw from the likeliest residues of so much probability; 1: exact
-
-
 def draw_lengths(counts, number, seed, most):
     """Lengths in residues as in the training data. counts: {residues: sequences}."""
-    values = np.array(sorted(counts))
-    shares = np.array([counts[value] for value in values.tolist()], dtype=np.float64)
+    values = np.array([int(length) for length in counts])
+    shares = np.array([*counts.values()]) / sum(counts.values())
     generator = np.random.default_rng([seed, number])
-    return np.minimum(generator.choice(values, number, p=shares / shares.sum()), most)
+    return np.minimum(generator.choice(values, number, p=shares), most)
 
 
 def empty_template(residues):
     """BEGIN, a MASK for each residue that is to be drawn, END."""
-    return np.concatenate([[BEGIN], np.full(residues, MASK), [END]]).astype(np.uint8)
+    return np.array([BEGIN, *[MASK] * residues, END], np.uint8)
 
 
-def probabilities(logits, how):
-    """(..., 26) float64 after temperature and top_p (Holtzman et al. 2020); may not add up to 1."""
-    logits = logits.double()
-    logits = logits - logits.amax(-1, keepdim=True)
-    p = (logits / max(how.temperature, 1e-300)).softmax(-1)  # 0: the likeliest
-    if how.top_p < 1:
-        ranked, order = p.sort(dim=-1, descending=True, stable=True)
-        above = ranked.cumsum(-1) - ranked  # probability of all that are likelier
-        ranked = ranked.masked_fill(above >= how.top_p * ranked.sum(-1, keepdim=True), 0.0)
-        p = torch.zeros_like(p).scatter(-1, order, ranked)
-    return p
-
-
-def draw_residues(p, uniform):
-    """Tokens drawn from p (..., 26) at uniform numbers (...), both in float64: with 24 bits rare
-    residues would be too rare (Zheng et al. 2024). MASK where p is not a number."""
-    total = p.cumsum(-1)
-    kinds = torch.searchsorted(total, uniform[..., None] * total[..., -1:], right=True)[..., 0]
-    return torch.where(total[..., -1].isfinite(), FIRST + kinds.clamp(max=KINDS - 1), MASK)
+def draw_residues(logits, uniform):
+    """Tokens drawn by logits (M, 26) at uniform numbers (M,), both in float64: with 24 bits rare
+    residues would be too rare (Zheng et al. 2024). MASK where the logits are not finite."""
+    total = logits.double().softmax(1).cumsum(1)
+    kinds = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)[:, 0]
+    return torch.where(total[:, -1].isfinite(), FIRST + kinds.clamp(max=KINDS - 1), MASK)
 
 
 @torch.no_grad()
-def draw_sequences(predict, templates, numbers, how, device, progress=iter):
+def draw_sequences(predict, templates, numbers, device, method, steps, seed, progress=iter):
     """Fill in the MASKs of templates (BEGIN, residues or MASK, END); a list of token arrays.
 
     predict(batch): logits (M, 26) of batch.hidden, as Denoiser gives. numbers: of the samples; what
-    is drawn for one depends on (seed, its number) alone. progress: a progress bar, as tqdm."""
-    lengths = np.array([len(template) for template in templates])
-    tokens = np.concatenate(templates)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    free = np.flatnonzero(tokens == MASK)
-    # uniform numbers (free, 2): when a residue is drawn, and which one
-    draws = np.zeros((len(free), 2))
+    is drawn for one depends on (seed, its number) alone. steps: network calls; 0: one for each
+    residue. progress: a progress bar, as tqdm."""
+    nothing = np.zeros(len(templates))
+    hide = [np.zeros(len(template), bool) for template in templates]
+    batch = make_batch(templates, hide, nothing, nothing, 1)
+    free = np.flatnonzero(batch.noisy.numpy() == MASK)
+    owner = batch.owner.numpy()[free]
+    if steps == 0 and method == "simple":
+        steps = int(np.bincount(owner).max())
+    # uniform numbers, for each residue: when it is drawn, and which one; simple: in each step
+    draws = np.zeros((len(free), 2 if method == "rigorous" else 2 * steps))
     for i, number in enumerate(numbers):
-        mine = owner[free] == i
-        draws[mine] = np.random.default_rng([how.seed, number]).random((mine.sum(), 2))
-    nothing = np.zeros(len(lengths))
-    batch = make_batch(tokens, lengths, np.zeros(len(tokens), bool), nothing, nothing, 1)
-    sampler = draw_rigorously if how.method == "rigorous" else draw_simply
-    found = sampler(predict, batch.to(device), free, owner[free], draws, how, progress)
-    found = found.cpu().numpy().astype(np.uint8)
+        mine = owner == i
+        draws[mine] = np.random.default_rng([seed, number]).random(draws[mine].shape)
+    draw = draw_rigorously if method == "rigorous" else draw_simply
+    found = draw(predict, batch.to(device), free, owner, draws, steps, progress).cpu()
     if (found == MASK).any():
         raise RunError("sampling: the network's predictions are not finite")
-    return np.split(found, np.cumsum(lengths)[:-1])
+    return [tokens.numpy() for tokens in found.split(batch.lengths)]
 
 
-def draw_rigorously(predict, batch, free, owner, draws, how, progress):
+def draw_rigorously(predict, batch, free, owner, draws, steps, progress):
     """Samples of the model. At time 1 all is hidden; backwards in time, a residue that is hidden at
     a share m of hidden ones is still hidden at m' < m with probability m' / m. So each appears at
     a share that is uniform, which is drawn first, and the order of events is known beforehand.
@@ -1536,85 +1465,76 @@ def draw_rigorously(predict, batch, free, owner, draws, how, progress):
     steps 0: residues appear one by one, each with what the network says at that share (first-
     hitting, Zheng et al. 2024): exact. Else those that fall between two of the shares of a grid
     appear together, each drawn by itself (tau-leaping with Tweedie's rule, Lou et al. 2024)."""
+    device = batch.noisy.device
+    sequences = len(batch.lengths)
     top = 1 - ALL_BUT
     appears = draws[:, 0] * top
-    sequences = len(batch.lengths)
-    if how.steps == 0:
-        # the residues of a sequence from the first to appear to the last
-        order = np.lexsort((-appears, owner))
-        step_of = np.zeros(len(free), np.int64)
-        before = np.cumsum(np.bincount(owner, minlength=sequences))
-        before = np.append(0, before)[owner[order]]
-        step_of[order] = np.arange(len(free)) - before
-        shares = np.zeros((step_of.max() + 1, sequences))
-        shares[step_of, owner] = appears
-    else:
-        grid = top * np.linspace(1, 0, how.steps + 1)
+    if steps > 0:
+        grid = top * np.linspace(1, 0, steps + 1)
         step_of = np.searchsorted(-grid[1:-1], -appears)
         shares = np.repeat(grid[:-1, None], sequences, axis=1)
+    else:
+        step_of = np.zeros(len(free), np.int64)
+        shares = np.zeros((np.bincount(owner).max(), sequences))
+        for i in range(sequences):
+            mine = np.flatnonzero(owner == i)
+            mine = mine[np.argsort(-appears[mine])]
+            step_of[mine] = np.arange(len(mine))
+            shares[: len(mine), i] = appears[mine]
 
     # everything that the steps need is on the device before they begin: none waits for the host
-    by_step = np.argsort(step_of, kind="stable")
-    steps, sizes = np.unique(step_of, return_counts=True)
-    places = torch.from_numpy(free[by_step]).to(batch.noisy.device).split(sizes.tolist())
-    uniform = torch.from_numpy(draws[by_step, 1]).to(batch.noisy.device).split(sizes.tolist())
-    sigma = torch.from_numpy(-np.log1p(-shares[steps])).float().to(batch.noisy.device)
+    order = np.argsort(step_of, kind="stable")
+    used, sizes = np.unique(step_of, return_counts=True)
+    places = torch.from_numpy(free[order]).to(device).split(sizes.tolist())
+    uniform = torch.from_numpy(draws[order, 1]).to(device).split(sizes.tolist())
+    sigma = torch.from_numpy(-np.log1p(-shares[used])).float().to(device)
     x = batch.noisy.clone()
-    for i in progress(range(len(steps))):
-        logits = predict(batch._replace(noisy=x, hidden=places[i], sigma=sigma[i]))
-        found = draw_residues(probabilities(logits, how), uniform[i])
-        x.index_copy_(0, places[i], found.to(x.dtype))
+    for k in progress(range(len(used))):
+        logits = predict(batch._replace(noisy=x, hidden=places[k], sigma=sigma[k]))
+        x.index_copy_(0, places[k], draw_residues(logits, uniform[k]).to(x.dtype))
     return x
 
 
-def draw_simply(predict, batch, free, owner, draws, how, progress):
+def draw_simply(predict, batch, free, owner, draws, steps, progress):
     """Surest first (MaskGIT, Chang et al. 2022): each step draws a residue for every hidden place
     and keeps those of the highest probability, with some Gumbel noise. Fast, and another law than
     the model's: see tools/sample_uniref50.py."""
     device = batch.noisy.device
-    sequences = len(batch.lengths)
-    counts = np.bincount(owner, minlength=sequences)
-    steps = how.steps or counts.max()
+    counts = np.bincount(owner, minlength=len(batch.lengths))
     # so many places of each sequence are hidden after step k, with a cosine as in MaskGIT
-    left = np.cos(np.pi / 2 * np.arange(steps + 1) / steps)[:, None] * counts
-    left = torch.from_numpy(np.round(left)).to(device)
-    share = left / torch.from_numpy(counts).to(device).clamp(min=1)
-    sigma = -torch.log1p(-share.clamp(max=1 - ALL_BUT)).float()
-
+    left = np.round(np.cos(np.pi / 2 * np.arange(steps + 1) / steps)[:, None] * counts)
+    shares = np.minimum(left / np.maximum(1, counts), 1 - ALL_BUT)
+    sigma = torch.from_numpy(-np.log1p(-shares)).float().to(device)
+    appear = torch.from_numpy(left[:-1] - left[1:]).to(device)
+    uniform = torch.from_numpy(draws).to(device)
     places = torch.from_numpy(free).to(device)
-    column = np.arange(len(free)) - np.append(0, np.cumsum(counts))[owner]
     row = torch.from_numpy(owner).to(device)
-    column = torch.from_numpy(column).to(device)
-    generator = np.random.default_rng([how.seed, int(draws[0, 0] * 2**53)])
-    hidden = torch.ones(len(free), dtype=torch.bool, device=device)
+    column = batch.positions.index_select(0, places)
     x = batch.noisy.clone()
     for k in progress(range(steps)):
-        uniform = torch.from_numpy(generator.random((len(free), 2))).to(device)
         logits = predict(batch._replace(noisy=x, hidden=places, sigma=sigma[k]))
-        found = draw_residues(probabilities(logits, how), uniform[:, 0])
-        kind = (found.long() - FIRST).clamp(max=KINDS - 1)[:, None]
-        sure = logits.double().log_softmax(-1).gather(-1, kind)[:, 0]
-        gumbel = -torch.log(-torch.log(uniform[:, 1].clamp(min=1e-300)))
-        sure = sure + 4.5 * (1 - (k + 1) / steps) * gumbel
+        found = draw_residues(logits, uniform[:, 2 * k])
+        kind = (found - FIRST).clamp(max=KINDS - 1)[:, None]
+        sure = logits.double().log_softmax(1).gather(1, kind)[:, 0]
+        gumbel = -torch.log(-torch.log(uniform[:, 2 * k + 1]))
+        sure += 4.5 * (1 - (k + 1) / steps) * gumbel
         # the rank of a place among the hidden ones of its sequence
-        table = torch.full((sequences, int(counts.max())), -math.inf, device=device).double()
+        before = x.index_select(0, places)
+        hidden = before == MASK
+        table = sure.new_full((len(counts), max(batch.lengths)), -math.inf)
         table[row, column] = torch.where(hidden, sure, -math.inf)
-        rank = table.argsort(dim=1, descending=True, stable=True).argsort(dim=1)[row, column]
-        shown = hidden & (rank < (left[k] - left[k + 1])[row])
-        x.index_copy_(0, places, torch.where(shown, found.to(x.dtype), x[places]))
-        hidden = hidden & ~shown
+        rank = table.argsort(dim=1, descending=True).argsort(dim=1)[row, column]
+        shown = hidden & (rank < appear[k].index_select(0, row))
+        x.index_copy_(0, places, torch.where(shown, found.to(x.dtype), before))
     return x
 
 
-def as_text(tokens):
-    """The letters of tokens without BEGIN and END."""
-    letters = np.frombuffer(RESIDUES.encode(), np.uint8)
-    return letters[tokens[is_residue(tokens)] - FIRST].tobytes().decode()
-
-
 def write_fasta(path, sequences, names):
+    """Sequences of tokens, as letters without BEGIN and END."""
+    letters = np.frombuffer(RESIDUES.encode(), np.uint8)
     lines = []
-    for name, text in zip(names, sequences, strict=True):
+    for name, tokens in zip(names, sequences, strict=True):
+        text = letters[tokens[is_residue(tokens)] - FIRST].tobytes().decode()
         lines.append(f">{name} length={len(text)}")
         for start in range(0, len(text), 80):
             lines.append(text[start : start + 80])
@@ -1623,29 +1543,24 @@ def write_fasta(path, sequences, names):
 
 def draw_samples(args, device, model, meta, step):
     """--samples_per_eval samples, drawn by all ranks, in samples/step_N.fasta. (all ranks)"""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
     number = args.samples_per_eval
-    how = Sampling(args.sampling_method, args.sampling_steps, args.seed)
-    counts = {int(length): sequences for length, sequences in meta["lengths"].items()}
-    lengths = draw_lengths(counts, number, args.seed, args.max_protein_len - 2)
+    lengths = draw_lengths(meta["lengths"], number, args.seed, args.max_protein_len - 2)
     samples = torch.zeros(number, args.max_protein_len, dtype=torch.int32, device=device)
-
-    mine = range(rank, number, world_size)
+    mine = range(dist.get_rank(), number, dist.get_world_size())
     if len(mine) > 0:
         templates = [empty_template(lengths[i]) for i in mine]
-        found = draw_sequences(model, templates, mine, how, device)
+        how = (args.sampling_method, args.sampling_steps, args.seed)
+        found = draw_sequences(model, templates, mine, device, *how)
         for i, tokens in zip(mine, found, strict=True):
-            samples[i, : len(tokens)] = torch.from_numpy(tokens.astype(np.int32))
+            samples[i, : len(tokens)] = torch.from_numpy(tokens)
     dist.all_reduce(samples)  # each row is zero on all ranks but one
 
     def write():
         path = Path(args.output_dir) / "samples" / f"step_{step:08d}.fasta"
-        texts = [as_text(tokens) for tokens in samples.cpu().numpy()]
-        names = [f"sample_{i} step={step} method={how.method}" for i in range(number)]
+        names = [f"sample_{i} step={step} method={args.sampling_method}" for i in range(number)]
         try:
             path.parent.mkdir(exist_ok=True)
-            write_fasta(path, texts, names)
+            write_fasta(path, samples.cpu().numpy(), names)
         except OSError as error:  # a full disk, most likely, which may get better
             logging.warning(f"no {path}: {error}")
 
@@ -1701,8 +1616,28 @@ def make_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
 
 
-class NumberedSampler(GlobalBatchSampler):
-    """Also gives the number of the step, which the noise is drawn from."""
+class AllRows:
+    """The numbers 0, 1, ... of all sequences, as an array would give them, without its memory."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, rows):
+        return rows
+
+
+class StepSampler(GlobalBatchSampler):
+    """A new run has batch_size x accum x ranks sequences a step, and keeps them on other ranks.
+    Also gives the number of the step, which the noise is drawn from."""
+
+    def __init__(self, args, proteins, state):
+        options = argparse.Namespace(**vars(args))
+        if not state and not args.global_batch_size:
+            options.global_batch_size = args.batch_size * args.accum * dist.get_world_size()
+        super().__init__(AllRows(len(proteins)), options, state, cost=proteins)
 
     def __iter__(self):
         first = self.epoch * self.steps + self.start
@@ -1710,35 +1645,12 @@ class NumberedSampler(GlobalBatchSampler):
             yield ids, whole, first + number // self.accumulation
 
 
-def make_sampler(args, proteins, state):
-    """A new run has batch_size x accum x ranks sequences a step; it keeps them on other ranks."""
-    options = argparse.Namespace(**vars(args))
-    if not state and not args.global_batch_size:
-        options.global_batch_size = args.batch_size * args.accum * dist.get_world_size()
-    if state and not args.global_batch_size and args.accum != state["args"]["accum"]:
-        text = f"this run has {state['global_batch']} sequences a step, and keeps them"
-        hint = "--batch_size says how many a GPU takes at once"
-        raise InputError(f"--accum {args.accum}: {text}; {hint}, --fresh starts anew")
-    return NumberedSampler(AllRows(proteins), options, state, CropLengths(proteins))
-
-
-def wrap(args, model, device):
-    """DDP. With --compile block by block, not the whole: DDP then still sends the gradients of one
-    block while those of the next are computed, and all blocks share one program."""
-    options = argparse.Namespace(**vars(args))
-    if args.compile:
-        for block in model.blocks:
-            block.compile(dynamic=True)  # one program for all numbers of tokens
-        options.compile = False
-    return wrap_ddp(model, options, device)
-
-
 def train(args, device, data, model, state, guard, log):
     """Returns where training stands: its step, its best evaluation, and more. (all ranks)"""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     proteins, held_out, meta, data_hash = data
-    sampler = make_sampler(args, proteins, state)
+    sampler = StepSampler(args, proteins, state)
     steps = min(args.epochs * sampler.steps, args.n_iters)
     # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
     # it computes a step the host prepares the next batch and queues its copy, which does not wait
@@ -1756,11 +1668,15 @@ def train(args, device, data, model, state, guard, log):
 
     optimizer = make_optimizer(args, model)
     scaler = torch.amp.GradScaler(device.type, enabled=model.dtype == torch.float16)
-    ddp_model = wrap(args, model, device)
+    # Compiled block by block, not as a whole: DDP then still sends the gradients of one block while
+    # those of the next are computed. One program serves all blocks and all numbers of tokens.
+    if args.compile:
+        for block in model.blocks:
+            block.compile(dynamic=True)
+    ddp_model = wrap_ddp(model, argparse.Namespace(**{**vars(args), "compile": False}), device)
     parameters = [p.data for p in model.parameters()]
     average = [p.clone() for p in parameters]  # exponential moving average
     generator = default_generator(device)
-    letters = np.array(meta["letters"]) + 0.5
     # all that the loop must know to go on: it is saved with the weights
     loop = {
         "step": 0,
@@ -1784,7 +1700,7 @@ def train(args, device, data, model, state, guard, log):
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "data_hash": data_hash, "args": vars(args)}
         content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
-        content["lengths"] = {int(key): value for key, value in meta["lengths"].items()}
+        content["lengths"] = meta["lengths"]  # for tools/sample_uniref50.py
         content["model"] = model.state_dict()
         content["average"] = average
         content["optimizer"] = optimizer.state_dict()
@@ -1809,12 +1725,9 @@ def train(args, device, data, model, state, guard, log):
         if is_due and loop["validated"] < step:
             paused = time.monotonic()
             with averaged_weights(model, average):
-                shares = letters / letters.sum()
-                table = measure(args, device, model, held_out, shares, guard)
-                if table is None:  # the ranks stop: this step's checkpoint was made before
+                metrics = measure(args, device, model, held_out, meta, guard)
+                if metrics is None:  # the ranks stop: this step's checkpoint was made before
                     break
-                # by rank 0 for all, who decide by it: another processor might round differently
-                metrics = on_rank0(summarize, table)
                 row = {f"val/{name}": value for name, value in metrics.items()}
                 log.write({"step": step, "epoch": epoch, **row})
                 if not math.isfinite(metrics["nelbo"]):
@@ -1824,8 +1737,8 @@ def train(args, device, data, model, state, guard, log):
                     draw_samples(args, device, model, meta, step)
             loop["validated"] = step
             if loop["best"] is None or metrics["nelbo"] < loop["best"]["value"]:
-                best = {"metric": "nelbo", "value": metrics["nelbo"], "better": "lower"}
-                loop["best"] = {**best, "step": step}
+                loop["best"] = {"metric": "nelbo", "value": metrics["nelbo"], "better": "lower"}
+                loop["best"]["step"] = step
                 loop["metrics"] = metrics
                 logging.info(f"Saving checkpoint for model at step {step}")
                 save("best.pt")
@@ -1909,7 +1822,7 @@ def train(args, device, data, model, state, guard, log):
 def refuse_changes(args, state):
     """What a run that goes on must have kept, as it changes the meaning of its weights, its order
     or its best.pt, though nothing else would notice."""
-    kept = ["seed", "n_heads", "max_protein_len", "time_conditioning"]
+    kept = ["seed", "accum", "n_heads", "max_protein_len", "time_conditioning"]
     for name in [*kept, "eval_sequences", "eval_draws"]:
         if state["args"].get(name) != getattr(args, name):
             text = f"this run was started with {state['args'].get(name)}"
@@ -1919,9 +1832,11 @@ def refuse_changes(args, state):
 def report(loop):
     """The last word: the best bound beside that of the residues' shares. (rank 0)"""
     metrics = loop["metrics"]
-    text = "held-out bound {nelbo:.4f} ± {nelbo_se:.4f} nats per residue, by the residues' shares"
-    text = f"{text} {{unigram:.4f}}: {{below_unigram:.4f}} ± {{below_unigram_se:.4f}} below"
-    logging.info(f"best at step {loop['best']['step']}: {text.format(**metrics)}")
+    bound = f"{metrics['nelbo']:.4f} ± {metrics['nelbo_se']:.4f}"
+    gain = f"{metrics['below_unigram']:.4f} ± {metrics['below_unigram_se']:.4f}"
+    text = f"held-out bound {bound} nats per residue, by the residues' shares"
+    text = f"{text} {metrics['unigram']:.4f}: {gain} below"
+    logging.info(f"best at step {loop['best']['step']}: {text}")
     if metrics["below_unigram"] <= 0:
         logging.warning("the network is no better than the residues' shares: train longer")
     return {"baselines": {"unigram": metrics["unigram"]}, "val": metrics}
@@ -1930,7 +1845,7 @@ def report(loop):
 def main(args):
     if args.prepare_only:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-        find_data(args)
+        read_meta(find_data(args), args)
         return 0
     device = setup_ddp(args)
     if device.type != "cpu":

@@ -128,7 +128,7 @@ def train(args, work, name):
 def held_out_of(work):
     """The sequences that the run on the chain was validated on, as numbers from 0 to 19."""
     for meta in work.glob("cache/uniref50-*/meta.json"):
-        if json.loads(meta.read_text())["source"]["name"] == "chain.fasta":
+        if json.loads(meta.read_text())["source"] == "chain.fasta":
             folder = meta.parent
     tokens = np.fromfile(folder / "valid.tokens", np.uint8).astype(np.int64)
     offsets = np.fromfile(folder / "valid.offsets", np.int64)

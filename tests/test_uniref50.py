@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from helpers import call_script, write_proteins
 from torch import nn
 
@@ -40,11 +39,11 @@ def network(*options):
 def batch_of(sequences, share=0.4, seed=0):
     """A Batch of token arrays, with random residues hidden."""
     generator = np.random.default_rng(seed)
-    tokens = np.concatenate(sequences)
-    hide = script.is_residue(tokens) & (generator.random(len(tokens)) < share)
-    lengths = np.array([len(sequence) for sequence in sequences])
-    shares = np.full(len(lengths), share)
-    return script.make_batch(tokens, lengths, hide, shares, 1 / shares, 1)
+    hide = []
+    for tokens in sequences:
+        hide.append(script.is_residue(tokens) & (generator.random(len(tokens)) < share))
+    shares = np.full(len(sequences), share)
+    return script.make_batch(sequences, hide, shares, 1 / shares, 1)
 
 
 def random_sequences(lengths, seed=0):
@@ -56,20 +55,13 @@ def random_sequences(lengths, seed=0):
     return found
 
 
-class Ranks:
-    """Which rank this process is, without a process group."""
-
-    def __init__(self, rank=0, world_size=1):
-        names = {"get_rank": rank, "get_world_size": world_size}
-        self.patches = [mock.patch.object(dist, k, lambda v=v: v) for k, v in names.items()]
-
-    def __enter__(self):
-        for patch in self.patches:
-            patch.start()
-
-    def __exit__(self, *error):
-        for patch in self.patches:
-            patch.stop()
+def as_rank(rank, world_size):
+    """This process is one of several ranks, without a process group."""
+    replaced = {
+        "get_rank": lambda group=None: rank,
+        "get_world_size": lambda group=None: world_size,
+    }
+    return mock.patch.multiple(dist, **replaced)
 
 
 def write_folder(folder, lengths):
@@ -105,8 +97,8 @@ def folder(tmp_path_factory):
 def steps_of(proteins, *options, rank=0, world_size=1, epoch=0):
     """[(ids of this rank, whole)] of an epoch, a step each."""
     args = arguments(*options)
-    with Ranks(rank, world_size):
-        sampler = script.make_sampler(args, proteins, None)
+    with as_rank(rank, world_size):
+        sampler = script.StepSampler(args, proteins, None)
         sampler.set_epoch(epoch)
         found = {}
         for ids, whole, step in sampler:
@@ -129,7 +121,7 @@ def test_every_step_is_a_random_sample(tmp_path):
         assert len(set(used.tolist())) == len(used) == len(steps) * batch
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [3, 8])
 def test_ranks_share_a_step_and_have_equal_work(tmp_path, world_size):
     lengths = lengths_of_uniref50(3000)
     proteins = write_folder(tmp_path / "data", lengths)
@@ -151,14 +143,8 @@ def test_noise_is_that_of_the_step(tmp_path):
     whole = np.arange(48)
     together = data[whole, whole, 7]
     everything = np.split(together.noisy.numpy(), np.cumsum(together.lengths)[:-1])
-    assert (
-        together.count
-        == script.is_residue(everything[0]).sum()
-        + sum(
-            script.is_residue(part).sum() + (part == script.MASK).sum() for part in everything[1:]
-        )
-        + (everything[0] == script.MASK).sum()
-    )
+    residues = [script.is_residue(part).sum() + (part == script.MASK).sum() for part in everything]
+    assert together.count == sum(residues)
     for rank in range(3):
         ids = whole[rank::3]
         batch = data[ids, whole, 7]
@@ -224,7 +210,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.monotonic()
 proteins = script.Proteins(folder, "train", 512)
-sampler = script.make_sampler(script.parse_args(), proteins, None)
+sampler = script.StepSampler(script.parse_args(), proteins, None)
 ids, whole, step = next(iter(sampler))
 assert len(set(whole.tolist())) == 64 and step == 0
 seconds = time.monotonic() - began
@@ -319,26 +305,23 @@ def test_rotary_embedding():
 
 def test_dropout():
     """Share, scale and gradient; none in evaluation."""
-    block = script.Block(arguments(*SMALL, "--dropout=0.3")).train()
     torch.manual_seed(0)
     x = torch.randn(2000, 32, requires_grad=True)
-    y = block.drop(x)
+    y = script.dropout(x, 0.3, training=True)
     kept = y != 0
     assert abs(kept.float().mean() - 0.7) < 5 * math.sqrt(0.21 / x.numel())
     assert torch.allclose(y[kept], x[kept] / 0.7)
     y.sum().backward()
     assert torch.allclose(x.grad, kept / 0.7)
-    assert torch.equal(block.eval().drop(x), x)
+    assert torch.equal(script.dropout(x, 0.3, training=False), x)
 
 
 def test_averaged_weights():
     model = network().train()
     kept = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(KeyError):
-        with script.averaged_weights(model, [torch.zeros_like(p) for p in kept]):
-            assert not model.training
-            assert all((p == 0).all() for p in model.parameters())
-            raise KeyError
+    with script.averaged_weights(model, [torch.zeros_like(p) for p in kept]):
+        assert not model.training
+        assert all((p == 0).all() for p in model.parameters())
     assert model.training
     assert all(torch.equal(a, b) for a, b in zip(kept, model.parameters(), strict=True))
 
@@ -395,37 +378,8 @@ def test_the_loss_is_the_score_entropy_of_sedd(tmp_path):
     assert float(theirs.sum() / batch.count) == pytest.approx(float(ours), rel=4e-7)
 
 
-def test_analytic_steps_are_those_of_sedd():
-    """Tweedie's rule in SEDD's published form: from share m of hidden ones to m', a hidden residue
-    becomes y with probability p(y) (m - m') / m."""
-    p = torch.rand(26, generator=torch.Generator().manual_seed(0)).double()
-    p = torch.cat([p / p.sum(), torch.zeros(1, dtype=torch.float64)])  # the mask comes last
-    grid = 0.999 * np.linspace(1, 0, 9)
-    for m, less in zip(grid[:-2], grid[1:-1], strict=True):
-        sigma = -math.log1p(-m)
-        step = sigma + math.log1p(-less)
-        score = p / math.expm1(sigma)
-        score[-1] = 1.0
-        extra = (1 - math.exp(step)) * score.sum()  # staggered score
-        score = score * math.exp(step)
-        score[-1] += extra
-        transposed = torch.full((27,), -math.expm1(-step), dtype=torch.float64)
-        transposed[-1] = 1.0  # from the mask to itself
-        theirs = score * transposed
-        ours = p * (m - less) / m
-        ours[-1] = less / m
-        assert torch.allclose(theirs, ours, rtol=0, atol=1e-12)
-
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation
-
-
-def test_hide_exactly():
-    (tokens,) = random_sequences([32])
-    for share, number in ((0.001, 1), (0.3, 9), (1.0, 30)):
-        hide = script.hide_exactly(tokens, share, np.random.default_rng(0))
-        assert hide.sum() == number and script.is_residue(tokens[hide]).all()
 
 
 def test_standard_error():
@@ -453,42 +407,38 @@ def group():
 def measured(folder, model, *options):
     args = arguments("--eval_sequences=40", "--device=cpu", "--max_protein_len=62", *options)
     proteins = script.Proteins(folder / "data", "valid", args.max_protein_len)
-    letters = np.array(script.read_meta(folder / "data")[1]["letters"]) + 0.5
+    meta = json.loads((folder / "data/meta.json").read_text())
     guard = SimpleNamespace(agree=lambda: "")
-    device = torch.device("cpu")
-    shares = letters / letters.sum()
-    return script.measure(args, device, model, proteins, shares, guard), letters
+    return script.measure(args, torch.device("cpu"), model, proteins, meta, guard), meta
 
 
 def test_evaluation_of_known_predictions(folder, group):
     """A network that knows nothing needs log 26 nats, one that knows the shares the unigram."""
     untrained = script.Denoiser(arguments(*SMALL, "--max_protein_len=62")).eval()
-    table, letters = measured(folder, untrained)
-    metrics = script.summarize(table)
-    shares = letters / letters.sum()
+    metrics, meta = measured(folder, untrained)
     for name in ("nelbo", "ce@0.15", "ce@0.5", "ce@0.85"):
         assert metrics[name] == pytest.approx(math.log(26), rel=1e-6)
     assert metrics["bits"] == pytest.approx(math.log2(26), rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(26, rel=1e-5)
-    assert len(table) == 40 and table[:, 2].min() >= 20
     assert metrics["below_unigram"] == pytest.approx(metrics["unigram"] - math.log(26))
+    letters = np.array(meta["letters"]) + 0.5
+    shares = letters / letters.sum()
+    assert metrics["unigram"] == pytest.approx(-(shares * np.log(shares)).sum(), rel=0.03)
 
     def unigram(batch):
         return torch.from_numpy(np.log(shares)).float().expand(len(batch.hidden), -1)
 
-    unigram.eval = unigram.train = lambda: None
-    table, _ = measured(folder, unigram, "--eval_draws=40")
-    metrics = script.summarize(table)
+    metrics, _ = measured(folder, unigram, "--eval_draws=40")
     assert metrics["nelbo"] == pytest.approx(metrics["unigram"], rel=2e-2)
     assert abs(metrics["below_unigram"]) < 4 * metrics["below_unigram_se"]
 
 
 def test_a_diverged_bound_overflows_nothing():
-    table = np.ones((4, 9))
-    table[:, 0] = 1e6
+    table = np.ones((4, 7))
+    table[:, 2:4] = 1e6
     metrics = script.summarize(table)
     assert metrics["nelbo"] == 1e6 and math.isfinite(metrics["perplexity"])
-    table[2, 0] = math.nan
+    table[2, 2] = math.nan
     assert math.isnan(script.summarize(table)["nelbo"])
 
 
@@ -498,46 +448,12 @@ def test_a_diverged_bound_overflows_nothing():
 
 class Chain:
     """A Markov chain over three residues. It predicts hidden residues exactly, from all that is
-    seen (forward-backward)."""
+    seen (forward-backward), in sequences of one length."""
 
     def __init__(self):
         self.start = np.array([0.5, 0.3, 0.2])
         self.step = np.array([[0.75, 0.2, 0.05], [0.1, 0.8, 0.1], [0.3, 0.05, 0.65]])
         self.calls = []
-
-    def __call__(self, batch):
-        self.calls.append(batch._replace(noisy=batch.noisy.clone()))
-        logits = []
-        for tokens in np.split(batch.noisy.numpy(), np.cumsum(batch.lengths)[:-1]):
-            logits.append(self.posterior(tokens))
-        return torch.from_numpy(np.concatenate(logits))[batch.hidden].float()
-
-    def posterior(self, tokens):
-        seen = np.ones((len(tokens), 3))
-        for place in np.flatnonzero(script.is_residue(tokens)):
-            seen[place] = np.eye(3)[tokens[place] - script.FIRST]
-        before = np.ones_like(seen)
-        after = np.ones_like(seen)
-        before[1] = self.start
-        for place in range(2, len(tokens)):
-            before[place] = (before[place - 1] * seen[place - 1]) @ self.step
-        for place in range(len(tokens) - 2, 0, -1):
-            after[place] = self.step @ (after[place + 1] * seen[place + 1])
-        logits = np.full((len(tokens), 26), -np.inf)
-        with np.errstate(divide="ignore"):
-            logits[:, :3] = np.log(before * seen * after)
-        return logits
-
-    def law(self, length):
-        """(3 ** length,), the first residue the slowest."""
-        law = self.start
-        for _ in range(length - 1):
-            law = law[..., None] * self.step
-        return law.ravel()
-
-
-class Fast(Chain):
-    """The same for many sequences of one length, all hidden or seen alike, at once."""
 
     def __call__(self, batch):
         self.calls.append(batch._replace(noisy=batch.noisy.clone()))
@@ -556,6 +472,13 @@ class Fast(Chain):
             logits[..., :3] = np.log(before * seen * after)
         return torch.from_numpy(logits.reshape(-1, 26))[batch.hidden].float()
 
+    def law(self, length):
+        """(3 ** length,), the first residue the slowest."""
+        law = self.start
+        for _ in range(length - 1):
+            law = law[..., None] * self.step
+        return law.ravel()
+
 
 def template(text):
     """BEGIN, residues or MASK (?), END."""
@@ -564,10 +487,11 @@ def template(text):
     return np.array([script.BEGIN, *[letters[letter] for letter in text], script.END], np.uint8)
 
 
-def draw(predict, texts, method="rigorous", steps=0, seed=3, **more):
-    how = script.Sampling(method, steps, seed, **more)
+def draw(predict, texts, method="rigorous", steps=0, seed=3, first=0):
     templates = [template(text) for text in texts]
-    return script.draw_sequences(predict, templates, range(len(texts)), how, torch.device("cpu"))
+    numbers = range(first, first + len(texts))
+    device = torch.device("cpu")
+    return script.draw_sequences(predict, templates, numbers, device, method, steps, seed)
 
 
 def counts(samples, places):
@@ -590,7 +514,7 @@ def excess(found, law):
 
 @pytest.mark.parametrize(("steps", "calls"), [(0, 4), (150, 150)])
 def test_rigorous_samples_have_the_law_of_the_model(steps, calls):
-    chain = Fast()
+    chain = Chain()
     found = counts(draw(chain, ["????"] * 6000, steps=steps), [0, 1, 2, 3])
     assert excess(found, chain.law(4)) < 4
     assert len(chain.calls) <= calls
@@ -599,7 +523,7 @@ def test_rigorous_samples_have_the_law_of_the_model(steps, calls):
 
 
 def test_filling_in_follows_the_conditional_law():
-    chain = Fast()
+    chain = Chain()
     law = chain.law(5).reshape([3] * 5)[1, :, :, 2, :]
     found = counts(draw(chain, ["C??D?"] * 4000), [1, 2, 4])
     assert excess(found, (law / law.sum()).ravel()) < 4
@@ -608,7 +532,7 @@ def test_filling_in_follows_the_conditional_law():
 def test_first_hitting_times():
     """The network is shown the share at which the next residue appears: of five, the largest of
     five uniform numbers, which is 5/6 on average, and so on."""
-    chain = Fast()
+    chain = Chain()
     draw(chain, ["?????"] * 3000)
     shares = -torch.expm1(-torch.stack([batch.sigma.double() for batch in chain.calls])) / 0.999
     assert (shares.diff(dim=0) <= 1e-6).all()
@@ -619,7 +543,7 @@ def test_first_hitting_times():
 
 
 def test_a_grid_shows_the_share_of_its_step():
-    chain = Fast()
+    chain = Chain()
     draw(chain, ["????"] * 3000, steps=8)
     shares = -torch.expm1(-torch.stack([batch.sigma[0].double() for batch in chain.calls]))
     assert torch.allclose(shares, 0.999 * torch.linspace(1, 0, 9, dtype=torch.float64)[:-1])
@@ -629,7 +553,7 @@ def test_a_grid_shows_the_share_of_its_step():
 
 def test_simple_is_another_law():
     """Total variation from the law, beside the sampling error that the exact sampler shows."""
-    chain = Fast()
+    chain = Chain()
     distance = {}
     for method in ("simple", "rigorous"):
         found = counts(draw(chain, ["????"] * 6000, method), [0, 1, 2, 3])
@@ -638,7 +562,7 @@ def test_simple_is_another_law():
 
 
 def test_simple_never_changes_what_it_showed():
-    chain = Fast()
+    chain = Chain()
     draw(chain, ["?" * 30] * 20, "simple", steps=6)
     shares = [math.cos(math.pi / 2 * k / 6) for k in range(6)]
     before = None
@@ -654,49 +578,19 @@ def test_simple_never_changes_what_it_showed():
 @pytest.mark.parametrize("method", ["rigorous", "simple"])
 @pytest.mark.parametrize("steps", [0, 7])
 def test_a_sample_depends_on_its_number_alone(method, steps):
-    """Not on its batch, if the method is rigorous; given residues stay."""
+    """Not on its batch; given residues stay."""
+    model = network()
     texts = ["????????", "A?CA??C?D??", "???", "CC????????A", "AC?"]
-    together = draw(Chain(), texts, method, steps)
+    together = draw(model, texts, method, steps)
     for number, text in enumerate(texts):
         given = template(text)
         fixed = given != script.MASK
         assert np.array_equal(together[number][fixed], given[fixed])
         assert script.is_residue(together[number][1:-1]).all()
-        if method == "rigorous":
-            how = script.Sampling(method, steps, 3)
-            device = torch.device("cpu")
-            (alone,) = script.draw_sequences(Chain(), [given], [number], how, device)
+        if method == "rigorous" or steps > 0:
+            (alone,) = draw(model, [text], method, steps, first=number)
             assert np.array_equal(alone, together[number])
-    assert not np.array_equal(draw(Chain(), texts, method, steps, seed=4)[0], together[0])
-
-
-def shares_of(temperature=1.0, top_p=1.0, method="rigorous"):
-    """How often residues 0 to 3 are drawn, of the shares 0.1, 0.5, 0.05, 0.35."""
-    logits = torch.full((26,), -math.inf)
-    logits[:4] = torch.tensor([0.1, 0.5, 0.05, 0.35]).log()
-    samples = draw(
-        lambda batch: logits.expand(len(batch.hidden), -1),
-        ["?" * 20] * 300,
-        method,
-        steps=4,
-        temperature=temperature,
-        top_p=top_p,
-    )
-    return np.bincount(np.stack(samples)[:, 1:-1].ravel() - script.FIRST, minlength=4)
-
-
-def test_temperature_and_top_p():
-    p = np.array([0.1, 0.5, 0.05, 0.35])
-    for temperature in (0.5, 2.0):
-        law = p ** (1 / temperature)
-        assert excess(shares_of(temperature), law / law.sum()) < 4
-    for method in ("rigorous", "simple"):
-        assert np.flatnonzero(shares_of(0.0, method=method)).tolist() == [1]
-    for top_p, kept in ((0.8, [1, 3]), (0.9, [0, 1, 3]), (0.4, [1])):
-        found = shares_of(top_p=top_p)
-        assert np.flatnonzero(found).tolist() == kept
-        if len(kept) > 1:
-            assert excess(found[kept], p[kept] / p[kept].sum()) < 4
+    assert not np.array_equal(draw(model, texts, method, steps, seed=4)[0], together[0])
 
 
 def test_rare_residues_are_drawn():
@@ -705,7 +599,8 @@ def test_rare_residues_are_drawn():
     p[0] = 1 - 2.0**-30
     p[1] = 2.0**-30
     u = torch.tensor([1 - 2.0**-31, 1 - 2.0**-29], dtype=torch.float64)
-    assert script.draw_residues(p.expand(2, -1), u).tolist() == [script.FIRST + 1, script.FIRST]
+    found = script.draw_residues(p.log().expand(2, -1), u)
+    assert found.tolist() == [script.FIRST + 1, script.FIRST]
 
 
 @pytest.mark.parametrize("method", ["rigorous", "simple"])
@@ -735,9 +630,9 @@ def test_the_scaling_table_of_the_document(tmp_path, gpus, lr, warmup):
     factor = script.gpu_factor(args, gpus)
     assert args.lr * factor == pytest.approx(lr)
     assert script.warmup_steps(args, factor, 500_000) == warmup
-    with Ranks(0, gpus):
+    with as_rank(0, gpus):
         proteins = write_folder(tmp_path / "data", np.full(1000, 30))
-        assert script.make_sampler(args, proteins, None).global_batch == 64 * gpus
+        assert script.StepSampler(args, proteins, None).global_batch == 64 * gpus
     rates = [script.lr_factor(args, step, 500_000, warmup) for step in (0, warmup, 499_999)]
     assert rates[0] < 1e-3 and rates[1] == 1 and rates[2] == pytest.approx(0.01, abs=1e-4)
 
@@ -747,10 +642,7 @@ def test_other_scaling_rules():
     assert script.gpu_factor(arguments("--lr_scaling=sqrt"), 4) == 2
     assert script.gpu_factor(arguments("--lr_scaling=none"), 4) == 1
     assert script.gpu_factor(arguments("--global_batch_size=64"), 4) == 1
-
-
-def test_a_long_warmup_is_cut():
-    assert script.warmup_steps(arguments(), 8, 925) == 92
+    assert script.warmup_steps(arguments(), 8, 925) == 92  # a long warm-up is cut
 
 
 # --------------------------------------------------------------------------------------------------
@@ -774,15 +666,6 @@ def rows_of(output, name):
     return [row for row in rows if name in row]
 
 
-def test_a_run_and_what_it_leaves(folder, tmp_path):
-    run(folder, tmp_path / "run", "--n_iters=6", "--eval_freq=3")
-    for name in ("summary.json", "curves.png", "best.pt", "latest.pt", "previous.pt"):
-        assert (tmp_path / "run" / name).stat().st_size > 0
-    assert (tmp_path / "run/samples/step_00000006.fasta").read_text().count(">") == 2
-    assert [row["step"] for row in rows_of(tmp_path / "run", "val/nelbo")] == [3, 6]
-    assert "nothing is left to train" in run(folder, tmp_path / "run", "--n_iters=6")
-
-
 def test_a_run_stopped_before_its_first_evaluation_goes_on_with_fewer_steps(folder, tmp_path):
     """It makes that evaluation then, instead of a TypeError."""
     run(folder, tmp_path / "run", "--n_iters=50", "--eval_freq=50", "--max_minutes=1e-6")
@@ -791,6 +674,7 @@ def test_a_run_stopped_before_its_first_evaluation_goes_on_with_fewer_steps(fold
     run(folder, tmp_path / "run", "--n_iters=1", "--eval_freq=50")
     assert [row["step"] for row in rows_of(tmp_path / "run", "val/nelbo")] == [done]
     assert json.loads((tmp_path / "run/summary.json").read_text())["best"]["step"] == done
+    assert (tmp_path / f"run/samples/step_{done:08d}.fasta").read_text().count(">") == 2
 
 
 def test_a_changed_option_is_applied_or_refused(folder, tmp_path):
@@ -806,11 +690,9 @@ def test_a_changed_option_is_applied_or_refused(folder, tmp_path):
     assert all(group["betas"] == (0.9, 0.9) for group in groups)
     before = (output / "latest.pt").read_bytes()
     refused = {
-        "--accum=2": "this run has 8 sequences a step, and keeps them",
+        "--accum=2": "this run was started with 1",
         "--global_batch_size=16": "this run was started with 8",
-        "--seed=1": "this run was started with 42",
         "--n_heads=4": "this run was started with 2",
-        "--eval_draws=3": "this run was started with 2",
         "--hidden_size=64": "the checkpoint does not fit",
     }
     for option, reason in refused.items():
@@ -854,9 +736,9 @@ def test_no_data_says_where_to_get_them(tmp_path):
 def test_a_file_is_prepared_once(folder, tmp_path):
     words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={tmp_path}/cache"]
     status, text = call_script("run_train_uniref50_ddp", *words, "--prepare_only")
-    assert status == 0 and "sequences to train on" in text, text
+    assert status == 0 and "held out" in text, text
     status, text = call_script("run_train_uniref50_ddp", *words, "--prepare_only")
-    assert status == 0 and "sequences to train on" not in text
+    assert status == 0 and "held out" not in text
     assert len([*(tmp_path / "cache").iterdir()]) == 1
 
 
@@ -874,20 +756,11 @@ def test_damaged_data_are_refused(folder, tmp_path):
 
 WRONG = {
     "--hidden_size=30": "must be 12 heads times an even number",
-    "--cond_dim=7": "must be even",
-    "--max_protein_len=4": "must be at least 8",
-    "--dropout=1": "must be from 0 to below 1",
-    "--ema=1": "must be from 0 to below 1",
-    "--val_ratio=0": "must be between 0 and 1",
-    "--max_memory_per_gpu=1.2": "at most 1",
-    "--lr=nan": "must be a finite number from 0 on",
-    "--sampling_method=fast": "invalid choice",
+    "--max_memory_per_gpu=85": "is not between 0 and 1",
     "--graph.type=uniform": "no option graph.type",
-    "noise.eps=0.02": "no option noise.eps",
     "noise.type=cosine": "no option noise.type",
     "--use_curriculum": "no option use_curriculum",
     "--optimizer=Muon": "no option optimizer",
-    "training.batch_sise=4": "did you mean batch_size?",
 }
 
 
@@ -909,12 +782,3 @@ def test_names_of_the_original(tmp_path):
     with mock.patch.dict(os.environ):
         arguments("--wandb_project=proteins", "--wandb_name=first")
         assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_NAME"]) == ("proteins", "first")
-
-
-def test_cross_entropy_of_the_loss_by_hand():
-    batch = batch_of(random_sequences([12]), share=0.5)._replace(count=10)
-    logits = torch.randn(len(batch.hidden), 26, generator=torch.Generator().manual_seed(0))
-    p = F.softmax(logits, dim=1)[torch.arange(len(logits)), batch.targets]
-    assert float(script.share_of_loss(logits, batch)) == pytest.approx(
-        float(-2 * p.log().sum() / 10)
-    )
