@@ -98,8 +98,7 @@ def parse_args():
     add("--val_ratio", type=fraction, help="share of a file that is held out; None: 0.05")
     add("--skip_bad_data", **FLAG, default=False, help="leave out bad records (of a file)")
     add("--prepare_only", **FLAG, default=False, help="check the options, prepare a file, end")
-    text = "tokens of a sequence at most, with its begin and end; longer ones are cropped"
-    add("--max_protein_len", type=count, default=512, help=text)
+    add("--max_protein_len", type=count, default=512, help="tokens; longer ones are cropped")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_size", type=count, default=768, help="width")
@@ -121,15 +120,13 @@ def parse_args():
     kinds = ["none", "linear", "sqrt", "conservative"]
     text = "what N GPUs multiply both by: 1, N, sqrt(N), min(N, 6); none with --global_batch_size"
     add("--lr_scaling", default="linear", choices=kinds, help=text)
-    text = "last learning rate over the peak, to which half a cosine leads"
-    add("--min_lr_ratio", type=fraction, default=0.01, help=text)
+    add("--min_lr_ratio", type=fraction, default=0.01, help="last learning rate over the peak")
     add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
     add("--beta1", type=fraction, default=0.9, help="AdamW's")
     add("--beta2", type=fraction, default=0.999, help="AdamW's")
 
     add = parser.add_argument_group("memory").add_argument
-    text = "compute activations twice instead of keeping them"
-    add("--gradient_checkpointing", **FLAG, default=False, help=text)
+    add("--gradient_checkpointing", **FLAG, default=False, help="compute activations twice")
     add("--max_memory_per_gpu", type=fraction, default=0.85, help="share that a rank may take")
 
     add = parser.add_argument_group("eval").add_argument
@@ -1325,12 +1322,9 @@ def held_out_batch(proteins, rows, draw, shares):
 def measure(args, device, model, proteins, meta, guard):
     """Metrics of the held-out sequences, None if the ranks agreed to stop. Batch k goes to rank
     k % world_size: the result is the same on any number of ranks. (all ranks)"""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
     number = min(len(proteins), args.eval_sequences)
     rows = np.linspace(0, len(proteins) - 1, number).astype(np.int64)
     rows = rows[np.argsort(proteins.lengths(rows), kind="stable")]  # equal work on all ranks
-    starts = range(0, number, args.eval_batch_size)
     letters = np.array(meta["letters"]) + 0.5
     surprise = torch.from_numpy(-np.log(letters / letters.sum())).to(device)
     draws = args.eval_draws + len(RATES)
@@ -1343,14 +1337,14 @@ def measure(args, device, model, proteins, meta, guard):
         sums = torch.zeros(len(batch.lengths), dtype=torch.float64, device=device)
         return sums.index_add_(0, owner, values.double())
 
-    for first in range(0, len(starts), world_size):
+    for first in range(0, number, args.eval_batch_size * dist.get_world_size()):
         if guard.agree():  # here and not once at the end: an evaluation may take long
             return None
-        if first + rank >= len(starts):
-            continue
-        start = starts[first + rank]
+        start = first + args.eval_batch_size * dist.get_rank()
         part = slice(start, start + args.eval_batch_size)
         mine = rows[part].tolist()
+        if len(mine) == 0:
+            continue
         for draw in range(draws):
             if draw < args.eval_draws:
                 # by the golden ratio the shares of a batch are spread evenly, whatever its rows
@@ -1602,13 +1596,9 @@ def lr_factor(args, step, steps, warmup):
 
 def make_optimizer(args, model):
     # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size.
-    decay = []
-    no_decay = []
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and not name.startswith("embed"):
-            decay.append(parameter)
-        else:
-            no_decay.append(parameter)
+    embedding = model.embed.weight
+    decay = [p for p in model.parameters() if p.ndim > 1 and p is not embedding]
+    no_decay = [p for p in model.parameters() if p.ndim < 2 or p is embedding]
     groups = [
         {"params": decay, "weight_decay": args.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},

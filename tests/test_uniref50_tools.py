@@ -201,7 +201,7 @@ def test_bad_records_are_listed_with_their_lines(tmp_path, monkeypatch, chunk):
     with pytest.raises(tool.Problem) as caught:
         prepare(tmp_path / "x", tmp_path / "out")
     said = str(caught.value)
-    assert "x: 30 bad records, expected letters" in said and "--skip_bad_data" in said
+    assert "x: bad records: 30; expected letters" in said and "--skip_bad_data" in said
     assert "\n" not in said and said.endswith("; ".join([*problems[:20], "... and 10 more"]))
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert prepare(tmp_path / "x", tmp_path / "out", "--skip_bad_data") == split_of(good)
@@ -220,7 +220,7 @@ def test_bad_entries_of_text_and_lists(tmp_path):
     for name, unit, problems in (("x", "line", in_text), ("y", "index", in_list)):
         with pytest.raises(tool.Problem) as caught:
             prepare(tmp_path / name, tmp_path / "out")
-        assert f"{len(problems)} bad records" in str(caught.value)
+        assert f"bad records: {len(problems)};" in str(caught.value)
         for number, what in problems.items():
             assert f"{unit} {number}: {what}" in str(caught.value)
         folder = tmp_path / f"out-{name}"
@@ -238,7 +238,7 @@ HOSTILE = {
     "image": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "PNG.*which is no text; expected FASTA"),
     "utf16": (">a\nMKV\n".encode("utf-16"), "which is no text"),
     "zip": (b"PK\3\4" + bytes(100), "expected a whole file of torch.save"),
-    "one": (b">a\nMKV\n", "held out [01]: more data"),
+    "one": (b">a\nMKV\n", "held out [01]; expected both"),
     "words": (b"\n \nsome words\n>a\nMKV\n", "b'some words' before its first '>'"),
     "cut": (PACKED[:HALF], GZ),
     "flipped": (PACKED[:HALF] + bytes([PACKED[HALF] ^ 255]) + PACKED[HALF + 1 :], GZ),

@@ -276,7 +276,7 @@ class Part:
         self.letters += np.bincount(tokens, minlength=FIRST + len(RESIDUES))[FIRST:]
 
     def close(self):
-        """(sequences, residues)"""
+        """What meta.json says of it."""
         for file in self.files.values():
             file.close()
         sequences = self.lengths.total()
@@ -301,7 +301,7 @@ def write_folder(folder, form, args):
     seen = set()
     line = 0 if form == "list" else 1
     unit = "index" if form == "list" else "line"
-    bar = tqdm(unit="B", unit_scale=True, disable=None)
+    bar = tqdm(unit="B", unit_scale=True, disable=None, leave=False)
     with open(folder / "skipped_records.txt", "w", encoding="utf-8") as listing:
         for found, wrong, lines, size in encode_all(args, form):
             for name, (tokens, lengths, hashes) in found.items():
@@ -323,7 +323,7 @@ def write_folder(folder, form, args):
         if skipped > SHOWN:
             problems.append(f"... and {skipped - SHOWN} more")
         text = "expected letters, and * only at the end of a sequence"
-        text = f"{skipped} bad records, {text} (--skip_bad_data leaves them out)"
+        text = f"bad records: {skipped}; {text} (--skip_bad_data leaves them out)"
         raise Problem(f"{args.source}: {text}: {'; '.join(problems)}")
     meta = {"source": args.source.name, "val_ratio": args.val_ratio}
     meta.update(skipped=skipped, duplicates=duplicates, bytes={}, sha256={})
@@ -334,7 +334,7 @@ def write_folder(folder, form, args):
             meta["sha256"][path.name] = part.digests[kind].hexdigest()
     if not all(meta[name]["sequences"] for name in PARTS):
         text = f"to train on {meta['train']['sequences']}, held out {meta['valid']['sequences']}"
-        raise Problem(f"{args.source}: {text}: more data, or another --val_ratio, give both")
+        raise Problem(f"{args.source}: {text}; expected both: more data, or another --val_ratio")
     # of the training part: residues of each kind, sequences of each length in residues
     meta["letters"] = parts["train"].letters.tolist()
     meta["lengths"] = dict(sorted(parts["train"].lengths.items()))
@@ -368,9 +368,9 @@ def prepare(args):
         print(f"duplicates left out: {meta['duplicates']:,}")
     train, valid = meta["train"], meta["valid"]
     mean = (train["residues"] + valid["residues"]) / (train["sequences"] + valid["sequences"])
-    counts = f"sequences to train on: {train['sequences']:,}, held out: {valid['sequences']:,}"
+    counts = f"sequences to train on: {train['sequences']:,}; held out: {valid['sequences']:,}"
     seconds = time.monotonic() - began
-    print(f"{args.out}: {counts}, residues on average: {mean:.1f}; {seconds:.1f} s")
+    print(f"{args.out}: {counts}; residues on average: {mean:.1f} ({seconds:.1f} s)")
 
 
 def stop(status, message):
