@@ -278,15 +278,17 @@ class NoisySequences(Dataset):
         times = EARLIEST + (1 - EARLIEST) * places
         shares = (1 - ALL_BUT) * times
         draws = generator.random(lengths.sum(), dtype=np.float32)
-        draws = np.split(draws, np.cumsum(lengths)[:-1])
+        ends = np.cumsum(lengths)
 
         mine = np.flatnonzero(np.isin(whole, ids))
         sequences = []
         hide = []
         for i in mine:
             tokens = self.proteins.tokens[first[i] : first[i] + lengths[i]]
+            is_low = draws[ends[i] - lengths[i] : ends[i]] < shares[i]
             sequences.append(tokens)
-            hide.append((draws[i] < shares[i]) & is_residue(tokens))
+            hide.append(is_low & is_residue(tokens))
+
         return make_batch(sequences, hide, shares[mine], 1 / times[mine], residues.sum())
 
 
@@ -339,6 +341,8 @@ def read_meta(folder, args):
 def load_data(args):
     """(training part, validation part, meta.json, hash), the same on all ranks. (all ranks)"""
     folder = on_rank0(find_data, args)
+    if not folder.exists():
+        raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
     data_hash, meta = read_meta(folder, args)
     if data_hash != on_rank0(read_meta, folder, args)[0]:
         raise InputError(f"{folder} is not the same here as on rank 0")
