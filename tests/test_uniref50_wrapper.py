@@ -111,33 +111,22 @@ def test_what_is_passed_on(run):
     assert record["options"] == [CONFIG, *own, "--seed=1"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--name"], "--name needs a value"),
-        (["--name", "--fresh"], "--name needs a value"),
-        (["--name="], "--name needs a value"),
-        (["-d", ""], "-d needs a value"),
-        (["--gpus", "0"], "--gpus must be a whole number from 1, not '0'"),
-        (["--gpus", "two"], "--gpus must be a whole number from 1, not 'two'"),
-        (["--gpus", str(CORES + 1)], f"no GPU and {CORES} CPU core(s): --gpus {CORES}"),
-    ],
-)
-def test_wrong_calls(run, arguments, expected):
-    assert expected in refused(run(*arguments))
+WRONG = [
+    (["--name"], {}, "--name needs a value"),
+    (["--name", "--fresh"], {}, "--name needs a value"),
+    (["-d", ""], {}, "-d needs a value"),
+    (["--gpus", "two"], {}, "--gpus must be a whole number from 1, not 'two'"),
+    (["--gpus", str(CORES + 1)], {}, f"no GPU and {CORES} CPU core(s): --gpus {CORES}"),
+    ([], {"TORCH": "1"}, "python on PATH has no working torch"),
+    (["--gpus=2"], {"GPUS": "1"}, "--gpus is 2 but 1 GPU(s) are visible: --gpus 1"),
+    ([], {"NNODES": "2"}, "with NNODES=2 set NODE_RANK, too"),
+    ([], {"NNODES": "2", "NODE_RANK": "1"}, "with NNODES=2 set MASTER_ADDR, too"),
+]
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"TORCH": "1"}, "python on PATH has no working torch"),
-        ({"GPUS": "1"}, "--gpus is 2 but 1 GPU(s) are visible: --gpus 1"),
-        ({"NNODES": "2"}, "with NNODES=2 set NODE_RANK, too"),
-        ({"NNODES": "2", "NODE_RANK": "1"}, "with NNODES=2 set MASTER_ADDR, too"),
-    ],
-)
-def test_wrong_environment(run, environment, expected):
-    assert expected in refused(run("--gpus=2", **environment))
+@pytest.mark.parametrize(("arguments", "environment", "expected"), WRONG)
+def test_wrong_calls(run, arguments, environment, expected):
+    assert expected in refused(run(*arguments, **environment))
 
 
 def test_no_torchrun(run):

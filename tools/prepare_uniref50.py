@@ -128,12 +128,14 @@ def read_blocks(path):
         try:
             if file.read(3) != b"\xef\xbb\xbf":
                 file.seek(0)
-            while block := file.read(BLOCK):
+            block = file.read(BLOCK)
+            while block:
                 if block.endswith(b"\r"):
                     block += file.read(1)  # its \n may follow
                 if b"\r" in block:
                     block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
                 yield block
+                block = file.read(BLOCK)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise Problem(f"{path}: damaged .gz file: fetch it again ({error})") from None
 
@@ -191,6 +193,7 @@ def encode(text, form, val_ratio):
         bodies = [record.strip().translate(UPPER) for record in records]
     if not bodies:  # blank lines before the first record
         return {}, [], text.count(b"\n"), len(text)
+
     bodies = [body.removesuffix(b"*") for body in bodies]
     lengths = np.array([len(body) for body in bodies]) + 2
     ends = np.cumsum(lengths)
@@ -313,7 +316,8 @@ def write_folder(folder, form, args):
             for place, what in wrong:
                 text = f"{unit} {line + place}: {what}"
                 listing.write(text + "\n")
-                problems = [*problems, text][:SHOWN]
+                if skipped < SHOWN:
+                    problems.append(text)
                 skipped += 1
             line += lines
             bar.update(size)
@@ -325,6 +329,7 @@ def write_folder(folder, form, args):
         text = "expected letters, and * only at the end of a sequence"
         text = f"bad records: {skipped}; {text} (--skip_bad_data leaves them out)"
         raise Problem(f"{args.source}: {text}: {'; '.join(problems)}")
+
     meta = {"source": args.source.name, "val_ratio": args.val_ratio}
     meta.update(skipped=skipped, duplicates=duplicates, bytes={}, sha256={})
     for name, part in parts.items():
@@ -366,7 +371,8 @@ def prepare(args):
         print(f"bad records left out: {meta['skipped']:,}, listed in {listing}")
     if meta["duplicates"]:
         print(f"duplicates left out: {meta['duplicates']:,}")
-    train, valid = meta["train"], meta["valid"]
+    train = meta["train"]
+    valid = meta["valid"]
     mean = (train["residues"] + valid["residues"]) / (train["sequences"] + valid["sequences"])
     counts = f"sequences to train on: {train['sequences']:,}; held out: {valid['sequences']:,}"
     seconds = time.monotonic() - began
