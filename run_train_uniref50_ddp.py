@@ -1813,10 +1813,10 @@ def train(args, device, data, model, state, guard, log):
 
 
 def refuse_changes(args, state):
-    """What a run that goes on must have kept, as it changes the meaning of its weights, its order
-    or its best.pt, though nothing else would notice."""
-    kept = ["seed", "accum", "n_heads", "max_protein_len", "time_conditioning"]
-    for name in [*kept, "eval_sequences", "eval_draws"]:
+    """What a run that goes on must have kept: another value would change its steps, the meaning of
+    its weights or of its best.pt, and nothing else would notice."""
+    kept = "accum n_heads max_protein_len time_conditioning eval_sequences eval_draws"
+    for name in kept.split():
         if state["args"].get(name) != getattr(args, name):
             text = f"this run was started with {state['args'].get(name)}"
             raise InputError(f"--{name} {getattr(args, name)}: {text}; --fresh starts anew")

@@ -249,7 +249,7 @@ def main():
         run(parse_args())
     except (RunError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "status", 1))
+        sys.exit(2 if isinstance(error, InputError) else 1)
 
 
 if __name__ == "__main__":
