@@ -1304,22 +1304,17 @@ def held_out_batch(proteins, rows, draw, shares):
     over that of hidden ones. If all shares are equally likely, the weighted cross entropy is an
     unbiased estimate of a bound on -log p, that of an order-agnostic model (Uria et al. 2014;
     Hoogeboom et al. 2022)."""
+    places = [np.random.default_rng(row).random() for row in rows]
+    first, lengths, residues = proteins.crops(rows, np.array(places))
+    hidden = np.ceil(shares * residues).astype(int)
     sequences = []
     hide = []
-    hidden_shares = []
-    weights = []
-    for row, share in zip(rows, shares, strict=True):
-        place = np.random.default_rng(row).random(1)
-        first, length, _ = proteins.crops(np.array([row]), place)
-        tokens = proteins.tokens[first[0] : first[0] + length[0]]
-        residues = np.flatnonzero(is_residue(tokens))
-        hidden = math.ceil(share * len(residues))
-        order = np.random.default_rng([row, draw]).permutation(residues)
+    for i, row in enumerate(rows):
+        tokens = proteins.tokens[first[i] : first[i] + lengths[i]]
+        order = np.random.default_rng([row, draw]).permutation(np.flatnonzero(is_residue(tokens)))
         sequences.append(tokens)
-        hide.append(np.isin(np.arange(len(tokens)), order[:hidden]))
-        hidden_shares.append(hidden / len(residues))
-        weights.append(len(residues) / hidden)
-    return make_batch(sequences, hide, np.array(hidden_shares), np.array(weights), 1)
+        hide.append(np.isin(np.arange(len(tokens)), order[: hidden[i]]))
+    return make_batch(sequences, hide, hidden / residues, residues / hidden, 1)
 
 
 @torch.no_grad()
@@ -1346,19 +1341,18 @@ def measure(args, device, model, proteins, meta, guard):
             return None
         start = first + args.eval_batch_size * dist.get_rank()
         part = slice(start, start + args.eval_batch_size)
-        mine = rows[part].tolist()
+        mine = rows[part]
         if len(mine) == 0:
             continue
         for draw in range(draws):
-            if draw < args.eval_draws:
-                # by the golden ratio the shares of a batch are spread evenly, whatever its rows
-                shares = [1 - (row * GOLDEN + draw / args.eval_draws) % 1 for row in mine]
-            else:
-                shares = [RATES[draw - args.eval_draws]] * len(mine)
+            # by the golden ratio the shares of a batch are spread evenly, whatever its rows
+            shares = 1 - (mine * GOLDEN + draw / args.eval_draws) % 1
+            if draw >= args.eval_draws:
+                shares = np.full(len(mine), RATES[draw - args.eval_draws])
             batch = held_out_batch(proteins, mine, draw, shares).to(device)
             nats = F.cross_entropy(model(batch), batch.targets, reduction="none")
             table[part, 2 + draw] = by_sequence(batch, nats.double() * batch.weights)
-        batch = held_out_batch(proteins, mine, 0, [1.0] * len(mine)).to(device)
+        batch = held_out_batch(proteins, mine, 0, np.ones(len(mine))).to(device)
         table[part, 0] = by_sequence(batch, batch.weights)  # 1 each, as everything is hidden
         table[part, 1] = by_sequence(batch, surprise.index_select(0, batch.targets))
     dist.all_reduce(table)  # each row is zero on all ranks but one
