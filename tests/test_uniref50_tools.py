@@ -255,21 +255,22 @@ def test_files_of_torch_that_hold_something_else(tmp_path):
 
 
 def test_wrong_calls(tmp_path):
-    """One line, status 2, and nothing is written."""
+    """Nothing is written; a user sees one line and status 2."""
     (tmp_path / "x").write_text(fasta(some_sequences(50)))
     (tmp_path / "there").mkdir()
     (tmp_path / "there/thesis.txt").write_text("precious")
     cases = {
         ("gone", "out"): "gone: no such file",
         ("x", "there"): "there exists: remove it, or give another folder",
-        ("x",): "required: out",
         ("x", "out", "--val_ratio=2"): "must be between 0 and 1",
     }
-    for words, reason in cases.items():
-        words = [word if word.startswith("--") else tmp_path / word for word in words]
-        status, text = call_script("tools/prepare_uniref50", *words)
-        assert status == 2 and reason in text and text.count("\n") == 1, text
+    for (source, out, *options), reason in cases.items():
+        with pytest.raises(tool.Problem, match=reason):
+            prepare(tmp_path / source, tmp_path / out, *options)
+    status, text = call_script("tools/prepare_uniref50", tmp_path / "x")
+    assert status == 2 and "required: out" in text and text.count("\n") == 1
     assert (tmp_path / "there/thesis.txt").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "x"]
 
 
 def test_a_full_disk(tmp_path):
@@ -383,10 +384,9 @@ def trained(tmp_path_factory):
     return folder
 
 
-def sample(trained, *options, status=0):
-    words = [trained / "run/best.pt", "--device=cpu", *options]
-    found, text = call_script("tools/sample_uniref50", *words)
-    assert found == status, text[-3000:]
+def sample(trained, *options):
+    status, text = call_script("tools/sample_uniref50", trained / "run/best.pt", *options)
+    assert status == 0, text[-3000:]
     return text
 
 
@@ -435,22 +435,24 @@ def test_wrong_uses_of_the_sampler(trained, tmp_path):
     (tmp_path / "long.fasta").write_text(f">a\n{'M' * 70}?\n")
     torch.save({"script": "other.py"}, tmp_path / "other.pt")
     cases = {
-        (f"--infill={tmp_path}/wrong.fasta",): "bad has '*-'; expected residues and `?`",
-        (f"--infill={tmp_path}/full.fasta",): "a has no `?`",
-        (f"--infill={tmp_path}/words.fasta",): "with `>` as its first character",
-        (f"--infill={tmp_path}/long.fasta",): "a has 71 residues; the network knows at most 62",
-        ("--length=63",): "trained on at most 62 residues",
-        (f"--compare={tmp_path}",): "no folder of tools/prepare_uniref50.py",
-        ("--temperature=0",): "must be above 0",
-        ("--length=5", "--infill=x"): "give one of the two",
-        ("--out=/no/such/folder/x",): "there is no folder",
+        f"--infill={tmp_path}/wrong.fasta": "bad has '\\*-'; expected residues and `\\?`",
+        f"--infill={tmp_path}/full.fasta": "a has no `\\?`",
+        f"--infill={tmp_path}/words.fasta": "with `>` as its first character",
+        f"--infill={tmp_path}/long.fasta": "a has 71 residues; the network knows at most 62",
+        "--infill=x --length=5": "give one of the two",
+        "--length=63": "trained on at most 62 residues",
+        f"--compare={tmp_path}": "no folder of tools/prepare_uniref50.py",
+        "--temperature=0": "must be above 0",
+        "--out=/no/such/folder/x": "there is no folder",
     }
     for options, reason in cases.items():
-        said = sample(trained, f"--out={tmp_path}/x", *options, status=2)
-        assert reason in said and said.count("\n") == 1
-    for name, reason in {"none.pt": "is not there", "other.pt": "no checkpoint"}.items():
-        status, text = call_script("tools/sample_uniref50", tmp_path / name, "--device=cpu")
-        assert status == 2 and reason in text and text.count("\n") == 1
+        words = f"{trained}/run/best.pt --device=cpu --out={tmp_path}/x {options}"
+        with pytest.raises(sampler.InputError, match=reason):
+            sampler.run(sampler.parse_args(words.split()))
+    with pytest.raises(sampler.InputError, match="no checkpoint"):
+        sampler.run(sampler.parse_args([f"{tmp_path}/other.pt", "--device=cpu"]))
+    status, text = call_script("tools/sample_uniref50", tmp_path / "none.pt", "--device=cpu")
+    assert status == 2 and "is not there" in text and text.count("\n") == 1
     assert not (tmp_path / "x").exists()
 
 
