@@ -24,8 +24,7 @@ attack) and auc (real against attacked OOD images, all ranks pooled). val/STAGE/
 weights on held-out images: clean and robust (accuracy without and under attack), cross_entropy,
 auroc and adv_auroc (images against OOD images, which adv_auroc attacks).
 
-Files in --output_dir: latest.pt, previous.pt, at_best.pt (stage 1, if stage 2 follows), best.pt,
-metrics.jsonl; at the end summary.json and curves.png.
+Files in --output_dir: at_best.pt (stage 1), best.pt, latest.pt, metrics.jsonl, summary.json.
 
 Unlike the original (xuwangyin/DAT) stage 1 is included; all ranks validate; the AUC is pooled;
 weight decay leaves out biases and norms; the best weights are chosen on images held out of the
@@ -78,127 +77,90 @@ def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="data/digits", help="folder of tools/prepare_images.py")
-    text = "OOD images: noise, blobs, or a folder of tools/prepare_images.py"
-    add("--outdist_data", default="noise", help=text)
+    add("--outdist_data", default="noise", help="OOD images: such a folder, noise or blobs")
     kinds = ["none", "shift", "original", "autoaugment_cutout", "resized_crop", "resize"]
-    text = "of images to classify"
-    add("--augm_type_classification", default="shift", choices=kinds, help=text)
-    text = "of images for the energy, real and OOD"
-    add("--augm_type_generation", default="none", choices=kinds, help=text)
+    add("--augm_type_classification", default="shift", choices=kinds, help="to classify")
+    add("--augm_type_generation", default="none", choices=kinds, help="for the energy, and OOD")
 
     add = parser.add_argument_group("model").add_argument
     add("--model_type", default="SmallNet", choices=[*MODELS], help="network")
     add("--width", type=count, default=24, help="channels of SmallNet")
-    kinds = ["none", "layer", "batch"]
-    add("--norm", default="none", choices=kinds, help="normalisation of SmallNet")
-    text = "ConvNeXt: small convolutions in place of patches"
-    add("--use_convstem", **FLAG, default=True, help=text)
-    text = "subtract the mean and divide by the deviation, inside the network"
-    add("--normalize_input", **FLAG, default=True, help=text)
-    text = "stage 2 goes on with batch statistics; False: those of stage 1 stay"
-    add("--use_batchnorm", **FLAG, default=False, help=text)
+    add("--norm", default="none", choices=["none", "layer", "batch"], help="of SmallNet")
+    add("--use_convstem", **FLAG, default=True, help="ConvNeXt: convolutions, not patches")
+    add("--normalize_input", **FLAG, default=True, help="subtract mean, divide by deviation")
+    add("--use_batchnorm", **FLAG, default=False, help="stage 2, too, takes batch statistics")
     add("--ckpt_path", help="weights to start from: a checkpoint or a state_dict")
 
+    norms = ["L2", "Linf"]
     add = parser.add_argument_group("attack, on OOD images").add_argument
-    add("--attack_max_steps", type=whole, default=50, help="steps T at most")
-    add("--attack_start_step", type=whole, default=0, help="T at the start of stage 2")
-    add("--attack_step_size", type=float, default=0.1, help="length of a step")
-    add("--attack_eps", type=radius, default=math.inf, help="radius of the ball; inf: none")
-    add("--attack_norm", default="L2", choices=["L2", "Linf"], help="of step and ball")
+    add("--attack_max_steps", type=int, default=50, help="steps T at most")
+    add("--attack_start_step", type=int, default=0, help="T at the start of stage 2")
+    add("--attack_step_size", type=positive, default=0.1, help="length of a step")
+    add("--attack_eps", type=positive, default=math.inf, help="radius of the ball; inf: none")
+    add("--attack_norm", default="L2", choices=norms, help="of step and ball")
 
     add = parser.add_argument_group("indist_attack_clf, on images to classify").add_argument
-    add("--indist_attack_clf_max_steps", type=whole, default=10, help="steps")
-    add("--indist_attack_clf_step_size", type=float, default=0.1, help="length of a step")
-    add("--indist_attack_clf_eps", type=radius, default=0.5, help="radius of the ball")
-    kinds = ["L2", "Linf"]
-    add("--indist_attack_clf_norm", default="L2", choices=kinds, help="of step and ball")
+    add("--indist_attack_clf_max_steps", type=int, default=10, help="steps")
+    add("--indist_attack_clf_step_size", type=positive, default=0.1, help="length of a step")
+    add("--indist_attack_clf_eps", type=positive, default=0.5, help="radius of the ball")
+    add("--indist_attack_clf_norm", default="L2", choices=norms, help="of step and ball")
 
     add = parser.add_argument_group("objective").add_argument
-    text = "weight of R1: half the squared gradient of the energy at real images"
-    add("--r1reg", type=float, default=0.0, help=text)
-    text = "the energy is -logsumexp f(x); False: -f_y(x)"
-    add("--logsumexp", **FLAG, default=True, help=text)
-    text = "OOD images are attacked by logsumexp f(x); False: by f_y(x)"
-    add("--logsumexp_sampling", **FLAG, default=False, help=text)
-    text = "T grows when the mean AUC of the last steps is at least this"
-    add("--AUC_th", type=float, default=0.8, help=text)
-    text = "real images that this mean is over"
-    add("--min_imgs_per_threshold", type=count, default=1000, help=text)
+    add("--r1reg", type=float, default=0.0, help="weight of R1, the energy's squared gradient")
+    add("--logsumexp", **FLAG, default=True, help="energy -logsumexp f(x); False: -f_y(x)")
+    add("--logsumexp_sampling", **FLAG, default=False, help="attack it by that, not by f_y(x)")
+    add("--AUC_th", type=float, default=0.8, help="T grows when the mean AUC is at least this")
+    add("--min_imgs_per_threshold", type=count, default=1000, help="real images that it is over")
 
     add = parser.add_argument_group("stages").add_argument
-    kinds = ["both", *STAGES]
     text = "both: at, then dat; dat alone starts from --ckpt_path; standard: no attack"
-    add("--stage", default="both", choices=kinds, help=text)
-    kinds = ["sgd", "adam", "adamw"]
+    add("--stage", default="both", choices=["both", *STAGES], help=text)
+    kinds = [*OPTIMIZERS]
     add("--at_epochs", type=count, default=40, help="passes over the images in stage 1")
     add("--at_optimizer", default="adamw", choices=kinds, help="of stage 1")
-    add("--at_lr", type=float, default=2e-3, help="peak of stage 1; half a cosine down to 0")
+    add("--at_lr", type=positive, default=2e-3, help="peak of stage 1; half a cosine down to 0")
     add("--at_wd", type=float, default=1e-2, help="weight decay of stage 1, of matrices")
     add("--total_epochs", type=count, default=100, help="passes over the images in stage 2")
     add("--optimizer", default="sgd", choices=kinds, help="of stage 2")
-    add("--lr", type=float, default=1e-3, help="learning rate of stage 2")
+    add("--lr", type=positive, default=1e-3, help="learning rate of stage 2")
     add("--wd", type=float, default=5e-4, help="weight decay of stage 2, of matrices")
     add("--lr_schedule", default="constant", choices=["constant", "cosine"], help="of stage 2")
     add("--ema", type=float, default=0.999, help="decay of the averaged weights; 0: no average")
-    text = "ZeRO: each rank keeps a part of the optimizer's state"
-    add("--zero", **FLAG, default=False, help=text)
+    add("--zero", **FLAG, default=False, help="each rank keeps a part of the optimizer's state")
 
     add = parser.add_argument_group("validation").add_argument
     text = "images between validations; 0: only at the end of a stage"
-    add("--n_imgs_per_evaluation_log", type=whole, default=50_000, help=text)
+    add("--n_imgs_per_evaluation_log", type=int, default=50_000, help=text)
     add("--eval_images", type=count, default=1000, help="held-out images, and OOD images, at most")
     add("--eval_steps", type=count, default=20, help="steps of the attack on them")
-    add("--ood_eps", type=float, default=1.0, help="radius of the attack on OOD images")
+    add("--ood_eps", type=positive, default=1.0, help="radius of the attack on OOD images")
     add("--eval_batch_size", type=count, default=256, help="images at a time")
 
     add = parser.add_argument_group("ranks").add_argument
-    text = "False: one process, all GPUs of the machine by DataParallel"
-    add("--use_ddp", **FLAG, default=True, help=text)
+    add("--use_ddp", **FLAG, default=True, help="False: one process, all GPUs by DataParallel")
     add("--ddp_backend", help="as --backend")
-    text = "steps between comparisons of all tensors across ranks; 0: never"
-    add("--monitor_every", type=whole, default=0, help=text)
+    add("--monitor_every", type=int, default=0, help="steps between comparisons across ranks")
     add("--log_ranks", **FLAG, default=False, help="log loss, data_wait, memory of each rank")
 
     add_common_arguments(parser, output_dir="outputs/rebm", batch_size=128)
     args = parse_with_config(parser)
-
     if args.ddp_backend:
         args.backend = args.ddp_backend
     if args.stage == "dat" and not args.ckpt_path:
         parser.error("--stage dat starts from the weights of stage 1: give --ckpt_path")
     if args.indist_attack_clf_eps == math.inf:
         parser.error("--indist_attack_clf_eps inf: a ball without end holds images of all classes")
-    if args.attack_start_step > args.attack_max_steps:
-        parser.error(f"--attack_start_step {args.attack_start_step}: above --attack_max_steps")
-    if not 0 <= args.ema < 1:
-        parser.error(f"--ema {args.ema}: must be from 0 to below 1")
-    if not 0 <= args.AUC_th <= 1:
-        parser.error(f"--AUC_th {args.AUC_th}: must be from 0 to 1")
-    positive = ["attack_step_size", "indist_attack_clf_step_size", "ood_eps", "lr", "at_lr"]
-    for name in [*positive, "wd", "at_wd", "r1reg"]:
-        value = getattr(args, name)
-        if not 0 <= value < math.inf or (name in positive and value == 0):
-            least = "above 0" if name in positive else "from 0 on"
-            parser.error(f"--{name} {value}: must be a finite number {least}")
-    if not args.use_ddp and (args.zero or args.compile or args.nproc_per_node > 1):
-        parser.error("--use_ddp False takes no --zero, --compile or --nproc_per_node")
+    if not args.use_ddp and (args.zero or args.compile):
+        parser.error("--use_ddp False takes no --zero and no --compile")
     return args
 
 
-def whole(text):
-    """The type of options that are whole numbers from 0 on."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return int(text)
-
-
-def radius(text):
-    """The type of radii: a number above 0; inf, .inf (as YAML writes it) and none mean no limit."""
-    if text.lower() in ("inf", ".inf", "none", "null"):
-        return math.inf
-    if not float(text) > 0:
+def positive(text):
+    """The type of options that are numbers above 0; YAML writes infinity as .inf."""
+    number = float(text.replace(".inf", "inf"))
+    if not number > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return float(text)
+    return number
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,9 +171,9 @@ class Images:
     """A folder of tools/prepare_images.py, mapped into memory that the ranks of a node share."""
 
     def __init__(self, folder):
-        if not (folder / "meta.json").exists():
-            raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
-        self.hash, meta = read_meta(folder)
+        text = (folder / "meta.json").read_text()
+        meta = json.loads(text)
+        self.hash = hashlib.sha256(text.encode()).hexdigest()[:12]
         self.name = str(folder)
         self.classes = meta["classes"]  # names; [] where images have no labels
         self.size = meta["size"]  # pixels a side, after the augmentation
@@ -230,16 +192,16 @@ class Images:
 class GeneratedImages:
     """OOD images that need no files: noise, or blobs, which are noise of 4 x 4 places scaled up."""
 
-    COUNTS = [20_000, 1024, 10_000]  # to train, to validate, to test ...
-    BYTES = 2**29  # ... but no more than this
+    part = Images.part
 
     def __init__(self, kind, channels, size):
         self.name = kind
-        self.size = size
+        self.hash = kind
         self.channels = channels
-        most = self.BYTES // (channels * size * size)
-        counts = [min(count, most) for count in self.COUNTS]
+        most = 2**29 // (channels * size * size)  # half a gigabyte of each part
+        counts = [min(count, most) for count in (20_000, 1024, 10_000)]  # train, valid, test
         self.images = np.empty((sum(counts), channels, size, size), np.uint8)
+        self.split = np.repeat([0, 1, 2], counts)
         rng = np.random.default_rng(GENERATED.index(kind))
         side = size if kind == "noise" else 4
         for first in range(0, len(self.images), 1000):  # a few at a time: they are floats here
@@ -247,54 +209,41 @@ class GeneratedImages:
             places = rng.integers(0, 256, (len(rows), channels, side, side), np.uint8)
             scaled = F.interpolate(torch.from_numpy(places).float(), size, mode="bilinear")
             rows[:] = scaled.round().byte().numpy()
-        self.split = np.repeat([0, 1, 2], counts)
-
-    part = Images.part
-
-
-def read_meta(folder):
-    """(hash of the folder, content of its meta.json)"""
-    text = (folder / "meta.json").read_text()
-    return hashlib.sha256(text.encode()).hexdigest()[:12], json.loads(text)
 
 
 VERIFIED = 2**30  # bytes; longer files are not read at the start, only their size is compared
 
 
 def check_data(folder):
-    """The hash of the folder, once its arrays are found to be as they were written. (rank 0)"""
-    make = "python tools/prepare_images.py --help"
-    if folder == Path("data/digits"):
-        make = "python tools/prepare_images.py digits"
-    path = folder / "meta.json"
-    if not path.exists():
+    """The arrays of a folder are as they were written. (rank 0)"""
+    if not (folder / "meta.json").exists():
+        make = "python tools/prepare_images.py digits makes data/digits, --help shows other kinds"
         raise InputError(f"no images in {folder}: {make}")
-    try:
-        data_hash, meta = read_meta(folder)
-        for name, (size, written) in meta["files"].items():
-            path = folder / name
-            if path.stat().st_size != size:
-                raise ValueError(f"it has {path.stat().st_size} bytes, not {size}")
-            if size <= VERIFIED and hashlib.sha256(path.read_bytes()).hexdigest() != written:
-                raise ValueError("its checksum is not that of meta.json")
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        text = f"{path} is missing or damaged ({error})"
-        raise InputError(f"{text}: remove {folder} and prepare it anew") from None
-    return data_hash
+    meta = json.loads((folder / "meta.json").read_text())
+    for name, (size, written) in meta["files"].items():
+        path = folder / name
+        is_same = path.exists() and path.stat().st_size == size
+        if is_same and size <= VERIFIED:
+            is_same = hashlib.sha256(path.read_bytes()).hexdigest() == written
+        if not is_same:
+            text = f"{path} is not as meta.json says: it is damaged"
+            raise InputError(f"{text}: remove {folder} and prepare it anew")
 
 
 def load_images(folder):
     """Images of a folder, the same on all ranks. (all ranks)"""
-    data_hash = on_rank0(check_data, Path(folder))
-    images = Images(Path(folder))
-    if images.hash != data_hash:
+    on_rank0(check_data, folder)
+    if not folder.exists():
+        raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
+    images = Images(folder)
+    if images.hash != on_rank0(str, images.hash):
         raise InputError(f"{folder} is not the same here as on rank 0")
     return images
 
 
 def load_data(args):
     """(images, OOD images), which fit together. (all ranks)"""
-    inside = load_images(args.data)
+    inside = load_images(Path(args.data))
     if not inside.classes:
         raise InputError(f"{args.data} has no labels: it can only be --outdist_data")
     kinds = [args.augm_type_classification, args.augm_type_generation]
@@ -302,13 +251,18 @@ def load_data(args):
         raise InputError(f"autoaugment_cutout is of colour images, {args.data} has grey ones")
     if args.outdist_data in GENERATED:
         return inside, GeneratedImages(args.outdist_data, inside.channels, inside.size)
-    outside = load_images(args.outdist_data)
+    outside = load_images(Path(args.outdist_data))
+    check_fit(inside, outside)
+    return inside, outside
+
+
+def check_fit(inside, outside):
+    """The network of the images `inside` can read the OOD images `outside`."""
     side = outside.images.shape[2]
     if outside.channels != inside.channels or side < inside.size:
-        text = f"has images of {outside.channels} x {side} x {side}"
+        text = f"{outside.name} has images of {outside.channels} x {side} x {side}"
         expected = f"{inside.channels} channels and {inside.size} pixels a side or more"
-        raise InputError(f"--outdist_data {args.outdist_data} {text}: expected {expected}")
-    return inside, outside
+        raise InputError(f"{text}: expected {expected}")
 
 
 # AutoAugment's policy for CIFAR-10 (Cubuk et al. 2019, table 7): in each line two operations, with
@@ -351,30 +305,25 @@ def auto_augment(image, policy, chances, signs):
         if chance >= probability:
             continue
         share = magnitude / 9
-        sign = -1 if draw < 0.5 else 1
-        if name == "Invert":
-            image = ImageOps.invert(image)
-        elif name == "Equalize":
-            image = ImageOps.equalize(image)
-        elif name == "AutoContrast":
-            image = ImageOps.autocontrast(image)
+        signed = -share if draw < 0.5 else share
+        if name in ("Invert", "Equalize", "AutoContrast"):
+            image = getattr(ImageOps, name.lower())(image)
         elif name == "Posterize":
             image = ImageOps.posterize(image, 8 - round(4 * share))
         elif name == "Solarize":
             image = ImageOps.solarize(image, round(256 * (1 - share)))
         elif name == "Rotate":
-            image = image.rotate(sign * 30 * share)
+            image = image.rotate(30 * signed)
         elif name in ("ShearY", "TranslateX", "TranslateY"):
             matrix = [1, 0, 0, 0, 1, 0]
             if name == "ShearY":
-                matrix[3] = sign * 0.3 * share
-            elif name == "TranslateX":
-                matrix[2] = sign * 150 / 331 * share * image.width
+                matrix[3] = 0.3 * signed
             else:
-                matrix[5] = sign * 150 / 331 * share * image.height
+                place = 2 if name == "TranslateX" else 5
+                matrix[place] = 150 / 331 * signed * image.width
             image = image.transform(image.size, Image.Transform.AFFINE, matrix)
         else:  # Color, Contrast, Brightness, Sharpness
-            image = getattr(ImageEnhance, name)(image).enhance(1 + sign * 0.9 * share)
+            image = getattr(ImageEnhance, name)(image).enhance(1 + 0.9 * signed)
     return image
 
 
@@ -416,11 +365,11 @@ def centre(images, size):
 
 def augment(image, kind, size, draws):
     """(C, side, side) uint8 to (C, size, size) uint8. The draws (12,), from 0 to 1, decide all."""
-    if kind in ("none", "shift"):  # for digits, which have no mirror image
-        image = centre(image, size)
-        if kind == "shift":
-            image = shifted(image, max(1, size // 16), draws[:2])
-        return image
+    if kind == "none":
+        return centre(image, size)
+    if kind == "shift":  # for digits, which have no mirror image
+        return shifted(centre(image, size), max(1, size // 16), draws[:2])
+
     if kind == "resized_crop":
         image = random_crop(image, size, draws[:4])
     elif kind == "resize":
@@ -449,15 +398,13 @@ class Batch(NamedTuple):
     places: torch.Tensor  # (B,) int64, in the global batch
     x: torch.Tensor  # (B, C, S, S) uint8, to classify
     y: torch.Tensor  # (B,) int64
-    real: torch.Tensor | None  # (B, C, S, S) uint8
-    real_y: torch.Tensor | None  # (B,) int64
-    outside: torch.Tensor | None  # (B, C, S, S) uint8
+    real: torch.Tensor | None = None  # (B, C, S, S) uint8
+    real_y: torch.Tensor | None = None  # (B,) int64
+    outside: torch.Tensor | None = None  # (B, C, S, S) uint8
 
     def to(self, device):
-        moved = []
-        for tensor in self:
-            moved.append(None if tensor is None else tensor.to(device, non_blocking=True))
-        return Batch(*moved)
+        tensors = [tensor for tensor in self if tensor is not None]
+        return Batch(*[tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
 class TrainingData(Dataset):
@@ -489,7 +436,7 @@ class TrainingData(Dataset):
         x = pictures(self.inside, ids, self.args.augm_type_classification)
         y = torch.from_numpy(self.inside.labels[ids])
         if self.stage != "dat":
-            return Batch(torch.from_numpy(places), x, y, None, None, None)
+            return Batch(torch.from_numpy(places), x, y)
 
         real_ids = rng.choice(self.real_ids, len(whole))[places]
         real = pictures(self.inside, real_ids, self.args.augm_type_generation)
@@ -511,6 +458,7 @@ def pixels(images):
 # that published weights fit.
 
 MEAN_AND_DEVIATION = {  # of each channel
+    "none": ([0.0], [1.0]),
     "grey": ([0.5], [0.5]),
     "CIFAR": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
     "ImageNet": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
@@ -523,18 +471,12 @@ class Network(nn.Module):
     frozen = False  # whether batch normalisation keeps its statistics
     dtype = torch.float32  # of the features; bf16 and fp16 by autocast
 
-    def set_normalisation(self, channels, size, normalize):
-        kind = "ImageNet"
-        if channels == 1:
-            kind = "grey"
-        elif size <= 64:
-            kind = "CIFAR"
-        mean, deviation = MEAN_AND_DEVIATION[kind]
-        if not normalize:
-            mean = [0.0]
-            deviation = [1.0]
+    def set_normalisation(self, mean, deviation):
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
+
+    def classifier(self):
+        return self.fc
 
     def forward(self, x, exact=False):
         """exact: in fp32 also where training is not."""
@@ -585,9 +527,6 @@ class SmallNet(Network):
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, classes)
 
-    def classifier(self):
-        return self.fc
-
 
 class WideBlock(nn.Module):
     """Pre-activation residual block (Zagoruyko and Komodakis 2016)."""
@@ -609,42 +548,40 @@ class WideBlock(nn.Module):
         return shortcut + self.conv2(F.relu(self.bn2(y)))
 
 
-class WideGroup(nn.Module):
-    def __init__(self, blocks, before, after, stride):
-        super().__init__()
-        layers = [WideBlock(before, after, stride)]
-        layers += [WideBlock(after, after, 1) for _ in range(blocks - 1)]
-        self.layer = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return self.layer(x)
+def residual_blocks(kind, blocks, before, after, stride, *settings):
+    """Blocks one after the other, of which the first changes width and size."""
+    layers = [kind(before, after, stride, *settings)]
+    layers += [kind(after, after, 1, *settings) for _ in range(blocks - 1)]
+    return nn.Sequential(*layers)
 
 
 class WideResNet(Network):
     def __init__(self, classes, depth, factor):
         super().__init__()
-        blocks = (depth - 4) // 6
-        widths = [16 * factor, 32 * factor, 64 * factor]
         self.conv1 = conv3x3(3, 16)
-        self.block1 = WideGroup(blocks, 16, widths[0], 1)
-        self.block2 = WideGroup(blocks, widths[0], widths[1], 2)
-        self.block3 = WideGroup(blocks, widths[1], widths[2], 2)
-        self.bn1 = nn.BatchNorm2d(widths[2])
-        self.fc = nn.Linear(widths[2], classes)
+        before = 16
+        for number, stride in ((1, 1), (2, 2), (3, 2)):
+            after = 8 * factor * 2**number
+            group = nn.Module()
+            group.layer = residual_blocks(WideBlock, (depth - 4) // 6, before, after, stride)
+            self.add_module(f"block{number}", group)
+            before = after
+        self.bn1 = nn.BatchNorm2d(before)
+        self.fc = nn.Linear(before, classes)
 
     def features(self, x):
-        x = self.block3(self.block2(self.block1(self.conv1(x))))
+        x = self.conv1(x)
+        for group in (self.block1, self.block2, self.block3):
+            x = group.layer(x)
         return F.relu(self.bn1(x)).mean((2, 3))
-
-    def classifier(self):
-        return self.fc
 
 
 class Bottleneck(nn.Module):
-    """Residual block of ResNet-50 (He et al. 2016), of inner width `width`."""
+    """Residual block of ResNet-50 (He et al. 2016), of inner width after * base_width / 256."""
 
-    def __init__(self, before, width, after, stride):
+    def __init__(self, before, after, stride, base_width):
         super().__init__()
+        width = after * base_width // 256
         self.conv1 = nn.Conv2d(before, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = conv3x3(width, width, stride)
@@ -670,25 +607,16 @@ class ResNet50(Network):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
-        before = 64
-        for number, blocks in enumerate((3, 4, 6, 3)):
-            width = base_width * 2**number
-            after = 256 * 2**number
-            layers = []
-            for block in range(blocks):
-                stride = 2 if number > 0 and block == 0 else 1
-                layers.append(Bottleneck(before, width, after, stride))
-                before = after
-            self.add_module(f"layer{number + 1}", nn.Sequential(*layers))
-        self.fc = nn.Linear(before, classes)
+        self.layer1 = residual_blocks(Bottleneck, 3, 64, 256, 1, base_width)
+        self.layer2 = residual_blocks(Bottleneck, 4, 256, 512, 2, base_width)
+        self.layer3 = residual_blocks(Bottleneck, 6, 512, 1024, 2, base_width)
+        self.layer4 = residual_blocks(Bottleneck, 3, 1024, 2048, 2, base_width)
+        self.fc = nn.Linear(2048, classes)
 
     def features(self, x):
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return x.mean((2, 3))
-
-    def classifier(self):
-        return self.fc
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -734,7 +662,7 @@ class ConvNext(Network):
         else:
             layers = [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, 1e-6)]
         self.stem = nn.Sequential(*layers)
-        stages = []
+        self.stages = nn.ModuleList()
         for number, blocks in enumerate((3, 3, depth, 3)):
             stage = nn.Module()
             stage.downsample = nn.Identity()
@@ -743,8 +671,7 @@ class ConvNext(Network):
                 stage.downsample = nn.Sequential(ChannelNorm(width, 1e-6), smaller)
                 width = 2 * width
             stage.blocks = nn.Sequential(*[ConvNextBlock(width) for _ in range(blocks)])
-            stages.append(stage)
-        self.stages = nn.ModuleList(stages)
+            self.stages.append(stage)
         self.head = nn.Module()
         self.head.norm = nn.LayerNorm(width, 1e-6)
         self.head.fc = nn.Linear(width, classes)
@@ -787,10 +714,16 @@ def make_network(args, classes, channels, size):
         raise InputError(f"--model_type {args.model_type} takes colour images: give SmallNet")
     if kind is ConvNext:
         settings.append(args.use_convstem)
-    if size < 8:
-        raise InputError(f"images of {size} x {size}: expected 8 x 8 or more")
     model = kind(classes, *settings)
-    model.set_normalisation(channels, size, args.normalize_input)
+
+    statistics = "ImageNet"
+    if not args.normalize_input:
+        statistics = "none"
+    elif channels == 1:
+        statistics = "grey"
+    elif size <= 64:
+        statistics = "CIFAR"
+    model.set_normalisation(*MEAN_AND_DEVIATION[statistics])
     # channels last: convolutions read it faster, except those of small images on a CPU
     is_faster = size >= 16 or args.compile or torch.accelerator.is_available()
     for layer in model.modules():
@@ -809,27 +742,21 @@ def read_weights(path):
         state = load_checkpoint(path)
     except Exception as error:  # torch.load raises many kinds
         reason = str(error).splitlines()[0]
-        raise InputError(
-            f"{path} is not there, damaged, or no file of weights ({reason})"
-        ) from None
+        raise InputError(f"{path} is missing, damaged, or no file of weights: {reason}") from None
     own = Path(__file__).name
-    if isinstance(state, dict) and state.get("script", own) not in (own, SCRIPT):
+    if state.get("script", own) != own:
         raise InputError(f"{path} is a checkpoint of {state['script']}, not of {own}")
-
     for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
+        if key in state:
             state = state[key]
             break
-
     weights = {}
-    for name, tensor in state.items() if isinstance(state, dict) else ():
+    for name, tensor in state.items():
         parts = name.split(".")
         while parts[0] in ("module", "_orig_mod", "base_model"):
             parts.pop(0)
-        if isinstance(tensor, torch.Tensor) and parts[-1] != "n_averaged":
+        if parts[-1] != "n_averaged":  # a counter of torch.optim.swa_utils
             weights[".".join(parts)] = tensor
-    if not weights:
-        raise InputError(f"{path} holds no weights: expected a checkpoint or a state_dict")
     return weights
 
 
@@ -838,27 +765,22 @@ def load_weights(model, path):
     have the same shapes in the same order."""
     found = read_weights(path)
     wanted = model.state_dict()
+    hint = "give the --model_type and the options that these weights were trained with"
+    if len(found) != len(wanted):
+        text = f"{path} has {len(found)} tensors, this network {len(wanted)}"
+        raise InputError(f"{text}: {hint}")
     if found.keys() != wanted.keys():
         logging.info(f"{path} has other names: its tensors are taken in their order")
-        if len(found) != len(wanted):
-            text = f"{path} has {len(found)} tensors, this network {len(wanted)}"
-            raise InputError(f"{text}: expected weights of the same --model_type and options")
         found = dict(zip(wanted, found.values(), strict=True))
     for name, tensor in found.items():
         if tensor.shape != wanted[name].shape:
             shapes = f"{[*tensor.shape]}, expected {[*wanted[name].shape]}"
-            text = f"{path} has {name} of shape {shapes}"
-            raise InputError(f"{text}: give the options that these weights were trained with")
+            raise InputError(f"{path} has {name} of shape {shapes}: {hint}")
     model.load_state_dict(found)
 
 
 def tensors(model):
     return [*model.parameters(), *model.buffers()]
-
-
-def averaged_tensors(model):
-    """What the average is of: parameters, and running statistics."""
-    return [tensor for tensor in tensors(model) if tensor.is_floating_point()]
 
 
 class Twin:
@@ -920,22 +842,6 @@ def in_ball(x, centre, eps, norm):
     return x.clamp(0, 1)
 
 
-def value_and_gradient(function, z):
-    """function(z) is a value for each image (B,), and something else. The gradient of the sum of
-    the values by z, and the something else."""
-    if torch.compiler.is_compiling():  # it can trace this way, and not the other
-        return torch.func.grad(lambda z: add_up(*function(z)), has_aux=True)(z)
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        total, other = add_up(*function(z))
-        (gradient,) = torch.autograd.grad(total, z)
-    return gradient, other.detach()
-
-
-def add_up(values, other):
-    return values.sum(), other
-
-
 class Attack:
     """Projected gradient ascent (Madry et al. 2018) on gain(logits, labels) (B,), in the balls of
     radius eps about the images and in [0, 1]. Steps have the same length whatever the gradient."""
@@ -960,13 +866,20 @@ class Attack:
     def step(self, z, x, labels, size):
         """The next points, and the logits of these ones."""
 
-        def gain_and_logits(z):
+        def total_gain(z):
             logits = self.net(z)
             # fp16 would round small gradients to 0: hence the factor. Where it makes them too large
             # for fp16, they are no numbers, and the image stays where it is.
-            return self.gain(logits, labels) * 1024, logits
+            return (self.gain(logits, labels) * 1024).sum(), logits
 
-        gradient, logits = value_and_gradient(gain_and_logits, z)
+        if torch.compiler.is_compiling():  # it can trace this way, and not the other
+            gradient, logits = torch.func.grad(total_gain, has_aux=True)(z)
+        else:
+            with torch.enable_grad():
+                start = z.detach().requires_grad_()
+                total, logits = total_gain(start)
+            (gradient,) = torch.autograd.grad(total, start)
+            logits = logits.detach()
         gradient = gradient.float().nan_to_num(0.0, 0.0, 0.0)
         if self.norm == "Linf":
             move = gradient.sign()
@@ -1746,70 +1659,62 @@ def auroc(real, fake):
     return pairs_in_order(real, fake).item() / (2 * len(real) * len(fake))
 
 
-def in_batches(args, ids, device, guard, function, columns):
-    """The rows function(ids of a batch) (B, columns) of all ids, or None if the ranks agreed to
-    stop. Batch k goes to rank k % world_size: the same on any world size. (all ranks)"""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    table = torch.zeros(len(ids), columns, device=device)
-    firsts = range(0, len(ids), args.eval_batch_size)
-    for number in range(0, len(firsts), world_size):
-        if guard.agree():  # here and not once at the end: an evaluation may take long
-            return None
-        if number + rank < len(firsts):
-            rows = slice(firsts[number + rank], firsts[number + rank] + args.eval_batch_size)
-            table[rows] = function(ids[rows])
-    if world_size > 1:
-        dist.all_reduce(table)  # each row is zero on all ranks but one
-    return table
-
-
 def picture_batch(source, ids, size, device):
     return pixels(torch.from_numpy(centre(source.images[ids], size)).to(device))
 
 
-def evaluate(args, model, inside, outside, device, guard):
-    """Metrics of a network in evaluation mode on held-out images, in fp32 without torch.compile,
-    whatever training uses; None if the ranks agreed to stop. (all ranks)"""
+def in_batches(run, ids, function, columns):
+    """The rows function(ids of a batch) (B, columns) of all ids, or None if the ranks agreed to
+    stop. Batch k goes to rank k % world_size: the same on any world size. (all ranks)"""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    table = torch.zeros(len(ids), columns, device=run.device)
+    firsts = range(0, len(ids), run.args.eval_batch_size)
+    for number in range(0, len(firsts), world_size):
+        if run.guard.agree():  # here and not once at the end: an evaluation may take long
+            return None
+        if number + rank < len(firsts):
+            first = firsts[number + rank]
+            rows = slice(first, first + run.args.eval_batch_size)
+            table[rows] = function(ids[rows])
+    if world_size > 1:
+        dist.all_reduce(table)  # each row is zero on all ranks but one
+    return table.cpu().double()
+
+
+@torch.no_grad()
+def evaluate(run):
+    """Metrics of the averaged weights on held-out images, in fp32 without torch.compile, whatever
+    training uses; None if the ranks agreed to stop. (all ranks)"""
+    args = run.args
+    model = run.average
     eps = args.indist_attack_clf_eps
     norm = args.indist_attack_clf_norm
     on_class = Attack(model, cross_entropy, eps / 2, eps, norm)
     on_energy = Attack(model, logsumexp, args.ood_eps / 4, args.ood_eps, norm)
-    model.eval()
 
-    @torch.no_grad()
     def of_images(ids):
-        x = picture_batch(inside, ids, inside.size, device)
-        y = torch.from_numpy(inside.labels[ids]).to(device)
+        x = picture_batch(run.inside, ids, run.inside.size, run.device)
+        y = torch.from_numpy(run.inside.labels[ids]).to(run.device)
         logits = model(x)
-        worst = best_score(on_class, x, y, args.eval_steps, margin)
         right = logits.argmax(1) == y
+        worst = best_score(on_class, x, y, args.eval_steps, margin)
         columns = [right, worst < 0, cross_entropy(logits, y), logsumexp(logits, y)]
         return torch.stack([column.float() for column in columns], dim=1)
 
-    @torch.no_grad()
     def of_others(ids):
-        x = picture_batch(outside, ids, inside.size, device)
+        x = picture_batch(run.outside, ids, run.inside.size, run.device)
         score = logsumexp(model(x), None)
         highest = best_score(on_energy, x, None, args.eval_steps, logsumexp)
         return torch.stack([score, highest], dim=1)
 
-    ids = inside.part("valid")[: args.eval_images]
-    images = in_batches(args, ids, device, guard, of_images, 4)
+    images = in_batches(run, run.inside.part("valid")[: args.eval_images], of_images, 4)
     if images is None:
         return None
-    ids = outside.part("valid")[: args.eval_images]
-    others = in_batches(args, ids, device, guard, of_others, 2)
+    others = in_batches(run, run.outside.part("valid")[: args.eval_images], of_others, 2)
     if others is None:
         return None
-    # by rank 0 for all, who decide by it: another processor might round differently
-    return on_rank0(summarize, images, others)
-
-
-def summarize(images, others):
-    """Metrics, from a row for each image (clean, robust, cross entropy, score) and for each OOD
-    image (score, score under attack). (rank 0)"""
-    clean, robust, loss, _ = images.double().mean(0).tolist()
+    clean, robust, loss, _ = images.mean(0).tolist()
     return {
         "clean": clean,
         "robust": robust,
@@ -1823,17 +1728,19 @@ def summarize(images, others):
 # Train
 
 
+OPTIMIZERS = {  # with the original's settings
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"betas": (0.0, 0.99)}),
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+}
+
+
 class Zero(ZeroRedundancyOptimizer):
     """ZeRO stage 1 (Rajbhandari et al. 2020): each rank updates a part of the weights."""
 
-    def __setattr__(self, name, value):
-        if name in (
-            "grad_scale",
-            "found_inf",
-        ):  # StepGuard's order to skip, for the part's optimizer
-            setattr(self.optim, name, value)
-        else:
-            super().__setattr__(name, value)
+    def step(self):
+        self.optim.found_inf = self.found_inf  # by which StepGuard skips a step
+        super().step()
 
     def state_dict(self):
         """On rank 0 all of it, as a plain optimizer's; on others the options alone. (all ranks)"""
@@ -1847,14 +1754,8 @@ class Zero(ZeroRedundancyOptimizer):
 def make_optimizer(args, model, stage):
     name = args.optimizer if stage == "dat" else args.at_optimizer
     weight_decay = args.wd if stage == "dat" else args.at_wd
-    kinds = {  # with the original's settings
-        "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        "adam": (torch.optim.Adam, {"betas": (0.0, 0.99)}),
-        "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
-    }
-    kind, options = kinds[name]
-    options.update(lr=1.0, fused=True)  # the rate is set anew in each step
-
+    kind, settings = OPTIMIZERS[name]
+    options = {**settings, "lr": 1.0, "fused": True}  # the rate is set anew in each step
     decay = [p for p in model.parameters() if p.ndim > 1]
     no_decay = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -1867,8 +1768,7 @@ def make_optimizer(args, model, stage):
 
 
 def rate(args, stage, step, steps):
-    """The learning rate: at stage 2 --lr, falling along half a cosine if --lr_schedule says so; at
-    stage 1 always."""
+    """The learning rate: half a cosine down to 0, or at stage 2 what --lr_schedule says."""
     peak = args.lr if stage == "dat" else args.at_lr
     if stage == "dat" and args.lr_schedule == "constant":
         return peak
@@ -1883,17 +1783,15 @@ class AttackLength:
     largest T. It is read one step late, so that the device has done that step already."""
 
     def __init__(self, args, global_batch, device, saved):
-        self.threshold = args.AUC_th
-        self.most = args.attack_max_steps
+        self.args = args
         self.steps = saved.get("T", args.attack_start_step)
         self.made = saved.get("made", 0)  # steps of training at this T
         needed = math.ceil(args.min_imgs_per_threshold / global_batch)
-        self.pairs = 2 * global_batch**2  # what pairs_in_order can be at most
-        self.window = torch.zeros(needed, dtype=torch.int64, device=device)
-        if saved:
-            self.window.copy_(torch.tensor(saved["window"]))
-        self.total = None
-        self.arrived = None
+        window = saved.get("window", [0] * needed)
+        self.window = torch.tensor(window, device=device)  # pairs_in_order of the last steps
+        self.pairs = 2 * global_batch**2  # what one of them can be at most
+        self.total = None  # sum of the window, on its way to the host
+        self.arrived = None  # the event that says that it is there
         self.ask()
 
     def state(self):
@@ -1902,7 +1800,7 @@ class AttackLength:
     def ask(self):
         """Send the sum of the window to the host, if T could grow now."""
         self.total = None
-        if self.made >= len(self.window) and self.steps < self.most:
+        if self.made >= len(self.window) and self.steps < self.args.attack_max_steps:
             self.total = self.window.sum().to("cpu", non_blocking=True)
             if self.window.device.type != "cpu":
                 self.arrived = torch.accelerator.current_stream().record_event()
@@ -1913,7 +1811,7 @@ class AttackLength:
             if self.arrived is not None:
                 self.arrived.synchronize()
             mean = self.total.item() / (len(self.window) * self.pairs)
-            if mean >= self.threshold:
+            if mean >= self.args.AUC_th:
                 self.steps += 1
                 self.made = 0  # without this step, which had the T before
                 self.total = None
@@ -1921,6 +1819,11 @@ class AttackLength:
         self.window[self.made % len(self.window)] = pairs
         self.made += 1
         self.ask()
+
+
+def averaged_tensors(model):
+    """What the average is of: parameters, and running statistics."""
+    return [tensor for tensor in tensors(model) if tensor.is_floating_point()]
 
 
 @torch.no_grad()
@@ -1943,6 +1846,7 @@ def share_statistics(model):
         torch._foreach_copy_(running, [*flat.split([len(tensor) for tensor in running])])
 
 
+@torch.no_grad()
 def compare_ranks(model, average, step):
     """End the run if any tensor is not the same on all ranks, and name it. (all ranks)"""
     named = {}
@@ -1954,20 +1858,11 @@ def compare_ranks(model, average, step):
     for name, tensor in average.named_parameters():
         named[f"average of {name}"] = tensor
 
-    sums = []
-    for tensor in named.values():
-        bits = tensor.detach().flatten().float().view(torch.int32).long()
-        # of the bits, and of them times odd numbers: no single change leaves both as they were
-        odd = 2 * torch.arange(len(bits), device=bits.device) + 1
-        sums.append(torch.stack([bits.sum(), (bits * odd).sum()]))
-
-    mine = torch.stack(sums)
-    others = torch.zeros(dist.get_world_size(), *mine.shape, dtype=mine.dtype, device=mine.device)
-    others[dist.get_rank()] = mine
-    dist.all_reduce(others)
-    differs = (others != others[0]).any(2).tolist()  # (ranks, tensors)
+    hashes = [torch.hash_tensor(tensor).view(torch.int64) for tensor in named.values()]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, torch.stack(hashes).tolist())
     for number, name in enumerate(named):
-        ranks = [rank for rank, row in enumerate(differs) if row[number]]
+        ranks = [rank for rank, row in enumerate(found) if row[number] != found[0][number]]
         if ranks:
             text = f"differs from rank 0's on the ranks {ranks}"
             raise RunError(f"step {step}: the {name} {text}: a fault of a device or of the network")
@@ -1978,13 +1873,11 @@ def rank_metrics(device, loss, data_wait):
     memory = 0.0
     if device.type != "cpu":
         memory = torch.accelerator.max_memory_allocated(device) / 2**30
-    table = torch.zeros(dist.get_world_size(), 3, dtype=torch.float64, device=device)
-    mine = torch.tensor([loss, data_wait, memory], dtype=torch.float64)
-    table[dist.get_rank()] = mine.to(device)
-    dist.all_reduce(table)
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {"loss": loss, "data_wait": data_wait, "memory_gb": memory})
     row = {}
-    for rank, values in enumerate(table.tolist()):
-        for name, value in zip(("loss", "data_wait", "memory_gb"), values, strict=True):
+    for rank, values in enumerate(found):
+        for name, value in values.items():
             row[f"{name}/rank{rank}"] = value
     return row
 
@@ -1996,23 +1889,70 @@ def without_sync(ddp_model, needed):
     return ddp_model.no_sync()
 
 
-class Run(NamedTuple):
-    """What the stages share."""
+class Run:
+    """What the stages share: data, network, attacks, and the folder of the run. (all ranks)"""
 
-    args: argparse.Namespace
-    device: torch.device
-    inside: Images
-    outside: Images
-    model: Network
-    ddp_model: nn.Module
-    average: Network  # its weights are averages of the model's
-    twin: Twin
-    on_class: Attack  # on images to classify
-    on_outside: Attack  # on OOD images
-    guard: StepGuard
-    log: RunLog
-    state: dict | None  # the checkpoint to go on from
-    loop: dict  # where training stands: it is saved with the weights
+    def __init__(self, args, device):
+        self.args = args
+        self.device = device
+        logging.info("Preparing data loaders...")
+        self.inside, self.outside = load_data(args)
+        for name in ("train", "valid", "test"):
+            counts = f"{len(self.inside.part(name)):,} images, {len(self.outside.part(name)):,} OOD"
+            logging.info(f"  {name}: {counts}")
+        labels = self.inside.labels[self.inside.part("valid")]
+        self.commonest = float(np.bincount(labels).max() / len(labels))  # accuracy of guessing it
+
+        data_hash = f"{self.inside.hash} {self.outside.hash}"
+        self.state = open_run(args, data_hash)  # the checkpoint to go on from, or None
+        kept = ["stage", "model_type", "norm", "normalize_input", "optimizer", "at_optimizer"]
+        for name in kept:  # weights, or momenta, that fit, but mean something else
+            if self.state and self.state["args"][name] != getattr(args, name):
+                raise InputError(f"--{name}: this run was started with {self.state['args'][name]}")
+        self.loop = {  # where training stands: it is saved with the weights
+            "step": 0,
+            "stage": "",
+            "first": 0,  # steps before this stage
+            "epoch": 0,
+            "validated": 0,  # steps of this stage at the last validation
+            "best": {},  # of each stage
+            "attack": {},  # state of AttackLength
+            "global_batch": 0,
+            "data_hash": data_hash,
+        }
+        if self.state:
+            self.loop = {name: self.state[name] for name in self.loop}
+
+        torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
+        default_generator(torch.device("cpu")).manual_seed(args.seed)  # the same on all ranks
+        inside = self.inside
+        self.model = make_network(args, len(inside.classes), inside.channels, inside.size)
+        if args.ckpt_path and self.state is None:
+            load_weights(self.model, args.ckpt_path)
+        self.model.to(device)
+        logging.info(f"{sum(p.numel() for p in self.model.parameters()):,} parameters")
+
+        # its weights are averages of the model's; in fp32, as it is evaluated
+        self.average = copy.deepcopy(self.model).requires_grad_(False).train(False)
+        self.model.dtype = choose_precision(args, device)
+        self.twin = Twin(self.model)
+        net = self.twin.model
+        if args.use_ddp:
+            logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
+            self.ddp_model = wrap_ddp(self.model, args, device)
+        else:
+            net = nn.DataParallel(net)
+            self.ddp_model = nn.DataParallel(self.model)
+            devices = max(1, len(net.device_ids))
+            logging.info(f"use_ddp=False: DataParallel over {devices} devices")
+        options = [args.indist_attack_clf_step_size, args.indist_attack_clf_eps]
+        options += [args.indist_attack_clf_norm, args.compile]
+        self.on_class = Attack(net, cross_entropy, *options)
+        gain = logsumexp if args.logsumexp_sampling else label_logit
+        options = [args.attack_step_size, args.attack_eps, args.attack_norm, args.compile]
+        self.on_outside = Attack(net, gain, *options)
+        self.guard = StepGuard(args, device)
+        self.log = RunLog(args, self.state)
 
 
 def energy_passes(run, batch, steps, backward):
@@ -2043,33 +1983,33 @@ def energy_passes(run, batch, steps, backward):
 
 def start_stage(run, stage):
     """The weights that a stage starts from. (all ranks)"""
-    model = run.model
     loop = run.loop
     if stage == "dat" and loop["stage"] == "at":
         path = Path(run.args.output_dir) / "at_best.pt"
         if on_rank0(is_whole, path):
-            load_weights(model, path)
+            load_weights(run.model, path)
             logging.info(f"Stage dat starts from {path}")
         else:
             logging.warning(f"{path} is missing or damaged: stage dat starts from the last weights")
-            model.load_state_dict(run.average.state_dict())
+            run.model.load_state_dict(run.average.state_dict())
     loop.update(stage=stage, first=loop["step"], validated=0, attack={})
-    torch._foreach_copy_(tensors(run.average), [t.detach() for t in tensors(model)])
+    run.average.load_state_dict(run.model.state_dict())
 
 
 def note_metrics(run, stage, metrics):
     """Log held-out metrics; whether these weights are the best of the stage."""
     loop = run.loop
     row = {"step": loop["step"], "epoch": loop["epoch"]}
-    run.log.write({**row, **{f"val/{stage}/{name}": value for name, value in metrics.items()}})
-    metric = "clean" if stage == "standard" else "robust"
-    value = metrics[metric]
-    old = loop["best"].get(stage)
+    for name, value in metrics.items():
+        row[f"val/{stage}/{name}"] = value
+    run.log.write(row)
     if not math.isfinite(metrics["cross_entropy"]):
         text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
         raise RunError(f"{text}: lower the learning rate")
+    metric = "clean" if stage == "standard" else "robust"
+    value = metrics[metric]
     # of two that are as good the later one, which has seen a longer attack
-    if old and value < old["value"]:
+    if stage in loop["best"] and value < loop["best"][stage]["value"]:
         return False
     best = {"metric": f"{stage}/{metric}", "value": value, "better": "higher"}
     loop["best"][stage] = {**best, "step": loop["step"], "metrics": metrics}
@@ -2084,8 +2024,6 @@ def train(run, stage):
     ddp_model = run.ddp_model
     guard = run.guard
     loop = run.loop
-    log = run.log
-    rank = dist.get_rank()
     world_size = dist.get_world_size()
     resumed = run.state is not None and run.state["stage"] == stage
     if loop["stage"] != stage:
@@ -2094,12 +2032,11 @@ def train(run, stage):
     model.train()
 
     data = TrainingData(args, run.inside, run.outside, stage)
-    sampler = GlobalBatchSampler(run.inside.part("train"), args, run.state, None)
+    sampler = GlobalBatchSampler(run.inside.part("train"), args, run.state)
     global_batch = sampler.global_batch
     loop["global_batch"] = global_batch
     steps = sampler.steps * (args.total_epochs if stage == "dat" else args.at_epochs)
     eval_every = math.ceil(args.n_imgs_per_evaluation_log / global_batch) or steps
-
     # The host prepares the next batch while a GPU computes this one; if data_wait says that it
     # takes longer: --num_workers.
     loader = DataLoader(
@@ -2119,22 +2056,18 @@ def train(run, stage):
         run.average.load_state_dict(run.state["average"])
     run.twin.refresh()
     length = AttackLength(args, global_batch, device, loop["attack"])
-    parts = ["loss"]
-    if stage == "dat":
-        parts += ["clf_loss", "bce", "r1"]
     logging.info(f"Stage {stage}: {steps:,} steps, {sampler.steps:,} an epoch")
 
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "args": vars(args)}
-        content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
+        content.update(loop, wandb_id=run.log.wandb_id, log_size=run.log.size())
+        content["model"] = run.average.state_dict()  # the best weights are averages
         if name == "latest.pt":
             content["attack"] = length.state()
             content["model"] = model.state_dict()
             content["average"] = run.average.state_dict()
             content["optimizer"] = optimizer.state_dict()
             content["scaler"] = scaler.state_dict()
-        else:  # the best weights are averages, and are not trained on
-            content["model"] = run.average.state_dict()
         on_rank0(save_checkpoint, Path(args.output_dir), name, content)
 
     def backward(losses):
@@ -2144,17 +2077,19 @@ def train(run, stage):
         scaler.scale(total * world_size).backward()
         return total.detach()
 
-    done = loop["step"] - loop["first"]
-    hide = rank > 0 or not sys.stderr.isatty()
+    done = loop["step"] - loop["first"]  # steps of this stage
+    hide = dist.get_rank() > 0 or not sys.stderr.isatty()
     bar = tqdm(total=steps, initial=done, desc=f"stage {stage}", disable=hide)
     batches = None
     began = time.monotonic()
     since = done
     data_wait = 0.0
-    # parts of the loss, AUC, gradient norm, steps; none of skipped steps
-    sums = torch.zeros(len(parts) + 3, device=device)
+    names = ["loss"]
+    if stage == "dat":
+        names += ["clf_loss", "bce", "r1", "auc"]
+    names.append("grad_norm")
+    sums = torch.zeros(len(names) + 1, device=device)  # of these, and of 1; none of skipped steps
     while not guard.reason:
-        done = loop["step"] - loop["first"]  # steps of this stage
         epoch, position = divmod(done, sampler.steps)
         loop["epoch"] = epoch
 
@@ -2162,7 +2097,7 @@ def train(run, stage):
         due = done > 0 and (done % eval_every == 0 or done == steps)
         if due and loop["validated"] < done:
             paused = time.monotonic()
-            metrics = evaluate(args, run.average, run.inside, run.outside, device, guard)
+            metrics = evaluate(run)
             if metrics is None:  # the ranks stop: this step's checkpoint was made before
                 break
             loop["validated"] = done
@@ -2181,9 +2116,9 @@ def train(run, stage):
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # forward and backward, micro-batch by micro-batch
+        # forward and backward, micro-batch by micro-batch; each rank has a share of the means
         T = length.steps
-        values = torch.zeros(len(parts), device=device)
+        shares = torch.zeros(4 if stage == "dat" else 1, device=device)
         scores = torch.zeros(2, global_batch, device=device)
         for micro in range(1, sampler.accumulation + 1):
             asked = time.monotonic()
@@ -2202,7 +2137,7 @@ def train(run, stage):
             if stage == "dat":
                 of_images = torch.stack([bce, r1]).sum(1) / global_batch
                 found = [loss + energy_loss, loss, *of_images]
-            values += torch.stack(found)
+            shares += torch.stack(found)
         share_statistics(model)
         if args.monitor_every and (done + 1) % args.monitor_every == 0:
             compare_ranks(model, run.average, loop["step"] + 1)
@@ -2211,39 +2146,36 @@ def train(run, stage):
         norm = guard.update(optimizer, scaler)
         update_average(run.average, model, args.ema, done)
         run.twin.refresh()
-        auc = torch.zeros_like(norm)
+        values = [*shares * world_size]
         if stage == "dat":
             if world_size > 1:
                 dist.all_reduce(scores)  # each image's is zero on all ranks but one
             pairs = pairs_in_order(scores[0], scores[1])
             length.grow(pairs)
-            auc = pairs / (2 * global_batch**2)
-        values = torch.cat([values, torch.stack([auc, norm, torch.ones_like(norm)])])
-        sums += torch.where(norm.isfinite(), values, 0.0)
+            values.append(pairs / (2 * global_batch**2))
+        values += [norm, torch.ones_like(norm)]
+        sums += torch.where(norm.isfinite(), torch.stack(values), 0.0)
         done += 1
         loop["step"] += 1
         bar.update()
 
         # once in a while: log. Here the host waits for the GPU. (all ranks)
         if done % args.log_every == 0 or done == steps:
-            *part_sums, auc_sum, norm_sum, good = sum_over_ranks(sums)
+            *totals, good = sum_over_ranks(sums)
             seconds = time.monotonic() - began
             made = done - since
             row = {"step": loop["step"], "phase": STAGES.index(stage), "epoch": epoch, "lr": lr}
             row["skipped"] = made - good / world_size
             if good > 0:
-                for name, part in zip(parts, part_sums, strict=True):
-                    row[name] = part * world_size / good  # each rank has a share of it ...
-                row["grad_norm"] = norm_sum / good  # ... and all of the norm
+                for name, total in zip(names, totals, strict=True):
+                    row[name] = total / good
             if stage == "dat":
                 row["T"] = T
-                row["auc"] = auc_sum / max(good, 1)
             row["samples_per_s"] = made * global_batch / seconds
             row["data_wait"] = data_wait / seconds
             if args.log_ranks:
-                own_loss = sums[0].item() * world_size / made
-                row.update(rank_metrics(device, own_loss, row["data_wait"]))
-            log.write(row)
+                row.update(rank_metrics(device, sums[0].item() / made, row["data_wait"]))
+            run.log.write(row)
             began = time.monotonic()
             since = done
             data_wait = 0.0
@@ -2260,107 +2192,25 @@ def train(run, stage):
 # Main
 
 
-def prepare(args, device):
-    """Data, network, attacks and the folder of the run. (all ranks)"""
-    logging.info("Preparing data loaders...")
-    inside, outside = load_data(args)
-    data_hash = f"{inside.hash} {getattr(outside, 'hash', args.outdist_data)}"
-    for name in ("train", "valid", "test"):
-        logging.info(
-            f"  {name}: {len(inside.part(name)):,} images, {len(outside.part(name)):,} OOD"
-        )
-    state = open_run(args, data_hash)
-    kept = ["stage", "model_type", "norm", "normalize_input", "optimizer", "at_optimizer"]
-    for name in kept:  # weights, or momenta, that fit, but mean something else
-        if state and state["args"][name] != getattr(args, name):
-            raise InputError(f"--{name}: this run was started with {state['args'][name]}")
-    torch.backends.cudnn.benchmark = not args.deterministic  # shapes stay the same, so it pays
-    default_generator(torch.device("cpu")).manual_seed(args.seed)  # the same weights on all ranks
-    model = make_network(args, len(inside.classes), inside.channels, inside.size)
-    if args.ckpt_path and state is None:
-        load_weights(model, args.ckpt_path)
-    model.to(device)
-    logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-
-    average = copy.deepcopy(model).requires_grad_(False).train(False)  # in fp32, as it is evaluated
-    model.dtype = choose_precision(args, device)
-    twin = Twin(model)
-    net = twin.model
-    if args.use_ddp:
-        logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
-        ddp_model = wrap_ddp(model, args, device)
-    else:
-        net = nn.DataParallel(net)
-        ddp_model = nn.DataParallel(model)
-        devices = max(1, len(net.device_ids))
-        logging.info(f"use_ddp=False: DataParallel over {devices} devices")
-    options = [args.indist_attack_clf_step_size, args.indist_attack_clf_eps]
-    on_class = Attack(net, cross_entropy, *options, args.indist_attack_clf_norm, args.compile)
-    gain = logsumexp if args.logsumexp_sampling else label_logit
-    options = [args.attack_step_size, args.attack_eps, args.attack_norm]
-    on_outside = Attack(net, gain, *options, args.compile)
-    loop = {
-        "step": 0,
-        "stage": "",
-        "first": 0,  # steps before this stage
-        "epoch": 0,
-        "validated": 0,  # steps of this stage at the last validation
-        "best": {},  # of each stage
-        "attack": {},  # state of AttackLength
-        "global_batch": 0,
-        "data_hash": data_hash,
-    }
-    if state:
-        loop = {name: state[name] for name in loop}
-    guard = StepGuard(args, device)
-    log = RunLog(args, state)
-    return Run(
-        args=args,
-        device=device,
-        inside=inside,
-        outside=outside,
-        model=model,
-        ddp_model=ddp_model,
-        average=average,
-        twin=twin,
-        on_class=on_class,
-        on_outside=on_outside,
-        guard=guard,
-        log=log,
-        state=state,
-        loop=loop,
-    )
-
-
-def commonest_share(inside):
-    """Accuracy of guessing the commonest class, on held-out images."""
-    labels = inside.labels[inside.part("valid")]
-    return float(np.bincount(labels).max() / len(labels))
-
-
-def check_learning(run):
-    """Adversarial training from scratch may stay where it began: then stage 2 has no use."""
-    clean = run.loop["best"]["at"]["metrics"]["clean"]
-    if clean <= commonest_share(run.inside):
-        text = f"stage at ended at an accuracy of {clean:.3f}, that of the commonest class"
-        raise RunError(f"{text}: change --at_lr, or give --at_optimizer adamw or a --norm")
-
-
 def report(run, stages):
-    """The best of each stage on held-out images, beside what needs no network."""
-    commonest = commonest_share(run.inside)
+    """Log the best of each stage on held-out images, beside what needs no network. Returns what
+    summary.json says of it."""
+    best = run.loop["best"]
     for stage in stages:
-        metrics = run.loop["best"][stage]["metrics"]
+        metrics = best[stage]["metrics"]
         text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
         logging.info(f"Held out, the best of stage {stage}: {text}")
-    logging.info(f"Held out, the commonest class: clean={commonest:.4f}")
-    last = run.loop["best"][stages[-1]]["metrics"]
-    if last["clean"] <= commonest:
+    logging.info(f"Held out, the commonest class: clean={run.commonest:.4f}")
+    if metrics["clean"] <= run.commonest:
         logging.warning("the network is not better than the commonest class: lower the rates")
-    if stages[-1] == "dat" and last["adv_auroc"] <= 0.5:
+    if stage == "dat" and metrics["adv_auroc"] <= 0.5:
         text = "attacked OOD images look more real than images do"
         logging.warning(f"{text}: train longer, or raise --attack.max_steps")
-    return {"commonest class": {"clean": commonest}}
+    return {
+        "baselines": {"commonest class": {"clean": run.commonest}},
+        "stages": {stage: best[stage]["metrics"] for stage in stages},
+        "best": {key: value for key, value in best[stage].items() if key != "metrics"},
+    }
 
 
 def main(args):
@@ -2371,7 +2221,7 @@ def main(args):
         raise InputError(f"{text}: start it with python, it uses all GPUs by DataParallel")
     if args.use_ddp and world_size == 1 and (device.type != "cpu" or find_ranks()):
         logging.warning("DDP with one process only: use_ddp=False, or torchrun with more of them")
-    run = prepare(args, device)
+    run = Run(args, device)
     loop = run.loop
     guard = run.guard
     stages = ["at", "dat"] if args.stage == "both" else [args.stage]
@@ -2380,20 +2230,20 @@ def main(args):
         if guard.reason or (stage == "at" and loop["stage"] == "dat"):
             continue
         train(run, stage)
+        # adversarial training from scratch may stay where it began: then stage 2 has no use
         if stage == "at" and not guard.reason:
-            check_learning(run)
+            clean = loop["best"]["at"]["metrics"]["clean"]
+            if clean <= run.commonest:
+                text = f"stage at ended at an accuracy of {clean:.3f}, that of the commonest class"
+                raise RunError(f"{text}: change --at_lr, or give --at_optimizer adamw or a --norm")
 
-    summary = {}
+    summary = {"status": f"stopped by {guard.reason}"}
     if not guard.reason:
         logging.info("Training process completed.")
-        summary["baselines"] = report(run, stages)
-        summary["stages"] = {stage: loop["best"][stage]["metrics"] for stage in stages}
-        best = loop["best"][stages[-1]]
-        summary["best"] = {key: value for key, value in best.items() if key != "metrics"}
+        summary = {"status": "finished", **report(run, stages)}
     if run.state and loop["step"] == run.state["step"]:  # nothing was left to train
         run.log.args = argparse.Namespace(**run.state["args"])
-    status = f"stopped by {guard.reason}" if guard.reason else "finished"
-    run.log.close(status=status, steps=loop["step"], **summary)
+    run.log.close(steps=loop["step"], **summary)
     if not guard.reason:
         path = f"{args.output_dir}/best.pt"
         logging.info(f"python tools/evaluate_rebm.py {path} measures it on the test set")

@@ -86,7 +86,7 @@ class Ours:
         args.ckpt_path = None
         device = script.setup_ddp(args)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.run = script.prepare(args, device)
+        self.run = script.Run(args, device)
         self.model = self.run.model
 
     def train(self, turns):

@@ -26,6 +26,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -33,20 +34,13 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
-from generate_rebm import (
-    add_network_arguments,
-    check_arguments,
-    generate,
-    load_folder,
-    load_network,
-)
+from generate_rebm import add_network_arguments, generate, load_network, load_outside
 from make_causal_sets import HelpFormatter, Parser, stop
 from tqdm import tqdm
 
 from run_train_rebm_ddp import (
     GENERATED,
     Attack,
-    GeneratedImages,
     InputError,
     auroc,
     best_score,
@@ -78,15 +72,16 @@ def parse_args(words=None):
     add("--fid_weights", help="torch-fidelity's weights of Inception")
     add("--seed", type=int, default=0, help="of the random starts")
     args = parser.parse_args(words)
-    check_arguments(parser, args)
-    for name in ("images", "attack_steps", "starts", "ood_images"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: expected 1 or more")
-    if any(not 0 < eps < math.inf for eps in args.radii):
-        parser.error(f"--radii {args.radii}: expected finite numbers above 0")
     if (args.features == "inception") != bool(args.fid_weights):
         parser.error("--features inception needs --fid_weights, and nothing else takes them")
     return args
+
+
+def batches(source, ids, size, device, args):
+    """(numbers, images (B, C, S, S)), some of `ids` at a time"""
+    for first in tqdm(range(0, len(ids), args.batch_size), disable=None):
+        some = ids[first : first + args.batch_size]
+        yield some, picture_batch(source, some, size, device)
 
 
 # ---- Robust accuracy ---------------------------------------------------------------------------
@@ -138,61 +133,44 @@ def survivors(model, x, labels, options, eps, args, rng):
 def measure_accuracy(model, options, inside, device, args):
     ids = inside.part("test")[: args.images]
     radii = args.radii or [options.indist_attack_clf_eps]
-    right = {name: 0 for name in ["clean", *[f"robust@{eps:g}" for eps in radii]]}
-    loss = 0.0
+    found = dict.fromkeys(["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"], 0.0)
     rng = torch.Generator().manual_seed(args.seed)
-    for first in tqdm(range(0, len(ids), args.batch_size), desc="attacking", disable=None):
-        some = ids[first : first + args.batch_size]
-        x = picture_batch(inside, some, inside.size, device)
+    for some, x in batches(inside, ids, inside.size, device, args):
         labels = torch.from_numpy(inside.labels[some]).to(device)
         with torch.no_grad():
             logits = model(x)
-        right["clean"] += (logits.argmax(1) == labels).sum().item()
-        loss += cross_entropy(logits, labels).sum().item()
+        found["clean"] += (logits.argmax(1) == labels).sum().item()
+        found["cross_entropy"] += cross_entropy(logits, labels).sum().item()
         for eps in radii:
             alive = survivors(model, x, labels, options, eps, args, rng)
-            right[f"robust@{eps:g}"] += alive.sum().item()
-    found = {name: number / len(ids) for name, number in right.items()}
-    return {**found, "cross_entropy": loss / len(ids)}
+            found[f"robust@{eps:g}"] += alive.sum().item()
+    return {name: total / len(ids) for name, total in found.items()}
 
 
 # ---- Detection ---------------------------------------------------------------------------------
 
 
-def scores(model, source, ids, size, device, args, attack=None):
-    """(n,) logsumexp f(x), the highest on the way of an attack if there is one"""
-    found = []
-    for first in range(0, len(ids), args.batch_size):
-        x = picture_batch(source, ids[first : first + args.batch_size], size, device)
-        if attack is None:
-            with torch.no_grad():
-                found.append(logsumexp(model(x), None))
-        else:
-            found.append(best_score(attack, x, None, args.attack_steps, logsumexp))
-    return torch.cat(found)
-
-
 def measure_detection(model, options, inside, outside, device, args):
     eps = args.ood_eps or options.ood_eps
     attack = Attack(model, logsumexp, eps / 2, eps, options.indist_attack_clf_norm)
-    real = scores(model, inside, inside.part("test")[: args.images], inside.size, device, args)
+
+    def scores(source, ids, steps):
+        """(n,) logsumexp f(x), the highest on the way of an attack of so many steps"""
+        found = []
+        for _, x in batches(source, ids, inside.size, device, args):
+            found.append(best_score(attack, x, None, steps, logsumexp))
+        return torch.cat(found)
+
+    real = scores(inside, inside.part("test")[: args.images], 0)
     sources = {outside.name: outside}
     for name in args.outside:
-        if name in sources:
-            continue
-        if name in GENERATED:
-            sources[name] = GeneratedImages(name, inside.channels, inside.size)
-        else:
-            sources[name] = load_folder(name)
+        if name not in sources:
+            sources[name] = load_outside(name, inside)
     found = {}
     for name, source in sources.items():
-        if source.channels != inside.channels or source.images.shape[2] < inside.size:
-            shape = [*source.images.shape[1:]]
-            stop(2, f"{name} has images of {shape}: they do not fit those of {inside.name}")
         ids = source.part("test")[: args.ood_images]
-        plain = scores(model, source, ids, inside.size, device, args)
-        attacked = scores(model, source, ids, inside.size, device, args, attack)
-        found[f"auroc {Path(name).name}"] = auroc(real, plain)
+        found[f"auroc {Path(name).name}"] = auroc(real, scores(source, ids, 0))
+        attacked = scores(source, ids, args.attack_steps)
         found[f"adv_auroc {Path(name).name}"] = auroc(real, attacked)
     return found
 
@@ -234,23 +212,17 @@ def feature_network(args, device):
 def measure_generation(model, options, inside, outside, device, args):
     name, extract = feature_network(args, device)
     size = inside.size
-    classes = len(inside.classes)
     count = max(args.num_samples, 2)
-    made = generate(model, options, outside, classes, size, device, args, count)
+    made = generate(model, options, outside, len(inside.classes), size, device, args, count)
 
     @torch.no_grad()
-    def features_of(ids):
-        found = []
-        for first in range(0, len(ids), args.batch_size):
-            x = picture_batch(inside, ids[first : first + args.batch_size], size, device)
-            found.append(extract(x))
-        return torch.cat(found)
+    def features(source, ids):
+        return torch.cat([extract(x) for _, x in batches(source, ids, size, device, args)])
 
-    with torch.no_grad():
-        parts = [extract(part.to(device).float() / 255) for part in made.split(args.batch_size)]
-    real = features_of(inside.part("train")[:50_000])
-    tested = features_of(inside.part("test")[:50_000])
-    return {name: frechet(real, torch.cat(parts)), f"{name} real": frechet(real, tested)}
+    real = features(inside, inside.part("train")[:50_000])
+    tested = features(inside, inside.part("test")[:50_000])
+    generated = features(SimpleNamespace(images=made.numpy()), np.arange(count))
+    return {name: frechet(real, generated), f"{name} real": frechet(real, tested)}
 
 
 def main():

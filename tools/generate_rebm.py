@@ -32,6 +32,7 @@ from run_train_rebm_ddp import (
     Images,
     InputError,
     check_data,
+    check_fit,
     choose_device,
     is_whole,
     label_logit,
@@ -66,25 +67,24 @@ def parse_args(words=None):
     add("--npz", type=Path, help="file to write all images to")
     add("--num_samples", type=int, default=100, help="images to generate")
     args = parser.parse_args(words)
-    check_arguments(parser, args)
-    if args.num_samples < 1:
-        parser.error(f"--num_samples {args.num_samples}: expected 1 or more")
     for path in (args.out, args.npz):
         if path is not None and path.exists():
             parser.error(f"{path} exists: remove it, or give another name")
     return args
 
 
-def check_arguments(parser, args):
-    if args.steps < 0 or args.batch_size < 1:
-        parser.error("--steps from 0, --batch_size from 1")
-    if args.step_size is not None and not args.step_size > 0:
-        parser.error(f"--step_size {args.step_size}: expected a number above 0")
+def load_folder(folder):
+    check_data(folder)
+    return Images(folder)
 
 
-def load_folder(name):
-    check_data(Path(name))
-    return Images(Path(name))
+def load_outside(name, inside):
+    """OOD images for the network of the images `inside`."""
+    if name in GENERATED:
+        return GeneratedImages(name, inside.channels, inside.size)
+    outside = load_folder(Path(name))
+    check_fit(inside, outside)
+    return outside
 
 
 def load_network(args, device):
@@ -95,16 +95,11 @@ def load_network(args, device):
     if state.get("script") != SCRIPT or state.get("format") != FORMAT:
         stop(2, f"{args.checkpoint} is no checkpoint of {SCRIPT}, format {FORMAT}")
     options = argparse.Namespace(**state["args"])
-    inside = load_folder(args.data or options.data)
+    inside = load_folder(Path(args.data or options.data))
     if inside.hash != state["data_hash"].split()[0]:
-        print(
-            f"{inside.name} is not what the network was trained on: its test may hold such images"
-        )
-    name = args.outdist_data or options.outdist_data
-    if name in GENERATED:
-        outside = GeneratedImages(name, inside.channels, inside.size)
-    else:
-        outside = load_folder(name)
+        text = "is not what the network was trained on: its test part may hold training images"
+        print(f"{inside.name} {text}")
+    outside = load_outside(args.outdist_data or options.outdist_data, inside)
     model = make_network(options, len(inside.classes), inside.channels, inside.size)
     load_weights(model, args.checkpoint)
     return model.requires_grad_(False).train(False).to(device), options, inside, outside

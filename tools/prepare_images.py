@@ -8,7 +8,7 @@
     python tools/prepare_images.py arrays images.npz --out data/mine
 
 digits      scikit-learn's 1,797 digits of 8 x 8 pixels; no download
-cifar10, cifar100    the folder with what tar made of cifar-10-python.tar.gz, or of the binary one
+cifar10, cifar100    the folder with what tar made of cifar-10-python.tar.gz
             (https://www.cs.toronto.edu/~kriz/cifar.html)
 folder      train/CLASS/... and val/CLASS/... (or test/CLASS/...). A folder without train/ holds OOD
             images, in any folders below it. Images are cut to squares of 8/7 --size, so that
@@ -21,7 +21,7 @@ arrays      .npz with x_train, y_train, x_test, y_test, or with x_train alone (O
 Writes a folder of arrays that can be mapped into memory; it is there whole or not at all:
     images.npy (N, C, side, side) uint8
     labels.npy (N,) int64   number of the class, from 0 on; all 0 of OOD images
-    split.npy (N,) uint8    0 train, 1 valid, 2 test; from --split_seed alone
+    split.npy (N,) uint8    0 train, 1 valid, 2 test, 3 images that could not be read
     meta.json               names of the classes ([] of OOD images), size of a network's input,
                             bytes and checksum of each file
 Held out of the training images are --valid for validation. OOD images, which come without a test
@@ -42,6 +42,7 @@ from tqdm import tqdm
 KINDS = ["digits", "cifar10", "cifar100", "folder", "tinyimages", "arrays"]
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 ROW = 32 * 32 * 3  # bytes of an image of CIFAR or Tiny Images
+TRAIN, VALID, TEST, UNREADABLE = range(4)  # in split.npy
 
 
 def parse_args(words=None):
@@ -63,31 +64,32 @@ def parse_args(words=None):
     args.out = args.out or Path("data") / args.kind
     if args.out.exists():
         parser.error(f"{args.out} exists: remove it, or give another --out")
-    if (args.kind == "digits") != (args.source is None):
-        parser.error("all kinds but digits need their folder or file")
-    if args.kind == "folder" and (args.size is None or args.size < 8):
-        parser.error("--size: a folder needs the side of a network's input, 8 or more")
+    if args.kind != "digits" and not (args.source and args.source.exists()):
+        parser.error(f"there is no {args.source}: {args.kind} needs its folder or file")
+    if args.kind == "folder" and not args.size:
+        parser.error("--size: a folder needs the side of a network's input")
     if args.kind == "tinyimages" and not args.exclude:
         text = "files with the rows that are images of CIFAR, or none"
         parser.error(f"--exclude: tinyimages needs {text}: what is CIFAR must not be an OOD image")
-    if args.workers < 1 or args.max_images < 20 or args.split_seed < 0:
-        parser.error("--workers from 1, --max_images from 20, --split_seed from 0")
     return args
 
 
-# ---- Readers: {"train": (images (N, C, S, S) uint8, labels (N,)), "test": ...}, class names ----
+# ---- Readers -----------------------------------------------------------------------------------
+# Each writes images.npy (N, C, side, side) uint8 into the folder `out`, and returns labels (N,),
+# parts (N,): TRAIN, TEST or UNREADABLE, the names of the classes, and the size of a network's input
 
 
-def read_digits(args):
+def read_digits(args, out):
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     images = np.round(images.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)
     order = np.random.default_rng(args.split_seed).permutation(len(images))
-    test = order[:360]
-    train = order[360:]
-    parts = {"train": (images[train], labels[train]), "test": (images[test], labels[test])}
-    return parts, [str(digit) for digit in range(10)]
+    order = np.concatenate([order[360:], order[:360]])
+    np.save(out / "images.npy", images[order])
+    parts = np.full(len(order), TRAIN)
+    parts[-360:] = TEST
+    return labels[order], parts, [str(digit) for digit in range(10)], 8
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -101,50 +103,31 @@ class PlainUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_cifar_file(path, classes):
-    """(images, labels) of one file of CIFAR, pickled or binary."""
-    try:
-        if path.suffix == ".bin":  # of CIFAR-100 the fine label comes second
-            head = 2 if classes == 100 else 1
-            table = np.fromfile(path, np.uint8).reshape(-1, head + ROW)
-            images = table[:, head:]
-            labels = table[:, head - 1]
-        else:
+def read_cifar(args, out):
+    classes = int(args.kind.removeprefix("cifar"))
+    files = {"train": TRAIN, "test": TEST}
+    if classes == 10:
+        files = {f"data_batch_{number}": TRAIN for number in range(1, 6)}
+        files["test_batch"] = TEST
+    folder = args.source
+    for below in args.source.glob(f"cifar-{classes}-*/"):
+        folder = below
+    images = []
+    labels = []
+    parts = []
+    for name, part in files.items():
+        path = folder / name
+        try:
             with open(path, "rb") as file:
                 table = PlainUnpickler(file, encoding="bytes").load()
-            images = table[b"data"]
-            labels = table[b"fine_labels" if classes == 100 else b"labels"]
-        labels = np.array(labels, np.int64)
-        if images.dtype != np.uint8 or images.shape != (len(labels), ROW) or len(labels) == 0:
-            raise ValueError(f"{len(labels)} labels, images {images.dtype} {[*images.shape]}")
-        if labels.min() < 0 or labels.max() >= classes:
-            raise ValueError(f"labels from {labels.min()} to {labels.max()}")
-    except Exception as error:  # damaged pickles raise many kinds
-        stop(2, f"{path}: {error}: expected a file of CIFAR-{classes}")
-    return images.reshape(-1, 3, 32, 32), labels
-
-
-def read_cifar(args):
-    classes = int(args.kind.removeprefix("cifar"))
-    names = {"train": ["train"], "test": ["test"]}
-    if classes == 10:
-        names["train"] = [f"data_batch_{number}" for number in range(1, 6)]
-        names["test"] = ["test_batch"]
-    places = [args.source, *sorted(args.source.glob(f"cifar-{classes}-*"))]
-    found = [place for place in places if [*place.glob(f"{names['test'][0]}*")]]
-    if not found:
-        wanted = f"what tar xf cifar-{classes}-python.tar.gz makes"
-        stop(2, f"{args.source}: no CIFAR-{classes} there: expected {wanted}")
-    parts = {}
-    for part, files in names.items():
-        read = []
-        for name in files:
-            path = found[0] / f"{name}.bin"
-            if not path.exists():
-                path = found[0] / name
-            read.append(read_cifar_file(path, classes))
-        parts[part] = [np.concatenate(arrays) for arrays in zip(*read, strict=True)]
-    return parts, [str(number) for number in range(classes)]
+            images.append(table[b"data"].reshape(-1, 3, 32, 32))
+            labels += table[b"labels" if classes == 10 else b"fine_labels"]
+        except Exception as error:  # damaged pickles raise many kinds
+            text = f"expected a file of cifar-{classes}-python.tar.gz"
+            stop(2, f"{path}: {type(error).__name__} {error}: {text}")
+        parts += [part] * len(images[-1])
+    np.save(out / "images.npy", np.concatenate(images))
+    return np.array(labels), np.array(parts), [str(number) for number in range(classes)], 32
 
 
 def decode(path, side):
@@ -164,73 +147,56 @@ def decode(path, side):
         return f"{path}: {error}"
 
 
-def decode_all(paths, side, out, workers):
-    """Write the images of `paths` into out/images.npy; the problems, {path: text}."""
+def read_folder(args, out):
+    roots = {args.source: TRAIN}
+    if (args.source / "train").is_dir():
+        test = "val" if (args.source / "val").is_dir() else "test"
+        roots = {args.source / "train": TRAIN, args.source / test: TEST}
+    paths = []
+    names = []
+    parts = []
+    for root, part in roots.items():
+        found = sorted(path for path in root.rglob("*") if path.suffix.lower() in ENDINGS)
+        if not found:
+            stop(2, f"{root}: no images there: expected {', '.join(sorted(ENDINGS))}")
+        paths += found
+        names += [path.relative_to(root).parts[0] for path in found]
+        parts += [part] * len(found)
+
+    side = args.size * 8 // 7
     shape = (len(paths), 3, side, side)
     array = np.lib.format.open_memmap(out / "images.npy", "w+", np.uint8, shape)
-    problems = {}
-    with ThreadPoolExecutor(workers) as pool, tqdm(total=len(paths), disable=None) as bar:
+    problems = []
+    with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(paths), disable=None) as bar:
         for first in range(0, len(paths), 256):  # a few at a time: memory has bounds
             some = paths[first : first + 256]
             images = pool.map(decode, some, [side] * len(some))
             for number, image in enumerate(images, start=first):
                 if isinstance(image, str):
-                    problems[paths[number]] = image
+                    problems.append(image)
+                    parts[number] = UNREADABLE
                 else:
                     array[number] = image
             bar.update(len(some))
     array.flush()
-    return problems
-
-
-def read_folder(args, out):
-    """The images go straight to out/images.npy: they may be too many for memory."""
-    roots = [args.source]
-    if (args.source / "train").is_dir():
-        test = "val" if (args.source / "val").is_dir() else "test"
-        roots = [args.source / "train", args.source / test]
-    paths = []
-    names = []
-    parts = []
-    for number, root in enumerate(roots):
-        found = sorted(path for path in root.rglob("*") if path.suffix.lower() in ENDINGS)
-        if not found:
-            stop(2, f"{root}: no images there: expected {', '.join(sorted(ENDINGS))}")
-        for path in found:
-            paths.append(path)
-            names.append(path.relative_to(root).parts[0] if len(roots) > 1 else "")
-            parts.append(2 * number)  # 0 train, 2 test
-    side = args.size * 8 // 7
-    problems = decode_all(paths, side, out, args.workers)
-    lines = [*problems.values()]
+    if problems and not args.skip_bad_data:
+        shown = "\n  ".join(problems[:20])
+        text = f"{len(problems)} of {len(paths)} images are bad (--skip_bad_data leaves them out)"
+        stop(2, f"{text}, such as\n  {shown}")
     if problems:
-        (out / "bad_images.txt").write_text("\n".join(lines) + "\n")
-        if not args.skip_bad_data:
-            shown = "\n  ".join(lines[:20])
-            more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
-            text = f"{len(lines)} of {len(paths)} images are bad (--skip_bad_data leaves them out)"
-            stop(2, f"{text}:\n  {shown}{more}")
-        print(f"left out {len(lines)} bad images, listed in {args.out}/bad_images.txt")
-        good = [number for number, path in enumerate(paths) if path not in problems]
-        paths = [paths[number] for number in good]
-        names = [names[number] for number in good]
-        parts = [parts[number] for number in good]
-        if decode_all(paths, side, out, args.workers):  # anew: an array has no gaps
-            stop(1, f"{args.source} changes while it is read")
-    parts = np.array(parts)
+        (out / "bad_images.txt").write_text("\n".join(problems) + "\n")
+        print(f"left out {len(problems)} bad images, listed in {args.out}/bad_images.txt")
     if len(roots) == 1:
-        return np.zeros(len(paths), np.int64), parts, []
+        return np.zeros(len(paths), np.int64), np.array(parts), [], args.size
     classes, labels = np.unique(names, return_inverse=True)
-    classes = [str(name) for name in classes]
-    return labels, parts, classes
+    return labels, np.array(parts), classes.tolist(), args.size
 
 
 def read_tiny_images(args, out):
-    """Some of the rows, at random, without the excluded ones; straight to out/images.npy."""
+    """Some of the rows, at random, without the excluded ones."""
     size = args.source.stat().st_size
-    if size == 0 or size % ROW:
-        text = "expected rows of 3,072 bytes, 79,302,017 in the whole file"
-        stop(2, f"{args.source} has {size} bytes: {text}")
+    if size % ROW:
+        stop(2, f"{args.source} has {size} bytes: expected rows of 3,072 bytes")
     keep = np.ones(size // ROW, bool)
     for name in args.exclude:
         if name != "none":
@@ -251,90 +217,107 @@ def read_tiny_images(args, out):
         # an image of 32 x 32 x 3 stands there with its first index running fastest
         array[first : first + 10_000] = source[some].transpose(0, 1, 3, 2)
     array.flush()
-    return len(rows)
+    return np.zeros(len(rows), np.int64), np.full(len(rows), TRAIN), [], 32
 
 
-def read_arrays(args):
+def read_arrays(args, out):
     try:
-        found = np.load(args.source, mmap_mode="r", allow_pickle=False)
+        found = np.load(args.source)
         if isinstance(found, np.ndarray):
             found = {"x_train": found}
-        arrays = {name: found[name] for name in found}
+        found = {name: found[name] for name in found}
     except Exception as error:  # those of zipfile and zlib, too
         stop(2, f"{args.source}: {error}: expected a file of numpy's savez or save")
-    wanted = ["x_train", "y_train", "x_test", "y_test"]
-    if {*arrays} not in ({"x_train"}, {*wanted}):
-        names = ", ".join(arrays)
-        stop(2, f"{args.source} holds {names}: expected {', '.join(wanted)}, or x_train alone")
-    parts = {}
-    for part in ("train", "test"):
-        if f"x_{part}" not in arrays:
-            continue
-        x = arrays[f"x_{part}"]
-        y = arrays.get(f"y_{part}", np.zeros(len(x), np.int64))
-        images = x
-        if x.ndim == 3:
-            images = x[:, None]
-        elif x.ndim == 4 and x.shape[1] not in (1, 3):
-            images = x.transpose(0, 3, 1, 2)
-        shape = images.shape
-        if x.dtype != np.uint8 or len(shape) != 4 or shape[1] not in (1, 3) or shape[2] != shape[3]:
-            text = "expected uint8 (N, S, S), (N, S, S, C) or (N, C, S, S), with C 1 or 3"
-            stop(2, f"{args.source}: x_{part} is {x.dtype} {[*x.shape]}: {text}")
-        if y.shape != (len(x),) or y.dtype.kind not in "iu" or (len(y) and y.min() < 0):
-            least = f", the least is {y.min()}" if y.size and y.min() < 0 else ""
-            text = f"y_{part} is {y.dtype} {[*y.shape]}{least}"
-            stop(2, f"{args.source}: {text}: expected {len(x)} whole numbers from 0 on")
-        parts[part] = (images, y.astype(np.int64))
-    if len(parts) == 1:
-        return parts, []
-    if parts["test"][0].shape[1:] != parts["train"][0].shape[1:]:
-        shapes = " and ".join(str([*images.shape[1:]]) for images, _ in parts.values())
-        stop(2, f"{args.source}: images of {shapes}: expected the same shape in both parts")
-    highest = max(labels.max(initial=-1) for _, labels in parts.values())
-    return parts, [str(number) for number in range(min(highest, 10**6) + 1)]
+    is_outside = {*found} == {"x_train"}
+    if is_outside:
+        found["y_train"] = np.zeros(len(found["x_train"]), np.int64)
+    elif {*found} != {"x_train", "y_train", "x_test", "y_test"}:
+        text = f"{args.source} holds {', '.join(found)}"
+        stop(2, f"{text}: expected x_train, y_train, x_test, y_test, or x_train alone")
 
+    images = []
+    labels = []
+    parts = []
+    for name, part in (("train", TRAIN), ("test", TEST)):
+        if f"x_{name}" not in found:
+            continue
+        x = found[f"x_{name}"]
+        y = found[f"y_{name}"]
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.ndim == 4 and x.shape[1] not in (1, 3):
+            x = x.transpose(0, 3, 1, 2)
+        is_square = x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3]
+        if x.dtype != np.uint8 or not is_square:
+            text = f"x_{name} is {x.dtype} {[*x.shape]}"
+            expected = "uint8 (N, S, S), (N, S, S, C) or (N, C, S, S), with C 1 or 3"
+            stop(2, f"{args.source}: {text}: expected {expected}")
+        if y.shape != (len(x),) or y.dtype.kind not in "iu" or y.min(initial=0) < 0:
+            text = f"y_{name} is {y.dtype} {[*y.shape]}, the least is {y.min(initial=0)}"
+            stop(2, f"{args.source}: {text}: expected {len(x)} whole numbers from 0 on")
+        if images and x.shape[1:] != images[0].shape[1:]:
+            shapes = f"{[*images[0].shape[1:]]} and {[*x.shape[1:]]}"
+            stop(2, f"{args.source}: images of {shapes}: expected the same shape in both parts")
+        images.append(x)
+        labels.append(y)
+        parts += [part] * len(x)
+    np.save(out / "images.npy", np.concatenate(images))
+    labels = np.concatenate(labels).astype(np.int64)
+    classes = [str(number) for number in range(labels.max() + 1)]
+    return labels, np.array(parts), [] if is_outside else classes, images[0].shape[2]
+
+
+READERS = {
+    "digits": read_digits,
+    "cifar10": read_cifar,
+    "cifar100": read_cifar,
+    "folder": read_folder,
+    "tinyimages": read_tiny_images,
+    "arrays": read_arrays,
+}
 
 # ---- The folder --------------------------------------------------------------------------------
 
 
 def check_classes(args, classes, labels, parts):
-    """Every class is in the training part and in the test part, and there are two or more."""
+    """Every class is in the training part (of a folder: in the test part, too), and there are two
+    or more."""
     if len(classes) < 2:
         stop(2, f"{args.source}: {len(classes)} class: a classifier needs two or more")
-    for part, name in ((0, "training"), (2, "test")):
-        present = {*np.unique(labels[parts == part]).tolist()}
-        missing = [text for number, text in enumerate(classes) if number not in present]
-        if missing and (part == 0 or len(present) == 0 or args.kind == "folder"):
+    wanted = {"training": TRAIN, "test": TEST}
+    if args.kind != "folder":
+        wanted.pop("test")
+    for name, part in wanted.items():
+        counts = np.bincount(labels[parts == part], minlength=len(classes))
+        missing = [classes[number] for number in np.flatnonzero(counts == 0)]
+        if missing:
             text = f"the {name} part has no images of {', '.join(missing[:9])}"
             stop(2, f"{args.source}: {text} ({len(missing)} of {len(classes)} classes)")
 
 
 def make_split(args, parts, is_outside):
-    """(N,) uint8, from what is a test image: 0 train, 1 valid, 2 test."""
+    """(N,) uint8: parts, where some of TRAIN became VALID, and TEST if there was none."""
     rng = np.random.default_rng(args.split_seed + 1)
     split = parts.astype(np.uint8)
-    train = rng.permutation(np.flatnonzero(split == 0))
+    train = rng.permutation(np.flatnonzero(split == TRAIN))
     valid = min(1000, len(train) * 7 // 100)
     if is_outside:
         valid = min(1024, len(train) // 10)
-        split[train[valid : valid + min(10_000, len(train) // 10)]] = 2
+        split[train[valid : valid + min(10_000, len(train) // 10)]] = TEST
     elif args.valid is not None:
         valid = args.valid
     if not 0 < valid < len(train):
         stop(2, f"{valid} images to validate of {len(train)} to train on: give another --valid")
-    split[train[:valid]] = 1
+    split[train[:valid]] = VALID
     return split
 
 
 def write_meta(out, args, classes, size):
     files = {}
     for name in ("images.npy", "labels.npy", "split.npy"):
-        digest = hashlib.sha256()
         with open(out / name, "rb") as file:
-            for block in iter(lambda: file.read(2**24), b""):
-                digest.update(block)
-        files[name] = [(out / name).stat().st_size, digest.hexdigest()]
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        files[name] = [(out / name).stat().st_size, checksum]
     options = {"kind": args.kind, "source": str(args.source), "split_seed": args.split_seed}
     meta = {"classes": classes, "size": size, "files": files, "args": options}
     (out / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -342,31 +325,11 @@ def write_meta(out, args, classes, size):
 
 def main(words=None):
     args = parse_args(words)
-    if args.source and not args.source.exists():
-        stop(2, f"there is no {args.source}")
     out = args.out.with_name(f"{args.out.name}.tmp")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was killed
     try:
         out.mkdir(parents=True)
-        if args.kind == "folder":
-            labels, parts, classes = read_folder(args, out)
-            size = args.size
-        elif args.kind == "tinyimages":
-            labels = np.zeros(read_tiny_images(args, out), np.int64)
-            parts = labels
-            classes = []
-            size = 32
-        else:
-            readers = {"digits": read_digits, "arrays": read_arrays}
-            found, classes = readers.get(args.kind, read_cifar)(args)
-            numbers = {"train": 0, "test": 2}
-            labels = np.concatenate([y for _, y in found.values()])
-            parts = np.repeat(
-                [numbers[name] for name in found], [len(y) for _, y in found.values()]
-            )
-            images = np.concatenate([x for x, _ in found.values()])
-            size = images.shape[2]
-            np.save(out / "images.npy", images)
+        labels, parts, classes, size = READERS[args.kind](args, out)
         if classes:
             check_classes(args, classes, labels, parts)
         split = make_split(args, parts, is_outside=not classes)
@@ -376,9 +339,9 @@ def main(words=None):
         out.rename(args.out)
     except OSError as error:
         stop(1, f"{error}")
-    counts = np.bincount(split, minlength=3)
+    train, valid, test, _ = np.bincount(split, minlength=4)
     what = f"{len(classes)} classes" if classes else "OOD images"
-    print(f"{args.out}: {what}; images to train, validate, test: {', '.join(map(str, counts))}")
+    print(f"{args.out}: {what}; images to train, validate, test: {train}, {valid}, {test}")
 
 
 if __name__ == "__main__":
