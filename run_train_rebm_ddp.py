@@ -10,7 +10,6 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py configs/config_rebm_quickstart.yaml
     torchrun --nproc_per_node=4 run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
-    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST run_train_rebm_ddp.py
 
 use_ddp=False is one process that uses all GPUs of the machine by DataParallel. After training:
 tools/evaluate_rebm.py (strong attacks, OOD detection, Frechet distance), tools/generate_rebm.py.
@@ -490,9 +489,8 @@ class Network(nn.Module):
     def train(self, mode=True):
         """Frozen batch normalisation stays in evaluation mode; its weights are trained."""
         super().train(mode)
-        if self.frozen:
-            for layer in batch_norms(self):
-                layer.train(False)
+        for layer in batch_norms(self):
+            layer.train(mode and not self.frozen)
         return self
 
 
@@ -1756,11 +1754,9 @@ def make_optimizer(args, model, stage):
     weight_decay = args.wd if stage == "dat" else args.at_wd
     kind, settings = OPTIMIZERS[name]
     options = {**settings, "lr": 1.0, "fused": True}  # the rate is set anew in each step
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
     groups = [
-        {"params": decay, "weight_decay": weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     if args.zero and dist.get_world_size() > 1:
         return Zero(groups, kind, **options)
@@ -2031,7 +2027,6 @@ def train(run, stage):
     model.frozen = stage == "dat" and not args.use_batchnorm
     model.train()
 
-    data = TrainingData(args, run.inside, run.outside, stage)
     sampler = GlobalBatchSampler(run.inside.part("train"), args, run.state)
     global_batch = sampler.global_batch
     loop["global_batch"] = global_batch
@@ -2040,7 +2035,7 @@ def train(run, stage):
     # The host prepares the next batch while a GPU computes this one; if data_wait says that it
     # takes longer: --num_workers.
     loader = DataLoader(
-        data,
+        TrainingData(args, run.inside, run.outside, stage),
         batch_size=None,  # our sampler makes whole batches
         sampler=sampler,
         num_workers=args.num_workers,
@@ -2146,7 +2141,7 @@ def train(run, stage):
         norm = guard.update(optimizer, scaler)
         update_average(run.average, model, args.ema, done)
         run.twin.refresh()
-        values = [*shares * world_size]
+        values = list(shares * world_size)
         if stage == "dat":
             if world_size > 1:
                 dist.all_reduce(scores)  # each image's is zero on all ranks but one
