@@ -73,9 +73,7 @@ NETWORKS = {  # parameters as published, and some of timm's names
     "WideResNet28x2": (10, 1_467_610, "block1.layer.0.convShortcut.weight block3.layer.3.bn2.bias"),
     "WideResNet34x10": (10, 46_160_474, "conv1.weight bn1.running_mean fc.weight"),
     "ResNet50ImageNet": (1000, 25_557_032, "layer1.0.downsample.1.bias layer4.2.bn3.running_var"),
-    "WideResNet50x2ImageNet": (1000, 68_883_240, "layer3.5.conv2.weight fc.bias"),
     "convnext_tiny": (1000, 28_589_128, "stem.1.bias stages.0.blocks.0.gamma head.norm.weight"),
-    "convnext_base": (1000, 88_591_464, "stages.3.downsample.1.weight head.fc.bias"),
     "convnext_large": (1000, 197_767_336, "stages.2.blocks.26.conv_dw.bias"),
 }
 
@@ -194,16 +192,13 @@ def test_a_tiny_gradient_makes_a_whole_step():
     assert torch.equal(found[2], x)
 
 
-@pytest.mark.parametrize("norm", ["L2", "Linf"])
-def test_the_compiled_step_is_the_plain_one(norm):
+def test_the_compiled_step_is_the_plain_one():
     _, model = small_network("--norm=layer")
     net = script.Twin(model).model
-    torch.manual_seed(1)
-    x = torch.rand(16, 1, 8, 8)
+    x = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     y = torch.arange(16) % 10
-    gain = script.cross_entropy if norm == "L2" else script.label_logit
-    plain = script.Attack(net, gain, 0.1, 0.5, norm)
-    compiled = script.Attack(net, gain, 0.1, 0.5, norm, compiled=True)
+    plain = script.Attack(net, script.cross_entropy, 0.1, 0.5, "L2")
+    compiled = script.Attack(net, script.cross_entropy, 0.1, 0.5, "L2", compiled=True)
     torch.testing.assert_close(compiled(x, y, 1), plain(x, y, 1), rtol=0, atol=2e-7)
     torch.testing.assert_close(compiled(x, y, 4), plain(x, y, 4), rtol=0, atol=2e-6)
 
