@@ -78,8 +78,8 @@ def parse_args():
     add("--data", default="data/digits", help="folder of tools/prepare_images.py")
     add("--outdist_data", default="noise", help="OOD images: such a folder, noise or blobs")
     kinds = ["none", "shift", "original", "autoaugment_cutout", "resized_crop", "resize"]
-    add("--augm_type_classification", default="shift", choices=kinds, help="to classify")
-    add("--augm_type_generation", default="none", choices=kinds, help="for the energy, and OOD")
+    add("--augm_type_classification", default="shift", choices=kinds, help="of images to classify")
+    add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
     add = parser.add_argument_group("model").add_argument
     add("--model_type", default="SmallNet", choices=[*MODELS], help="network")
@@ -87,7 +87,7 @@ def parse_args():
     add("--norm", default="none", choices=["none", "layer", "batch"], help="of SmallNet")
     add("--use_convstem", **FLAG, default=True, help="ConvNeXt: convolutions, not patches")
     add("--normalize_input", **FLAG, default=True, help="subtract mean, divide by deviation")
-    add("--use_batchnorm", **FLAG, default=False, help="stage 2, too, takes batch statistics")
+    add("--use_batchnorm", **FLAG, default=False, help="batch statistics in stage 2, too")
     add("--ckpt_path", help="weights to start from: a checkpoint or a state_dict")
 
     norms = ["L2", "Linf"]
@@ -107,7 +107,7 @@ def parse_args():
     add = parser.add_argument_group("objective").add_argument
     add("--r1reg", type=float, default=0.0, help="weight of R1, the energy's squared gradient")
     add("--logsumexp", **FLAG, default=True, help="energy -logsumexp f(x); False: -f_y(x)")
-    add("--logsumexp_sampling", **FLAG, default=False, help="attack it by that, not by f_y(x)")
+    add("--logsumexp_sampling", **FLAG, default=False, help="attack by it; False: by f_y(x)")
     add("--AUC_th", type=float, default=0.8, help="T grows when the mean AUC is at least this")
     add("--min_imgs_per_threshold", type=count, default=1000, help="real images that it is over")
 
