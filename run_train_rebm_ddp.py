@@ -1854,9 +1854,14 @@ def compare_ranks(model, average, step):
     for name, tensor in average.named_parameters():
         named[f"average of {name}"] = tensor
 
-    hashes = [torch.hash_tensor(tensor).view(torch.int64) for tensor in named.values()]
+    sums = []
+    for tensor in named.values():
+        bits = tensor.flatten().float().view(torch.int32).long()
+        # of the bits, and of them times odd numbers: no single change leaves both as they were
+        odd = 2 * torch.arange(len(bits), device=bits.device) + 1
+        sums.append(torch.stack([bits.sum(), (bits * odd).sum()]))
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, torch.stack(hashes).tolist())
+    dist.all_gather_object(found, torch.stack(sums).tolist())
     for number, name in enumerate(named):
         ranks = [rank for rank, row in enumerate(found) if row[number] != found[0][number]]
         if ranks:
