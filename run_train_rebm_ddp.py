@@ -225,7 +225,7 @@ def check_data(folder):
         if is_same and size <= VERIFIED:
             is_same = hashlib.sha256(path.read_bytes()).hexdigest() == written
         if not is_same:
-            text = f"{path} is not as meta.json says: it is damaged"
+            text = f"{path} is missing or damaged"
             raise InputError(f"{text}: remove {folder} and prepare it anew")
 
 

@@ -213,7 +213,7 @@ def test_arrays_are_there_whole_or_not(tmp_path, capsys):
     content = bytearray((out / "images.npy").read_bytes())
     content[-5] ^= 1
     (out / "images.npy").write_bytes(content)
-    with pytest.raises(script.InputError, match="images.npy is not as meta.json says"):
+    with pytest.raises(script.InputError, match="images.npy is missing or damaged"):
         script.check_data(out)
 
 
