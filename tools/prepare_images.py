@@ -315,9 +315,8 @@ def make_split(args, parts, is_outside):
 def write_meta(out, args, classes, size):
     files = {}
     for name in ("images.npy", "labels.npy", "split.npy"):
-        with open(out / name, "rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        files[name] = [(out / name).stat().st_size, checksum]
+        content = np.memmap(out / name, np.uint8, "r")  # mapped: it may be larger than memory
+        files[name] = [len(content), hashlib.sha256(content).hexdigest()]
     options = {"kind": args.kind, "source": str(args.source), "split_seed": args.split_seed}
     meta = {"classes": classes, "size": size, "files": files, "args": options}
     (out / "meta.json").write_text(json.dumps(meta, indent=1))
