@@ -742,7 +742,7 @@ def read_weights(path):
         reason = str(error).splitlines()[0]
         raise InputError(f"{path} is missing, damaged, or no file of weights: {reason}") from None
     own = Path(__file__).name
-    if state.get("script", own) != own:
+    if state.get("script", own) not in (own, SCRIPT):
         raise InputError(f"{path} is a checkpoint of {state['script']}, not of {own}")
     for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
         if key in state:
