@@ -110,8 +110,9 @@ def read_cifar(args, out):
         files = {f"data_batch_{number}": TRAIN for number in range(1, 6)}
         files["test_batch"] = TEST
     folder = args.source
-    for below in args.source.glob(f"cifar-{classes}-*/"):
-        folder = below
+    last = "test_batch" if classes == 10 else "test"
+    for path in args.source.glob(f"cifar-{classes}-*/{last}"):
+        folder = path.parent
     images = []
     labels = []
     parts = []
