@@ -138,7 +138,7 @@ def parse_args():
     add = parser.add_argument_group("ranks").add_argument
     add("--use_ddp", **FLAG, default=True, help="False: one process, all GPUs by DataParallel")
     add("--ddp_backend", help="as --backend")
-    add("--monitor_every", type=int, default=0, help="steps between comparisons across ranks")
+    add("--monitor_every", type=int, default=0, help="compare the ranks every N steps; 0: never")
     add("--log_ranks", **FLAG, default=False, help="log loss, data_wait, memory of each rank")
 
     add_common_arguments(parser, output_dir="outputs/rebm", batch_size=128)
@@ -465,14 +465,11 @@ MEAN_AND_DEVIATION = {  # of each channel
 
 
 class Network(nn.Module):
-    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1], which it normalises itself."""
+    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1]. It normalises them with buffers that
+    make_network gives it."""
 
     frozen = False  # whether batch normalisation keeps its statistics
     dtype = torch.float32  # of the features; bf16 and fp16 by autocast
-
-    def set_normalisation(self, mean, deviation):
-        self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
-        self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
 
     def classifier(self):
         return self.fc
@@ -721,7 +718,9 @@ def make_network(args, classes, channels, size):
         statistics = "grey"
     elif size <= 64:
         statistics = "CIFAR"
-    model.set_normalisation(*MEAN_AND_DEVIATION[statistics])
+    mean, deviation = MEAN_AND_DEVIATION[statistics]
+    model.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
+    model.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
     # channels last: convolutions read it faster, except those of small images on a CPU
     is_faster = size >= 16 or args.compile or torch.accelerator.is_available()
     for layer in model.modules():
