@@ -218,8 +218,11 @@ def check_data(folder):
     if not (folder / "meta.json").exists():
         make = "python tools/prepare_images.py digits makes data/digits, --help shows other kinds"
         raise InputError(f"no images in {folder}: {make}")
-    meta = json.loads((folder / "meta.json").read_text())
-    for name, (size, written) in meta["files"].items():
+    try:
+        files = json.loads((folder / "meta.json").read_text())["files"]
+    except (ValueError, KeyError):
+        raise InputError(f"{folder}/meta.json is damaged: prepare {folder} anew") from None
+    for name, (size, written) in files.items():
         path = folder / name
         is_same = path.exists() and path.stat().st_size == size
         if is_same and size <= VERIFIED:
@@ -1758,8 +1761,18 @@ def make_optimizer(args, model, stage):
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     if args.zero and dist.get_world_size() > 1:
-        return Zero(groups, kind, **options)
-    return kind(groups, **options)
+        optimizer = Zero(groups, kind, **options)
+        own = optimizer.optim
+    else:
+        optimizer = kind(groups, **options)
+        own = optimizer
+    if name == "sgd":
+        # PyTorch makes these buffers in the first step, and if that step is skipped, leaves in them
+        # whatever was in the memory. With zeros the first step is the same.
+        for group in own.param_groups:
+            for parameter in group["params"]:
+                own.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def rate(args, stage, step, steps):

@@ -3,6 +3,7 @@ test_rebm_tools.py."""
 
 import json
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -299,6 +300,29 @@ def test_the_length_of_the_attack():
     assert again.state() == length.state()
 
 
+@pytest.mark.parametrize("name", script.OPTIMIZERS)
+def test_a_first_step_that_is_skipped(name, group):
+    """Leaves no trace, though PyTorch's SGD makes its buffers in it."""
+    args, model = small_network(f"--optimizer={name}", "--max_grad_norm=0")
+    weight = model.classifier().weight
+    torch.use_deterministic_algorithms(True)  # fills memory that is not initialised with NaN
+    try:
+        for gradients in ((1.0,), (math.nan, 1.0)):
+            copy = script.copy.deepcopy(model)
+            optimizer = script.make_optimizer(args, copy, "dat")
+            guard = script.StepGuard(args, CPU)
+            for gradient in gradients:
+                for parameter in copy.parameters():
+                    parameter.grad = torch.full_like(parameter, gradient)
+                guard.update(optimizer, torch.amp.GradScaler("cpu", enabled=False))
+            if len(gradients) == 1:
+                expected = copy.state_dict()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not differences(copy.state_dict(), expected)
+    assert not expected["fc.weight"].equal(weight)
+
+
 def test_the_average_of_the_weights(group):
     """d = min(decay, (1 + n) / (10 + n)), running statistics included, counters not."""
     _, model = small_network("--norm=batch")
@@ -550,6 +574,10 @@ def test_data_that_do_not_fit(digits, tmp_path, group):
         "autoaugment_cutout is of colour": ["--augm_type_classification=autoaugment_cutout"],
         "no images in nowhere": ["--data=nowhere"],
     }
+    damaged = tmp_path / "damaged"
+    shutil.copytree(colour, damaged)
+    (damaged / "meta.json").write_text('{"files": ')
+    wrong["meta.json is damaged"] = [f"--data={damaged}"]
     for message, options in wrong.items():
         with pytest.raises(script.InputError, match=message):
             script.load_data(arguments(f"--data={digits}", *options))
