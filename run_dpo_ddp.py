@@ -2,8 +2,7 @@
 the likelier.
 
 Direct preference optimisation (DPO, Rafailov et al. 2023) of an inverse-folding network (Dauparas
-et al. 2022): the log-probabilities that it gives both sequences are compared with those of the
-frozen network that it starts from, the reference.
+et al. 2022), compared with the frozen network that it starts from, the reference.
 
     torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp
     ./scripts/run_dpo_ddp_local.sh 4 --train_data pairs.json      # the same, with logs in files
@@ -47,7 +46,6 @@ import contextlib
 import ctypes
 import difflib
 import fcntl
-import functools
 import gc
 import gzip
 import hashlib
@@ -96,36 +94,28 @@ def parse_args():
     add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong, list them")
 
     add = parser.add_argument_group("model").add_argument
-    text = "weights to start from: NAME.pt in --base_model_dir; or random"
-    add("--base_model_name", default="v_48_020", help=text)
+    add("--base_model_name", default="v_48_020", help="NAME.pt in --base_model_dir; or random")
     default = "data/input/BioMPNN/soluble_model_weights"
-    add("--base_model_dir", default=default, help="folder of the weights")
-    text = "of the original; not read, as the weights say what their network is"
-    add("--base_model_config_dir", help=text)
+    add("--base_model_dir", default=default, help="folder of the weights to start from")
+    add("--base_model_config_dir", help="of the original; not read")
 
     add = parser.add_argument_group("preferences").add_argument
     add("--beta", type=float, default=0.1, help="weight of the log-ratio")
-    text = "of the probabilities that are compared; 1: the network's own"
-    add("--temperature", type=float, default=0.1, help=text)
+    add("--temperature", type=float, default=0.1, help="of the probabilities; 1: the network's own")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    text = "share of the pairs that are thought to be the wrong way round (sigmoid)"
-    add("--label_smoothing", type=float, default=0.0, help=text)
-    text = "of the preferred sequence's cross entropy per residue, in the loss"
-    add("--sft_weight", type=float, default=0.0, help=text)
+    add("--label_smoothing", type=float, default=0.0, help="share of wrong labels (sigmoid)")
+    add("--sft_weight", type=float, default=0.0, help="of the preferred sequence's cross entropy")
     kinds = ["random", "left_to_right"]
     add("--decoding_order", default="random", choices=kinds, help="of the designed residues")
-    text = "random orders of each pair; an epoch takes the next one"
-    add("--num_orders", type=count, default=4, help=text)
+    add("--num_orders", type=count, default=4, help="random orders of a pair; one for each epoch")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=count, default=10, help="passes over the pairs")
     add("--lr", type=float, default=3e-7, help="peak learning rate")
     add("--learning_rate", type=float, help="as --lr")
     add("--weight_decay", type=float, default=0.0, help="of matrices; biases and norms: 0")
-    add("--schedule", default="constant", choices=["constant", "cosine"], help="after the warm-up")
     add("--warmup_steps", type=int, default=0, help="steps in which the rate rises")
-    text = "before: epochs of maximum likelihood on the preferred sequences (warm start)"
-    add("--sft_epochs", type=int, default=0, help=text)
+    add("--sft_epochs", type=int, default=0, help="before: of maximum likelihood (warm start)")
     add("--sft_lr", type=float, default=1e-3, help="peak learning rate of the warm start (cosine)")
     add("--eval_batch_size", type=count, default=16, help="pairs per forward pass in evaluations")
     add("--no_cuda", **FLAG, default=False, help="as --device cpu")
@@ -136,16 +126,13 @@ def parse_args():
     if args.learning_rate is not None:
         args.lr = args.learning_rate
     if args.no_cuda:
-        if args.device not in ("auto", "cpu"):
-            parser.error(f"--no_cuda and --device {args.device}: give one of the two")
         args.device = "cpu"
     if args.backend in ("ccl", "xpu"):  # the seeds' names; PyTorch has its own: xccl
         args.backend = "auto"
     for name in ("beta", "temperature"):
         if not 0 < getattr(args, name) < math.inf:
             parser.error(f"--{name} {getattr(args, name)}: must be a finite number above 0")
-    names = ["lr", "sft_lr", "weight_decay", "sft_weight", "warmup_steps", "sft_epochs"]
-    for name in names:
+    for name in ("lr", "sft_lr", "weight_decay", "sft_weight", "warmup_steps", "sft_epochs"):
         if not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} {getattr(args, name)}: must be a finite number from 0 on")
     if not 0 < args.val_fraction < 1:
@@ -163,12 +150,12 @@ def parse_args():
 # Data
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order; X is unknown
+UNKNOWN = 20
 BACKBONE = ["N", "CA", "C", "O"]
-BONDS = [(0, 1), (1, 2), (2, 3)]  # of these atoms
 RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
     TYR""".split()
-LETTERS = dict(zip(RESIDUES, ALPHABET[:20], strict=True))
-LETTERS["MSE"] = "M"  # selenomethionine is read as methionine
+LETTERS = {name: letter for letter, name in enumerate(RESIDUES)}
+LETTERS["MSE"] = LETTERS["MET"]  # selenomethionine is read as methionine
 EVALUATION = 1_000_000  # number of the decoding order that evaluations use
 FIELDS = {  # of the data, with an example of each
     "pdb_file": "1UBI.pdb",
@@ -188,12 +175,12 @@ REQUIRED = ["pdb_file", "preferred_seq", "unpreferred_seq"]
 
 
 class Chain(NamedTuple):
-    """A protein chain of L residues, in the order of the file."""
+    """L residues of a protein chain, in the order of the file; or of several chains."""
 
-    letters: str  # X where a residue is none of the 20
+    letters: np.ndarray  # (L,) uint8
     coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
     numbers: np.ndarray  # (L,) int64: the file's, and one more for each insertion code before
-    labels: list  # chain, number, insertion code: B42, B42A
+    labels: np.ndarray  # (L,) texts, chain, number, insertion code: B42, B42A
 
     def whole(self):
         """(L,) bool: which residues have all four atoms."""
@@ -214,99 +201,31 @@ def read_structure(path):
     atoms. Raises ValueError."""
     import gemmi
 
-    expected = "expected a structure in PDB or mmCIF format, plain or whole gz"
+    odd = []
     try:
         content = Path(path).read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; {expected}") from None
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path}: {error}; {expected}") from None
-    if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
-        foreign = "BinaryCIF, MMTF or PDBML, it seems"
-        raise ValueError(f"{path}: format not supported ({foreign}); {expected}")
-    try:
+        if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
+            raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
         structure = gemmi.read_structure_string(content, format=gemmi.CoorFormat.Detect)
-    except (RuntimeError, ValueError, IndexError) as error:
+        model = structure[0] if len(structure) > 0 else []
+        chains = {chain.name: read_chain(chain, odd) for chain in model}
+        if not any(len(chain.letters) for chain in chains.values()):
+            raise ValueError("no protein residues (of HETATM records only MSE is read)")
+    except (OSError, EOFError, IndexError, RuntimeError, ValueError, zlib.error) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        expected = "expected a protein structure in PDB or mmCIF format, plain or whole gz"
         raise ValueError(f"{path}: {reason}; {expected}") from None
-    if len(structure) == 0:
-        raise ValueError(f"{path}: no atoms in it; {expected}")
 
-    chains = {}
+    lines = atom_lines(content) if odd else {}
     notes = []
-    for chain in structure[0]:
-        chains[chain.name] = read_chain(path, content, chain, notes)
-    if not any(chain.letters for chain in chains.values()):
-        names = ", ".join(chains) or "(none)"
-        text = "expected ATOM records of amino acids (of HETATM records only MSE is read)"
-        raise ValueError(f"{path}: no protein residues in its chains {names}; {text}")
+    for serial, text in odd:
+        notes.append(f"{path}, line {lines.get(str(serial), '?')}: {text}")
     return Structure(chains, digest, notes)
 
 
-def read_chain(path, content, chain, notes):
-    """A gemmi chain as a Chain. Raises ValueError where an atom of a residue occurs twice."""
-    residues = {}  # (number, insertion code): (name, {atom's name: atom})
-    for residue in chain:
-        if residue.het_flag == "H" and residue.name != "MSE":
-            if all(name in residue for name in BACKBONE[:3]):
-                text = f"{path}: residue {chain.name}{residue.seqid} {residue.name} is left out"
-                notes.append(f"{text}: it is a HETATM; as an ATOM it would be read as X")
-            continue
-        # of two residues in one place the first counts; its atoms come first, whatever follows
-        key = (residue.seqid.num, residue.seqid.icode.strip())
-        _, atoms = residues.setdefault(key, (residue.name, {}))
-        for atom in residue:
-            if atom.name not in BACKBONE:
-                continue
-            first = atoms.setdefault(atom.name, atom)
-            alternatives = first.has_altloc() or atom.has_altloc()
-            if first is not atom and not alternatives:
-                text = f"residue {chain.name}{residue.seqid} has two atoms {atom.name}"
-                hint = "expected one, or alternatives (do two chains have this name?)"
-                raise ValueError(f"{path}: chain {chain.name}: {text}; {hint}")
-
-    letters = []
-    coords = []
-    numbers = []
-    labels = []
-    shift = 0
-    for (number, code), (name, atoms) in residues.items():
-        if name not in LETTERS and len(atoms) < 3:
-            continue
-        if numbers and number + shift == numbers[-1]:  # an insertion code: A42, A42A
-            shift += 1
-        letters.append(LETTERS.get(name, "X"))
-        numbers.append(number + shift)
-        labels.append(f"{chain.name}{number}{code}")
-        coords.append(backbone_coords(path, content, labels[-1], atoms, notes))
-    array = np.array(coords, np.float32).reshape(-1, 4, 3)
-    return Chain("".join(letters), array, np.array(numbers, np.int64), labels)
-
-
-def backbone_coords(path, content, label, atoms, notes):
-    """(4, 3) of a residue, NaN where an atom is missing; all NaN if the bonds cannot be right: a
-    field full of asterisks reads as 0, and coordinates may be in nanometres."""
-    found = np.full((4, 3), math.nan, np.float32)
-    for row, name in enumerate(BACKBONE):
-        if name in atoms:
-            found[row] = atoms[name].pos.tolist()
-
-    for one, other in BONDS:
-        length = np.linalg.norm(found[one] - found[other])
-        if length < 0.8 or length > 2.2:  # False where an atom is missing
-            line = atom_lines(content).get(str(atoms[BACKBONE[one]].serial), "?")
-            text = f"residue {label} counts as missing: {BACKBONE[one]} and {BACKBONE[other]}"
-            notes.append(
-                f"{path}, line {line}: {text} are {length:.3g} Å apart, expected 0.8 to 2.2"
-            )
-            return np.full_like(found, math.nan)
-    return found
-
-
-@functools.lru_cache(maxsize=1)
 def atom_lines(content):
     """{serial number of an atom: its line in a file}"""
     lines = {}
@@ -315,6 +234,68 @@ def atom_lines(content):
             lines.setdefault(text[6:11].strip(), line)  # PDB
             lines.setdefault(text.split()[1], line)  # mmCIF
     return lines
+
+
+def read_chain(chain, odd):
+    """A gemmi chain as a Chain. What is odd about a residue is added to `odd`: (serial number of
+    an atom, text). Raises ValueError where an atom of a residue occurs twice."""
+    residues = {}  # label: (number, name, {atom's name: atom})
+    for residue in chain:
+        label = f"{chain.name}{residue.seqid}"
+        if residue.het_flag == "H" and residue.name != "MSE":
+            if all(name in residue for name in BACKBONE[:3]):
+                text = "is left out: it is a HETATM; as an ATOM it would be read as X"
+                odd.append((residue[0].serial, f"residue {label} {residue.name} {text}"))
+            continue
+        # of two residues in one place the first counts; its atoms come first, whatever follows
+        first = (residue.seqid.num, residue.name, {})
+        _, _, atoms = residues.setdefault(label, first)
+        for atom in residue:
+            if atom.name not in BACKBONE:
+                continue
+            known = atoms.setdefault(atom.name, atom)
+            if known is not atom and not known.has_altloc() and not atom.has_altloc():
+                text = "expected one, or alternatives (do two chains have this name?)"
+                raise ValueError(f"residue {label} has two atoms {atom.name}; {text}")
+
+    letters = []
+    coords = []
+    numbers = []
+    labels = []
+    shift = 0
+    for label, (number, name, atoms) in residues.items():
+        if name not in LETTERS and len(atoms) < 3:
+            continue
+        if numbers and number + shift == numbers[-1]:  # an insertion code: A42, A42A
+            shift += 1
+        letters.append(LETTERS.get(name, UNKNOWN))
+        coords.append(backbone_coords(label, atoms, odd))
+        numbers.append(number + shift)
+        labels.append(label)
+    return Chain(
+        np.array(letters, np.uint8),
+        np.array(coords, np.float32).reshape(-1, 4, 3),
+        np.array(numbers, np.int64),
+        np.array(labels, str),
+    )
+
+
+def backbone_coords(label, atoms, odd):
+    """(4, 3) of a residue, NaN where an atom is missing; all NaN if the bonds cannot be right: a
+    field full of asterisks reads as 0, and coordinates may be in nanometres."""
+    found = np.full((4, 3), math.nan, np.float32)
+    for row, name in enumerate(BACKBONE):
+        if name in atoms:
+            found[row] = atoms[name].pos.tolist()
+
+    for row in range(3):
+        length = np.linalg.norm(found[row + 1] - found[row])
+        if length < 0.8 or length > 2.2:  # neither, where an atom is missing
+            one = BACKBONE[row]
+            text = f"{one} and {BACKBONE[row + 1]} are {length:.3g} Å apart, expected 0.8 to 2.2"
+            odd.append((atoms[one].serial, f"residue {label} counts as missing: {text}"))
+            return np.full_like(found, math.nan)
+    return found
 
 
 def try_structure(path):
@@ -391,9 +372,9 @@ def fits(value, example):
 
 
 def check_fields(row, fields, required):
-    """What is wrong with the fields of a row, as texts."""
+    """Raises ValueError with all that is wrong with the fields of a row."""
     if not isinstance(row, dict):
-        return [f"{row!r:.80}; expected an object with {', '.join(required)}"]
+        raise ValueError(f"{row!r:.80}; expected an object with {', '.join(required)}")
     problems = [f"no {name}" for name in required if name not in row]
     for name, value in row.items():
         if name in ("description", "comment"):
@@ -403,13 +384,14 @@ def check_fields(row, fields, required):
         elif not fits(value, fields[name]):
             example = json.dumps(fields[name])
             problems.append(f"{name} is {value!r:.80}; expected such as {example}")
-    return problems
+    if problems:
+        raise ValueError(*problems)
 
 
 class Complex(NamedTuple):
     """Chains, one after the other: those that are designed first."""
 
-    chain: Chain  # all of them as one
+    chain: Chain  # all of them as one, L residues
     index: np.ndarray  # (L,) int64: number of the residue's chain
     key: tuple  # path, design chains, fixed chains
     designed: np.ndarray  # (L,) bool: in a design chain, mutable, and resolved
@@ -417,14 +399,18 @@ class Complex(NamedTuple):
 
 
 def join_chains(path, structure, row):
-    """The Complex that a row of the data means. Raises ValueError."""
+    """The Complex that a row of the data means. structure: as try_structure gives it. Raises
+    ValueError."""
+    if isinstance(structure, str):
+        raise ValueError(structure)
     chains = structure.chains
-    first = next(name for name in chains if chains[name].letters)
+    first = next(name for name in chains if len(chains[name].letters) > 0)
     design = row.get("design_chains") or [row.get("chain_id", first)]
     if "chain_id" in row and design != [row["chain_id"]]:
         text = f"chain_id {row['chain_id']} and design_chains {', '.join(design)}"
         raise ValueError(f"{text}: give one of the two")
-    names = [*design, *row.get("fixed_chains", [])]
+    fixed = row.get("fixed_chains", [])
+    names = [*design, *fixed]
 
     for name in names:
         whole = chains[name].whole().sum() if name in chains else 0
@@ -436,23 +422,16 @@ def join_chains(path, structure, row):
             raise ValueError(f"{path}: chain {name}: {found}; {hint}")
 
     parts = [chains[name] for name in names]
-    labels = []
-    for part in parts:
-        labels += part.labels
-    joined = Chain(
-        "".join(part.letters for part in parts),
-        np.concatenate([part.coords for part in parts]),
-        np.concatenate([part.numbers for part in parts]),
-        labels,
+    joined = Chain(*[np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
+    sizes = [len(part.letters) for part in parts]
+    index = np.repeat(np.arange(len(names)), sizes)
+    length = sum(sizes[: len(design)])
+    designed = joined.whole()
+    designed[:length] &= choose_residues(
+        row.get("mutable_positions"), row.get("mutable_ranges"), joined.labels[:length]
     )
-
-    index = np.repeat(np.arange(len(names)), [len(part.letters) for part in parts])
-    length = int((index < len(design)).sum())
-    designed = np.zeros(len(labels), bool)
-    ranges = row.get("mutable_ranges")
-    designed[:length] = choose_residues(row.get("mutable_positions"), ranges, labels[:length])
-    key = (path, tuple(design), tuple(names[len(design) :]))
-    return Complex(joined, index, key, designed & joined.whole(), length)
+    designed[length:] = False
+    return Complex(joined, index, (path, tuple(design), tuple(fixed)), designed, length)
 
 
 def choose_residues(positions, ranges, labels):
@@ -462,7 +441,7 @@ def choose_residues(positions, ranges, labels):
         return np.ones(len(labels), bool)
     place_of = {}
     for place, label in enumerate(labels):
-        place_of[label] = -1 if label in place_of else place  # no place if two have this label
+        place_of[label] = place
     for place in range(len(labels)):
         place_of[str(place)] = place
 
@@ -471,29 +450,27 @@ def choose_residues(positions, ranges, labels):
         places = [place_of.get(str(end), -1) for end in ends]
         if len(places) != 2 or not 0 <= places[0] <= places[1]:
             text = "-".join(dict.fromkeys(str(end) for end in ends))
-            hint = f"0 to {len(labels) - 1} or {labels[0]} to {labels[-1]}"
-            raise ValueError(
-                f"residues {text}; expected one, or a first and a last one, from {hint}"
-            )
+            hint = f"from 0 to {len(labels) - 1} or {labels[0]} to {labels[-1]}"
+            raise ValueError(f"residues {text}; expected one, or a first and a last one, {hint}")
         chosen[places[0] : places[1] + 1] = True
     return chosen
 
 
-def to_ids(letters):
-    """(n,) uint8 of letters of the alphabet."""
-    return np.array([ALPHABET.index(letter) for letter in letters], np.uint8)
+class Structures(NamedTuple):
+    """Backbones of different lengths, not padded but laid one after the other: N residues that
+    have all atoms, as the network wants them."""
 
+    neighbours: torch.Tensor  # (N, K) int64: rows of the nearest residues, -1 where there are few
+    atoms: torch.Tensor  # (N, 5, 3) float32: N, CA, C, O, and CB where glycine has none
+    place: torch.Tensor  # (2, N) int64: number of the residue, and of its chain
 
-class Backbone(NamedTuple):
-    """The resolved residues of a Complex, as the network wants them."""
-
-    neighbours: np.ndarray  # (L, k) int32: the k nearest by CA, itself first, then -1
-    atoms: np.ndarray  # (L, 5, 3) float32: N, CA, C, O, and CB where glycine has none
-    place: np.ndarray  # (2, L) int64: number of the residue, and of its chain
+    def to(self, device):
+        return Structures(*[tensor.to(device, non_blocking=True) for tensor in self])
 
 
 def featurise(coords, numbers, index, k):
-    """A Backbone from coords (L, 4, 3) of residues that have all of them."""
+    """One backbone as Structures, from coords (L, 4, 3) of residues that have all of them. To spare
+    memory its neighbours, the k nearest by CA and itself first, are int32."""
     length = len(coords)
     n, ca, c, _ = np.moveaxis(coords, 1, 0)
     normal = np.cross(ca - n, c - ca)
@@ -505,7 +482,8 @@ def featurise(coords, numbers, index, k):
         squared = np.square(ca[row] - ca).sum(axis=1)
         squared[row] = -1.0  # itself first, whoever else is at its place
         neighbours[row, :kept] = squared.argsort(kind="stable")[:kept]
-    return Backbone(neighbours, atoms, np.stack([numbers, index]).astype(np.int64))
+    place = np.stack([numbers, index]).astype(np.int64)
+    return Structures(*[torch.from_numpy(array) for array in (neighbours, atoms, place)])
 
 
 class Pair(NamedTuple):
@@ -517,47 +495,69 @@ class Pair(NamedTuple):
     designed: np.ndarray  # (L,) bool
     weights: np.ndarray  # (L,) float32: 0 where nothing is designed
     values: np.ndarray  # (2,) float32: weight and margin of the pair
+    digest: str  # of the structure's file
     group: str  # held out together: a cluster, or a structure
 
 
-def check_pair(args, row, found):
-    """What is wrong with a row whose fields are right, as texts. found: its Complex."""
-    problems = []
-    chains = "+".join(found.key[1])
-    for name in ("preferred_seq", "unpreferred_seq"):
-        letters = row[name].upper()
-        if len(letters) != found.length:
-            text = f"expected {found.length}, the residues of chain {chains}"
-            problems.append(f"{name} has {len(letters)} letters; {text}")
-        other = re.search(f"[^{ALPHABET}]", letters)
-        if other:
-            text = f"expected letters of {ALPHABET}"
-            problems.append(f"{name} has {other[0]!r} at position {other.start()}; {text}")
+class Batch(NamedTuple):
+    """P pairs, with M residues in all. Few tensors, since each is a copy to the device."""
 
-    if found.length > args.max_length:
-        text = f"expected at most --max_length {args.max_length}"
-        problems.append(f"{found.length} residues in design chains {chains}; {text}")
-    if not found.designed.any():
-        problems.append("no residue is both mutable and resolved")
+    structures: Structures
+    # (5, M) int64: letters of the preferred and of the unpreferred sequence, row of the residue in
+    # `structures`, place in the decoding order of its pair, number of its pair in the batch
+    residues: torch.Tensor
+    weights: torch.Tensor  # (M,) float32: 0 where nothing is designed
+    values: torch.Tensor  # (2, P) float32: weight and margin of the pairs
+    ids: torch.Tensor  # (P,) int64
+    share: float  # 1 / pairs of the global batch: what a pair counts in the loss
+
+    def to(self, device):
+        tensors = [tensor.to(device, non_blocking=True) for tensor in self[1:5]]
+        return Batch(self.structures.to(device), *tensors, self.share)
+
+
+def read_pair(args, row, found):
+    """Letters (2, L) and weights (L,) of a row whose fields are right, for a Complex of L residues.
+    Raises ValueError with all that is wrong."""
+    length = found.length
+    chains = "+".join(found.key[1])
+    problems = []
+    if length > args.max_length:
+        problems.append(f"{length} residues; expected at most --max_length {args.max_length}")
     if row.get("weight", 1) <= 0:
         problems.append(f"weight is {row['weight']}; expected a number above 0")
-    weights = np.array(row.get("residue_weights", [1.0] * found.length))
-    if len(weights) != found.length or weights.min() < 0:
-        text = f"expected {found.length} numbers from 0 up"
-        problems.append(f"{len(weights)} residue_weights; {text}")
-    elif found.designed.any() and not weights[found.designed[: found.length]].any():
-        problems.append("residue_weights are 0 where something is designed; expected one above 0")
-    if problems:
-        return problems
 
-    places = np.flatnonzero(found.designed[: found.length])
-    one = row["preferred_seq"].upper()
-    other = row["unpreferred_seq"].upper()
-    if all(one[place] == other[place] for place in places):
-        text = "differ only where nothing is designed" if one != other else "are identical"
-        hint = "expected a difference at a designed residue"
-        problems.append(f"preferred_seq and unpreferred_seq {text}; {hint}")
-    return problems
+    given = np.array(row.get("residue_weights", [1.0] * length), np.float32)
+    weights = np.zeros(len(found.designed), np.float32)
+    if not found.designed.any():
+        problems.append("no residue is both mutable and resolved")
+    elif len(given) != length or given.min() < 0:
+        problems.append(f"{len(given)} residue_weights; expected {length} numbers from 0 up")
+    else:
+        weights[:length] = given
+        weights[~found.designed] = 0
+        if weights.max() == 0:
+            problems.append("residue_weights are 0 where something is designed; expected one above")
+
+    letters = np.stack([found.chain.letters, found.chain.letters])
+    for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
+        text = row[name].upper()
+        other = re.search(f"[^{ALPHABET}]", text)
+        if len(text) != length:
+            problems.append(f"{name} has {len(text)} letters; expected {length}, as chain {chains}")
+        elif other:
+            found_there = f"{other[0]!r} at position {other.start()}"
+            problems.append(f"{name} has {found_there}; expected letters of {ALPHABET}")
+        else:
+            letters[number, :length] = [ALPHABET.index(letter) for letter in text]
+
+    if not problems and (letters[0] == letters[1])[found.designed].all():
+        problems.append(
+            "preferred_seq and unpreferred_seq are the same where residues are designed"
+        )
+    if problems:
+        raise ValueError(*problems)
+    return letters, weights
 
 
 class Pairs(Dataset):
@@ -570,110 +570,86 @@ class Pairs(Dataset):
         self.pairs = []
         self.backbones = []
         self.numbers = {}  # of the backbones, by the key of their Complex
-        self.digests = []  # of each backbone's file
         self.clusters = {}  # of each file, by its digest
         self.problems = []
         self.other_letters = 0  # pairs that would change what is not designed
 
     def add(self, place, path, row, structure):
         """Take in a row of the data, or note what is wrong with it."""
-        problems = check_fields(row, FIELDS, REQUIRED)
-        if not problems and isinstance(structure, str):
-            problems = [structure]
-        if not problems:
-            try:
-                found = join_chains(path, structure, row)
-                problems = check_pair(self.args, row, found)
-            except ValueError as error:
-                problems = [str(error)]
-
-        if not problems:
+        try:
+            check_fields(row, FIELDS, REQUIRED)
+            found = join_chains(path, structure, row)
+            letters, weights = read_pair(self.args, row, found)
             cluster = self.clusters.setdefault(structure.digest, row.get("cluster"))
             if cluster != row.get("cluster"):
-                text = (
-                    f"cluster is {row.get('cluster')}, of another pair on this structure {cluster}"
-                )
-                problems = [f"{text}; expected one cluster for all pairs of a structure"]
+                text = "expected the same for all pairs on a structure"
+                raise ValueError(f"cluster is {row.get('cluster')}, before {cluster}; {text}")
+        except ValueError as error:
+            self.problems += [f"{place}: {problem}" for problem in error.args]
+            return
 
-        for problem in problems:
-            self.problems.append(f"{place}: {problem}")
-        if not problems:
-            self.pairs.append(self.make_pair(place, row, structure, found))
-
-    def make_pair(self, place, row, structure, found):
         whole = found.chain.whole()
         if found.key not in self.numbers:
             self.numbers[found.key] = len(self.backbones)
             parts = (found.chain.coords, found.chain.numbers, found.index)
             self.backbones.append(featurise(*[part[whole] for part in parts], self.k))
-            self.digests.append(structure.digest)
 
-        native = to_ids(found.chain.letters)
-        letters = np.stack([native, native])
-        for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
-            letters[number, : found.length] = to_ids(row[name].upper())
+        native = found.chain.letters
         context = ~found.designed
         if (letters != native)[:, context & whole].any():
             self.other_letters += 1
         letters[:, context] = native[context]
-
-        weights = np.zeros(len(native), np.float32)
-        weights[: found.length] = row.get("residue_weights", 1.0)
-        weights[context] = 0
-        path, design, _ = found.key
-        return Pair(
+        _, design, _ = found.key
+        pair = Pair(
             name=f"{Path(path).name.split('.')[0]}:{'+'.join(design)}:{place.split()[-1]}",
             backbone=self.numbers[found.key],
             letters=letters[:, whole],
             designed=found.designed[whole],
             weights=weights[whole],
             values=np.array([row.get("weight", 1.0), row.get("margin", 0.0)], np.float32),
+            digest=structure.digest,
             group=str(row.get("cluster") or structure.digest),
         )
+        self.pairs.append(pair)
 
-    def finish(self):
-        """Once all rows are in."""
-        self.backbone = np.array([pair.backbone for pair in self.pairs], np.int64)
+    def cost(self):
+        """(N,) time and memory of each pair; those of one backbone are next to each other."""
         lengths = np.array([pair.letters.shape[1] for pair in self.pairs])
-        # time and memory of a pair; those of one backbone together: it is then encoded once
-        self.cost = lengths + self.backbone / (len(self.backbones) + 1)
+        return lengths + self.backbones_of(range(len(self))) / (len(self.backbones) + 1)
+
+    def backbones_of(self, ids):
+        """(len(ids),) int64: numbers of the backbones of pairs."""
+        return np.array([self.pairs[number].backbone for number in ids], np.int64)
 
     def ranks(self, number, order):
         """(L,) int64: the place of each residue of a pair in decoding order number `order`, a
         function of the seed, the pair and that number. The context comes first."""
         designed = self.pairs[number].designed
         context = np.count_nonzero(~designed)
-        places = np.arange(np.count_nonzero(designed))
+        ranks = np.where(designed, context + np.cumsum(designed), np.cumsum(~designed)) - 1
         if self.args.decoding_order == "random":
             generator = np.random.default_rng([self.args.seed, number, order])
-            places = generator.permutation(places)
-        ranks = np.zeros(len(designed), np.int64)
-        ranks[~designed] = np.arange(context)
-        ranks[designed] = context + places
+            ranks[designed] = generator.permutation(ranks[designed])
         return ranks
 
     def structures(self, numbers):
         """Backbones, one after the other."""
         found = [self.backbones[number] for number in numbers]
-        sizes = np.array([len(backbone.atoms) for backbone in found])
-        k = min(self.k, sizes.max())
+        k = min(self.k, max(len(backbone.atoms) for backbone in found))
         first = 0
         neighbours = []
-        for backbone, size in zip(found, sizes, strict=True):
-            part = backbone.neighbours[:, :k]
-            neighbours.append(np.where(part < 0, -1, part + first))
-            first += size
-
-        return Structures(
-            torch.from_numpy(np.concatenate(neighbours).astype(np.int64)),
-            torch.from_numpy(np.concatenate([backbone.atoms for backbone in found])),
-            torch.from_numpy(np.concatenate([backbone.place for backbone in found], axis=1)),
-        )
+        for backbone in found:
+            part = backbone.neighbours[:, :k].long()
+            neighbours.append(torch.where(part < 0, -1, part + first))
+            first += len(part)
+        atoms = torch.cat([backbone.atoms for backbone in found])
+        place = torch.cat([backbone.place for backbone in found], dim=1)
+        return Structures(torch.cat(neighbours), atoms, place)
 
     def __getitem__(self, item):
         """item: (ids of a micro-batch, those of the global batch, number of the decoding order)"""
         ids, whole, order = item
-        numbers = np.unique(self.backbone[ids])
+        numbers = np.unique(self.backbones_of(ids))
         return self.batch(ids, len(whole), order, numbers, self.structures(numbers))
 
     def batch(self, ids, whole, order, numbers, structures):
@@ -701,93 +677,61 @@ class Pairs(Dataset):
         return len(self.pairs)
 
 
-class Structures(NamedTuple):
-    """Backbones of different lengths, not padded but laid one after the other: N residues."""
-
-    neighbours: torch.Tensor  # (N, K) int64: rows of the nearest residues, -1 where there are few
-    atoms: torch.Tensor  # (N, 5, 3) float32
-    place: torch.Tensor  # (2, N) int64
-
-    def to(self, device):
-        return Structures(*[tensor.to(device, non_blocking=True) for tensor in self])
-
-
-class Batch(NamedTuple):
-    """P pairs, with M residues in all. Few tensors, since each is a copy to the device."""
-
-    structures: Structures
-    # (5, M) int64: letters of the preferred and of the unpreferred sequence, row of the residue in
-    # `structures`, place in the decoding order of its pair, number of its pair in the batch
-    residues: torch.Tensor
-    weights: torch.Tensor  # (M,) float32: 0 where nothing is designed
-    values: torch.Tensor  # (2, P) float32: weight and margin of the pairs
-    ids: torch.Tensor  # (P,) int64
-    share: float  # 1 / pairs of the global batch: what a pair counts in the loss
-
-    def to(self, device):
-        tensors = [tensor.to(device, non_blocking=True) for tensor in self[1:5]]
-        return Batch(self.structures.to(device), *tensors, self.share)
-
-
 def load_pairs(args, k):
     """The pairs of --train_data, then those of --val_data, and how many are of the former. Raises
     InputError with all that is wrong. (all ranks)"""
-    names = [args.train_data]
-    if args.val_data:
-        names.append(args.val_data)
-    rows = []
-    for name in names:
-        rows.append(on_rank0(read_rows, name))
-    paths = set()
-    for found in rows:
-        paths.update(path for _, path, row in found if path and "pdb_file" in row)
-    structures = read_structures(sorted(paths))
-
     pairs = Pairs(args, k)
-    counts = []
-    for found in rows:
-        for place, path, row in found:
+    counts = {}  # pairs of each file
+    notes = []
+    for name in filter(None, [args.train_data, args.val_data]):
+        before = len(pairs)
+        rows = on_rank0(read_rows, name)
+        paths = {path for _, path, row in rows if path and "pdb_file" in row}
+        structures = read_structures(sorted(paths))
+        for place, path, row in rows:
             pairs.add(place, path, row, structures.get(path))
-        counts.append(len(pairs))
-    pairs.finish()
+        for structure in structures.values():
+            if isinstance(structure, Structure):
+                notes += structure.notes
+        counts[name] = len(pairs) - before
+
     if pairs.problems and not args.skip_bad_data:
         refuse_rows(pairs.problems)
-    for name, number in zip(names, np.diff([0, *counts]), strict=True):
+    for name, number in counts.items():
         if number == 0:
             raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
-    on_rank0(log_oddities, pairs, structures)
-    return pairs, counts[0]
+    on_rank0(log_oddities, pairs, notes)
+    return pairs, counts[args.train_data]
+
+
+def first_lines(lines):
+    """At most 20, and the number of the others."""
+    if len(lines) <= 20:
+        return lines
+    return [*lines[:20], f"... and {len(lines) - 20} more"]
 
 
 def refuse_rows(problems):
-    """Raises InputError with the first 20."""
-    lines = [f"{len(problems)} problems (--skip_bad_data leaves such rows out): {problems[0]}"]
-    lines += problems[1:20]
-    if len(problems) > 20:
-        lines.append(f"... and {len(problems) - 20} more")
-    raise InputError("\n  ".join(lines))
+    """Raises InputError."""
+    text = "\n  ".join(first_lines(problems))
+    raise InputError(f"{len(problems)} problems (--skip_bad_data leaves such rows out): {text}")
 
 
-def log_oddities(pairs, structures):
+def log_oddities(pairs, notes):
     """What the user should know about the data, and is no error. (rank 0)"""
-    notes = [f"left out: {problem}" for problem in pairs.problems]
-    for structure in structures.values():
-        if isinstance(structure, Structure):
-            notes += structure.notes
-    for note in notes[:20]:
+    for note in first_lines([*(f"left out: {problem}" for problem in pairs.problems), *notes]):
         logging.warning(note)
-    if len(notes) > 20:
-        logging.warning(f"... and {len(notes) - 20} more such lines")
     if pairs.other_letters > 0:
         text = "pairs have other letters where nothing is designed: the structure's count there"
         logging.warning(f"{pairs.other_letters} {text}")
 
 
-def choose_groups(sizes, fraction, seed):
-    """The groups to hold out, of `sizes`, {group: pairs}: in the order of a seeded hash of their
+def choose_groups(groups, fraction, seed):
+    """Those of `groups`, one for each pair, to hold out: in the order of a seeded hash of their
     names, until they have `fraction` of all pairs; one that would make it twice that is passed
     over."""
-    wanted = fraction * sum(sizes.values())
+    wanted = fraction * len(groups)
+    sizes = Counter(groups)
 
     def key(group):
         return hashlib.sha256(f"{seed} {group}".encode()).digest()
@@ -805,8 +749,8 @@ def choose_groups(sizes, fraction, seed):
 def split_pairs(args, pairs, trained):
     """Ids of the pairs to train on, and of those to validate on. trained: how many come from
     --train_data. (rank 0)"""
-    groups = [pair.group for pair in pairs.pairs]
     ids = np.arange(len(pairs))
+    groups = [pair.group for pair in pairs.pairs]
     if args.val_data:
         both = set(groups[:trained]) & set(groups[trained:])
         if both:
@@ -814,51 +758,34 @@ def split_pairs(args, pairs, trained):
             logging.warning(f"{len(both)} {text}")
         return ids[:trained], ids[trained:]
 
-    sizes = Counter(groups)
-    if len(sizes) > 1:
-        held = choose_groups(sizes, args.val_fraction, args.seed)
-        is_held = np.array([group in held for group in groups])
-        return ids[~is_held], ids[is_held]
-    return split_by_sequence(args, pairs)
-
-
-def split_by_sequence(args, pairs):
-    """The same for pairs of one structure or cluster: no held-out sequence is trained on."""
-    column = 1  # the unpreferred sequences, unless they are all the same
-    for column in (1, 0):
-        texts = [pair.letters[column].tobytes() for pair in pairs.pairs]
-        if len(set(texts)) > 1:
-            break
-    sizes = Counter(texts)
-    if len(sizes) < 2:
+    others = groups
+    if len(set(groups)) == 1:
+        text = "all pairs are on one structure or cluster: sequences are held out instead"
+        logging.warning(f"{text}; the validation tells nothing about other structures")
+        groups = [pair.letters[1].tobytes() for pair in pairs.pairs]
+        others = [pair.letters[0].tobytes() for pair in pairs.pairs]
+        if len(set(groups)) == 1:
+            groups = others
+    if len(set(groups)) == 1:
         raise InputError("all pairs are the same: nothing can be held out; give --val_data")
-    held = choose_groups(sizes, args.val_fraction, args.seed)
 
-    train = []
-    valid = []
-    for number, pair in enumerate(pairs.pairs):
-        if texts[number] in held:
-            valid.append(number)
-        elif pair.letters[1 - column].tobytes() not in held:
-            train.append(number)
-
-    what = "unpreferred" if column == 1 else "preferred"
-    text = f"all pairs are on one structure or cluster: {len(held)} {what} sequences are held out"
-    text += ", the validation tells nothing about other structures"
-    left_out = len(pairs) - len(train) - len(valid)
+    held = choose_groups(groups, args.val_fraction, args.seed)
+    valid = np.array([group in held for group in groups])
+    train = np.array([group not in held for group in others]) & ~valid
+    left_out = len(pairs) - train.sum() - valid.sum()
     if left_out > 0:
-        text += f"; {left_out} pairs have such a sequence on their other side and are left out"
-    logging.warning(text)
-    if not train:
+        text = "pairs have a held-out sequence on their other side and are left out"
+        logging.warning(f"{left_out} {text}")
+    if not train.any():
         raise InputError("no pair is left to train on; give --val_data")
-    return np.array(train), np.array(valid)
+    return ids[train], ids[valid]
 
 
 def hash_pairs(pairs, train, valid):
     """Of all that training depends on."""
     digest = hashlib.sha256()
     for pair in pairs.pairs:
-        digest.update(f"{pairs.digests[pair.backbone]} {pair.group}".encode())
+        digest.update(f"{pair.digest} {pair.group}".encode())
         for array in (pair.letters, pair.designed, pair.weights, pair.values):
             digest.update(array.tobytes())
     digest.update(train.tobytes() + b"|" + valid.tobytes())
@@ -1028,33 +955,17 @@ class ProteinMPNN(nn.Module):
         return self.W_out(h.float()).view(versions, residues, -1)
 
 
-FOREIGN = {  # what else is called ProteinMPNN or has its keys: how its weights begin
-    "context_encoder_layers.": "a LigandMPNN model, which needs ligand atoms",
-    "features.node_embedding.": "a label-membrane model, which needs labels",
-}
-
-
 def read_model(path):
     """The network in a file of ProteinMPNN (vanilla, soluble), fp32, on the CPU. Raises
     InputError."""
-    expected = "expected num_edges, model_state_dict of a full-backbone ProteinMPNN, as v_48_020.pt"
+    expected = "expected num_edges, model_state_dict of ProteinMPNN (vanilla or soluble weights, "
+    expected += "not those of CA-only, LigandMPNN or membrane models)"
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
         weights = {}
         for name, value in found["model_state_dict"].items():
             weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
-
-        edges = weights.get("features.edge_embedding.weight")
-        if edges is not None and edges.shape[-1] == 167:
-            raise ValueError("a CA-only model, which sees no backbone but CA")
-        for start, what in FOREIGN.items():
-            if any(name.startswith(start) for name in weights):
-                raise ValueError(what)
-        neighbours = found.get("num_edges")
-        if not isinstance(neighbours, int) or neighbours < 1:
-            raise ValueError(f"num_edges is {neighbours}, not a number of neighbours")
-
-        model = ProteinMPNN(neighbours, float(found.get("noise_level") or 0.0))
+        model = ProteinMPNN(int(found["num_edges"]), float(found.get("noise_level") or 0.0))
         model.load_state_dict(weights)
     except Exception as error:  # torch raises six kinds
         reason = " ".join(str(error).split())[:500]
@@ -1102,11 +1013,6 @@ def sequence_scores(logits, letters, batch, temperature):
     return sum_exactly(logp * batch.weights, batch)
 
 
-def log_ratios(scores, reference):
-    """(C, P) of the network's scores (2, C, P) over those of the reference."""
-    return (scores - reference).sum(0)  # the large parts first, without rounding
-
-
 def preference_loss(args, ratio, residues, margin):
     """Loss (P,) of pairs. ratio (P,): log-ratio of the preferred sequence to the reference, less
     that of the unpreferred one. residues (P,): sum of the residues' weights. margin (P,): what beta
@@ -1141,7 +1047,7 @@ def pair_loss(args, logits, batch, reference):
     the shares are summed: over micro-batches by backward(), over ranks by DDP, which takes their
     mean, times the number of ranks (see `train`)."""
     scores = sequence_scores(logits, batch.residues[:2], batch, args.temperature)
-    ratios = log_ratios(scores, reference)
+    ratios = (scores - reference).sum(0)  # the large parts first, without rounding
     ratio = ratios[0] - ratios[1]
     weight, margin = batch.values
     losses = preference_loss(args, ratio, residue_weights(batch), margin)
@@ -1889,6 +1795,10 @@ SCORES = 4  # the first columns of a table: sequence_scores of both sequences, w
 COLUMNS = SCORES + 4  # cross entropy, hits and entropy of the preferred sequence; its residues
 
 
+class Stopped(Exception):
+    """The ranks agreed to stop within an evaluation: the last checkpoint was made before it."""
+
+
 class Run(NamedTuple):
     """What training and evaluation share."""
 
@@ -1907,9 +1817,8 @@ def share_out(run, ids):
     backbone is encoded once, however many pairs it has. (If there are very many, all ranks are to
     have some of them.)"""
     size = run.args.eval_batch_size
-    backbone = run.data.backbone[ids]
+    backbone = run.data.backbones_of(ids)
     _, counts = np.unique(backbone, return_counts=True)
-
     parts = []
     part = []
     for places in np.split(np.argsort(backbone, kind="stable"), np.cumsum(counts)[:-1]):
@@ -1926,8 +1835,8 @@ def share_out(run, ids):
 @torch.no_grad()
 def score(run, ids, orders):
     """A table (len(orders), len(ids), COLUMNS) float32, on the device, of the pairs `ids` in each
-    of the decoding orders; None if the ranks agreed to stop. Part k goes to rank k % world_size,
-    each pair once: the same on any number of ranks. (all ranks)"""
+    of the decoding orders. Part k goes to rank k % world_size, each pair once: the same on any
+    number of ranks. Raises Stopped. (all ranks)"""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     parts = share_out(run, ids)
@@ -1936,10 +1845,10 @@ def score(run, ids, orders):
 
     for first in range(0, len(parts), world_size):
         if run.guard.agree():  # here and not once at the end: this may take long
-            return None
+            raise Stopped
         if first + rank < len(parts):
             part = parts[first + rank]
-            numbers = np.unique(run.data.backbone[ids[part]])
+            numbers = np.unique(run.data.backbones_of(ids[part]))
             structures = run.data.structures(numbers).to(run.device)
             encoded = run.model.encode(structures)
             for start in range(0, len(part), run.args.eval_batch_size):
@@ -1947,26 +1856,25 @@ def score(run, ids, orders):
                 for number, order in enumerate(orders):
                     batch = run.data.batch(ids[places], len(ids), order, numbers, structures)
                     batch = batch.to(run.device)
-                    values = table_rows(run, batch, encoded)
-                    table[number, torch.from_numpy(places).to(run.device)] = values
+                    letters = batch.residues[:2]
+                    logits = run.model(structures, letters, *batch.residues[2:4], encoded)
+                    rows = table_rows(logits, batch, run.args.temperature)
+                    table[number, torch.from_numpy(places).to(run.device)] = rows
 
     run.model.train()
     dist.all_reduce(table)  # each row is zero on all ranks but one
     return table
 
 
-def table_rows(run, batch, encoded):
+def table_rows(logits, batch, temperature):
     """(P, COLUMNS) of a batch."""
     letters = batch.residues[:2]
-    row = batch.residues[2]
-    rank = batch.residues[3]
-    logits = run.model(batch.structures, letters, row, rank, encoded)
-    scores = sequence_scores(logits, letters, batch, run.args.temperature)
-    designed = (batch.weights > 0).float()
+    scores = sequence_scores(logits, letters, batch, temperature)
     logp = F.log_softmax(logits[0], dim=-1)
     own = log_probabilities(logits[:1], letters[:1])[0]
     hits = logp.argmax(-1) == letters[0]
     entropy = -(logp.exp() * logp).sum(-1)
+    designed = (batch.weights > 0).float()
     sums = sum_by_pair(torch.stack([-own, hits, entropy, torch.ones_like(own)]) * designed, batch)
     return torch.cat([scores.flatten(0, 1), sums]).T
 
@@ -1998,15 +1906,12 @@ def summarise(args, table, reference, data, ids):
 
 
 def evaluate(run, reference):
-    """Metrics of the validation pairs; None if the ranks agreed to stop. reference (N, SCORES) of
-    all pairs. (all ranks)"""
-    table = score(run, run.valid_ids, [EVALUATION])
-    if table is None:
-        return None
-    own = reference[torch.from_numpy(run.valid_ids).to(run.device)]
+    """Metrics of the validation pairs. reference (N, SCORES) of all pairs. Raises Stopped.
+    (all ranks)"""
+    table = score(run, run.valid_ids, [EVALUATION])[0].cpu().double()
+    own = reference[torch.from_numpy(run.valid_ids).to(run.device)].cpu().double()
     # by rank 0 for all, who decide by it: another processor might round differently
-    host = (table[0].cpu().double(), own.cpu().double())
-    return on_rank0(summarise, run.args, *host, run.data, run.valid_ids)
+    return on_rank0(summarise, run.args, table, own, run.data, run.valid_ids)
 
 
 def as_text(metrics):
@@ -2022,31 +1927,19 @@ class PairSampler(GlobalBatchSampler):
 
     def __init__(self, ids, args, state, cost):
         super().__init__(ids, args, state, cost)
-        self.sft_epochs = args.sft_epochs
-        self.orders = args.num_orders
+        self.args = args
 
     def __iter__(self):
-        order = self.epoch - self.sft_epochs
-        if order < 0:  # in the warm start, which needs no reference, any other one
+        order = (self.epoch - self.args.sft_epochs) % self.args.num_orders
+        if self.epoch < self.args.sft_epochs:  # the warm start needs no reference: any other one
             order = EVALUATION + 1 + self.epoch
-        else:
-            order = order % self.orders
         for ids, whole in super().__iter__():
             yield ids, whole, order
 
 
-def lr_factor(args, step, steps):
-    """What the peak rate is multiplied by: a straight rise, then constant, or half a cosine."""
-    if step < args.warmup_steps:
-        return (step + 1) / (args.warmup_steps + 1)
-    if args.schedule == "constant":
-        return 1.0
-    done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)
-    return 0.5 + 0.5 * math.cos(math.pi * done)
-
-
 def warm_start_factor(step, steps):
-    """The same of the warm start: a rise of at most 50 steps, then half a cosine."""
+    """What the warm start's peak rate is multiplied by: a rise of at most 50 steps, then half a
+    cosine."""
     rise = min(50, steps // 10)
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -2066,63 +1959,39 @@ def make_optimizer(args, model):
 def score_reference(run):
     """(num_orders + 1, N, SCORES) of the network as it stands, which from now on is the reference:
     of the training pairs in each decoding order, and last of the validation pairs in the order of
-    evaluations; None if the ranks agreed to stop. (all ranks)"""
-    args = run.args
+    evaluations. Raises Stopped. (all ranks)"""
     logging.info("Scoring all pairs with the reference ...")
-    reference = torch.zeros(args.num_orders + 1, len(run.data), SCORES, device=run.device)
-
-    parts = [(run.train_ids, range(args.num_orders)), (run.valid_ids, [EVALUATION])]
-    for ids, orders in parts:
-        table = score(run, ids, orders)
-        if table is None:
-            return None
-        rows = torch.from_numpy(ids).to(run.device)
-        for number, order in enumerate(orders):
-            place = -1 if order == EVALUATION else number
-            reference[place, rows] = table[number, :, :SCORES]
+    orders = range(run.args.num_orders)
+    reference = torch.zeros(len(orders) + 1, len(run.data), SCORES, device=run.device)
+    train_rows = torch.from_numpy(run.train_ids).to(run.device)
+    valid_rows = torch.from_numpy(run.valid_ids).to(run.device)
+    reference[:-1, train_rows] = score(run, run.train_ids, orders)[..., :SCORES]
+    reference[-1, valid_rows] = score(run, run.valid_ids, [EVALUATION])[0, :, :SCORES]
     return reference
 
 
 def measure_rounding(run, reference):
     """Standard deviation of what rounding makes of beta times a log-ratio: training pairs scored in
-    IEEE fp32 beside the reference's scores. 0 in fp32; None if the ranks agreed to stop.
-    (all ranks)"""
+    IEEE fp32 beside the reference's scores. 0 in fp32. Raises Stopped. (all ranks)"""
     model = run.model
-    kept = (model.dtype, torch.get_float32_matmul_precision())
-    if kept == (torch.float32, "highest"):
+    dtype = model.dtype
+    precision = torch.get_float32_matmul_precision()
+    if dtype == torch.float32 and precision == "highest":
         return 0.0
-    ids = run.train_ids[:64]
 
+    ids = run.train_ids[:64]
     model.dtype = torch.float32
     torch.set_float32_matmul_precision("highest")
-    table = score(run, ids, [0])
-    model.dtype = kept[0]
-    torch.set_float32_matmul_precision(kept[1])
-    if table is None:
-        return None
+    exact = score(run, ids, [0])[0, :, :SCORES]
+    model.dtype = dtype
+    torch.set_float32_matmul_precision(precision)
 
     rounded = reference[0, torch.from_numpy(ids).to(run.device)]
-    off = (table[0, :, :SCORES] - rounded).view(-1, 2, 2).sum(1).cpu()
+    off = (exact - rounded).view(-1, 2, 2).sum(1).cpu()
     noise = run.args.beta * (off[:, 0] - off[:, 1]).square().mean().sqrt().item()
     text = f"beta times a log-ratio is known to ±{noise:.2g} only (in fp32 ±0.00001)"
     logging.warning(f"--precision {run.args.precision}: {text}")
     return noise
-
-
-def start_preferences(run):
-    """(scores of the reference, their rounding, metrics of the validation pairs before training),
-    or None if the ranks agreed to stop. (all ranks)"""
-    reference = score_reference(run)
-    if reference is None:
-        return None
-    noise = measure_rounding(run, reference)
-    if noise is None:
-        return None
-    before = evaluate(run, reference[-1])
-    if before is None:
-        return None
-    logging.info(f"before training: {as_text(before)}")
-    return reference, noise, before
 
 
 def check_start(args, found, expected, pairs, noise):
@@ -2138,9 +2007,7 @@ def check_start(args, found, expected, pairs, noise):
     tolerance += 1e-4 * max(1.0, expected)  # fp32 has some, too
 
     if not abs(found - expected) <= tolerance:
-        text = (
-            f"the first loss is {found:.6f}, that of equal networks {expected:.6f} ±{tolerance:.1g}"
-        )
+        text = f"the first loss is {found:.6f}, not {expected:.6f} ±{tolerance:.1g}"
         hint = "network and reference differ before training (weights, precision, decoding order?)"
         raise RunError(f"{text}: {hint}")
     logging.info(f"first loss {found:.6f}, as it must be of equal networks: {expected:.6f}")
@@ -2154,10 +2021,8 @@ def equal_loss(args, batch):
 
 
 def validate(run, reference, loop, train_loss):
-    """Metrics of the validation pairs, logged; None if the ranks agreed to stop. (all ranks)"""
+    """Metrics of the validation pairs, logged. Raises Stopped. (all ranks)"""
     metrics = evaluate(run, reference[-1])
-    if metrics is None:
-        return None
     epoch = loop["validated"] + 1
     logging.info(f"Epoch {epoch} Summary:")
     logging.info(f"  Train Loss: {train_loss:.4f}")
@@ -2169,8 +2034,9 @@ def validate(run, reference, loop, train_loss):
     return metrics
 
 
-def train(run, state):
-    """Returns where training stands: its step, its best epoch, and more. (all ranks)"""
+def train(run, state, loop):
+    """loop: where training stands, all that it must know to go on beside the weights. Raises
+    Stopped. (all ranks)"""
     args = run.args
     device = run.device
     data = run.data
@@ -2179,9 +2045,9 @@ def train(run, state):
     log = run.log
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    sampler = PairSampler(run.train_ids, args, state, data.cost)
-    text = f"Batch size per GPU: {args.batch_size}"
-    logging.info(f"{text}, Total batch size: {sampler.global_batch}")
+    sampler = PairSampler(run.train_ids, args, state, data.cost())
+    total = sampler.global_batch
+    logging.info(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
     warm_steps = args.sft_epochs * sampler.steps
     steps = warm_steps + args.num_epochs * sampler.steps
     # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
@@ -2200,20 +2066,10 @@ def train(run, state):
     scaler = torch.amp.GradScaler(device.type, enabled=model.dtype == torch.float16)
     ddp_model = wrap_ddp(model, args, device)
     generator = default_generator(device)
-    # all that the loop must know to go on: it is saved with the weights
-    loop = {
-        "step": 0,
-        "validated": 0,  # epochs of preferences
-        "best": None,
-        "before": None,  # metrics before the preferences
-        "noise": 0.0,  # see measure_rounding
-        "global_batch": sampler.global_batch,
-    }
     reference = None  # scores of all pairs, once the warm start is over
     epoch_sums = torch.zeros(2, device=device)  # this rank's share: loss, steps
     if state:
         restore(state, model, optimizer, scaler)
-        loop = {name: state[name] for name in loop}
         if state["reference"] is not None:
             reference = state["reference"].to(device)
         if rank == 0:
@@ -2225,9 +2081,9 @@ def train(run, state):
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
         content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
+        content.update(global_batch=total, base_hash=data.base_hash)
         content.update(epoch_sums=sum_over_ranks(epoch_sums), reference=reference)
         content.update(neighbours=model.neighbours, noise_level=model.noise_level)
-        content["base_hash"] = run.data.base_hash
         content["model"] = model.state_dict()
         content["optimizer"] = optimizer.state_dict()
         content["scaler"] = scaler.state_dict()
@@ -2252,10 +2108,10 @@ def train(run, state):
 
         # after the warm start, or at once: the network as it stands becomes the reference
         if phase == 2 and reference is None:
-            started = start_preferences(run)
-            if started is None:  # the ranks stop
-                break
-            reference, loop["noise"], loop["before"] = started
+            reference = score_reference(run)
+            loop["noise"] = measure_rounding(run, reference)
+            loop["before"] = evaluate(run, reference[-1])
+            logging.info(f"before training: {as_text(loop['before'])}")
             optimizer.state.clear()  # the momenta of the warm start point elsewhere
             save_official("reference_model.pt")
             save("latest.pt")
@@ -2266,8 +2122,6 @@ def train(run, state):
             paused = time.monotonic()
             loss_sum, made = sum_over_ranks(epoch_sums)
             metrics = validate(run, reference, loop, loss_sum / max(1, made))
-            if metrics is None:  # the ranks stop: this step's checkpoint was made before
-                break
             loop["validated"] = epoch - args.sft_epochs
             epoch_sums.zero_()
             if loop["best"] is None or metrics["loss"] < loop["best"]["value"]:
@@ -2296,7 +2150,7 @@ def train(run, state):
         if phase == 1:
             lr = args.sft_lr * warm_start_factor(step, warm_steps)
         else:
-            lr = args.lr * lr_factor(args, step - warm_steps, steps - warm_steps)
+            lr = args.lr * min(1.0, (step - warm_steps + 1) / (args.warmup_steps + 1))
         for group in optimizer.param_groups:
             group["lr"] = lr
 
@@ -2326,7 +2180,7 @@ def train(run, state):
                 expected += equal_loss(args, batch)
         if step == warm_steps:
             found, equal = sum_over_ranks(torch.stack([step_shown[0], expected]))
-            check_start(args, found, equal, sampler.global_batch, loop["noise"])
+            check_start(args, found, equal, total, loop["noise"])
 
         # update, unless the gradient is not finite; then the step counts in no mean, either
         norm = guard.update(optimizer, scaler)
@@ -2341,19 +2195,18 @@ def train(run, state):
 
         # once in a while: log. Here the host waits for the GPU. (all ranks)
         if step % args.log_every == 0 or step in (warm_steps, steps):
-            *shares, norm_sum, good = sum_over_ranks(sums)
+            loss, accuracy, margin, norm, good = sum_over_ranks(sums)
             seconds = time.monotonic() - began
             made = step - since
             row = {"step": step, "phase": phase, "epoch": epoch, "lr": lr}
             row["skipped"] = made - good / world_size
             if good > 0:
-                names = ["loss", "rewards/accuracies", "rewards/margins"]
-                if phase == 1:
-                    names = names[:1]
-                for name, share in zip(names, shares, strict=False):
-                    row[name] = share * world_size / good  # each rank has a share of it ...
-                row["grad_norm"] = norm_sum / good  # ... and all of the norm
-            row["samples_per_s"] = made * sampler.global_batch / seconds
+                row["loss"] = loss * world_size / good  # each rank has a share of it ...
+                if phase == 2:
+                    row["rewards/accuracies"] = accuracy * world_size / good
+                    row["rewards/margins"] = margin * world_size / good
+                row["grad_norm"] = norm / good  # ... and all of the norm
+            row["samples_per_s"] = made * total / seconds
             row["data_wait"] = data_wait / seconds
             log.write(row)
             began = time.monotonic()
@@ -2366,7 +2219,6 @@ def train(run, state):
         if reason or step % args.save_every == 0 or step % sampler.steps == 0:
             save("latest.pt")
     bar.close()
-    return loop
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2385,12 +2237,9 @@ def load_network(args):
     else:
         path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
         if not path.exists():
-            text = (
-                "the weights are published at https://github.com/dauparas/ProteinMPNN: give their"
-            )
-            text += " folder as --base_model_dir"
-            hint = "--base_model_name random with --sft_epochs 20 starts without"
-            raise InputError(f"{path}: no such file; {text}, or {hint}")
+            text = "the weights are published at https://github.com/dauparas/ProteinMPNN"
+            hint = "--base_model_dir names their folder, --base_model_name random needs none"
+            raise InputError(f"{path}: no such file; {text}; {hint}")
         model = read_model(path)
 
     digest = hashlib.sha256()
@@ -2407,10 +2256,8 @@ def load_network(args):
 
 def write_split(folder, data, train_ids, valid_ids):
     """split.json, and bad_rows.txt if rows were left out. (rank 0)"""
-    names = [pair.name for pair in data.pairs]
-    split = {}
-    for part, ids in {"train": train_ids, "valid": valid_ids}.items():
-        split[part] = [names[number] for number in ids]
+    names = np.array([pair.name for pair in data.pairs])
+    split = {"train": names[train_ids].tolist(), "valid": names[valid_ids].tolist()}
     try:
         (folder / "split.json").write_text(json.dumps(split, indent=1))
         if data.problems:
@@ -2420,7 +2267,7 @@ def write_split(folder, data, train_ids, valid_ids):
 
 
 def report(loop):
-    """The last word: the best epoch beside the network before. Returns what to keep. (rank 0)"""
+    """The last word: the best epoch beside the network before. (rank 0)"""
     before = loop["before"]
     best = loop["best"]
     for who, metrics in {"before": before, "after": best["metrics"]}.items():
@@ -2429,10 +2276,6 @@ def report(loop):
         text = f"val loss {best['value']:.4f}, before {before['loss']:.4f}"
         hint = "look at --lr, the number of pairs, and whether the pairs say the same"
         logging.warning(f"training did not make the network better ({text}): {hint}")
-    elif best["metrics"]["perplexity"] > 1.5 * before["perplexity"]:
-        text = f"perplexity {best['metrics']['perplexity']:.2f}, before {before['perplexity']:.2f}"
-        hint = "--sft_weight or a larger --beta keep them likely"
-        logging.warning(f"the preferred sequences became less likely ({text}): {hint}")
 
 
 def main(args):
@@ -2460,7 +2303,18 @@ def main(args):
     log = RunLog(args, state)
     model.to(device)
     run = Run(args, device, data, train_ids, valid_ids, model, guard, log)
-    loop = train(run, state)
+    loop = {
+        "step": 0,
+        "validated": 0,  # epochs of preferences
+        "best": None,
+        "before": None,  # metrics before the preferences
+        "noise": 0.0,  # see measure_rounding
+    }
+    if state:
+        loop = {name: state[name] for name in loop}
+    with contextlib.suppress(Stopped):
+        train(run, state, loop)
+
     summary = {}
     if not guard.reason:
         on_rank0(report, loop)

@@ -213,7 +213,8 @@ def mutated_pairs(folder):
         chains = run_dpo_ddp.read_structure(path).chains
         names = named.get(path.name[:4], {})
         design = names.get("design_chains", list(chains))
-        own = "".join(chains[name].letters for name in design)
+        ids = np.concatenate([chains[name].letters for name in design])
+        own = "".join("ACDEFGHIKLMNPQRSTVWYX"[k] for k in ids)
         for number in range(12):
             draw = random.Random(f"{path.name[:4]} {number}")
             share = 0.15 + 0.1 * draw.random()

@@ -153,7 +153,6 @@ def dpo(script, folder, options):
     data = script.Pairs(args, 48)
     for place, path, row in script.read_rows(folder / "pairs.json"):
         data.add(place, path, row, script.try_structure(path))
-    data.finish()
     model = script.ProteinMPNN()
     reference = torch.zeros(len(data), script.SCORES, device=META)
 

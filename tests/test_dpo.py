@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, call_script, write_structures
+from helpers import ROOT, call_script, import_tool, write_structures
 from torch.utils._python_dispatch import TorchDispatchMode
 
 script = importlib.import_module("run_dpo_ddp")
@@ -51,9 +51,32 @@ def rows_of(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def tool(name, *options):
-    command = [sys.executable, str(ROOT / "tools" / name), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+def first_loss(rows):
+    """Of the preferences."""
+    return [row["loss"] for row in rows if row.get("phase") == 2][0]
+
+
+@pytest.fixture(scope="module")
+def plain(data):
+    """A run with the default options, as few as it has."""
+    run(data, data / "plain")
+    return data / "plain"
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """tool(name, *options): exit status, output, errors of a tool."""
+
+    def call(name, *options):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
+        status = 0
+        try:
+            import_tool(name).main()
+        except SystemExit as error:
+            status = error.code
+        return status, *capsys.readouterr()
+
+    return call
 
 
 # ---- How a run starts ------------------------------------------------------------------------
@@ -62,7 +85,6 @@ def tool(name, *options):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], math.log(2)),
         (["--temperature=1", "--label_smoothing=0.1"], math.log(2)),
         (["--loss_type=ipo", "--decoding_order=left_to_right"], 25.0),
         (["--sft_epochs=1", "--sft_weight=0.5"], math.log(2)),
@@ -71,11 +93,17 @@ def tool(name, *options):
 def test_a_run_starts_at_the_known_loss(data, tmp_path, options, expected):
     """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO."""
     rows = run(data, tmp_path / "out", *options)
-    first = [row["loss"] for row in rows if row.get("phase") == 2][0]
-    assert first == pytest.approx(expected, rel=1e-6 if expected < 1 else 1e-4)
+    assert first_loss(rows) == pytest.approx(expected, rel=1e-6 if expected < 1 else 1e-4)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["baselines"]["before"]["loss"] == pytest.approx(expected, rel=1e-9)
     assert summary["baselines"]["before"]["rewards/margins"] == 0
+
+
+def test_ieee_products_are_the_default(plain):
+    assert first_loss(rows_of(plain)) == pytest.approx(math.log(2), rel=1e-6)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cudnn.allow_tf32 is False
+    assert json.loads((plain / "summary.json").read_text())["args"]["precision"] == "fp32"
 
 
 def test_a_difference_between_network_and_reference_is_found(data, tmp_path, monkeypatch):
@@ -122,17 +150,8 @@ def test_rounded_products_pass_the_check_or_are_refused(data, tmp_path, bits):
             assert "network and reference differ" in str(error)
             assert not (tmp_path / "out" / "best.pt").exists()
         else:
-            first = [row["loss"] for row in rows if row.get("phase") == 2][0]
-            assert abs(first - math.log(2)) < 1e-4
+            assert abs(first_loss(rows) - math.log(2)) < 1e-4
     assert mode.times > 100
-
-
-def test_ieee_products_are_the_default(data, tmp_path):
-    run(data, tmp_path / "out")
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.backends.cudnn.allow_tf32 is False
-    kept = json.loads((tmp_path / "out" / "summary.json").read_text())["args"]
-    assert kept["precision"] == "fp32"
 
 
 def test_bf16_says_what_is_lost(data, tmp_path, caplog):
@@ -166,55 +185,60 @@ def test_tolerance_of_the_start():
 # ---- What a run does -------------------------------------------------------------------------
 
 
+class Wide(TorchDispatchMode):
+    """Counts what gives float64, which some devices do not have, except in `HOST`."""
+
+    HOST = {"summarise", "evaluate", "sum_over_ranks", "write_split", "save"}
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            names = set()
+            frame = sys._getframe()
+            while frame is not None:
+                names.add(frame.f_code.co_name)
+                frame = frame.f_back
+            if not names & self.HOST:
+                self.found[str(function)] += 1
+        return result
+
+
 def test_what_is_done_once(data, tmp_path, monkeypatch):
     """Structures are read once, and encoded once by the reference pass, whatever the number of
     decoding orders; no step and no evaluation uses float64 on the device."""
     calls = Counter()
-    wide = Counter()
-    read, encode = script.read_structure, script.ProteinMPNN.encode
-    phase = ["reference"]
+    read = script.read_structure
+    encode = script.ProteinMPNN.encode
+    score_reference = script.score_reference
 
     def counted_read(path):
         calls["read"] += 1
         return read(path)
 
     def counted_encode(model, structures):
-        calls[phase[0]] += len(torch.unique(structures.atoms[:, 0], dim=0)) > 0
-        calls[f"{phase[0]} residues"] += len(structures.atoms)
+        calls["encoded residues"] += len(structures.atoms)
         return encode(model, structures)
 
-    def score_reference(run):
-        phase[0] = "reference"
-        found = plain(run)
-        phase[0] = "later"
+    def counted_reference(run):
+        before = calls["encoded residues"]
+        found = score_reference(run)
+        calls["reference"] = calls["encoded residues"] - before
         return found
 
-    class Wide(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
-                frame = sys._getframe()
-                names = set()
-                while frame is not None:
-                    names.add(frame.f_code.co_name)
-                    frame = frame.f_back
-                host = {"summarise", "evaluate", "sum_over_ranks", "write_split", "save"}
-                if not names & host:
-                    wide[str(function)] += 1
-            return result
-
-    plain = script.score_reference
     monkeypatch.setattr(script, "read_structure", counted_read)
     monkeypatch.setattr(script.ProteinMPNN, "encode", counted_encode)
-    monkeypatch.setattr(script, "score_reference", score_reference)
-    with Wide():
+    monkeypatch.setattr(script, "score_reference", counted_reference)
+    with Wide() as wide:
         run(data, tmp_path / "out", "--num_orders=3", "--num_epochs=3", "--eval_batch_size=2")
-    assert calls["read"] == 5 and calls["reference"] == 5
     lengths = {}
     for row in json.loads((data / "pairs.json").read_text()):
         lengths[row["pdb_file"]] = len(row["preferred_seq"])
-    assert calls["reference residues"] == sum(lengths.values())
-    assert not wide, wide
+    assert calls["read"] == 5 and calls["reference"] == sum(lengths.values())
+    assert not wide.found, wide.found
 
 
 def test_a_nan_in_validation_ends_the_run(data, tmp_path, monkeypatch):
@@ -247,24 +271,23 @@ def test_files_load_in_the_official_format(data, tmp_path):
     assert len(split["train"]) == 16 and len(split["valid"]) == 4
 
 
-def test_the_last_word_warns(data, tmp_path, caplog):
-    """Of a run that did not make the network better."""
-    run(data, tmp_path / "out", "--lr=0")
-    assert "training did not make the network better" in caplog.text
-
-
 def test_log_lines_of_the_document(data, tmp_path):
-    status, text = call_script("run_dpo_ddp", *words_of(data, tmp_path / "out", "--backend=ccl"))
+    """And the warning of a run that did not make the network better."""
+    words = words_of(data, tmp_path / "out", "--backend=ccl", "--lr=0")
+    status, text = call_script("run_dpo_ddp", *words)
     assert status == 0, text
-    expected = ["Initialized DDP: rank=0, world_size=1, local_rank=0", "Using device: cpu"]
-    expected += ["Loaded 16 training and 4 validation pairs", "Epoch 1/1", "Epoch 1 Summary:"]
-    expected += [
+    for line in (
+        "Initialized DDP: rank=0, world_size=1, local_rank=0",
+        "Using device: cpu",
+        "Loaded 16 training and 4 validation pairs",
         "Batch size per GPU: 4, Total batch size: 4",
+        "Epoch 1/1",
+        "Epoch 1 Summary:",
         "  Train Loss: 0.",
         "  Val Loss:   0.",
-    ]
-    for line in expected:
+    ):
         assert f"INFO: {line}" in text, line
+    assert "WARNING: training did not make the network better" in text
     speeds = [row["samples_per_s"] for row in rows_of(tmp_path / "out") if "samples_per_s" in row]
     assert all(speed > 0 and f"samples_per_s={speed:.6g}" in text for speed in speeds)
 
@@ -279,11 +302,6 @@ def test_log_lines_of_the_document(data, tmp_path):
         (["--base_model_name=v_48_020"], "v_48_020.pt: no such file; the weights are published at"),
         (["--temperature=0"], "--temperature 0.0: must be a finite number above 0"),
         (["--loss_type=ipo", "--label_smoothing=0.1"], "--loss_type ipo has none"),
-        (["--loss_type=hinge"], "invalid choice: 'hinge'"),
-        (["--ema=0.5"], "there is no option ema"),
-        (["--freeze_encoder"], "there is no option freeze_encoder"),
-        (["--scores=x.json"], "there is no option scores"),
-        (["--no_cuda", "--device=cuda"], "--no_cuda and --device cuda: give one of the two"),
         (["--batch_size=40"], "40 samples a step: must be from "),
     ],
 )
@@ -293,17 +311,15 @@ def test_wrong_calls(data, tmp_path, options, text):
     assert said.count(": error: ") == 1
 
 
-def test_changes_that_would_spoil_a_run_are_refused(data, tmp_path):
+def test_changes_that_would_spoil_a_run_are_refused(data, plain):
     """Another structure on the other side of the split; other weights; another temperature."""
-    out = tmp_path / "out"
-    run(data, out)
     for option, text in {
         "--val_fraction=0.4": "was trained on other data",
         "--temperature=1": "--temperature: this run was started with 0.1",
         "--seed=7": "was trained on other data|--seed: this run",
     }.items():
         with pytest.raises(script.InputError, match=text):
-            run(data, out, option)
+            run(data, plain, option)
 
 
 # ---- Tools -----------------------------------------------------------------------------------
@@ -317,7 +333,12 @@ def trained(data):
     return data / "trained"
 
 
-def test_scores_are_those_of_the_run(data, trained, tmp_path):
+def table_of(path):
+    """{pair: {column: text}} of a file of score_dpo.py."""
+    return {row.pop("pair"): row for row in csv.DictReader(path.read_text().splitlines())}
+
+
+def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
     """At the run's own beta and temperature; log-probabilities at temperature 1. From best.pt and
     from best_model.pt the same; says which it found."""
     split = json.loads((trained / "split.json").read_text())
@@ -326,89 +347,100 @@ def test_scores_are_those_of_the_run(data, trained, tmp_path):
     for name in ("best.pt", "best_model.pt"):
         out = tmp_path / f"{name}.csv"
         options = ["--out", out, "--device=cpu", "--temperature=1"]
-        done = tool("score_dpo.py", trained / name, data / "pairs.json", *options)
-        assert done.returncode == 0, done.stderr
+        status, said, errors = tool("score_dpo", trained / name, data / "pairs.json", *options)
+        assert status == 0, errors
         found = "checkpoint of a run" if name == "best.pt" else "ProteinMPNN's own format"
-        assert f"{trained}/{name}: {found}" in done.stdout
-        tables[name] = {row["pair"]: row for row in csv.DictReader(open(out))}
+        assert f"{trained}/{name}: {found}" in said
+        tables[name] = table_of(out)
     assert tables["best.pt"] == tables["best_model.pt"] and len(tables["best.pt"]) == 20
-    held = [tables["best.pt"][name] for name in split["valid"]]
-    margins = np.array([float(row["margin"]) for row in held])
+
+    held = {name: tables["best.pt"][name] for name in split["valid"]}
+    margins = np.array([float(row["margin"]) for row in held.values()])
     assert margins.mean() == pytest.approx(best["rewards/margins"], abs=1e-4)
     assert (margins > 0).mean() == best["rewards/accuracies"]
-    for row in held:
+    for row in held.values():
         reward = 0.1 * (float(row["logp_chosen"]) - float(row["reference_chosen"]))
         assert float(row["reward_chosen"]) == pytest.approx(reward, abs=2e-6)
-    options = [data / "pairs.json", "--split", trained / "split.json", "--out", tmp_path / "h.csv"]
-    done = tool("score_dpo.py", trained / "best.pt", *options, "--device=cpu", "--temperature=0.1")
-    assert "temperature 0.1, 4 pairs" in done.stdout
-    rows = [row for row in csv.DictReader(open(tmp_path / "h.csv"))]
-    for one, other in zip(rows, held, strict=True):  # the scores stay those at temperature 1
-        assert float(one["logp_chosen"]) == pytest.approx(float(other["logp_chosen"]), abs=1e-4)
-        assert one["reward_chosen"] != other["reward_chosen"]
+
+    options = ["--split", trained / "split.json", "--out", tmp_path / "held.csv", "--device=cpu"]
+    options += ["--temperature=0.1"]
+    _, said, _ = tool("score_dpo", trained / "best.pt", data / "pairs.json", *options)
+    assert "temperature 0.1, 4 pairs" in said
+    cold = table_of(tmp_path / "held.csv")
+    assert cold.keys() == held.keys()
+    for name, row in cold.items():  # the scores stay those at temperature 1
+        assert float(row["logp_chosen"]) == pytest.approx(
+            float(held[name]["logp_chosen"]), abs=1e-4
+        )
+        assert row["reward_chosen"] != held[name]["reward_chosen"]
 
 
-def test_no_checkpoint_is_an_error(data, trained, tmp_path):
+def test_no_checkpoint_is_an_error(data, trained, tmp_path, tool):
     """Once random weights were compared with random ones, status 0."""
-    calls = [
-        ("score_dpo.py", tmp_path / "gone.pt", data / "pairs.json"),
-        ("design_dpo.py", tmp_path / "gone.pt", data / "helix0.pdb"),
-        ("score_dpo.py", trained / "best.pt", data / "pairs.json", "--reference=gone.pt"),
-        ("score_dpo.py", trained / "split.json", data / "pairs.json"),
-    ]
-    for call in calls:
-        done = tool(*call, "--out", tmp_path / "out.txt")
-        assert done.returncode == 2 and done.stdout.count("Traceback") == 0
-        assert done.stderr.count("\n") == 1 and "expected" in done.stderr or "give" in done.stderr
+    damaged = bytearray((trained / "best.pt").read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    (tmp_path / "damaged.pt").write_bytes(damaged)
+    for call in (
+        ("score_dpo", tmp_path / "gone.pt", data / "pairs.json"),
+        ("design_dpo", tmp_path / "gone.pt", data / "helix0.pdb"),
+        ("score_dpo", trained / "best.pt", data / "pairs.json", "--reference=gone.pt"),
+        ("score_dpo", trained / "split.json", data / "pairs.json"),
+        ("score_dpo", tmp_path / "damaged.pt", data / "pairs.json"),
+    ):
+        status, _, errors = tool(*call, "--out", tmp_path / "out.txt")
+        assert status == 2 and errors.count("\n") == 1 and "expected" in errors
         assert not (tmp_path / "out.txt").exists()
 
 
-def test_designs(data, trained, tmp_path):
+def test_designs(data, trained, tmp_path, tool):
     """FASTA with the structure's own sequence first; fixed positions keep their letters; recovery
     and perplexity beside the reference's."""
     out = tmp_path / "designs.fasta"
     options = ["--num_samples=5", "--fixed_positions", "0", "A3", "--temperature=2", "--out", out]
-    done = tool("design_dpo.py", trained / "best.pt", data / "helix0.pdb", *options)
-    assert done.returncode == 0, done.stderr
-    assert "network    recovery" in done.stdout and "reference  recovery" in done.stdout
+    status, said, errors = tool("design_dpo", trained / "best.pt", data / "helix0.pdb", *options)
+    assert status == 0, errors
+    assert "network    recovery" in said and "reference  recovery" in said
     records = [record.partition("\n") for record in out.read_text().split(">")[1:]]
     own = records[0][2].strip()
     structure = script.read_structure(data / "helix0.pdb")
-    assert own == structure.chains["A"].letters and len(records) == 6
+    assert own == text_of(structure.chains["A"]) and len(records) == 6
     for header, _, text in records[1:]:
         letters = text.strip()
         assert (letters[0], letters[2]) == (own[0], own[2]) and len(letters) == len(own)
         assert "X" not in letters
-        said = dict(word.split("=") for word in header.split()[1:])
+        values = dict(word.split("=") for word in header.split()[1:])
         designed = [i for i in range(len(own)) if i not in (0, 2)]
         recovery = np.mean([letters[i] == own[i] for i in designed])
-        assert float(said["recovery"]) == pytest.approx(recovery, abs=1e-4)
+        assert float(values["recovery"]) == pytest.approx(recovery, abs=1e-4)
     assert len({text for _, _, text in records[1:]}) == 5
+
+
+def text_of(chain):
+    return "".join(script.ALPHABET[i] for i in chain.letters)
 
 
 def test_designs_of_two_chains(trained, tmp_path):
     """In the order asked for, '/' between them; best_model.pt needs no base weights."""
     (path,) = (ROOT / "data" / "dpo").glob("7CTH*")
-    options = ["--design_chains", "L", "H", "--mutable_ranges", "H5-H12", "--num_samples=1"]
-    done = tool(
-        "design_dpo.py", trained / "best_model.pt", path, *options, "--out", tmp_path / "two.fasta"
-    )
+    command = [sys.executable, str(ROOT / "tools" / "design_dpo.py"), trained / "best_model.pt"]
+    command += [path, "--design_chains", "L", "H", "--mutable_ranges", "H5-H12"]
+    command += ["--num_samples=1", "--out", tmp_path / "two.fasta"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     _, own, _, drawn = (tmp_path / "two.fasta").read_text().splitlines()
     chains = script.read_structure(path).chains
-    assert own == f"{chains['L'].letters}/{chains['H'].letters}" and len(drawn) == len(own)
+    assert own == f"{text_of(chains['L'])}/{text_of(chains['H'])}" and len(drawn) == len(own)
     first = len(chains["L"].letters) + 1
     changed = {i - first for i in range(len(own)) if own[i] != drawn[i]}
-    places = [chains["H"].labels.index(label) for label in ("H5", "H12")]
-    assert changed and changed <= set(range(places[0], places[1] + 1))
+    labels = chains["H"].labels.tolist()
+    assert changed and changed <= set(range(labels.index("H5"), labels.index("H12") + 1))
 
 
 def test_designs_are_scored_as_the_forward_pass_says():
     """decode() goes residue by residue; the network, given the letters, says the same."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    design = importlib.import_module("design_dpo")
     from test_dpo_model import backbone, network, structures
 
+    design = import_tool("design_dpo")
     model, found = network(), structures(backbone(28, seed=6, chains=2))
     designed = torch.arange(28) >= 12
     generator = torch.Generator().manual_seed(1)
@@ -417,14 +449,14 @@ def test_designs_are_scored_as_the_forward_pass_says():
         shuffled = 12 + torch.randperm(16, generator=generator)
         orders.append(torch.cat([torch.arange(12), shuffled]))
     native = torch.randint(0, 21, (28,), generator=generator)
-    inputs = (model, found, native, designed, torch.stack(orders))
-    letters, logp = design.decode(*inputs, 1.0, generator)
-    for number, order in enumerate(orders):
-        rank = order.argsort()
-        with torch.no_grad():
+    with torch.no_grad():
+        inputs = (found, model.encode(found), native, designed, torch.stack(orders))
+        letters, logp = design.decode(model, *inputs, 1.0, generator)
+        for number, order in enumerate(orders):
+            rank = order.argsort()
             logits = model(found, letters[number : number + 1], torch.arange(28), rank)[0]
-        expected = logits.log_softmax(-1).gather(-1, letters[number][:, None])[:, 0]
-        assert (expected - logp[number]).abs().max() < 1e-4
+            expected = logits.log_softmax(-1).gather(-1, letters[number][:, None])[:, 0]
+            assert (expected - logp[number]).abs().max() < 1e-4
     assert torch.equal(letters[:, :12], native[:12].expand(3, -1))
     assert letters[:, 12:].max() < 20  # X is never drawn
     # letters as often as the softmax says
@@ -434,31 +466,28 @@ def test_designs_are_scored_as_the_forward_pass_says():
     assert (design.draw(logits, 0, generator) == logits[0, :20].argmax()).all()
 
 
-def test_a_collapse_is_warned_about(data, trained, tmp_path):
+def test_a_collapse_is_warned_about(data, trained, tmp_path, tool):
     state = torch.load(trained / "best_model.pt", weights_only=True)
     state["model_state_dict"]["W_out.bias"][3] += 100  # E everywhere
     torch.save(state, tmp_path / "collapsed.pt")
     out = tmp_path / "out.fasta"
-    done = tool("design_dpo.py", tmp_path / "collapsed.pt", data / "helix0.pdb", "--out", out)
-    assert "warning: collapse: E at 100% of the designed positions of sequence 0" in done.stdout
+    _, said, _ = tool("design_dpo", tmp_path / "collapsed.pt", data / "helix0.pdb", "--out", out)
+    assert "warning: collapse: E at 100% of the designed positions of sequence 0" in said
 
 
-def test_pairs_of_scored_sequences(data, tmp_path):
-    """From JSON and CSV the same pairs, which the training takes; turned round with --swap."""
-    make = importlib.import_module("make_dpo_pairs") if "make_dpo_pairs" in sys.modules else None
-    if make is None:
-        sys.path.insert(0, str(ROOT / "tools"))
-        make = importlib.import_module("make_dpo_pairs")
+def test_pairs_with_the_largest_differences():
+    choose_pairs = import_tool("make_dpo_pairs").choose_pairs
     scores = np.array([0.1, 0.9, 0.5, 0.5, 0.7])
     kinds = np.array([0, 1, 2, 3, 3])  # the last two are one sequence
     expected = [[1, 0], [4, 0], [1, 2], [1, 3], [2, 0], [3, 0], [1, 4], [4, 2]]
-    assert make.choose_pairs(scores, kinds, 0.0, 99) == expected
-    assert make.choose_pairs(scores, kinds, 0.4, 99) == expected[:6]
-    assert make.choose_pairs(scores, kinds, 0.0, 2) == [[1, 0], [4, 2]]
-    assert make.choose_pairs(scores, kinds, 0.0, 3) == [[1, 0], [1, 3], [4, 2]]
-    assert make.choose_pairs(scores[:1], kinds[:1], 0.0, 3) == []
+    assert choose_pairs(scores, kinds, 0.0, 99) == expected
+    assert choose_pairs(scores, kinds, 0.4, 99) == expected[:6]
+    assert choose_pairs(scores, kinds, 0.0, 3) == [[1, 0], [1, 3], [4, 2]]
 
-    own = script.read_structure(data / "helix0.pdb").chains["A"].letters
+
+def test_pairs_of_scored_sequences(data, tmp_path, tool):
+    """From JSON and CSV the same pairs, which the training takes; turned round with --swap."""
+    own = text_of(script.read_structure(data / "helix0.pdb").chains["A"])
     texts = [own, "W" + own[1:], own[:1] + "W" + own[2:]]
     row = {"pdb_file": f"{data}/helix0.pdb", "chain_id": "A", "cluster": "x"}
     scored = {**row, "sequences": texts, "scores": [1.0, 3.0, 2.0]}
@@ -467,22 +496,25 @@ def test_pairs_of_scored_sequences(data, tmp_path):
     for text, score in zip(texts, [-1.0, -3.0, -2.0], strict=True):
         lines.append(f"{data}/helix0.pdb,{text},{score},A,x")
     (tmp_path / "scored.csv").write_text("\n".join(lines))
-    done = tool("make_dpo_pairs.py", tmp_path / "scored.json", "--out", tmp_path / "one.json")
-    assert done.returncode == 0, done.stderr
-    options = ["--out", tmp_path / "two.json", "--lower_is_better"]
-    assert tool("make_dpo_pairs.py", tmp_path / "scored.csv", *options).returncode == 0
-    made = json.loads((tmp_path / "one.json").read_text())
-    assert made == json.loads((tmp_path / "two.json").read_text())
+
+    def make(source, name, *options):
+        out = tmp_path / name
+        status, _, errors = tool("make_dpo_pairs", tmp_path / source, "--out", out, *options)
+        assert status == 0, errors
+        return json.loads(out.read_text())
+
+    made = make("scored.json", "one.json", "--score_margin=0.5")
     pairs = [(pair["preferred_seq"], pair["unpreferred_seq"]) for pair in made]
     assert pairs == [(texts[1], texts[0]), (texts[1], texts[2]), (texts[2], texts[0])]
+    assert [pair["margin"] for pair in made] == [1.0, 0.5, 0.5]
     assert all(pair["cluster"] == "x" and pair["chain_id"] == "A" for pair in made)
-    options = ["--out", tmp_path / "swapped.json", "--swap"]
-    assert tool("make_dpo_pairs.py", tmp_path / "one.json", *options).returncode == 0
-    for pair, swapped in zip(made, json.loads(options[1].read_text()), strict=True):
+    assert made == make("scored.csv", "two.json", "--lower_is_better", "--score_margin=0.5")
+    for pair, swapped in zip(made, make("one.json", "swapped.json", "--swap"), strict=True):
         assert swapped["preferred_seq"] == pair["unpreferred_seq"]
+        assert swapped["unpreferred_seq"] == pair["preferred_seq"]
 
     scored["sequences"][1] = "W"
     (tmp_path / "bad.json").write_text(json.dumps([scored]))
-    done = tool("make_dpo_pairs.py", tmp_path / "bad.json", "--out", tmp_path / "bad_pairs.json")
-    assert done.returncode == 2 and "sequence 1 has 1 letters; expected" in done.stderr
-    assert not (tmp_path / "bad_pairs.json").exists()
+    out = tmp_path / "bad_pairs.json"
+    status, _, errors = tool("make_dpo_pairs", tmp_path / "bad.json", "--out", out)
+    assert status == 2 and "sequence 1 has 1 letters; expected" in errors and not out.exists()

@@ -27,25 +27,23 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
-from score_dpo import load_network, reference_path
+from score_dpo import load_network
 from tqdm import tqdm
 
 from run_dpo_ddp import (
     ALPHABET,
+    UNKNOWN,
     WIDTH,
     InputError,
     Parser,
-    Structures,
     choose_device,
     choose_residues,
     count,
     featurise,
     join_chains,
+    log_probabilities,
     read_structure,
-    to_ids,
 )
-
-UNKNOWN = 20  # X, which is never drawn
 
 
 def parse_args(words=None):
@@ -65,6 +63,7 @@ def parse_args(words=None):
     add("--out", default="designs.fasta", help="file to write")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args(words)
+
     if args.temperature < 0:
         parser.error(f"--temperature {args.temperature}: expected 0 or more")
     if Path(args.out).exists():
@@ -82,6 +81,7 @@ def read_complex(args):
     structure = read_structure(args.pdb_file)
     for note in structure.notes:
         print(note)
+
     row = {"fixed_chains": args.fixed_chains}
     if args.design_chains:
         row["design_chains"] = args.design_chains
@@ -90,55 +90,48 @@ def read_complex(args):
     if args.mutable_ranges:
         row["mutable_ranges"] = split_ranges(args.mutable_ranges)
     found = join_chains(args.pdb_file, structure, row)
+
     labels = found.chain.labels[: found.length]
-    fixed = choose_residues(args.fixed_positions, [], labels)
-    found.designed[: found.length] &= ~fixed
+    found.designed[: found.length] &= ~choose_residues(args.fixed_positions, [], labels)
     if not found.designed.any():
         text = "all residues are fixed, not mutable or not resolved"
         raise ValueError(f"{args.pdb_file}: nothing is designed: {text}")
     return found
 
 
-@torch.no_grad()
-def decode(model, structures, native, designed, orders, temperature, generator):
+def decode(model, structures, encoded, native, designed, orders, temperature, generator):
     """Letters (C, N), and log p of each (C, N) at temperature 1, residue by residue in the orders
-    (C, N). Where `designed` (N,) is False, and with generator None everywhere, they are `native`
-    (N,). What a layer makes of a residue is kept for those that see it later."""
-    nodes, edges = model.encode(structures)
-    neighbours = structures.neighbours.clamp(min=0)
+    (C, N). encoded: of model.encode. Where `designed` (N,) is False, letters are `native` (N,)."""
+    nodes, edges = encoded
     near = structures.neighbours >= 0
+    neighbours = structures.neighbours.clamp(min=0)
     versions, residues = orders.shape
     rows = torch.arange(versions, device=native.device)
     letters = native.repeat(versions, 1)
     logp = torch.zeros(versions, residues, device=native.device)
-    decoded = torch.zeros(versions, residues, dtype=torch.bool, device=native.device)
     tables = []
     for layer in model.decoder_layers:
         own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-        seen = torch.zeros(versions, residues, WIDTH, device=native.device)
-        tables.append((layer, own, letter, other, F.linear(edges, edge), seen))
+        # what residues tell their neighbours, without their letter until they are decoded
+        said = F.linear(nodes, other).repeat(versions, 1, 1)
+        tables.append((layer, own, letter, other, F.linear(edges, edge), said))
 
     for step in tqdm(range(residues), unit=" residues", disable=None):
         at = orders[:, step]
         around = neighbours[at]
-        visible = decoded[rows[:, None], around].unsqueeze(-1)
         h = nodes[at]
         inputs = []
-        for layer, own, _, other, between, seen in tables:
+        for layer, own, _, _, between, said in tables:
             inputs.append(h)
-            unseen = F.linear(nodes, other)
-            said = torch.where(visible, seen[rows[:, None], around], unseen[around])
-            x = between[at] + said + F.linear(h, own, layer.W1.bias).unsqueeze(1)
-            h = layer(h, x, near[at])
+            x = between[at] + said[rows[:, None], around]
+            h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), near[at])
+
         logits = model.W_out(h)
-        drawn = native[at]
-        if generator is not None:
-            drawn = torch.where(designed[at], draw(logits, temperature, generator), drawn)
+        drawn = torch.where(designed[at], draw(logits, temperature, generator), native[at])
         letters[rows, at] = drawn
         logp[rows, at] = logits.log_softmax(-1)[rows, drawn]
-        decoded[rows, at] = True
-        for (_, _, letter, other, _, seen), h in zip(tables, inputs, strict=True):
-            seen[rows, at] = F.linear(model.W_s(drawn), letter) + F.linear(h, other)
+        for (_, _, letter, other, _, said), h in zip(tables, inputs, strict=True):
+            said[rows, at] = F.linear(model.W_s(drawn), letter) + F.linear(h, other)
     return letters, logp
 
 
@@ -147,21 +140,20 @@ def draw(logits, temperature, generator):
     logits = logits[:, :UNKNOWN].float()
     if temperature == 0:
         return logits.argmax(-1)
-    uniform = torch.rand(len(logits), 20, generator=generator).clamp(min=1e-30).to(logits.device)
+    uniform = torch.rand(len(logits), UNKNOWN, generator=generator).clamp(min=1e-30)
     # the largest of logit / T plus Gumbel noise is a draw from the softmax
-    return (logits / temperature - (-uniform.log()).log()).argmax(-1)
+    return (logits / temperature - (-uniform.log()).log().to(logits.device)).argmax(-1)
 
 
+@torch.no_grad()
 def sample(args, model, found, device):
-    """Letters (C, L) of the whole Complex, as numbers; perplexity of each (C,), and of its own."""
+    """Letters (C, L) of the whole Complex; perplexity of each (C,), and of its own sequence."""
     whole = found.chain.whole()
-    parts = (found.chain.coords[whole], found.chain.numbers[whole], found.index[whole])
-    backbone = featurise(*parts, model.neighbours)
     k = min(model.neighbours, int(whole.sum()))
-    neighbours = backbone.neighbours[:, :k].astype(np.int64)
-    arrays = (neighbours, backbone.atoms, backbone.place)
-    structures = Structures(*[torch.from_numpy(array) for array in arrays])
-    native = to_ids(found.chain.letters).astype(np.int64)
+    parts = (found.chain.coords, found.chain.numbers, found.index)
+    backbone = featurise(*[part[whole] for part in parts], k)
+    structures = backbone._replace(neighbours=backbone.neighbours.long()).to(device)
+    native = torch.from_numpy(found.chain.letters[whole]).long().to(device)
     designed = torch.from_numpy(found.designed[whole])
 
     generator = torch.Generator().manual_seed(args.seed)
@@ -172,15 +164,23 @@ def sample(args, model, found, device):
         shuffled = places[torch.randperm(len(places), generator=generator)]
         orders.append(torch.cat([context, shuffled]))
     orders = torch.stack(orders).to(device)
-    inputs = (structures.to(device), torch.from_numpy(native[whole]).to(device))
+    designed = designed.to(device)
     model = model.to(device)
-    drawn = decode(model, *inputs, designed.to(device), orders, args.temperature, generator)
-    letters = np.tile(native, (args.num_samples, 1))
-    letters[:, whole] = drawn[0].cpu().numpy()
-    own = decode(model, *inputs, designed.to(device), orders, args.temperature, None)
+    encoded = model.encode(structures)
+    inputs = (structures, encoded, native, designed, orders)
+    drawn, logp = decode(model, *inputs, args.temperature, generator)
+    letters = np.tile(found.chain.letters, (args.num_samples, 1))
+    letters[:, whole] = drawn.cpu().numpy()
+
+    # its own letters are known: all of them in one pass
+    row = torch.arange(len(native), device=device)
+    own = []
+    for order in orders:
+        logits = model(structures, native[None], row, order.argsort(), encoded)
+        own.append(log_probabilities(logits, native[None])[0])
     perplexity = []
-    for logp in (drawn[1], own[1]):
-        perplexity.append((-logp.cpu()[:, designed].double().mean(1)).exp().numpy())
+    for values in (logp, torch.stack(own)):
+        perplexity.append((-values[:, designed].cpu().double().mean(1)).exp().numpy())
     return letters, perplexity[0], perplexity[1].mean()
 
 
@@ -205,17 +205,12 @@ def warn_of_collapse(found, letters):
 
 def run(args):
     networks = {"network": load_network(args.checkpoint)[0]}
-    path = None
-    try:
-        path = reference_path(args)
-    except InputError:
-        if args.reference:
-            raise
-    if path and Path(path) != Path(args.checkpoint):
+    path = Path(args.reference or Path(args.checkpoint).with_name("reference_model.pt"))
+    if args.reference or (path.exists() and path != Path(args.checkpoint)):
         networks["reference"] = load_network(path)[0]
     device = choose_device(args, local_rank=0)
     found = read_complex(args)
-    native = to_ids(found.chain.letters)
+    native = found.chain.letters
     stem = Path(args.pdb_file).name.split(".")[0]
     title = f"{stem} designed_residues={found.designed.sum()} model={args.checkpoint}"
     lines = [f">{title}", text_of(found, native)]
@@ -224,12 +219,14 @@ def run(args):
         recovery = (letters == native)[:, found.designed].mean(1)
         text = f"recovery {recovery.mean():.4f}, perplexity {perplexity.mean():.3f}"
         print(f"{who:10} {text}, of the structure's own sequence {own:.3f}")
+
         if who == "network":
             for number, row in enumerate(letters):
                 score = f"perplexity={perplexity[number]:.4f} recovery={recovery[number]:.4f}"
                 lines.append(f">{stem}_{number} T={args.temperature:g} seed={args.seed} {score}")
                 lines.append(text_of(found, row))
             warn_of_collapse(found, letters)
+
     with open(args.out, "x") as file:
         file.write("\n".join(lines) + "\n")
     print(f"{args.out}: {args.num_samples} sequences")

@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from run_dpo_ddp import (
     FIELDS,
-    REQUIRED,
     InputError,
     Pairs,
     Parser,
@@ -62,10 +61,9 @@ def parse_args(words=None):
     add("--max_length", type=count, default=500, help="residues designed at most")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     args = parser.parse_args(words)
+
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
-    if not Path(args.out).resolve().parent.is_dir():
-        parser.error(f"--out {args.out}: there is no such folder")
     if args.score_gap < 0 or args.score_margin < 0:
         parser.error("--score_gap, --score_margin: expected 0 or more")
     args.seed = 0
@@ -80,14 +78,13 @@ def read_csv(path):
         missing = {"pdb_file", "sequence", "score"} - set(reader.fieldnames or [])
         if missing:
             raise InputError(f"{path}: no column {', '.join(sorted(missing))}")
+
         for line in reader:
             sequence = line.pop("sequence")
             score = line.pop("score")
             fields = {name: value for name, value in line.items() if value}
-            if "design_chains" in fields:
-                fields["design_chains"] = fields["design_chains"].split()
-            if "fixed_chains" in fields:
-                fields["fixed_chains"] = fields["fixed_chains"].split()
+            for name in {"design_chains", "fixed_chains"} & set(fields):
+                fields[name] = fields[name].split()
             place = f"{path}: line {reader.line_num}"
             structure = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
             new = (place, structure, {**fields, "sequences": [], "scores": []})
@@ -110,6 +107,7 @@ def choose_pairs(scores, kinds, least, most):
     pairs = pairs[np.argsort(-gaps[is_pair], kind="stable")]
     if len(pairs) <= most:
         return pairs.tolist()
+
     taken = []
     used = np.zeros(len(scores))
     free = np.ones(len(pairs), bool)
@@ -122,73 +120,71 @@ def choose_pairs(scores, kinds, least, most):
     return pairs[sorted(taken)].tolist()
 
 
-def check_scored(args, row, path, structure):
-    """The problems of a row with scores, and which residues are designed, (L,) bool."""
-    problems = check_fields(row, SCORED, ["pdb_file", "sequences", "scores"])
-    if problems:
-        return problems, None
-    if isinstance(structure, str):
-        return [structure], None
+def designed_residues(row, path, structure):
+    """(L,) bool of a row with scores. Raises ValueError with all that is wrong."""
+    check_fields(row, SCORED, ["pdb_file", "sequences", "scores"])
     if len(row["sequences"]) != len(row["scores"]):
-        return [f"{len(row['sequences'])} sequences, {len(row['scores'])} scores"], None
-    try:
-        found = join_chains(path, structure, row)
-    except ValueError as error:
-        return [str(error)], None
+        raise ValueError(f"{len(row['sequences'])} sequences, {len(row['scores'])} scores")
+    found = join_chains(path, structure, row)
+
+    problems = []
     for number, text in enumerate(row["sequences"]):
         if len(text) != found.length:
-            hint = f"expected {found.length}, the residues of chain {'+'.join(found.key[1])}"
+            hint = f"expected {found.length}, as chain {'+'.join(found.key[1])}"
             problems.append(f"sequence {number} has {len(text)} letters; {hint}")
-    if not found.designed.any():
-        problems.append("no residue is both mutable and resolved")
-    return problems, found.designed[: found.length]
+    if problems:
+        raise ValueError(*problems)
+    return found.designed[: found.length]
 
 
 def pairs_of(args, row, designed):
     """The pairs of a row with scores, as rows for the training."""
     texts = [text.upper() for text in row["sequences"]]
+    letters = np.array([list(text) for text in texts])
+    kinds = np.unique(letters[:, designed], axis=0, return_inverse=True)[1].ravel()
     scores = np.array(row["scores"], np.float64)
     if args.lower_is_better:
         scores = -scores
-    places = np.flatnonzero(designed)
-    kinds = [tuple(text[place] for place in places) for text in texts]
-    kinds = np.unique(np.array(kinds), axis=0, return_inverse=True)[1].ravel()
+
     others = {name: value for name, value in row.items() if name not in ("sequences", "scores")}
     made = []
     for better, worse in choose_pairs(scores, kinds, args.score_gap, args.pairs_per_backbone):
         pair = {**others, "preferred_seq": texts[better], "unpreferred_seq": texts[worse]}
         if args.score_margin > 0:
-            pair["margin"] = round(args.score_margin * (scores[better] - scores[worse]), 6)
+            gap = float(scores[better] - scores[worse])
+            pair["margin"] = round(args.score_margin * gap, 6)
         made.append(pair)
     return made
 
 
 def make_pairs(args):
     """The rows to write, and what is wrong."""
-    is_csv = args.data.endswith(".csv")
-    rows = read_csv(args.data) if is_csv else read_rows(args.data)
+    rows = read_csv(args.data) if args.data.endswith(".csv") else read_rows(args.data)
     if not rows:
         raise InputError(f"{args.data}: no rows; expected pdb_file, sequences, scores in each")
+
     checker = Pairs(args, k=1)
     structures = {}
-    problems = []
     made = []
     for place, path, row in tqdm(rows, unit=" rows", disable=None):
         if path not in structures:
             structures[path] = try_structure(path) if path else "no pdb_file"
-        if isinstance(row, dict) and REQUIRED[1] in row:
-            found = [row]
-        else:
-            wrong, designed = check_scored(args, row, path, structures[path])
-            problems += [f"{place}: {text}" for text in wrong]
-            found = [] if wrong else pairs_of(args, row, designed)
+        structure = structures[path]
+        found = [row]
+        if not isinstance(row, dict) or "preferred_seq" not in row:
+            try:
+                found = pairs_of(args, row, designed_residues(row, path, structure))
+            except ValueError as error:
+                checker.problems += [f"{place}: {text}" for text in error.args]
+                continue
+
         for pair in found:
             before = len(checker)
-            checker.add(place, path, pair, structures[path])
+            checker.add(place, path, pair, structure)
             if len(checker) > before:
                 folder = Path(args.out).resolve().parent
                 made.append({**pair, "pdb_file": os.path.relpath(path, folder)})
-    return made, problems + checker.problems
+    return made, checker.problems
 
 
 def swapped(pair):
@@ -204,6 +200,7 @@ def main():
             refuse_rows(problems)
         for problem in problems:
             print(f"left out: {problem}")
+
         if not made:
             text = f"no two scores of a backbone are {args.score_gap:g} apart"
             raise InputError(f"{args.data}: no pairs: {text}, or their sequences are the same")

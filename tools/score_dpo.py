@@ -30,6 +30,7 @@ from tqdm import tqdm
 from run_dpo_ddp import (
     EVALUATION,
     FORMAT,
+    SCORES,
     InputError,
     Pairs,
     Parser,
@@ -37,13 +38,12 @@ from run_dpo_ddp import (
     Structure,
     choose_device,
     count,
+    first_lines,
     is_whole,
     load_checkpoint,
-    log_probabilities,
     read_model,
     read_rows,
-    sequence_scores,
-    sum_by_pair,
+    table_rows,
     try_structure,
 )
 
@@ -66,6 +66,7 @@ def parse_args(words=None):
     add("--batch_size", type=count, default=16, help="pairs per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args(words)
+
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -73,60 +74,47 @@ def parse_args(words=None):
 
 def load_network(path):
     """(network, options of its run or None); says what was found."""
-    path = Path(path)
-    expected = "expected best.pt of a run, or ProteinMPNN weights"
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; {expected}")
     if zipfile.is_zipfile(path) and not is_whole(path):
-        raise InputError(f"{path} is damaged; {expected}")
+        raise InputError(f"{path} is damaged; expected best.pt of a run, or ProteinMPNN weights")
     try:
         state = load_checkpoint(path)
-    except Exception as error:  # torch raises six kinds
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: {reason}; {expected}") from None
-    if isinstance(state, dict) and "script" in state:
-        if state["script"] != SCRIPT or state["format"] != FORMAT:
-            text = f"a checkpoint of {state['script']}, format {state['format']}"
-            raise InputError(f"{path} is {text}; expected {SCRIPT}, format {FORMAT}")
-        model = ProteinMPNN(state["neighbours"], state["noise_level"])
-        model.load_state_dict(state["model"])
-        print(f"{path}: checkpoint of a run, step {state['step']}")
-        return model.eval(), state["args"]
-    model = read_model(path)
-    text = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
-    if "step" in state:
-        text += f", step {state['step']}"
-    print(f"{path}: ProteinMPNN's own format, {text}")
-    return model.eval(), None
+    except Exception:  # read_model says why
+        state = None
 
+    if not isinstance(state, dict) or "script" not in state:
+        model = read_model(path)
+        text = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
+        print(f"{path}: ProteinMPNN's own format, {text}")
+        return model.eval(), None
 
-def reference_path(args):
-    """What the network is compared with."""
-    path = args.reference or Path(args.checkpoint).with_name("reference_model.pt")
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such file; give the weights that training began with")
-    return path
+    if state["script"] != SCRIPT or state["format"] != FORMAT:
+        text = f"a checkpoint of {state['script']}, format {state['format']}"
+        raise InputError(f"{path} is {text}; expected {SCRIPT}, format {FORMAT}")
+    model = ProteinMPNN(state["neighbours"], state["noise_level"])
+    model.load_state_dict(state["model"])
+    print(f"{path}: checkpoint of a run, step {state['step']}")
+    return model.eval(), state["args"]
 
 
 def load_pairs(args, k):
-    """The pairs of the file, or those of its held-out part."""
+    """The pairs of the file, and the ids of those to score: all, or the held-out part."""
     pairs = Pairs(args, k)
     structures = {}
     for place, path, row in tqdm(read_rows(args.data), unit=" pairs", disable=None):
         if path not in structures:
             structures[path] = try_structure(path) if path else "no pdb_file"
         pairs.add(place, path, row, structures[path])
+    if pairs.problems:
+        raise InputError("\n  ".join(first_lines(pairs.problems)))
     for structure in structures.values():
         if isinstance(structure, Structure):
             for note in structure.notes:
                 print(note)
-    if pairs.problems:
-        raise InputError("\n  ".join(pairs.problems[:20]))
-    pairs.finish()
+
     ids = np.arange(len(pairs))
     if args.split:
-        held = set(json.loads(Path(args.split).read_text())["valid"])
-        ids = np.array([i for i in ids if pairs.pairs[i].name in held], np.int64)
+        held = json.loads(Path(args.split).read_text())["valid"]
+        ids = ids[[pair.name in held for pair in pairs.pairs]]
     if len(ids) == 0:
         raise InputError(f"{args.data}: no pairs" + (f" of {args.split}" if args.split else ""))
     return pairs, ids
@@ -134,32 +122,24 @@ def load_pairs(args, k):
 
 @torch.no_grad()
 def score(model, pairs, ids, args):
-    """{name: (N,) or (2, N) float64} of pairs under a network, means over decoding orders."""
-    found = {"logp": [], "scaled": [], "nll": [], "recovery": [], "entropy": []}
+    """Of pairs under a network, float64 means over decoding orders: log-probabilities of both
+    sequences (2, N, 2), at temperature 1 and at --temperature; and {name: (N,)} per residue."""
+    found = []
     for start in tqdm(range(0, len(ids), args.batch_size), unit=" batches", disable=None):
         some = ids[start : start + args.batch_size]
-        sums = {name: 0.0 for name in found}
+        total = 0.0
         for order in range(EVALUATION, EVALUATION + args.orders):
             batch = pairs[some, some, order].to(args.device)
-            letters = batch.residues[:2]
-            logits = model(batch.structures, letters, batch.residues[2], batch.residues[3])
-            for name, temperature in {"logp": 1.0, "scaled": args.temperature}.items():
-                parts = sequence_scores(logits, letters, batch, temperature)
-                sums[name] = sums[name] + parts.cpu().double().sum(0)
-            designed = (batch.weights > 0).float()
-            own = logits[0].log_softmax(-1)
-            values = {
-                "nll": -log_probabilities(logits[:1], letters[:1])[0],
-                "recovery": own.argmax(-1) == letters[0],
-                "entropy": -(own.exp() * own).sum(-1),
-            }
-            residues = sum_by_pair(designed[None], batch)[0]
-            for name, value in values.items():
-                mean = sum_by_pair((value * designed)[None], batch)[0] / residues
-                sums[name] = sums[name] + mean.cpu().double()
-        for name, total in sums.items():
-            found[name].append(total / args.orders)
-    return {name: torch.cat(parts, dim=-1).numpy() for name, parts in found.items()}
+            logits = model(batch.structures, batch.residues[:2], *batch.residues[2:4])
+            rows = [table_rows(logits, batch, heat) for heat in (1.0, args.temperature)]
+            total = total + torch.stack(rows).cpu().double()
+        found.append(total / args.orders)
+
+    table = torch.cat(found, dim=1).numpy()
+    logp = table[..., :SCORES].reshape(2, -1, 2, 2).sum(2)  # see sum_exactly
+    nll, hits, entropy, residues = table[0, :, SCORES:].T
+    each = {"nll": nll / residues, "recovery": hits / residues, "entropy": entropy / residues}
+    return logp, each
 
 
 def write_csv(path, names, columns):
@@ -172,43 +152,42 @@ def write_csv(path, names, columns):
 
 def run(args):
     model, options = load_network(args.checkpoint)
-    reference, _ = load_network(reference_path(args))
+    beside = Path(args.checkpoint).with_name("reference_model.pt")
+    reference, _ = load_network(args.reference or beside)
+    if reference.neighbours != model.neighbours:
+        text = f"{model.neighbours} and {reference.neighbours} neighbours"
+        raise InputError(f"network and reference are of different kinds: {text}")
     defaults = {"beta": 0.1, "temperature": 0.1, "seed": 42, "decoding_order": "random"}
     for name, default in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, (options or defaults).get(name, default))
     args.device = choose_device(args, local_rank=0)
-    if reference.neighbours != model.neighbours:
-        text = f"{model.neighbours} and {reference.neighbours} neighbours"
-        raise InputError(f"network and reference are of different kinds: {text}")
-    pairs, ids = load_pairs(args, model.neighbours)
-    ours = score(model.to(args.device), pairs, ids, args)
-    theirs = score(reference.to(args.device), pairs, ids, args)
 
-    rewards = args.beta * (ours["scaled"] - theirs["scaled"])
-    margin = rewards[0] - rewards[1]
+    pairs, ids = load_pairs(args, model.neighbours)
+    logp, each = score(model.to(args.device), pairs, ids, args)
+    logp_reference, each_reference = score(reference.to(args.device), pairs, ids, args)
+    rewards = args.beta * (logp[1] - logp_reference[1])
+    margin = rewards[:, 0] - rewards[:, 1]
     columns = {
-        "logp_chosen": ours["logp"][0],
-        "logp_rejected": ours["logp"][1],
-        "reference_chosen": theirs["logp"][0],
-        "reference_rejected": theirs["logp"][1],
-        "reward_chosen": rewards[0],
-        "reward_rejected": rewards[1],
+        "logp_chosen": logp[0, :, 0],
+        "logp_rejected": logp[0, :, 1],
+        "reference_chosen": logp_reference[0, :, 0],
+        "reference_rejected": logp_reference[0, :, 1],
+        "reward_chosen": rewards[:, 0],
+        "reward_rejected": rewards[:, 1],
         "margin": margin,
+        **each,
     }
-    for name in ("nll", "recovery", "entropy"):
-        columns[name] = ours[name]
     write_csv(args.out, [pairs.pairs[number].name for number in ids], columns)
 
     print(f"beta {args.beta:g}, temperature {args.temperature:g}, {len(ids)} pairs")
     print(f"reward accuracy {np.mean(margin > 0):.4f}, margin {margin.mean():.4f}")
-    for name, table in {"network": ours, "reference": theirs}.items():
-        better = np.mean(table["logp"][0] > table["logp"][1])
-        text = f"likelihood accuracy {better:.4f}, recovery {table['recovery'].mean():.4f}"
-        perplexity = np.exp(table["nll"].mean())
-        print(
-            f"{name:10} {text}, perplexity {perplexity:.3f}, entropy {table['entropy'].mean():.4f}"
-        )
+    networks = {"network": (logp[0], each), "reference": (logp_reference[0], each_reference)}
+    for name, (own, values) in networks.items():
+        text = f"likelihood accuracy {np.mean(own[:, 0] > own[:, 1]):.4f}"
+        text += f", recovery {values['recovery'].mean():.4f}"
+        text += f", perplexity {np.exp(values['nll'].mean()):.3f}"
+        print(f"{name:10} {text}, entropy {values['entropy'].mean():.4f}")
     print(args.out)
 
 
