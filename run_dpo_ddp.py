@@ -393,9 +393,9 @@ class Complex(NamedTuple):
 
     chain: Chain  # all of them as one, L residues
     index: np.ndarray  # (L,) int64: number of the residue's chain
-    key: tuple  # path, design chains, fixed chains
     designed: np.ndarray  # (L,) bool: in a design chain, mutable, and resolved
     length: int  # residues of the design chains
+    name: str  # file and design chains: 1UBI:B+A
 
 
 def join_chains(path, structure, row):
@@ -409,17 +409,15 @@ def join_chains(path, structure, row):
     if "chain_id" in row and design != [row["chain_id"]]:
         text = f"chain_id {row['chain_id']} and design_chains {', '.join(design)}"
         raise ValueError(f"{text}: give one of the two")
-    fixed = row.get("fixed_chains", [])
-    names = [*design, *fixed]
+    names = [*design, *row.get("fixed_chains", [])]
 
     for name in names:
         whole = chains[name].whole().sum() if name in chains else 0
         if whole == 0 or names.count(name) > 1:
             found = f"{whole} residues with all of N, CA, C and O, named {names.count(name)} times"
             hint = f"expected one of {', '.join(chains)} that has some, once"
-            if structure.notes:
-                hint += f" ({structure.notes[0]})"
-            raise ValueError(f"{path}: chain {name}: {found}; {hint}")
+            notes = "".join(f" ({note})" for note in structure.notes[:1])
+            raise ValueError(f"{path}: chain {name}: {found}; {hint}{notes}")
 
     parts = [chains[name] for name in names]
     joined = Chain(*[np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
@@ -431,7 +429,10 @@ def join_chains(path, structure, row):
         row.get("mutable_positions"), row.get("mutable_ranges"), joined.labels[:length]
     )
     designed[length:] = False
-    return Complex(joined, index, (path, tuple(design), tuple(fixed)), designed, length)
+    if not designed.any():
+        raise ValueError("no residue is both mutable and resolved")
+    name = f"{Path(path).name.split('.')[0]}:{'+'.join(design)}"
+    return Complex(joined, index, designed, length, name)
 
 
 def choose_residues(positions, ranges, labels):
@@ -439,12 +440,8 @@ def choose_residues(positions, ranges, labels):
     such as B42A; all where neither is given. Raises ValueError."""
     if positions is None and ranges is None:
         return np.ones(len(labels), bool)
-    place_of = {}
-    for place, label in enumerate(labels):
-        place_of[label] = place
-    for place in range(len(labels)):
-        place_of[str(place)] = place
-
+    place_of = {label: place for place, label in enumerate(labels)}
+    place_of.update({str(place): place for place in range(len(labels))})
     chosen = np.zeros(len(labels), bool)
     for ends in [[one, one] for one in positions or []] + list(ranges or []):
         places = [place_of.get(str(end), -1) for end in ends]
@@ -494,7 +491,7 @@ class Pair(NamedTuple):
     letters: np.ndarray  # (2, L) uint8: preferred, unpreferred; the structure's in the context
     designed: np.ndarray  # (L,) bool
     weights: np.ndarray  # (L,) float32: 0 where nothing is designed
-    values: np.ndarray  # (2,) float32: weight and margin of the pair
+    values: np.ndarray  # (3,) float32: weight and margin of the pair, sum of its `weights`
     digest: str  # of the structure's file
     group: str  # held out together: a cluster, or a structure
 
@@ -507,7 +504,7 @@ class Batch(NamedTuple):
     # `structures`, place in the decoding order of its pair, number of its pair in the batch
     residues: torch.Tensor
     weights: torch.Tensor  # (M,) float32: 0 where nothing is designed
-    values: torch.Tensor  # (2, P) float32: weight and margin of the pairs
+    values: torch.Tensor  # (3, P) float32: as those of the pairs
     ids: torch.Tensor  # (P,) int64
     share: float  # 1 / pairs of the global batch: what a pair counts in the loss
 
@@ -520,7 +517,6 @@ def read_pair(args, row, found):
     """Letters (2, L) and weights (L,) of a row whose fields are right, for a Complex of L residues.
     Raises ValueError with all that is wrong."""
     length = found.length
-    chains = "+".join(found.key[1])
     problems = []
     if length > args.max_length:
         problems.append(f"{length} residues; expected at most --max_length {args.max_length}")
@@ -529,9 +525,7 @@ def read_pair(args, row, found):
 
     given = np.array(row.get("residue_weights", [1.0] * length), np.float32)
     weights = np.zeros(len(found.designed), np.float32)
-    if not found.designed.any():
-        problems.append("no residue is both mutable and resolved")
-    elif len(given) != length or given.min() < 0:
+    if len(given) != length or given.min() < 0:
         problems.append(f"{len(given)} residue_weights; expected {length} numbers from 0 up")
     else:
         weights[:length] = given
@@ -544,17 +538,15 @@ def read_pair(args, row, found):
         text = row[name].upper()
         other = re.search(f"[^{ALPHABET}]", text)
         if len(text) != length:
-            problems.append(f"{name} has {len(text)} letters; expected {length}, as chain {chains}")
+            problems.append(f"{name} has {len(text)} letters; expected {length}, as {found.name}")
         elif other:
-            found_there = f"{other[0]!r} at position {other.start()}"
-            problems.append(f"{name} has {found_there}; expected letters of {ALPHABET}")
+            where = f"{other[0]!r} at position {other.start()}"
+            problems.append(f"{name} has {where}; expected letters of {ALPHABET}")
         else:
             letters[number, :length] = [ALPHABET.index(letter) for letter in text]
 
     if not problems and (letters[0] == letters[1])[found.designed].all():
-        problems.append(
-            "preferred_seq and unpreferred_seq are the same where residues are designed"
-        )
+        problems.append("preferred_seq and unpreferred_seq are the same at the designed residues")
     if problems:
         raise ValueError(*problems)
     return letters, weights
@@ -569,7 +561,7 @@ class Pairs(Dataset):
         self.k = k
         self.pairs = []
         self.backbones = []
-        self.numbers = {}  # of the backbones, by the key of their Complex
+        self.numbers = {}  # of the backbones, by path and chains
         self.clusters = {}  # of each file, by its digest
         self.problems = []
         self.other_letters = 0  # pairs that would change what is not designed
@@ -589,8 +581,9 @@ class Pairs(Dataset):
             return
 
         whole = found.chain.whole()
-        if found.key not in self.numbers:
-            self.numbers[found.key] = len(self.backbones)
+        key = (path, found.name, *row.get("fixed_chains", []))
+        if key not in self.numbers:
+            self.numbers[key] = len(self.backbones)
             parts = (found.chain.coords, found.chain.numbers, found.index)
             self.backbones.append(featurise(*[part[whole] for part in parts], self.k))
 
@@ -599,14 +592,14 @@ class Pairs(Dataset):
         if (letters != native)[:, context & whole].any():
             self.other_letters += 1
         letters[:, context] = native[context]
-        _, design, _ = found.key
+        values = [row.get("weight", 1.0), row.get("margin", 0.0), weights.sum()]
         pair = Pair(
-            name=f"{Path(path).name.split('.')[0]}:{'+'.join(design)}:{place.split()[-1]}",
-            backbone=self.numbers[found.key],
+            name=f"{found.name}:{place.split()[-1]}",
+            backbone=self.numbers[key],
             letters=letters[:, whole],
             designed=found.designed[whole],
             weights=weights[whole],
-            values=np.array([row.get("weight", 1.0), row.get("margin", 0.0)], np.float32),
+            values=np.array(values, np.float32),
             digest=structure.digest,
             group=str(row.get("cluster") or structure.digest),
         )
@@ -1030,12 +1023,7 @@ def preference_loss(args, ratio, residues, margin):
 def cross_entropy(logits, batch):
     """(P,) of the preferred sequence, nats per residue, with the residues' weights."""
     logp = log_probabilities(logits[:1], batch.residues[:1]) * batch.weights
-    return -sum_by_pair(logp, batch)[0] / residue_weights(batch)
-
-
-def residue_weights(batch):
-    """(P,) sum of the weights of each pair's residues."""
-    return sum_by_pair(batch.weights[None], batch)[0]
+    return -sum_by_pair(logp, batch)[0] / batch.values[2]
 
 
 def pair_loss(args, logits, batch, reference):
@@ -1049,8 +1037,8 @@ def pair_loss(args, logits, batch, reference):
     scores = sequence_scores(logits, batch.residues[:2], batch, args.temperature)
     ratios = (scores - reference).sum(0)  # the large parts first, without rounding
     ratio = ratios[0] - ratios[1]
-    weight, margin = batch.values
-    losses = preference_loss(args, ratio, residue_weights(batch), margin)
+    weight, margin, residues = batch.values
+    losses = preference_loss(args, ratio, residues, margin)
     objective = losses
     if args.sft_weight > 0:
         objective = losses + args.sft_weight * cross_entropy(logits, batch)
@@ -1886,9 +1874,9 @@ def summarise(args, table, reference, data, ids):
     ratio = scores[:, 0] - scores[:, 1]
     own = table[:, :SCORES].view(-1, 2, 2).sum(1)
     entropy, hits, spread, residues = table[:, SCORES:].sum(0).tolist()
-    margin = torch.tensor([float(data.pairs[number].values[1]) for number in ids])
-    weights = torch.tensor([float(data.pairs[number].weights.sum()) for number in ids])
-    loss = preference_loss(args, ratio, weights.double(), margin.double())
+    values = np.stack([data.pairs[number].values for number in ids], axis=1)
+    _, margin, weights = torch.from_numpy(values).double()
+    loss = preference_loss(args, ratio, weights, margin)
 
     metrics = {
         "loss": loss.mean(),
@@ -2011,13 +1999,6 @@ def check_start(args, found, expected, pairs, noise):
         hint = "network and reference differ before training (weights, precision, decoding order?)"
         raise RunError(f"{text}: {hint}")
     logging.info(f"first loss {found:.6f}, as it must be of equal networks: {expected:.6f}")
-
-
-def equal_loss(args, batch):
-    """What a micro-batch would add to the loss if network and reference were equal."""
-    margin = batch.values[1]
-    losses = preference_loss(args, torch.zeros_like(margin), residue_weights(batch), margin)
-    return losses.sum() * batch.share
 
 
 def validate(run, reference, loop, train_loss):
@@ -2176,8 +2157,10 @@ def train(run, state, loop):
                     loss, shown = pair_loss(args, logits, batch, own)
                 scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_shown += shown
-            if step == warm_steps:
-                expected += equal_loss(args, batch)
+            if step == warm_steps:  # what it would be if network and reference were equal
+                _, margin, residues = batch.values
+                losses = preference_loss(args, torch.zeros_like(margin), residues, margin)
+                expected += losses.sum() * batch.share
         if step == warm_steps:
             found, equal = sum_over_ranks(torch.stack([step_shown[0], expected]))
             check_start(args, found, equal, total, loop["noise"])

@@ -283,10 +283,10 @@ def test_all_problems_are_listed_at_once(tmp_path):
     changes = [
         ({"pdb_file": "gone.pdb"}, "/gone.pdb: .*No such file"),
         ({"chain_id": "Q"}, "/a.pdb: chain Q: 0 residues .* expected one of A, B that has some"),
-        ({"preferred_seq": "ACD"}, "preferred_seq has 3 letters; expected 6, as chain A"),
+        ({"preferred_seq": "ACD"}, "preferred_seq has 3 letters; expected 6, as a:A"),
         ({"unpreferred_seq": "ACUEFG"}, "unpreferred_seq has 'U' at position 2; expected lett"),
         ({"unpreferred_seq": "ACDEFG"}, "preferred_seq and unpreferred_seq are the same"),
-        ({"mutable_positions": [0]}, "are the same where residues are designed"),
+        ({"mutable_positions": [0]}, "are the same at the designed residues"),
         ({"mutable_positions": ["A7"]}, "residues A7; expected one, .* 0 to 5 or A1 to A6"),
         ({"mutable_positions": []}, "no residue is both mutable and resolved"),
         ({"mutable_ranges": [["A4", "A2"]]}, "residues A4-A2; expected one, or a first and"),
@@ -371,7 +371,7 @@ def test_chains_positions_and_weights(tmp_path):
     expected = ["XXXXXXXX....", "X......X....", ".XXX.X......", "X......X....", "XXXXXXXX"]
     assert designed == expected
     assert pairs.pairs[0].weights.tolist() == [0.5 * i for i in range(9) if i != 1] + [0.0] * 4
-    assert pairs.pairs[0].values.tolist() == [2.5, -0.5]
+    assert pairs.pairs[0].values.tolist() == [2.5, -0.5, 17.5]
     assert pairs.other_letters == 3
     backbone = pairs.backbones[0]
     numbers = " ".join(map(str, backbone.place[0].tolist()))

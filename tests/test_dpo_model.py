@@ -416,7 +416,8 @@ def batch_of(sequences, weights, values=((1.0,), (0.0,)), whole=1):
     owner = torch.arange(pairs).repeat_interleave(sequences.shape[1] // pairs)
     zero = torch.zeros_like(owner)
     residues = torch.stack([*sequences, zero, zero, owner])
-    values = torch.tensor(values)
+    total = weights.view(pairs, -1).sum(1)
+    values = torch.cat([torch.tensor(values), total[None]])
     return script.Batch(None, residues, weights, values, torch.arange(pairs), 1 / whole)
 
 

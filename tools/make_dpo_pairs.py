@@ -130,7 +130,7 @@ def designed_residues(row, path, structure):
     problems = []
     for number, text in enumerate(row["sequences"]):
         if len(text) != found.length:
-            hint = f"expected {found.length}, as chain {'+'.join(found.key[1])}"
+            hint = f"expected {found.length}, as {found.name}"
             problems.append(f"sequence {number} has {len(text)} letters; {hint}")
     if problems:
         raise ValueError(*problems)
