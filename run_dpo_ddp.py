@@ -539,10 +539,10 @@ def read_pair(args, row, found):
         other = re.search(f"[^{ALPHABET}]", text)
         if len(text) != length:
             problems.append(f"{name} has {len(text)} letters; expected {length}, as {found.name}")
-        elif other:
+        if other:
             where = f"{other[0]!r} at position {other.start()}"
             problems.append(f"{name} has {where}; expected letters of {ALPHABET}")
-        else:
+        if not problems:
             letters[number, :length] = [ALPHABET.index(letter) for letter in text]
 
     if not problems and (letters[0] == letters[1])[found.designed].all():
@@ -693,7 +693,13 @@ def load_pairs(args, k):
     for name, number in counts.items():
         if number == 0:
             raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
-    on_rank0(log_oddities, pairs, notes)
+
+    left_out = [f"left out: {problem}" for problem in pairs.problems]
+    for note in first_lines(left_out + notes):
+        logging.warning(note)
+    if pairs.other_letters > 0:
+        text = "pairs have other letters where nothing is designed: the structure's count there"
+        logging.warning(f"{pairs.other_letters} {text}")
     return pairs, counts[args.train_data]
 
 
@@ -708,15 +714,6 @@ def refuse_rows(problems):
     """Raises InputError."""
     text = "\n  ".join(first_lines(problems))
     raise InputError(f"{len(problems)} problems (--skip_bad_data leaves such rows out): {text}")
-
-
-def log_oddities(pairs, notes):
-    """What the user should know about the data, and is no error. (rank 0)"""
-    for note in first_lines([*(f"left out: {problem}" for problem in pairs.problems), *notes]):
-        logging.warning(note)
-    if pairs.other_letters > 0:
-        text = "pairs have other letters where nothing is designed: the structure's count there"
-        logging.warning(f"{pairs.other_letters} {text}")
 
 
 def choose_groups(groups, fraction, seed):
@@ -2250,7 +2247,7 @@ def write_split(folder, data, train_ids, valid_ids):
 
 
 def report(loop):
-    """The last word: the best epoch beside the network before. (rank 0)"""
+    """The last word: the best epoch beside the network before."""
     before = loop["before"]
     best = loop["best"]
     for who, metrics in {"before": before, "after": best["metrics"]}.items():
@@ -2300,7 +2297,7 @@ def main(args):
 
     summary = {}
     if not guard.reason:
-        on_rank0(report, loop)
+        report(loop)
         best = {name: value for name, value in loop["best"].items() if name != "metrics"}
         summary = {"best": best, "validation": loop["best"]["metrics"]}
         summary["baselines"] = {"before": loop["before"]}

@@ -35,10 +35,10 @@ def residue(name, number, chain="A", **more):
     alternative = more.get("alternative", " ")
     shift = more.get("shift", 0.0)
     lines = []
-    for atom in more.get("atoms", "N CA C O").split():
+    for serial, atom in enumerate(more.get("atoms", "N CA C O").split(), start=10 * number):
         x, y, z = place(chain, number) + ATOMS.get(atom, (2, 2, 2)) + np.array([shift, 0, 0])
         lines.append(
-            f"{record:<6}{1:5d}  {atom:<3}{alternative}{name:>3} {chain}{number:4d}{code}   "
+            f"{record:<6}{serial:5d}  {atom:<3}{alternative}{name:>3} {chain}{number:4d}{code}   "
             f"{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00          {atom[0]:>2}\n"
         )
     return "".join(lines)
@@ -52,15 +52,7 @@ def write_pdb(path, chains, first=1):
             if letter != "-":
                 text += residue(NAMES[letter], first + i, chain)
         text += "TER\n"
-    path.write_text(number_atoms(text) + "END\n")
-
-
-def number_atoms(text):
-    """With a serial number of its own for each atom."""
-    lines = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        lines.append(f"{line[:6]}{number:5d}{line[11:]}" if line[:4] in ("ATOM", "HETA") else line)
-    return "\n".join(lines) + "\n"
+    path.write_text(text + "END\n")
 
 
 def row(file="a.pdb", chosen="", rejected="", **more):
