@@ -43,7 +43,7 @@ from run_dpo_ddp import (
 )
 
 SCORED = {**FIELDS, "sequences": ["ACD"], "scores": [0.5]}
-for name in ("preferred_seq", "unpreferred_seq", "margin"):
+for name in ("preferred_seq", "unpreferred_seq"):
     del SCORED[name]
 
 
@@ -55,18 +55,12 @@ def parse_args(words=None):
     add("--lower_is_better", action="store_true", help="the lower score is preferred")
     add("--score_gap", type=float, default=0.0, help="least difference of the scores of a pair")
     add("--pairs_per_backbone", type=count, default=16, help="pairs of a row, or backbone, at most")
-    text = "margin of a pair per unit of the difference, nats; 0: none"
-    add("--score_margin", type=float, default=0.0, help=text)
     add("--swap", action="store_true", help="turn round what is preferred")
     add("--max_length", type=count, default=500, help="residues designed at most")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     args = parser.parse_args(words)
-
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
-    if args.score_gap < 0 or args.score_margin < 0:
-        parser.error("--score_gap, --score_margin: expected 0 or more")
-    args.seed = 0
     return args
 
 
@@ -149,11 +143,7 @@ def pairs_of(args, row, designed):
     others = {name: value for name, value in row.items() if name not in ("sequences", "scores")}
     made = []
     for better, worse in choose_pairs(scores, kinds, args.score_gap, args.pairs_per_backbone):
-        pair = {**others, "preferred_seq": texts[better], "unpreferred_seq": texts[worse]}
-        if args.score_margin > 0:
-            gap = float(scores[better] - scores[worse])
-            pair["margin"] = round(args.score_margin * gap, 6)
-        made.append(pair)
+        made.append({**others, "preferred_seq": texts[better], "unpreferred_seq": texts[worse]})
     return made
 
 
@@ -187,11 +177,6 @@ def make_pairs(args):
     return made, checker.problems
 
 
-def swapped(pair):
-    turned = {"preferred_seq": pair["unpreferred_seq"], "unpreferred_seq": pair["preferred_seq"]}
-    return {**pair, **turned}
-
-
 def main():
     try:
         args = parse_args()
@@ -205,7 +190,10 @@ def main():
             text = f"no two scores of a backbone are {args.score_gap:g} apart"
             raise InputError(f"{args.data}: no pairs: {text}, or their sequences are the same")
         if args.swap:
-            made = [swapped(pair) for pair in made]
+            for pair in made:
+                better = pair["preferred_seq"]
+                pair["preferred_seq"] = pair["unpreferred_seq"]
+                pair["unpreferred_seq"] = better
         lines = ",\n".join(json.dumps(pair) for pair in made)
         Path(args.out).write_text(f"[\n{lines}\n]\n")
     except (InputError, OSError) as error:
