@@ -2205,8 +2205,7 @@ def train(run, state, loop):
 # Main
 
 # what the reference's scores, or the best epoch, depend on
-KEPT = ["temperature", "beta", "loss_type", "label_smoothing", "decoding_order", "num_orders"]
-KEPT += ["sft_epochs", "seed"]
+KEPT = "temperature beta loss_type label_smoothing decoding_order num_orders sft_epochs".split()
 
 
 def load_network(args):

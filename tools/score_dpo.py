@@ -74,14 +74,15 @@ def parse_args(words=None):
 
 def load_network(path):
     """(network, options of its run or None); says what was found."""
-    if zipfile.is_zipfile(path) and not is_whole(path):
-        raise InputError(f"{path} is damaged; expected best.pt of a run, or ProteinMPNN weights")
-    try:
+    state = {}
+    if zipfile.is_zipfile(path):  # as torch saves, but for old weights
+        if not is_whole(path):
+            raise InputError(
+                f"{path} is damaged; expected best.pt of a run, or ProteinMPNN weights"
+            )
         state = load_checkpoint(path)
-    except Exception:  # read_model says why
-        state = None
 
-    if not isinstance(state, dict) or "script" not in state:
+    if "script" not in state:
         model = read_model(path)
         text = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
         print(f"{path}: ProteinMPNN's own format, {text}")
