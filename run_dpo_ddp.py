@@ -375,6 +375,7 @@ def check_fields(row, fields, required):
     """Raises ValueError with all that is wrong with the fields of a row."""
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80}; expected an object with {', '.join(required)}")
+
     problems = [f"no {name}" for name in required if name not in row]
     for name, value in row.items():
         if name in ("description", "comment"):
@@ -442,6 +443,7 @@ def choose_residues(positions, ranges, labels):
         return np.ones(len(labels), bool)
     place_of = {label: place for place, label in enumerate(labels)}
     place_of.update({str(place): place for place in range(len(labels))})
+
     chosen = np.zeros(len(labels), bool)
     for ends in [[one, one] for one in positions or []] + list(ranges or []):
         places = [place_of.get(str(end), -1) for end in ends]
@@ -473,6 +475,7 @@ def featurise(coords, numbers, index, k):
     normal = np.cross(ca - n, c - ca)
     cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
     atoms = np.concatenate([coords, cb[:, None]], axis=1).astype(np.float32)
+
     neighbours = np.full((length, k), -1, np.int32)
     kept = min(k, length)
     for row in range(length):
@@ -955,6 +958,7 @@ def read_model(path):
         weights = {}
         for name, value in found["model_state_dict"].items():
             weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
+
         model = ProteinMPNN(int(found["num_edges"]), float(found.get("noise_level") or 0.0))
         model.load_state_dict(weights)
     except Exception as error:  # torch raises six kinds
