@@ -165,21 +165,18 @@ def test_bf16_says_what_is_lost(data, tmp_path, caplog):
 
 
 def test_tolerance_of_the_start():
-    """fp32: 1e-4. With noise s of z: four times s / sqrt(2 P), and the curvature's s^2."""
+    """fp32: 1e-4. Rounding of z by `noise`, in network and reference, is never refused."""
     args = script.argparse.Namespace(loss_type="sigmoid", beta=0.1)
     ln2 = math.log(2)
-    script.check_start(args, ln2 + 9e-5, ln2, 100, 0.0)
-    with pytest.raises(script.RunError):
-        script.check_start(args, ln2 + 1.1e-4, ln2, 100, 0.0)
     draw = np.random.default_rng(0)
+    script.check_start(args, ln2 + 9e-5, ln2, 100, 0.0)
     for noise in (0.01, 0.3):
-        for _ in range(50):  # rounding alone is never refused
+        for _ in range(50):
             z = draw.normal(0, math.sqrt(2) * noise, 100)
             script.check_start(args, np.log1p(np.exp(-z)).mean(), ln2, 100, noise)
-    with pytest.raises(script.RunError):
-        script.check_start(args, ln2 + 0.05, ln2, 100, 0.01)
-    with pytest.raises(script.RunError):
-        script.check_start(args, math.nan, ln2, 100, 0.3)
+    for found, noise in ((ln2 + 1.1e-4, 0.0), (ln2 + 0.05, 0.01), (math.nan, 0.3)):
+        with pytest.raises(script.RunError):
+            script.check_start(args, found, ln2, 100, noise)
 
 
 # ---- What a run does -------------------------------------------------------------------------
