@@ -344,27 +344,23 @@ def test_chains_positions_and_weights(tmp_path):
     (tmp_path / "a.pdb").write_text("\n".join(text))
     common = {"design_chains": ["B", "A"], "fixed_chains": ["C"], "weight": 2.5, "margin": -0.5}
     common["residue_weights"] = [0.5 * i for i in range(9)]
-    changes = [
-        {},
-        {"mutable_positions": [0, "A6"]},
-        {"mutable_ranges": [["B3", "A1"], [6, 6]]},
-        {"mutable_positions": [0], "mutable_ranges": [[8, 8]]},
-        {"fixed_chains": []},
+    both = {"mutable_positions": ["B3"], "mutable_ranges": [["B4", "A1"], [6, 6]]}
+    cases = [  # change, preferred and unpreferred sequence, what is designed
+        ({}, "RRRSSSSSWWYY", "TTTSSSSTWWYY", "XXXXXXXX...."),
+        ({"mutable_positions": [0, "A6"]}, "RMNACDFSWWYY", "TMNACDFTWWYY", "X......X...."),
+        (both, "KRRSCSFGWWYY", "KTTSCSFGWWYY", ".XXX.X......"),
+        ({"fixed_chains": []}, "RRRSSSSS", "TTTSSSST", "XXXXXXXX"),
     ]
-    rows = [row("a.pdb", "RRRRSSSSS", "TTTTSSSST", **{**common, **change}) for change in changes]
+    rows = []
+    for change, *_ in cases:
+        rows.append(row("a.pdb", "RRRRSSSSS", "TTTTSSSST", **{**common, **change}))
     pairs = load(tmp_path, rows)
-    chosen = [letters_of(pair.letters[0]) for pair in pairs.pairs]
-    rejected = [letters_of(pair.letters[1]) for pair in pairs.pairs]
-    ends = ["RRSSSSSWWYY", "MNACDFSWWYY", "RRSCSFGWWYY", "MNACDFSWWYY", "RRSSSSS"]
-    assert chosen == [first + end for first, end in zip("RRKRR", ends, strict=True)]
-    ends = ["TTSSSSTWWYY", "MNACDFTWWYY", "TTSCSFGWWYY", "MNACDFTWWYY", "TTSSSST"]
-    assert rejected == [first + end for first, end in zip("TTKTT", ends, strict=True)]
-    designed = ["".join(".X"[one] for one in pair.designed.astype(int)) for pair in pairs.pairs]
-    expected = ["XXXXXXXX....", "X......X....", ".XXX.X......", "X......X....", "XXXXXXXX"]
-    assert designed == expected
+    for pair, (_, chosen, rejected, designed) in zip(pairs.pairs, cases, strict=True):
+        assert [letters_of(letters) for letters in pair.letters] == [chosen, rejected]
+        assert pair.designed.tolist() == [sign == "X" for sign in designed]
     assert pairs.pairs[0].weights.tolist() == [0.5 * i for i in range(9) if i != 1] + [0.0] * 4
     assert pairs.pairs[0].values.tolist() == [2.5, -0.5, 17.5]
-    assert pairs.other_letters == 3
+    assert pairs.other_letters == 2
     backbone = pairs.backbones[0]
     numbers = " ".join(map(str, backbone.place[0].tolist()))
     assert numbers == "1 3 4 1 2 3 5 6 1 2 3 4"  # the gap of A4 counts
@@ -449,7 +445,7 @@ def split(pairs, **options):
 
 def held_sizes(sizes, fraction, seed=0):
     """{group: pairs} held out of groups of these sizes."""
-    groups = [f"group{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    groups = np.repeat([f"group{i}" for i in range(len(sizes))], sizes).tolist()
     return {name: groups.count(name) for name in script.choose_groups(groups, fraction, seed)}
 
 
