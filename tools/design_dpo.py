@@ -63,9 +63,6 @@ def parse_args(words=None):
     add("--out", default="designs.fasta", help="file to write")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args(words)
-
-    if args.temperature < 0:
-        parser.error(f"--temperature {args.temperature}: expected 0 or more")
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -82,11 +79,8 @@ def read_complex(args):
     for note in structure.notes:
         print(note)
 
-    row = {"fixed_chains": args.fixed_chains}
-    if args.design_chains:
-        row["design_chains"] = args.design_chains
-    if args.mutable_positions:
-        row["mutable_positions"] = args.mutable_positions
+    row = {"design_chains": args.design_chains, "fixed_chains": args.fixed_chains}
+    row["mutable_positions"] = args.mutable_positions
     if args.mutable_ranges:
         row["mutable_ranges"] = split_ranges(args.mutable_ranges)
     found = join_chains(args.pdb_file, structure, row)
@@ -94,8 +88,7 @@ def read_complex(args):
     labels = found.chain.labels[: found.length]
     found.designed[: found.length] &= ~choose_residues(args.fixed_positions, [], labels)
     if not found.designed.any():
-        text = "all residues are fixed, not mutable or not resolved"
-        raise ValueError(f"{args.pdb_file}: nothing is designed: {text}")
+        raise ValueError("--fixed_positions: nothing is left to design")
     return found
 
 
@@ -212,8 +205,8 @@ def run(args):
     found = read_complex(args)
     native = found.chain.letters
     stem = Path(args.pdb_file).name.split(".")[0]
-    title = f"{stem} designed_residues={found.designed.sum()} model={args.checkpoint}"
-    lines = [f">{title}", text_of(found, native)]
+    title = f">{stem} designed_residues={found.designed.sum()} model={args.checkpoint}"
+    lines = [title, text_of(found, native)]
     for who, model in networks.items():
         letters, perplexity, own = sample(args, model, found, device)
         recovery = (letters == native)[:, found.designed].mean(1)
