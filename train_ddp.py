@@ -2,16 +2,15 @@
 
 Phase 1 pulls the student's vectors of single texts to the teacher's. Phase 2 trains on queries with
 their documents by a contrastive loss (InfoNCE), and keeps the pull. The teacher reads each text
-once, before training; its vectors are kept in --cache_dir and used again by the next run.
+once, before training. Its vectors stay in --cache_dir for the next run.
 
     python train_ddp.py                                                # one GPU, or CPU
     ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml     # minutes, no download
     torchrun --nproc_per_node=8 train_ddp.py --use_projection=False
     torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST train_ddp.py
 
-Modes: --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many
-dimensions as the teacher has. False (MRL): none; the target is the first part of its vectors,
-renormalised.
+Modes: --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as
+the teacher has. False (MRL): none; the target is the first part of its vectors, renormalised.
 
 Data (--phase1_data, --phase2_data): ms_marco (v1.1) or another data set of the hub (NAME or
 NAME:CONFIG); pydocs, the documentation installed with Python, numpy and torch, without a download;
@@ -50,6 +49,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -73,6 +73,19 @@ from tqdm import tqdm
 # Arguments
 
 
+LIMITS = {  # of options, from and to
+    "num_negatives": (0, 1000),
+    "mine_negatives": (0, 1000),
+    "eval_fraction": (0, 0.99),
+    "eval_distractors": (0, math.inf),
+    "phase1_lr": (0, math.inf),
+    "phase2_lr": (0, math.inf),
+    "temperature": (1e-4, math.inf),
+    "warmup_ratio": (0, 1),
+    "false_negative_margin": (-1, 2),
+}
+
+
 def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument_group("data").add_argument
@@ -83,18 +96,11 @@ def parse_args():
     add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong")
     add("--cache_dir", default="./cache", help="texts, tokens, teacher vectors, of all runs")
     add("--num_negatives", type=int, default=7, help="per query, drawn anew every epoch")
-    text = "find so many more negatives per query by the teacher's scores"
-    add("--mine_negatives", type=int, default=0, help=text)
-    text = "a mined negative scores so much below the positive"
-    add("--mine_margin", type=float, default=0.05, help=text)
+    add("--mine_negatives", type=int, default=0, help="so many more, by the teacher's scores")
+    add("--mine_margin", type=float, default=0.05, help="they score so much below the positive")
 
     add = parser.add_argument_group("held-out data").add_argument
-    add(
-        "--eval_fraction",
-        type=float,
-        default=0.05,
-        help="share of the queries that may be held out",
-    )
+    add("--eval_fraction", type=float, default=0.05, help="of the queries, that may be held out")
     add("--eval_samples", type=count, default=1000, help="at most; the rest is trained on")
     text = "documents that answer no held-out query, for each one that does"
     add("--eval_distractors", type=float, default=1.0, help=text)
@@ -108,8 +114,7 @@ def parse_args():
     add("--teacher_query_prompt", help="text before queries; None: the model's own")
     add("--teacher_document_prompt", help="text before documents; None: the model's own")
     default = "sentence-transformers/all-mpnet-base-v2"
-    text = "hub name, folder, or builtin:bert[:LAYERSxWIDTH]"
-    add("--student_model", default=default, help=text)
+    add("--student_model", default=default, help="the same, or builtin:bert[:LAYERSxWIDTH]")
     add("--student_layers", type=count, help="keep so many, evenly spaced; None: all")
     add("--student_max_length", type=count, help="tokens; None: the model's own")
     add("--student_query_prompt", help="text before queries; None: the model's own")
@@ -117,8 +122,7 @@ def parse_args():
     text = "None: the model's own; 0 lets GPUs read packed texts with flash attention"
     add("--student_dropout", type=float, help=text)
     add("--trust_remote_code", **FLAG, default=False, help="run code that comes with the models")
-    text = "head to the teacher's dimensions; False: MRL"
-    add("--use_projection", **FLAG, default=True, help=text)
+    add("--use_projection", **FLAG, default=True, help="a head; False: MRL")
     add("--projection_hidden", type=count, default=1536, help="hidden width of the head")
 
     add = parser.add_argument_group("loss").add_argument
@@ -127,9 +131,7 @@ def parse_args():
     add("--infonce_weight", type=float, default=0.8, help="of InfoNCE")
     add("--phase2_l2_weight", type=float, default=0.2, help="of the squared distance")
     add("--temperature", type=float, default=0.02, help="divides all scores")
-    text = (
-        "a document is no negative if the teacher's score is above the positive's by more; 2: all"
-    )
+    text = "a document that the teacher scores above positive + margin is no negative; 2: all are"
     add("--false_negative_margin", type=float, default=0.0, help=text)
 
     add = parser.add_argument_group("optimization").add_argument
@@ -138,8 +140,7 @@ def parse_args():
     add("--max_steps", type=int, default=0, help="per phase at most; 0: all epochs")
     add("--phase1_lr", type=float, default=2e-5, help="peak learning rate")
     add("--phase2_lr", type=float, default=5e-6, help="peak learning rate")
-    text = "share of a phase; then straight down to 0"
-    add("--warmup_ratio", type=float, default=0.1, help=text)
+    add("--warmup_ratio", type=float, default=0.1, help="of a phase; then straight down to 0")
     add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
     add("--skip_phase1", **FLAG, default=False, help="go on from --phase1_checkpoint")
     text = "None: OUTPUT_DIR/phase1_best.pt, or the raw student if there is none"
@@ -147,8 +148,7 @@ def parse_args():
     add("--skip_phase2", **FLAG, default=False, help="stop after phase 1")
 
     add = parser.add_argument_group("artifacts").add_argument
-    text = "save the best student as a SentenceTransformer"
-    add("--save_to_artifacts", **FLAG, default=False, help=text)
+    add("--save_to_artifacts", **FLAG, default=False, help="save a SentenceTransformer at the end")
     add("--artifacts_dir", default="./artifacts", help="folder of the saved students")
     add_common_arguments(parser, output_dir="./checkpoints", batch_size=64)
     args = parse_with_config(parser)
@@ -157,18 +157,10 @@ def parse_args():
         parser.error("--skip_phase1 and --skip_phase2 together leave nothing to train")
     if args.phase2_data.endswith(".txt") and not args.skip_phase2:
         parser.error(f"--phase2_data {args.phase2_data}: needs queries with their documents")
-    if not 0 < args.eval_fraction < 1:
-        parser.error(f"--eval_fraction {args.eval_fraction}: must be between 0 and 1")
-    if args.temperature <= 0:
-        parser.error(f"--temperature {args.temperature}: must be above 0")
-    if not 0 <= args.warmup_ratio <= 1:
-        parser.error(f"--warmup_ratio {args.warmup_ratio}: must be from 0 to 1")
-    if not -1 <= args.false_negative_margin <= 2:
-        text = "from -1 (strict) to 2 (every document but the query's own is a negative)"
-        parser.error(f"--false_negative_margin {args.false_negative_margin}: must be {text}")
-    for name in ("num_negatives", "mine_negatives", "eval_distractors", "phase1_lr", "phase2_lr"):
-        if not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name} {getattr(args, name)}: must be a finite number from 0 on")
+    for name, (least, most) in LIMITS.items():
+        value = getattr(args, name)
+        if not least <= value <= most:
+            parser.error(f"--{name} {value}: must be from {least} to {most}")
     mode = "projection" if args.use_projection else "mrl"
     args.output_dir = args.output_dir.replace("{mode}", mode)
     return args
@@ -178,10 +170,8 @@ def parse_args():
 # Data
 
 
-def run_tool(name, folder, *options):
-    """Let a file of tools/ make a folder, unless it is there. (rank 0)"""
-    if folder.exists():
-        return
+def run_tool(folder, name, *options):
+    """Let a file of tools/ make a folder. (rank 0)"""
     tool = Path(__file__).parent / "tools" / name
     new = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(new, ignore_errors=True)
@@ -191,76 +181,6 @@ def run_tool(name, folder, *options):
     if done.returncode != 0:
         raise InputError(done.stderr.strip())
     new.rename(folder)
-
-
-def file_hash(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for part in iter(lambda: file.read(2**20), b""):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def prepare_texts(args):
-    """The folder of the texts, read, checked and split, unless an earlier run has. (rank 0)"""
-    sources = []
-    # Both phases are read where they have the same data, even if one is skipped: a later run of the
-    # other one then finds the texts and the vectors that this run made.
-    same = args.phase1_data == args.phase2_data and not args.phase2_data.endswith(".txt")
-    options = []
-    for phase in (1, 2):
-        name = getattr(args, f"phase{phase}_data")
-        if getattr(args, f"skip_phase{phase}") and not same:
-            continue
-        key = [name]
-        if name == "pydocs":
-            key = [sys.version, np.__version__, torch.__version__]
-            folder = cache_folder(args, "pydocs", key)
-            run_tool("make_builtin_models.py", folder, "pydocs")
-            name = f"{folder}/pairs.jsonl"
-        elif Path(name).is_file():
-            key = [file_hash(name)]
-        sources.append([phase, key])
-        options.append(f"--phase{phase}_data={name}")
-    names = ["max_samples_phase1", "max_samples_phase2", "eval_fraction", "eval_samples"]
-    for name in [*names, "eval_distractors"]:
-        options.append(f"--{name}={getattr(args, name)}")
-    if args.skip_bad_data:
-        options.append("--skip_bad_data")
-    folder = cache_folder(args, "texts", sources, options[len(sources) :])
-    run_tool("prepare_texts.py", folder, *options)
-    problems = (folder / "bad_rows.txt").read_text().splitlines()
-    for line in problems[:20]:
-        logging.warning(f"left out: {line}")
-    if problems:
-        logging.warning(f"left out {len(problems)} bad rows, listed in {folder}/bad_rows.txt")
-    return folder
-
-
-class Corpus:
-    """The arrays of tools/prepare_texts.py, mapped into memory that ranks share."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        for name in ["text", "offsets", "kinds", "phase1", "pairs", "positives", "negatives"]:
-            setattr(self, name, np.asarray(load_array(folder, name)))
-        for name in ["eval_queries", "eval_documents", "eval_pairs"]:
-            setattr(self, name, np.asarray(load_array(folder, name)))
-        self.eval_answers = int(load_array(folder, "eval_answers"))
-
-    def decode(self, number):
-        start, end = self.offsets[number : number + 2]
-        return self.text[start:end].tobytes().decode()
-
-    def texts(self, numbers, prompts):
-        """With the prompt for queries, or the one for documents, before each."""
-        return [prompts[self.kinds[number]] + self.decode(number) for number in numbers]
-
-
-def cache_folder(args, kind, *key):
-    """The folder of a thing that is made once, named by a hash of all that went into it."""
-    digest = hashlib.sha256(json.dumps([FORMAT, *key]).encode()).hexdigest()
-    return Path(args.cache_dir) / f"{kind}-{digest[:16]}"
 
 
 def write_arrays(folder, arrays):
@@ -282,89 +202,151 @@ def load_array(folder, name):
     return np.load(folder / f"{name}.npy", mmap_mode="r")
 
 
-def require_folder(folder):
+def cache_folder(args, kind, *key):
+    """The folder of a thing that is made once, named by a hash of all that went into it."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *key]).encode()).hexdigest()
+    return Path(args.cache_dir) / f"{kind}-{digest[:16]}"
+
+
+def make_once(folder, make, *args):
+    """make(folder, *args) on rank 0, unless an earlier run has made it. (all ranks)"""
+
+    def make_missing():
+        if not folder.exists():
+            make(folder, *args)
+
+    on_rank0(make_missing)
     if not folder.exists():
         raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
 
 
+def file_hash(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for part in iter(lambda: file.read(2**20), b""):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def choose_texts(args):
+    """The folder of the texts, and the options of the tool that makes it. (rank 0)"""
+    options = []
+    names = ["max_samples_phase1", "max_samples_phase2", "eval_fraction", "eval_samples"]
+    for name in [*names, "eval_distractors"]:
+        options.append(f"--{name}={getattr(args, name)}")
+    if args.skip_bad_data:
+        options.append("--skip_bad_data")
+    key = [*options]
+    for phase in (1, 2):
+        name = getattr(args, f"phase{phase}_data")
+        # Both phases are read where they have the same data, even if one is skipped: a later run
+        # of the other one then finds the texts and the vectors that this run made.
+        if getattr(args, f"skip_phase{phase}") and args.phase1_data != args.phase2_data:
+            continue
+        if name == "pydocs":
+            versions = [sys.version, np.__version__, torch.__version__]
+            folder = cache_folder(args, "pydocs", versions)
+            if not folder.exists():
+                run_tool(folder, "make_builtin_models.py", "pydocs")
+            name = f"{folder}/pairs.jsonl"
+        options.append(f"--phase{phase}_data={name}")
+        key.append([phase, file_hash(name) if Path(name).is_file() else name])
+    return cache_folder(args, "texts", key), options
+
+
+class Corpus:
+    """The arrays of tools/prepare_texts.py, mapped into memory that ranks share."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        names = ["text", "offsets", "kinds", "phase1", "pairs", "positives", "negatives"]
+        for name in [*names, "eval_queries", "eval_documents", "eval_pairs"]:
+            setattr(self, name, np.asarray(load_array(folder, name)))
+        self.eval_answers = int(load_array(folder, "eval_answers"))
+
+    def decode(self, number):
+        start, end = self.offsets[number : number + 2]
+        return self.text[start:end].tobytes().decode()
+
+    def texts(self, numbers, prompts):
+        """With the prompt for queries, or the one for documents, before each."""
+        before = [prompts["query"], prompts["document"]]
+        return [before[self.kinds[number]] + self.decode(number) for number in numbers]
+
+    def held_out(self):
+        """What the held-out figures are measured on."""
+        documents = len(self.eval_documents)
+        others = documents - self.eval_answers
+        text = f"{len(self.eval_queries):,} queries, {documents:,} documents"
+        return f"{text}, of which {others:,} ({others / documents:.0%}) answer none of them"
+
+
 def load_corpus(args):
     """Made on rank 0, mapped on all ranks."""
-    folder = on_rank0(prepare_texts, args)
-    require_folder(folder)
+    folder, options = on_rank0(choose_texts, args)
+    make_once(folder, run_tool, "prepare_texts.py", *options)
     corpus = Corpus(folder)
+    bad_rows = (folder / "bad_rows.txt").read_text().count("\n")
+    if bad_rows > 0:
+        logging.warning(f"left out {bad_rows} bad rows, listed in {folder}/bad_rows.txt")
     logging.info("Data split complete:")
     logging.info(f"  phase 1:   {len(corpus.phase1):,} texts")
     logging.info(f"  phase 2:   {len(corpus.pairs):,} pairs of a query and a document")
-    logging.info(f"  held out:  {collection(corpus)}")
+    logging.info(f"  held out:  {corpus.held_out()}")
     return corpus
 
 
-def collection(corpus):
-    """What the held-out figures are measured on."""
-    documents = len(corpus.eval_documents)
-    others = documents - corpus.eval_answers
-    text = f"{len(corpus.eval_queries):,} queries, {documents:,} documents"
-    return f"{text}, of which {others:,} ({others / documents:.0%}) answer none of them"
-
-
-class Tokens:
+class Tokens(NamedTuple):
     """The student's tokens of all texts: those of text i are ids[offsets[i]:offsets[i + 1]]."""
 
-    def __init__(self, folder, pad):
-        self.folder = folder
-        self.ids = np.asarray(load_array(folder, "ids"))
-        self.offsets = np.asarray(load_array(folder, "offsets"))
-        self.lengths = np.diff(self.offsets)
-        self.pad = pad
+    folder: Path
+    ids: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+    pad: int
 
 
 def load_tokens(args, corpus, student):
-    """Tokenised on rank 0 with the student's tokenizer and prompts, unless an earlier run has."""
+    """Made on rank 0 with the student's tokenizer and prompts, mapped on all ranks."""
     tokenizer = student.tokenizer
-    prompts = [student.prompts["query"], student.prompts["document"]]
     length = student.max_seq_length
-    # the tokenizer without what calling it changes
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    definition.update(truncation=None, padding=None)
-    folder = cache_folder(args, "tokens", corpus.folder.name, prompts, length, definition)
+    definition.update(truncation=None, padding=None)  # calling a tokenizer changes these
+    key = [corpus.folder.name, student.prompts, length, definition]
+    folder = cache_folder(args, "tokens", *key)
 
-    def make():
-        if folder.exists():
-            return
+    def tokenize(folder):
         pieces = []
         starts = range(0, len(corpus.kinds), 1024)
         for start in tqdm(starts, "tokens", disable=not sys.stderr.isatty()):
             numbers = range(start, min(start + 1024, len(corpus.kinds)))
-            texts = corpus.texts(numbers, prompts)
+            texts = corpus.texts(numbers, student.prompts)
             for ids in tokenizer(texts, truncation=True, max_length=length)["input_ids"]:
                 pieces.append(np.array(ids, np.int32))
         offsets = np.cumsum([0, *map(len, pieces)])
         write_arrays(folder, {"ids": np.concatenate(pieces), "offsets": offsets})
 
-    on_rank0(make)
-    require_folder(folder)
-    return Tokens(folder, tokenizer.pad_token_id or 0)
-
-
-def model_key(name):
-    """What changes if a model does: of a folder the names, sizes and ends of its files."""
-    key = [name]
-    if Path(name).is_dir():
-        key = []
-        for path in sorted(Path(name).rglob("*")):
-            if path.is_file() and path.suffix != ".md":
-                size = path.stat().st_size
-                with open(path, "rb") as file:
-                    digest = hashlib.sha256(file.read(2**20))
-                    file.seek(max(0, size - 2**20))
-                    digest.update(file.read())
-                key.append([str(path.relative_to(name)), size, digest.hexdigest()])
-    return key
+    make_once(folder, tokenize)
+    offsets = np.asarray(load_array(folder, "offsets"))
+    ids = np.asarray(load_array(folder, "ids"))
+    return Tokens(folder, ids, offsets, np.diff(offsets), tokenizer.pad_token_id or 0)
 
 
 def teacher_folder(args, corpus, name):
+    """Named by all that the vectors depend on. (rank 0)"""
+    model = [name]
+    if Path(name).is_dir():
+        model = []
+        for path in sorted(Path(name).rglob("*")):
+            if path.is_file() and path.suffix != ".md":
+                size = path.stat().st_size
+                with open(path, "rb") as file:  # both ends of it: such files are large
+                    digest = hashlib.sha256(file.read(2**20))
+                    file.seek(max(0, size - 2**20))
+                    digest.update(file.read())
+                model.append([str(path.relative_to(name)), size, digest.hexdigest()])
     settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
-    return cache_folder(args, "teacher", corpus.folder.name, model_key(name), settings)
+    return cache_folder(args, "teacher", corpus.folder.name, model, settings)
 
 
 ENCODED_TOGETHER = 512  # texts between two looks at the clock and at signals
@@ -375,37 +357,31 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
 
     Blocks of texts of similar length are dealt to the ranks, which write them into one file and
     note what is done: what a stopped run has computed is not computed again. (all ranks)"""
-    count = len(corpus.kinds)
-    blocks = math.ceil(count / ENCODED_TOGETHER)
+    blocks = math.ceil(len(corpus.kinds) / ENCODED_TOGETHER)
 
-    def missing():
+    def find_missing():
         if not folder.exists():
             return range(blocks)
         return np.flatnonzero(load_array(folder, "done") == 0)
 
-    def make(dimensions):
-        if not folder.exists():
-            vectors = np.zeros((count, dimensions), np.float16)
-            write_arrays(folder, {"vectors": vectors, "done": np.zeros(blocks, np.uint8)})
-
-    todo = on_rank0(missing)
-    if len(todo) > 0:
+    missing = on_rank0(find_missing)
+    if len(missing) > 0:
         teacher = load_in_turn(load_teacher, args, name, device)
-        prompts = [teacher.prompts["query"], teacher.prompts["document"]]
-        logging.info(f"The teacher reads {count:,} texts, with the prompts {prompts}")
-        on_rank0(make, teacher.get_embedding_dimension())
-        require_folder(folder)
+        shape = (len(corpus.kinds), teacher.get_embedding_dimension())
+        logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
+        arrays = {"vectors": np.zeros(shape, np.float16), "done": np.zeros(blocks, np.uint8)}
+        make_once(folder, write_arrays, arrays)
         longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
         rank = dist.get_rank()
-        starts = range(0, len(todo), dist.get_world_size())
+        starts = range(0, len(missing), dist.get_world_size())
         for start in tqdm(starts, "teacher", disable=rank > 0 or not sys.stderr.isatty()):
             if guard.agree():
                 return None
-            if start + rank < len(todo):
-                block = int(todo[start + rank])
+            if start + rank < len(missing):
+                block = int(missing[start + rank])
                 first = block * ENCODED_TOGETHER
                 numbers = longest_first[first : first + ENCODED_TOGETHER]
-                texts = corpus.texts(numbers, prompts)
+                texts = corpus.texts(numbers, teacher.prompts)
                 vectors = teacher.encode(
                     texts,
                     batch_size=args.teacher_batch_size,
@@ -420,7 +396,7 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
                 write_rows(folder / "done.npy", [block], np.ones(1, np.uint8))
         dist.barrier()
     vectors = load_array(folder, "vectors")
-    reused = "" if len(todo) > 0 else ", of an earlier run: no teacher is needed"
+    reused = "" if len(missing) > 0 else ", of an earlier run: no teacher is needed"
     logging.info(f"Teacher vectors: {vectors.shape[0]:,} x {vectors.shape[1]}{reused}")
     return vectors
 
@@ -458,15 +434,14 @@ def mine_negatives(args, corpus, vectors, folder, device):
     Mined: the documents with the highest teacher scores that are --mine_margin below that of the
     positive. Blocks of queries meet blocks of documents; no table of all with all is made."""
     pairs = corpus.pairs
-    if args.mine_negatives == 0 or len(pairs) == 0:
+    wanted = args.mine_negatives
+    if wanted == 0 or len(pairs) == 0:
         return corpus.negatives
-    settings = [args.mine_negatives, args.mine_margin]
-    mined_folder = cache_folder(args, "mined", folder.name, settings)
+    mined_folder = cache_folder(args, "mined", folder.name, [wanted, args.mine_margin])
     if not on_rank0(mined_folder.exists):
-        documents = np.unique(np.concatenate([pairs[:, 1], corpus.negatives.ravel()]))
-        documents = documents[documents >= 0]
-        wanted = min(args.mine_negatives, len(documents))
-        mined = torch.zeros(len(pairs), args.mine_negatives, dtype=torch.int64, device=device)
+        pool = np.unique(np.concatenate([pairs[:, 1], corpus.negatives.ravel()]))
+        pool = pool[pool >= 0]
+        mined = torch.full((len(pairs), wanted), -1, device=device)
 
         def load(numbers):
             return torch.from_numpy(vectors[numbers]).to(device).float()
@@ -475,24 +450,19 @@ def mine_negatives(args, corpus, vectors, folder, device):
             part = slice(start, start + 2048)
             queries = load(pairs[part, 0])
             limit = (queries * load(pairs[part, 1])).sum(1, keepdim=True) - args.mine_margin
-            positives = torch.from_numpy(np.array(corpus.positives[part])).to(device)
-            best = torch.full((len(queries), 0), 0.0, device=device)
-            best_numbers = torch.zeros(len(queries), 0, dtype=torch.int64, device=device)
-            for first in range(0, len(documents), 16384):
-                block = documents[first : first + 16384]
-                numbers = torch.from_numpy(block).to(device).expand(len(queries), -1)
-                scores = queries @ load(block).T
+            positives = torch.from_numpy(corpus.positives[part].copy()).to(device)
+            best = torch.full((len(queries), wanted), -math.inf, device=device)
+            for first in range(0, len(pool), 16384):
+                documents = torch.from_numpy(pool[first : first + 16384]).to(device)
+                scores = queries @ load(pool[first : first + 16384]).T
                 scores = scores.masked_fill(scores > limit, -math.inf)
-                scores = scores.masked_fill(is_among(numbers[0], positives), -math.inf)
+                scores = scores.masked_fill(is_among(documents, positives), -math.inf)
                 scores = torch.cat([best, scores], dim=1)
-                numbers = torch.cat([best_numbers, numbers], dim=1)
-                best, places = scores.topk(min(wanted, scores.shape[1]))
-                best_numbers = numbers.gather(1, places)
-            # one more than the number, so that 0 is none, and a sum over the ranks joins their rows
-            found = torch.where(best == -math.inf, 0, best_numbers + 1)
-            mined[part, : found.shape[1]] = found
-        dist.all_reduce(mined)
-        on_rank0(write_arrays, mined_folder, {"mined": mined.cpu().numpy() - 1})
+                numbers = torch.cat([mined[part], documents.expand(len(queries), -1)], dim=1)
+                best, places = scores.topk(wanted)
+                mined[part] = numbers.gather(1, places).masked_fill(best == -math.inf, -1)
+        dist.all_reduce(mined, op=dist.ReduceOp.MAX)  # a row is -1 on all ranks but one
+        make_once(mined_folder, write_arrays, {"mined": mined.cpu().numpy()})
     mined = load_array(mined_folder, "mined")
     logging.info(f"Mined {(mined >= 0).sum(1).mean():.1f} negatives for each query")
     return np.concatenate([corpus.negatives, mined], axis=1)
@@ -505,7 +475,7 @@ class Texts(NamedTuple):
     ids: torch.Tensor  # (T,) int64 tokens
     mask: torch.Tensor  # (T,) int64, 0 where there is padding
     positions: torch.Tensor  # (T,) int64 place of a token in its text
-    owner: torch.Tensor  # (T,) int32 the text of a token
+    owner: torch.Tensor  # (T,) int64 the text of a token
     starts: torch.Tensor  # (B + 1,) int32 where each text starts, and where the last one ends
     order: torch.Tensor  # (B,) int64 which of these texts is the first, the second, ... asked for
     shapes: list  # of (texts, length) for each group
@@ -516,8 +486,7 @@ class Texts(NamedTuple):
 
     def groups(self, tensor):
         """The parts of a tensor (T, ...) that belong to each group, (texts, length, ...)."""
-        sizes = [texts * length for texts, length in self.shapes]
-        parts = tensor.split(sizes)
+        parts = tensor.split([texts * length for texts, length in self.shapes])
         pairs = zip(parts, self.shapes, strict=True)
         return [part.view(*shape, *part.shape[1:]) for part, shape in pairs]
 
@@ -530,24 +499,19 @@ def lay_out(tokens, rows, least, waste):
     for i in range(least, len(rows) - least // 2):
         if i - cuts[-1] >= least and lengths[i] < (1 - waste) * lengths[cuts[-1]]:
             cuts.append(i)
-    ids = []
-    masks = []
-    positions = []
-    shapes = []
-    for part in np.split(by_length, cuts[1:]):
-        place = np.arange(tokens.lengths[rows[part]].max())
-        mask = place < tokens.lengths[rows[part], None]
-        source = np.minimum(tokens.offsets[rows[part], None] + place, len(tokens.ids) - 1)
-        ids.append(np.where(mask, tokens.ids[source], tokens.pad).ravel())
-        masks.append(mask.ravel())
-        positions.append(np.broadcast_to(place, mask.shape).ravel())
-        shapes.append(mask.shape)
-    padded = np.concatenate([np.full(texts, length) for texts, length in shapes])
-    arrays = [np.concatenate(parts).astype(np.int64) for parts in (ids, masks, positions)]
-    arrays.append(np.repeat(np.arange(len(rows), dtype=np.int32), padded))
-    arrays.append(np.cumsum([0, *padded], dtype=np.int32))
-    arrays.append(np.argsort(by_length))
-    return Texts(*map(torch.from_numpy, arrays), shapes)
+    sizes = np.diff([*cuts, len(rows)])
+    padded = np.repeat(lengths[cuts], sizes)
+    starts = np.cumsum([0, *padded])
+    owner = np.repeat(np.arange(len(rows)), padded)
+    positions = np.arange(len(owner)) - starts[owner]
+    mask = positions < lengths[owner]
+    source = tokens.offsets[rows][by_length][owner] + positions
+    ids = tokens.ids[np.minimum(source, len(tokens.ids) - 1)]
+    arrays = [np.where(mask, ids, tokens.pad), mask, positions, owner]
+    tensors = [torch.from_numpy(array.astype(np.int64)) for array in arrays]
+    tensors.append(torch.from_numpy(starts.astype(np.int32)))
+    tensors.append(torch.from_numpy(np.argsort(by_length)))
+    return Texts(*tensors, list(zip(sizes.tolist(), lengths[cuts].tolist(), strict=True)))
 
 
 class TextBatch(NamedTuple):
@@ -570,18 +534,16 @@ class PairBatch(NamedTuple):
 
     texts: Texts
     targets: torch.Tensor  # (B, D) float16
-    slots: torch.Tensor  # places of the negatives in a table (n K,), which has gaps
     pull: torch.Tensor  # (B,) weight of a text's distance: of all queries and all documents 0.5
-    labels: torch.Tensor  # (n,) the positives' numbers
+    slots: torch.Tensor  # (n, 1 + K) which of the B texts a query's documents are; of a gap: any
+    places: torch.Tensor  # (n,) which of the step's queries these are
     positives: torch.Tensor  # (n, P) all positive texts of the queries, then -1
-    documents: torch.Tensor  # (M,) the text of each document, -1: none
-    arrival: torch.Tensor  # (total,) where a query's documents stand once the ranks' are gathered
-    most: int  # queries of the rank that has the most
+    documents: torch.Tensor  # (M,) the text of each document, -1: a gap
     total: int  # queries of the whole step, all ranks
 
     def to(self, device):
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[1:-2]]
-        return PairBatch(self.texts.to(device), *moved, self.most, self.total)
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[1:-1]]
+        return PairBatch(self.texts.to(device), *moved, self.total)
 
 
 class TextData(Dataset):
@@ -591,7 +553,7 @@ class TextData(Dataset):
         self.tokens = tokens
         self.vectors = vectors
         self.layout = layout
-        self.dimensions = dimensions
+        self.dimensions = dimensions  # of the teacher's vectors that the student has, too
 
     def __getitem__(self, item):
         ids, whole = item
@@ -604,15 +566,14 @@ class TextData(Dataset):
         return torch.from_numpy(self.vectors[rows, : self.dimensions])
 
 
-class PairData(TextData):
+class PairData(Dataset):
     """Phase 2: item (ids, whole) is a micro-batch of pairs, and the global batch it is part of."""
 
-    def __init__(self, args, corpus, negatives, sampler, *text_data):
-        super().__init__(*text_data)
+    def __init__(self, args, corpus, negatives, data):
         self.args = args
         self.corpus = corpus
         self.negatives = negatives
-        self.sampler = sampler
+        self.data = data
 
     def draw(self, whole):
         """--num_negatives of each pair's negatives (total, K), -1 where there are fewer; as the
@@ -629,35 +590,22 @@ class PairData(TextData):
     def __getitem__(self, item):
         ids, whole = item
         pairs = self.corpus.pairs
+        n = len(ids)
+        # all ranks draw the same for the whole step, and so know its documents
         documents = np.concatenate([pairs[whole, 1:], self.draw(whole)], axis=1)
-        place_of = {number: place for place, number in enumerate(whole.tolist())}
-        mine = np.array([place_of[number] for number in ids.tolist()])
-        negatives = documents[mine, 1:].ravel()
-        slots = np.flatnonzero(negatives >= 0)
-        rows = np.concatenate([pairs[ids, 0], pairs[ids, 1], negatives[slots]])
+        places = np.flatnonzero(np.isin(whole, ids))
+        negatives = documents[places, 1:]
+        is_there = negatives >= 0
+        rows = np.concatenate([pairs[ids, 0], pairs[ids, 1], negatives[is_there]])
+        slots = np.zeros((n, documents.shape[1]), np.int64)
+        slots[:, 0] = np.arange(n, 2 * n)
+        slots[:, 1:][is_there] = np.arange(2 * n, len(rows))
         pull = np.full(len(rows), 0.5 / (documents >= 0).sum(), np.float32)
-        pull[: len(ids)] = 0.5 / len(whole)
-
-        # as the sampler deals the global batch
-        parts = np.array_split(np.arange(len(whole)), self.sampler.accumulation)
-        owners = np.concatenate([self.sampler.owners(len(part)) for part in parts])
-        dealt = [np.flatnonzero(owners == rank) for rank in range(self.sampler.num_replicas)]
-        most = max(map(len, dealt))
-        arrival = np.zeros(len(whole), np.int64)
-        for rank, places in enumerate(dealt):
-            arrival[places] = rank * most + np.arange(len(places))
-        return PairBatch(
-            self.lay_out(rows),
-            self.targets(rows),
-            torch.from_numpy(slots),
-            torch.from_numpy(pull),
-            torch.from_numpy(mine * documents.shape[1]),
-            torch.from_numpy(self.corpus.positives[ids]),
-            torch.from_numpy(documents.ravel()),
-            torch.from_numpy(arrival),
-            most,
-            len(whole),
-        )
+        pull[:n] = 0.5 / len(whole)
+        arrays = [pull, slots, places, self.corpus.positives[ids], documents.ravel()]
+        tensors = [torch.from_numpy(array) for array in arrays]
+        texts = self.data.lay_out(rows)
+        return PairBatch(texts, self.data.targets(rows), *tensors, len(whole))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -677,18 +625,16 @@ LAYOUTS = {
 
 
 def find_hub(args):
-    """Say at once if the hub is needed and cannot be reached: its libraries would try for minutes.
-    Returns whether they must do without it. (rank 0)"""
+    """Whether the hub is needed and cannot be reached: its libraries would try for minutes.
+    (rank 0)"""
     from urllib.request import urlopen
 
-    names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
     remote = []
-    for name in sorted(names):
-        local = name.startswith(("builtin:", "pydocs")) or Path(name).exists()
-        if not local and Path(name).suffix not in (".txt", ".jsonl", ".json", ".csv", ".parquet"):
+    for name in (args.teacher_model, args.student_model, args.phase1_data, args.phase2_data):
+        if not name.startswith(("builtin:", "pydocs")) and not Path(name).exists():
             remote.append(name)
     if not remote or "HF_HUB_OFFLINE" in os.environ:
-        return "HF_HUB_OFFLINE" in os.environ
+        return False
     answers = []
 
     def ask():
@@ -705,7 +651,7 @@ def find_hub(args):
 
 
 def local_model(args, name, corpus):
-    """The folder of a model builtin:..., made if need be; other names as they are. (rank 0)"""
+    """The folder of a model builtin:..., made if need be; other names as they are. (all ranks)"""
     if not name.startswith("builtin:"):
         return name
     _, kind, *size = name.split(":")
@@ -715,7 +661,7 @@ def local_model(args, name, corpus):
     if kind == "bert":
         options += [f"--length={args.student_max_length or 64}", f"--seed={args.seed}"]
     folder = cache_folder(args, kind, corpus.folder.name, options[2:])
-    run_tool("make_builtin_models.py", folder, *options)
+    make_once(folder, run_tool, "make_builtin_models.py", *options)
     return str(folder)
 
 
@@ -772,8 +718,7 @@ def load_student(args, name):
         config["hidden_dropout_prob"] = args.student_dropout
         config["attention_probs_dropout_prob"] = args.student_dropout
     options = {"config_kwargs": config, "model_kwargs": {"dtype": torch.float32}}
-    options["trust_remote_code"] = args.trust_remote_code
-    student = load_model(name, "student", **options)
+    student = load_model(name, "student", trust_remote_code=args.trust_remote_code, **options)
     if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
         raise InputError(f"--student_model {name}: no transformer with a fast tokenizer")
     if len(student) < 2 or not isinstance(student[1], Pooling):
@@ -824,63 +769,61 @@ class Student(nn.Module):
         self.dtype = dtype  # of autocast
         self.layout = "padded"
         self.own_modules = len(model)  # what comes behind is the head
+        self.width = model.get_embedding_dimension()  # without the head
 
     def add_head(self, hidden, dimensions):
         """The original has the norm before GELU, which sentence-transformers has no modules for."""
         from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 
-        width = self.model.get_embedding_dimension()
-        self.model.append(Dense(width, hidden, activation_function=nn.GELU()))
+        self.model.append(Dense(self.width, hidden, activation_function=nn.GELU()))
         self.model.append(LayerNorm(hidden))
         self.model.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
         self.model.append(Normalize())
 
-    def dimensions(self, head):
-        modules = list(self.model)
-        if not head:
-            modules = modules[: self.own_modules]
-        for module in reversed(modules):
-            if hasattr(module, "get_embedding_dimension"):
-                return module.get_embedding_dimension()
-        raise InputError("no module of the student says how many dimensions it has")
+    def stages(self, head=True):
+        """The modules that a text goes through, with the head or without."""
+        modules = list(self.model)  # a slice of a SentenceTransformer would be another one
+        return modules if head else modules[: self.own_modules]
 
-    def forward(self, texts, head=True):
-        """Unit vectors (B, D) in float32, in the order in which the texts were asked for."""
-        network = self.model[0]
-        pooling = self.model[1]
-        ids = texts.groups(texts.ids)
+    def dimensions(self, head=True):
+        return self.model.get_embedding_dimension() if head else self.width
+
+    def forward(self, texts, head=True, full_precision=False):
+        """Unit vectors (B, D) in float32, in the order in which the texts were asked for.
+        full_precision: without autocast, as a saved student is used."""
+        network, pooling, *others = self.stages(head)
+        dtype = torch.float32 if full_precision else self.dtype
+        flat = self.layout == "flat" and not full_precision
         masks = texts.groups(texts.mask)
-        device = texts.ids.device.type
         # one autocast around all groups: it makes copies of all weights, and keeps them to its end
-        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(texts.ids.device.type, dtype, enabled=dtype != torch.float32):
             if self.layout == "padded":
                 states = []
-                for group, mask in zip(ids, masks, strict=True):
-                    features = network({"input_ids": group, "attention_mask": mask})
+                for ids, mask in zip(texts.groups(texts.ids), masks, strict=True):
+                    features = network({"input_ids": ids, "attention_mask": mask})
                     states.append(features["token_embeddings"].float())
             else:
                 output = network.model(
                     input_ids=texts.ids[None],
                     position_ids=texts.positions[None],
                     texts=texts,
-                    flat=self.layout == "flat",
+                    flat=flat,
                 )
                 states = output.last_hidden_state[0].float()
-        if self.layout == "flat":
+                if not flat:
+                    states = texts.groups(states)
+        if flat:
             features = {"cu_seq_lens_q": texts.starts, "seq_idx": texts.owner[None]}
             features["token_embeddings"] = states[None]
             vectors = pooling(features)["sentence_embedding"]
         else:
-            if self.layout == "groups":
-                states = texts.groups(states)
             pooled = []
             for group, mask in zip(states, masks, strict=True):
                 features = {"token_embeddings": group, "attention_mask": mask}
                 pooled.append(pooling(features)["sentence_embedding"])
             vectors = torch.cat(pooled)
         features = {"sentence_embedding": vectors.index_select(0, texts.order)}
-        modules = list(self.model)  # a slice of a SentenceTransformer would be another one
-        for module in modules[2 : None if head else self.own_modules]:
+        for module in others:
             features = module(features)
         return features["sentence_embedding"]
 
@@ -896,19 +839,11 @@ def attend(module, query, key, value, mask, scaling=None, dropout=0.0, **options
     query, key, value = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, H, D)
     if options["flat"]:
         longest = texts.shapes[0][1]
-        output = varlen_attn(
-            query,
-            key,
-            value,
-            texts.starts,
-            texts.starts,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1, 0) if causal else (-1, -1),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output[None], None
+        window = (-1, 0) if causal else (-1, -1)
+        grouped = query.shape[1] != key.shape[1]
+        where = (texts.starts, texts.starts, longest, longest)
+        heads = {"scale": scaling, "window_size": window, "enable_gqa": grouped}
+        return varlen_attn(query, key, value, *where, **heads)[None], None
     outputs = []
     parts = [texts.groups(tensor) for tensor in (query, key, value, texts.mask)]
     for *group, mask in zip(*parts, strict=True):
@@ -927,6 +862,7 @@ def choose_layout(student, tokens, device):
     from transformers import AttentionInterface
 
     network = student.model[0].model
+    config = network.config
     kind = "cpu" if device.type == "cpu" else "cuda"
     rows = np.unique(np.linspace(0, len(tokens.lengths) - 1, 16, dtype=np.int64))
     rows = np.concatenate([rows, np.argsort(tokens.lengths)[-8:]])  # and the longest
@@ -935,11 +871,11 @@ def choose_layout(student, tokens, device):
     layouts = []
     if getattr(network, "_supports_attention_backend", False):
         names = ["attention_probs_dropout_prob", "attention_dropout", "attention_dropout_prob"]
-        dropout = max(getattr(network.config, name, None) or 0.0 for name in names)
+        dropout = max(getattr(config, name, None) or 0.0 for name in names)
         if device.type == "cuda" and student.dtype != torch.float32 and dropout == 0:
             layouts.append("flat")
         layouts.append("groups")
-    own_attention = network.config._attn_implementation
+    own_attention = config._attn_implementation
     limit = 1e-4 if student.dtype == torch.float32 else 3e-2
     for layout in layouts:
         AttentionInterface.register("within_texts", attend)
@@ -984,11 +920,6 @@ def distance(student, target, l2_weight, cosine_weight):
     return l2_weight * (student - target).square().sum(1) + cosine_weight * (1 - cosine)
 
 
-def infonce(logits, labels):
-    """-log of the softmax at the labels (van den Oord et al. 2018); (n, M), (n,) -> (n,)."""
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
 def is_among(documents, positives):
     """Which of the documents (M,) are in each row of positives (n, P) -> (n, M)."""
     found = torch.zeros(len(positives), len(documents), dtype=torch.bool, device=documents.device)
@@ -1023,23 +954,24 @@ class GatherRows(torch.autograd.Function):
         return own
 
 
-def gather_documents(documents, batch):
-    """The documents (n, 1 + K, D) of this rank's queries -> those of all ranks (M, D), in the order
-    of the step's queries, which is the same on any number of ranks. (all ranks)"""
-    rows = F.pad(documents, (0, 0, 0, 0, 0, batch.most - len(documents)))
-    if dist.get_world_size() > 1:
-        rows = GatherRows.apply(rows)
-    return rows.index_select(0, batch.arrival).flatten(0, 1)
+def gather(rows, most, filler=0):
+    """The rows (n, ...) of all ranks, rank by rank, each rank's filled up to `most`. (all ranks)"""
+    filling = rows.new_full((most - len(rows), *rows.shape[1:]), filler)
+    rows = torch.cat([rows, filling])
+    if dist.get_world_size() == 1:
+        return rows
+    return GatherRows.apply(rows)
 
 
-def split_texts(batch, vectors):
-    """Vectors of a batch's texts (B, D) -> queries (n, D), their documents (n, 1 + K, D)."""
-    n = len(batch.labels)
-    k = len(batch.documents) // batch.total - 1
-    # by index_copy and not by a mask: the host would have to wait to know how many there are
-    table = vectors.new_zeros(n * k, vectors.shape[1]).index_copy(0, batch.slots, vectors[2 * n :])
-    documents = torch.cat([vectors[n : 2 * n, None], table.view(n, k, vectors.shape[1])], dim=1)
-    return vectors[:n], documents
+def split_texts(batches, vectors):
+    """Vectors of the batches' texts -> queries (n, D), their documents (n, 1 + K, D)."""
+    queries = []
+    documents = []
+    for batch, part in zip(batches, vectors, strict=True):
+        n, k = batch.slots.shape
+        queries.append(part[:n])
+        documents.append(part.index_select(0, batch.slots.flatten()).view(n, k, -1))
+    return torch.cat(queries), torch.cat(documents)
 
 
 def text_loss(args, batch, vectors):
@@ -1053,28 +985,32 @@ def pair_loss(args, batches, vectors):
     """What this rank adds to the mean loss of phase 2 over the step, and to its parts: loss,
     infonce, distance. batches: its micro-batches; vectors: those of their texts. (all ranks)"""
     first = batches[0]
-    labels = torch.cat([batch.labels for batch in batches])
+    total = first.total
+    places = torch.cat([batch.places for batch in batches])
     positives = torch.cat([batch.positives for batch in batches])
     pull = torch.cat([batch.pull for batch in batches])
-    targets = torch.cat([batch.targets for batch in batches])
-    targets = F.normalize(targets.float(), dim=1)
-    texts = torch.cat(vectors)
-    pairs = [split_texts(batch, part) for batch, part in zip(batches, vectors, strict=True)]
-    queries = torch.cat([part for part, _ in pairs])
-    documents = gather_documents(torch.cat([part for _, part in pairs]), first)
-    pairs = [split_texts(batch, batch.targets) for batch in batches]
-    teacher_queries = F.normalize(torch.cat([part for part, _ in pairs]).float(), dim=1)
-    teacher_documents = gather_documents(torch.cat([part for _, part in pairs]), first)
-    scores = teacher_queries @ F.normalize(teacher_documents.float(), dim=1).T
+    targets = [batch.targets for batch in batches]
+
+    # a query's documents are those of all ranks, in the order of the step's queries
+    most = len(batches) * math.ceil(total / (len(batches) * dist.get_world_size()))
+    order = gather(places, most, filler=total).argsort()[:total]
+    queries, documents = split_texts(batches, vectors)
+    documents = gather(documents, most).index_select(0, order).flatten(0, 1)
+    teacher_queries, teacher_documents = split_texts(batches, targets)
+    teacher_documents = gather(teacher_documents, most).index_select(0, order).flatten(0, 1)
+
+    labels = places * (len(documents) // total)  # the positives' numbers
+    scores = F.normalize(teacher_queries.float(), dim=1)
+    scores = scores @ F.normalize(teacher_documents.float(), dim=1).T
     margin = args.false_negative_margin
     masked = not_negatives(first.documents, positives, labels, scores, margin)
-
     logits = queries @ documents.T / args.temperature
     logits = logits.masked_fill(masked, -math.inf)
-    contrast = infonce(logits, labels).sum() / first.total
-    far = (distance(texts, targets, args.phase2_l2_weight, 0.0) * pull).sum()
-    loss = args.infonce_weight * contrast + far
-    return torch.stack([loss, contrast, far])
+    contrast = F.cross_entropy(logits, labels, reduction="none").sum() / total
+    targets = F.normalize(torch.cat(targets).float(), dim=1)
+    terms = distance(torch.cat(vectors), targets, args.phase2_l2_weight, 0.0)
+    far = (terms * pull).sum()
+    return torch.stack([args.infonce_weight * contrast + far, contrast, far])
 
 
 # ==================================================================================================
@@ -1803,7 +1739,6 @@ def draw_curves(path):
 # Evaluation
 
 EVALUATED_TOGETHER = 64  # texts
-BETTER = {"ndcg@10": "higher", "loss": "lower"}
 
 
 @torch.no_grad()
@@ -1833,7 +1768,7 @@ def ranks_of_answers(queries, documents, pairs):
     """The place of the document of each pair (P, 2) in the ranking for its query. Ties count
     against us, or one vector for all texts would look good. (all ranks)"""
     places = torch.zeros(len(pairs), dtype=torch.float64, device=queries.device)
-    pairs = torch.from_numpy(np.array(pairs)).to(queries.device)
+    pairs = torch.from_numpy(pairs.copy()).to(queries.device)
     for start in range(512 * dist.get_rank(), len(pairs), 512 * dist.get_world_size()):
         query, document = pairs[start : start + 512].T
         scores = queries.index_select(0, query) @ documents.T
@@ -1843,9 +1778,11 @@ def ranks_of_answers(queries, documents, pairs):
     return places.cpu().numpy()
 
 
-def ranking_metrics(places, query):
+def ranking_metrics(queries, documents, pairs):
     """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
-    queries. places (P,): of the documents that answer a query; query (P,): which one."""
+    queries. pairs (P, 2): which document answers which query. (all ranks)"""
+    places = ranks_of_answers(queries, documents, pairs)
+    query = pairs[:, 0]
     answers = np.bincount(query)
     discounts = 1 / np.log2(np.arange(2, 12))
     gains = np.where(places <= 10, 1 / np.log2(places + 1), 0)
@@ -1872,8 +1809,7 @@ def evaluate(run, head=True):
         raise RunError("the student's vectors are no longer finite: lower the learning rate")
     metrics = {}
     if queries > 0:
-        places = ranks_of_answers(vectors[:queries], vectors[queries:], corpus.eval_pairs)
-        metrics.update(ranking_metrics(places, corpus.eval_pairs[:, 0]))
+        metrics = ranking_metrics(vectors[:queries], vectors[queries:], corpus.eval_pairs)
     if head:  # without the distractors, which may have been trained on
         rows = texts[: queries + corpus.eval_answers]
         found = vectors[: len(rows)]
@@ -1888,27 +1824,17 @@ def evaluate(run, head=True):
 def evaluate_teacher(run):
     """The ranking metrics of the teacher's own vectors. (all ranks)"""
     corpus = run.corpus
-    if len(corpus.eval_queries) == 0:
+    queries = len(corpus.eval_queries)
+    if queries == 0:
         return {}
-    vectors = []
-    for rows in (corpus.eval_queries, corpus.eval_documents):
-        found = torch.from_numpy(run.data.vectors[rows]).to(run.device).float()
-        vectors.append(F.normalize(found, dim=1))
-    places = ranks_of_answers(*vectors, corpus.eval_pairs)
-    return ranking_metrics(places, corpus.eval_pairs[:, 0])
+    texts = np.concatenate([corpus.eval_queries, corpus.eval_documents])
+    vectors = torch.from_numpy(run.data.vectors[texts]).to(run.device).float()
+    vectors = F.normalize(vectors, dim=1)
+    return ranking_metrics(vectors[:queries], vectors[queries:], corpus.eval_pairs)
 
 
 def as_text(metrics):
-    return " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-
-
-def is_better(metric, value, best):
-    """Whether a metric is better than that of `best`, a record with a value, or None."""
-    if best is None:
-        return math.isfinite(value)
-    if BETTER[metric] == "lower":
-        return value < best["value"]
-    return value > best["value"]
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2002,32 +1928,37 @@ def make_sampler(run, phase):
     """The sampler of a phase, and its data."""
     args = run.args
     corpus = run.corpus
-    data = run.data
-    lengths = data.tokens.lengths
+    lengths = run.data.tokens.lengths
     if phase == 1:
-        return GlobalBatchSampler(np.asarray(corpus.phase1), args, run.state, lengths), data
+        return GlobalBatchSampler(corpus.phase1, args, run.state, lengths), run.data
     some = run.negatives[:, : args.num_negatives]
     cost = lengths[corpus.pairs].sum(1) + (lengths[some] * (some >= 0)).sum(1)
     sampler = GlobalBatchSampler(np.arange(len(corpus.pairs)), args, run.state, cost)
-    common = (data.tokens, data.vectors, data.layout, data.dimensions)
-    return sampler, PairData(args, corpus, run.negatives, sampler, *common)
+    return sampler, PairData(args, corpus, run.negatives, run.data)
+
+
+def is_better(value, best):
+    """Whether a value is better than that of `best`, or of None. NaN is never better."""
+    if best is None:
+        return math.isfinite(value)
+    return value > best["value"]
 
 
 def note_metrics(run, phase, metrics):
     """Log held-out metrics; the names of the checkpoints of which these weights are the best."""
     loop = run.loop
-    name = f"phase {phase}"
-    metric = "ndcg@10" if "ndcg@10" in metrics else "loss"
-    value = metrics[metric]
     row = {"step": loop["step"], "phase": phase, "epoch": loop["epoch"]}
-    run.log.write({**row, **{f"val/{key}": number for key, number in metrics.items()}})
-    files = []
+    run.log.write({**row, **{f"val/{name}": value for name, value in metrics.items()}})
+    metric = "ndcg@10" if "ndcg@10" in metrics else "teacher_cosine"  # where there are no queries
+    value = metrics[metric]
+    name = f"phase {phase}"
     others = [best for key, best in loop["best"].items() if key != name]
-    if is_better(metric, value, loop["best"].get(name)):
+    files = []
+    if is_better(value, loop["best"].get(name)):
         files.append(f"phase{phase}_best.pt")
-        if all(is_better(metric, value, best) for best in others):
+        if all(is_better(value, best) for best in others):
             files.append("best.pt")
-        best = {"metric": metric, "value": value, "better": BETTER[metric], "step": loop["step"]}
+        best = {"metric": metric, "value": value, "better": "higher", "step": loop["step"]}
         loop["best"][name] = {**best, "metrics": metrics}
     return files
 
@@ -2187,38 +2118,29 @@ def load_best(args, student):
 # Main
 
 
-def save_student(args, student, head, path, corpus, tokens, device, card=""):
+def save_student(args, student, head, path, corpus, tokens, card=""):
     """Save as a SentenceTransformer of its own modules, with the head or without; load it, and
     compare what it gives with the forward pass. (rank 0)"""
     from sentence_transformers import SentenceTransformer
 
-    modules = list(student.model)
-    if not head:
-        modules = modules[: student.own_modules]
     prompts = student.model.prompts
-    model = SentenceTransformer(modules=modules, prompts=prompts, device=str(device))
+    device = student.model.device
+    options = {"device": str(device), "trust_remote_code": args.trust_remote_code}
     new = path.with_name(f"{path.name}.tmp")
     shutil.rmtree(new, ignore_errors=True)
+    model = SentenceTransformer(modules=student.stages(head), prompts=prompts, **options)
     model.save(str(new), create_model_card=False)
     (new / "README.md").write_text(card)
-    trust = args.trust_remote_code
-    loaded = SentenceTransformer(str(new), device=str(device), trust_remote_code=trust)
-    kind = "cpu" if device.type == "cpu" else "cuda"
+
+    loaded = SentenceTransformer(str(new), **options)
     rows = np.unique(np.linspace(0, len(corpus.kinds) - 1, 64, dtype=np.int64))
-    texts = corpus.texts(rows, [prompts["query"], prompts["document"]])
     options = {"prompt": "", "convert_to_tensor": True, "show_progress_bar": False}
-    found = loaded.encode(texts, batch_size=8, **options)
-    layout = student.layout
-    dtype = student.dtype
-    student.dtype = torch.float32  # as it is saved
-    if layout == "flat":  # is for bf16
-        student.layout = "groups"
+    found = loaded.encode(corpus.texts(rows, prompts), batch_size=8, **options)
     student.eval()
     with torch.no_grad():
-        expected = student(lay_out(tokens, rows, *LAYOUTS["padded"][kind]).to(device), head)
+        texts = lay_out(tokens, rows, *LAYOUTS["padded"]["cpu"]).to(device)
+        expected = student(texts, head, full_precision=True)
     student.train()
-    student.layout = layout
-    student.dtype = dtype
     gap = (found.float() - expected).abs().max().item()
     if not gap <= 1e-5:
         text = "the student, saved and loaded again, gives other vectors"
@@ -2226,22 +2148,13 @@ def save_student(args, student, head, path, corpus, tokens, device, card=""):
     if path.exists():
         shutil.rmtree(path)
     new.rename(path)
-    return gap
+    logging.info(f"Saved {path}: loaded, it gives the same vectors to {gap:.1e}")
 
 
-def check_saving(args, student, corpus, tokens, device):
+def check_saving(args, student, corpus, tokens):
     """Better known now than after hours: can the student be saved and loaded? (rank 0)"""
-    path = Path(args.output_dir) / "check"
-    try:
-        save_student(args, student, True, path, corpus, tokens, device)
-    except RunError:
-        raise
-    except Exception as error:  # the libraries raise many kinds
-        text = " ".join(str(error).split())[:300]
-        raise InputError(f"--student_model cannot be saved and loaded again: {text}") from None
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.rmtree(f"{path}.tmp", ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=args.output_dir, prefix="check-") as folder:
+        save_student(args, student, True, Path(folder) / "student", corpus, tokens)
 
 
 def save_artifacts(run, table):
@@ -2249,80 +2162,60 @@ def save_artifacts(run, table):
     args = run.args
     student = run.student
     short = re.sub(r"\W+", "-", args.student_model.rstrip("/").rpartition("/")[2]).strip("-")
-    name = f"distilled-{short}-{student.dimensions(True)}d"
+    name = f"distilled-{short}-{student.dimensions()}d"
     paths = {}
     if args.use_projection:
-        paths[f"{name}-base-{student.dimensions(False)}d"] = False
+        paths[f"{args.artifacts_dir}/{name}-base-{student.width}d"] = False
+        paths[f"{args.artifacts_dir}/{name}"] = True
     else:
-        name += "-mrl"
-    paths[name] = True
+        paths[f"{args.artifacts_dir}/{name}-mrl"] = True
+    card = ["---", "library_name: sentence-transformers", "---", f"# {name}", ""]
+    card += [f"`{args.student_model}` distilled from `{args.teacher_model}` by train_ddp.py, on"]
+    card += [f"{args.phase1_data} and {args.phase2_data}. Held out: {run.corpus.held_out()}."]
+    card += ["", "```", *table, "```", ""]
     Path(args.artifacts_dir).mkdir(parents=True, exist_ok=True)
-    for folder, head in paths.items():
-        path = Path(args.artifacts_dir) / folder
-        card = model_card(run, folder, head, table)
-        gap = save_student(args, student, head, path, run.corpus, run.data.tokens, run.device, card)
-        logging.info(f"Saved {path}: loaded, it gives the same vectors to {gap:.1e}")
-    return [f"{args.artifacts_dir}/{folder}" for folder in paths]
-
-
-def model_card(run, name, head, table):
-    args = run.args
-    lines = ["---", "library_name: sentence-transformers", "pipeline_tag: sentence-similarity"]
-    lines += ["---", f"# {name}", ""]
-    lines += [f"`{args.student_model}` distilled from `{args.teacher_model}` by `train_ddp.py`,"]
-    lines += [f"on {args.phase1_data} and {args.phase2_data}. Held out: {collection(run.corpus)}."]
-    if not head:
-        lines += ["This is the student without its head; the figures are with it."]
-    lines += ["", "```", *table, "```", "", "```python"]
-    lines += ["from sentence_transformers import SentenceTransformer", ""]
-    lines += ["model = SentenceTransformer(PATH)"]
-    lines += ['queries = model.encode_query(["..."])']
-    lines += ['documents = model.encode_document(["..."])', "```", ""]
-    return "\n".join(lines)
+    for path, head in paths.items():
+        tokens = run.data.tokens
+        save_student(args, student, head, Path(path), run.corpus, tokens, "\n".join(card))
+    return list(paths)
 
 
 def compare(run):
     """The last word: the best of each phase beside the untrained student and the teacher. Returns
     the best of both phases, and the lines of the table. (all ranks)"""
-    rows = {"untrained student": run.loop["untrained"]}
-    best_of_all = None
-    for phase, best in run.loop["best"].items():
+    loop = run.loop
+    rows = {"untrained student": loop["untrained"]}
+    for phase, best in loop["best"].items():
         rows[f"after {phase}"] = best["metrics"]
-        if is_better(best["metric"], best["value"], best_of_all):
-            best_of_all = best
-    rows["teacher"] = run.loop["teacher"]
-    metric = best_of_all["metric"]
-    table = []
-    for who, metrics in rows.items():
-        shown = ["ndcg@10", "mrr@10", "recall@100"] if metric == "ndcg@10" else ["loss"]
-        cells = [f"{name} {metrics[name]:.4f}" for name in shown if name in metrics]
-        table.append(f"{who:18} {'  '.join(cells)}")
-
-    logging.info(f"Held out: {collection(run.corpus)}; the best of each phase:")
+    rows["teacher"] = loop["teacher"]
+    table = [f"{who:18} {as_text(metrics)}" for who, metrics in rows.items()]
+    logging.info(f"Held out: {run.corpus.held_out()}; the best of each phase:")
     for line in table:
         logging.info(f"  {line}")
-    for phase, best in run.loop["best"].items():
-        if is_better(metric, best_of_all["value"], best):
-            text = f"{metric} {best['value']:.4f} after {best_of_all['value']:.4f}"
-            if phase == "phase 2":
-                logging.warning(f"phase 2 made the student worse ({text}): phase 1's is kept")
-    untrained = run.loop["untrained"].get(metric)
-    if untrained is not None and not is_better(metric, best_of_all["value"], {"value": untrained}):
-        text = f"{metric} {best_of_all['value']:.4f}, untrained {untrained:.4f}"
+
+    best = max(loop["best"].values(), key=lambda record: record["value"])
+    reached = f"{best['metric']} {best['value']:.4f}"
+    last = loop["best"].get("phase 2", best)
+    if last["value"] < best["value"]:
+        text = f"{last['value']:.4f} after {reached}"
+        logging.warning(f"phase 2 made the student worse ({text}): phase 1's is kept")
+    untrained = loop["untrained"].get(best["metric"], -math.inf)
+    if best["value"] <= untrained:
         hint = "look at the learning rates, the data, and what the teacher itself reaches"
+        text = f"{reached}, untrained {untrained:.4f}"
         logging.warning(f"training did not make the student better ({text}): {hint}")
-    return best_of_all, table
+    return best, table
 
 
 def prepare(args, device):
-    """Data, models, teacher vectors and the run's folder, as a Run; None if the ranks agreed to
-    stop. (all ranks)"""
+    """Data, models, teacher vectors and the run's folder, as a Run; if the ranks agreed to stop,
+    the reason. (all ranks)"""
     if on_rank0(find_hub, args):
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+        os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     corpus = load_corpus(args)
-    teacher_name = on_rank0(local_model, args, args.teacher_model, corpus)
-    student_name = on_rank0(local_model, args, args.student_model, corpus)
+    teacher_name = local_model(args, args.teacher_model, corpus)
+    student_name = local_model(args, args.student_model, corpus)
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, student_name)
     tokens = load_tokens(args, corpus, model)
@@ -2336,24 +2229,24 @@ def prepare(args, device):
     # the student as it will be saved, before the teacher reads for hours
     student = Student(model.to(device), choose_precision(args, device))
     layout = choose_layout(student, tokens, device)
-    on_rank0(check_saving, args, student, corpus, tokens, device)
+    on_rank0(check_saving, args, student, corpus, tokens)
     guard = StepGuard(args, device)
     vectors = teacher_vectors(args, corpus, teacher_name, folder, device, guard)
     if vectors is None:
         return guard.reason
-    width = student.dimensions(False)
-    torch.manual_seed(args.seed)
+    width = student.width
+    dimensions = vectors.shape[1]
     if args.use_projection:
-        student.add_head(args.projection_hidden, vectors.shape[1])
+        torch.manual_seed(args.seed)  # the same head on all ranks
+        student.add_head(args.projection_hidden, dimensions)
         student.to(device)
-        logging.info(f"With a head from {width} to the teacher's {vectors.shape[1]} dimensions")
-    elif vectors.shape[1] < width:
-        text = f"{width} teacher dimensions for this student, there are {vectors.shape[1]}"
+        logging.info(f"With a head from {width} to the teacher's {dimensions} dimensions")
+    elif dimensions < width:
+        text = f"{width} teacher dimensions for this student, there are {dimensions}"
         raise InputError(f"--use_projection False needs {text}")
     else:
-        logging.info(f"No head: the target is the first {width} of {vectors.shape[1]} dimensions")
-    dimensions = student.dimensions(True)
-    data = TextData(tokens, vectors, layout, dimensions)
+        logging.info(f"No head: the target is the first {width} of {dimensions} dimensions")
+    data = TextData(tokens, vectors, layout, student.dimensions())
     freeze_unused(student, data.lay_out(np.arange(min(4, len(tokens.lengths)))).to(device))
     negatives = mine_negatives(args, corpus, vectors, folder, device)
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
@@ -2406,7 +2299,7 @@ def main(args):
         logging.info("Training process completed.")
         best, table = compare(run)
         summary["best"] = {key: value for key, value in best.items() if key != "metrics"}
-        summary["held_out"] = collection(run.corpus)
+        summary["held_out"] = run.corpus.held_out()
         summary["baselines"] = {"untrained": loop["untrained"], "teacher": loop["teacher"]}
         summary["phases"] = {name: best["metrics"] for name, best in loop["best"].items()}
         if args.save_to_artifacts:
