@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import math
 import os
 import subprocess
@@ -79,7 +78,12 @@ def run(*options, program=SCRIPT, status=0, ranks=1):
     if ranks > 1:
         launch = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}"
         command = [sys.executable, *launch.split(), program, *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -113,24 +117,39 @@ def unit(*shape, seed=0):
     return F.normalize(torch.randn(*shape, generator=generator, dtype=torch.float64), dim=-1)
 
 
-@pytest.mark.parametrize("dim", [8, 768])
-def test_the_distance_is_a_sum_over_dimensions(dim):
+def test_the_distance_is_a_sum_over_dimensions():
     """|s - t|^2 = 2 (1 - cos) for unit vectors of any size: the weights mean the same for all."""
-    s = unit(5, dim, seed=1)
-    t = unit(5, dim, seed=2)
-    cosine = F.cosine_similarity(s, t)
-    assert torch.allclose(script.distance(s, t, 1.0, 0.0), 2 * (1 - cosine))
-    assert torch.allclose(script.distance(s, t, 0.4, 0.6), 1.4 * (1 - cosine))
+    for dim in (8, 768):
+        s = unit(5, dim, seed=1)
+        t = unit(5, dim, seed=2)
+        cosine = F.cosine_similarity(s, t)
+        assert torch.allclose(script.distance(s, t, 1.0, 0.0), 2 * (1 - cosine))
+        assert torch.allclose(script.distance(s, t, 0.4, 0.6), 1.4 * (1 - cosine))
 
 
-def test_infonce_is_multiple_negatives_ranking_loss():
+def pair_batch(total, places, targets, negatives=0):
+    """Queries `places` of a step, with as many negatives each; all documents differ."""
+    n = len(places)
+    slots = n + torch.arange(n * (1 + negatives)).view(-1, n).T
+    documents = torch.arange(total * (1 + negatives))
+    positives = places[:, None] * (1 + negatives)
+    return script.PairBatch(
+        None, targets, torch.zeros(len(targets)), slots, places, positives, documents, total
+    )
+
+
+def test_infonce_is_multiple_negatives_ranking_loss(group):
     losses = pytest.importorskip("sentence_transformers.sentence_transformer").losses
     q = unit(6, 16, seed=5).float()
     d = unit(6, 16, seed=6).float()
     theirs = losses.MultipleNegativesRankingLoss(None, scale=50.0)
     expected = theirs.compute_loss_from_embeddings([q, d], None).item()
-    found = script.infonce(q @ d.T / 0.02, torch.arange(6)).mean().item()
-    assert found == pytest.approx(expected, rel=1e-5)
+    vectors = torch.cat([q, d])
+    batch = pair_batch(6, torch.arange(6), vectors)
+    args = arguments("--infonce_weight=0.5", "--false_negative_margin=2")
+    loss, infonce, _ = script.pair_loss(args, [batch], [vectors])
+    assert infonce.item() == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == pytest.approx(0.5 * expected, rel=1e-5)
 
 
 def test_what_is_no_negative():
@@ -149,49 +168,65 @@ def test_what_is_no_negative():
         assert masked.int().tolist() == rows
 
 
-GRADIENT = """
-import sys
+def gradient_of_a_step():
+    """Of the loss of 7 queries, with two documents each, which are dealt to the ranks."""
+    weight = torch.linspace(-1, 1, 30).view(6, 5).double().requires_grad_()
+    items = torch.sin(torch.arange(7 * 3 * 6.0)).view(7, 3, 6).double()
+    places = torch.arange(7)[dist.get_rank() :: dist.get_world_size()]
+    texts = items[places].transpose(0, 1).flatten(0, 1)
+    vectors = F.normalize(texts @ weight, dim=1)
+    batch = pair_batch(7, places, torch.ones(len(texts), 2), negatives=1)
+    args = arguments("--temperature=0.1", "--false_negative_margin=2")
+    loss = script.pair_loss(args, [batch], [vectors])[0]
+    with mock.patch.object(dist, "all_reduce", None):  # the backward pass is a reduce-scatter
+        loss.backward()
+    dist.all_reduce(weight.grad)
+    return weight.grad
+
+
+def load_slowly():
+    began = time.time()
+    time.sleep(0.3)
+    return [began, time.time()]
+
+
+THREE_RANKS = """
+import json, sys
 import torch
 import torch.distributed as dist
-import train_ddp as script
+import test_train_ddp
+import train_ddp
 
 dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-weight = torch.linspace(-1, 1, 30).view(6, 5).double().requires_grad_()
-items = torch.sin(torch.arange(7 * 3 * 6.0)).view(7, 3, 6).double()
-mine = torch.arange(7)[rank::world_size]
-dealt = [torch.arange(7)[r::world_size] for r in range(world_size)]
-most = len(dealt[0])
-arrival = torch.zeros(7, dtype=torch.int64)
-for r, places in enumerate(dealt):
-    arrival[places] = r * most + torch.arange(len(places))
-batch = script.PairBatch(*[None] * 7, arrival, most, 7)
-vectors = torch.nn.functional.normalize(items[mine] @ weight, dim=-1)
-documents = script.gather_documents(vectors[:, 1:], batch)
-loss = script.infonce(vectors[:, 0] @ documents.T / 0.1, mine * 2).sum() / 7
-plain = dist.all_reduce
-dist.all_reduce = None  # the backward pass is a reduce-scatter
-loss.backward()
-dist.all_reduce = plain
-dist.all_reduce(weight.grad)
-if rank == 0:
-    torch.save(weight.grad, sys.argv[1])
+gradient = test_train_ddp.gradient_of_a_step()
+times = train_ddp.load_in_turn(test_train_ddp.load_slowly)
+open(f"{sys.argv[1]}/times-{dist.get_rank()}.json", "w").write(json.dumps(times))
+if dist.get_rank() == 0:
+    torch.save(gradient, f"{sys.argv[1]}/gradient.pt")
 dist.destroy_process_group()
 """
 
 
-def test_the_gradient_over_ranks_is_that_of_the_whole_batch(tmp_path):
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "program.py").write_text(THREE_RANKS)
+    run(str(folder), program=str(folder / "program.py"), ranks=3)
+    return folder
+
+
+def test_the_gradient_over_ranks_is_that_of_the_whole_batch(three_ranks, group):
     """With unequal shares, too."""
-    (tmp_path / "program.py").write_text(GRADIENT)
-    found = []
-    for ranks in (1, 3):
-        command = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}".split()
-        program = [str(tmp_path / "program.py"), str(tmp_path / "gradient.pt")]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *command, *program], check=True, env=env, timeout=100)
-        found.append(torch.load(tmp_path / "gradient.pt"))
-    assert found[0].abs().max() > 0.01
-    assert torch.allclose(found[0], found[1], rtol=1e-12, atol=1e-14)
+    found = torch.load(three_ranks / "gradient.pt")
+    assert found.abs().max() > 0.01
+    assert torch.allclose(found, gradient_of_a_step(), rtol=1e-12, atol=1e-14)
+
+
+def test_ranks_load_the_teacher_one_after_the_other(three_ranks):
+    times = sorted(json.loads(path.read_text()) for path in three_ranks.glob("times-*.json"))
+    assert len(times) == 3
+    for one, other in zip(times[:-1], times[1:], strict=True):
+        assert one[1] <= other[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,7 +240,7 @@ def test_ranking_metrics_against_counting(group):
     pairs = np.array([[0, 0], [1, 1], [1, 2], [2, 4]])
     places = script.ranks_of_answers(queries, documents, pairs)
     assert places.tolist() == [1, 2, 1, 12]
-    found = script.ranking_metrics(places, pairs[:, 0])
+    found = script.ranking_metrics(queries, documents, pairs)
     assert found["ndcg@10"] == pytest.approx(2 / 3)
     assert found["mrr@10"] == pytest.approx(2 / 3)
     assert found["recall@100"] == 1
@@ -270,19 +305,16 @@ def test_a_run_learns_and_says_so(trained):
 
 
 def test_mrl_and_the_teacher_once(work, trained):
-    """The second run finds the vectors of the first; its target is the first part of them."""
+    """The target is the first part of the teacher's vectors; those of another run are found."""
     options = [f"--output_dir={work}/mrl", "--use_projection=False", "--skip_phase2"]
-    options += ["--student_model=builtin:bert:1x32", "--teacher_model=builtin:bert:1x64"]
-    options += ["--save_to_artifacts", f"--artifacts_dir={work}/models", "--max_steps=3"]
-    said = run(*small(work, *options))
+    options += ["--student_model=builtin:bert:1x32", "--max_steps=3"]
+    more = ["--teacher_model=builtin:bert:1x64", "--save_to_artifacts"]
+    said = run(*small(work, *options, *more, f"--artifacts_dir={work}/models"))
     assert "The teacher reads" in said
     assert "the target is the first 32 of 64 dimensions" in said
-    before = len([*work.glob("cache/teacher-*")])
-    said = run(*small(work, *options, "--fresh"))
-    assert "The teacher reads" not in said and "no teacher is needed" in said
-    assert len([*work.glob("cache/teacher-*")]) == before
     assert (work / "models" / "distilled-builtin-bert-1x32-32d-mrl" / "modules.json").exists()
-    said = run(*small(work, *options, "--teacher_model=builtin:lsa:16", "--fresh"), status=2)
+    said = run(*small(work, *options, "--fresh"), status=2)
+    assert "The teacher reads" not in said and "no teacher is needed" in said
     assert "--use_projection False needs 32 teacher dimensions" in said
 
 
@@ -302,17 +334,17 @@ def test_a_rate_changed_on_resume_is_said_and_applied(work, tmp_path, trained):
     assert "was trained on other data" in said and "--fresh" in said
 
 
-def test_skip_phase1(work, tmp_path, trained):
+def test_skip_phase1(work, tmp_path, trained, group, caplog):
     """From the checkpoint that is named, from that of an earlier run, or from the raw student."""
-    options = [f"--output_dir={tmp_path}/out", "--skip_phase1", "--max_steps=2"]
     best = f"--phase1_checkpoint={trained[1]}/phase1_best.pt"
-    said = run(*small(work, *options, best))
+    options = small(work, f"--output_dir={tmp_path}/out", "--skip_phase1", "--max_steps=2")
+    said = run(*options, best)
     assert f"Phase 2 starts from {trained[1]}/phase1_best.pt" in said and "phase 1:" in said
     assert {row["phase"] for row in rows_of(tmp_path / "out")} == {2}
-    said = run(*small(work, *options, "--fresh"))
-    assert "phase 2 starts from the untrained student" in said
-    said = run(*small(work, *options, "--fresh", best, "--projection_hidden=16"), status=2)
-    assert "was trained with --projection_hidden 32" in said
+    with pytest.raises(script.InputError, match="was trained with --projection_hidden 32"):
+        script.load_best(arguments(*options, best, "--projection_hidden=16"), None)
+    script.load_best(arguments(*options), None)
+    assert "phase 2 starts from the untrained student" in caplog.text
 
 
 LONG_STEP = """
@@ -360,7 +392,7 @@ def test_without_a_hub_it_is_said_in_seconds(tmp_path):
 
 
 def fake_run(best, untrained, teacher=0.6):
-    corpus = SimpleNamespace(eval_queries=[0], eval_documents=[0, 1], eval_answers=1)
+    corpus = SimpleNamespace(held_out=lambda: "1 query")
     phases = {}
     for phase, value in best.items():
         record = {"metric": "ndcg@10", "value": value, "better": "higher", "step": 7}
@@ -369,23 +401,17 @@ def fake_run(best, untrained, teacher=0.6):
     return SimpleNamespace(corpus=corpus, loop={**loop, "step": 9, "epoch": 1}, log=mock.Mock())
 
 
-@pytest.mark.parametrize(
-    "values, untrained, best, warned",
-    [
-        ((0.54, 0.40), 0.53, 0.54, ["phase 2 made the student worse"]),
-        ((0.54, 0.55), 0.56, 0.55, ["training did not make the student better"]),
-        ((0.54, 0.55), 0.53, 0.55, []),
-    ],
-)
-def test_the_best_of_both_phases_is_kept(caplog, values, untrained, best, warned):
-    phases = {"phase 1": values[0], "phase 2": values[1]}
-    with caplog.at_level(logging.INFO):
-        found, table = script.compare(fake_run(phases, untrained))
-    assert found["value"] == best and len(table) == 4
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == len(warned)
-    for text, expected in zip(warnings, warned, strict=True):
-        assert expected in text
+def test_the_best_of_both_phases_is_kept(caplog):
+    cases = [  # values of both phases and of the untrained student, what is said
+        (0.54, 0.40, 0.53, "phase 2 made the student worse"),
+        (0.54, 0.55, 0.56, "training did not make the student better"),
+        (0.54, 0.55, 0.53, ""),
+    ]
+    for first, second, untrained, warning in cases:
+        caplog.clear()
+        best, table = script.compare(fake_run({"phase 1": first, "phase 2": second}, untrained))
+        assert best["value"] == max(first, second) and len(table) == 4
+        assert len(caplog.records) == (warning != "") and warning in caplog.text
 
 
 def test_which_checkpoints_are_the_best():
@@ -395,8 +421,8 @@ def test_which_checkpoints_are_the_best():
     assert script.note_metrics(run, 2, {"ndcg@10": 0.55}) == []
     run = fake_run({}, 0.5)
     assert script.note_metrics(run, 1, {"ndcg@10": math.nan}) == []
-    assert script.note_metrics(run, 1, {"loss": 0.5}) == ["phase1_best.pt", "best.pt"]
-    assert script.note_metrics(run, 1, {"loss": 0.6}) == []
+    assert script.note_metrics(run, 1, {"teacher_cosine": 0.5}) == ["phase1_best.pt", "best.pt"]
+    assert script.note_metrics(run, 1, {"teacher_cosine": 0.4}) == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,12 +492,12 @@ def test_students_in_their_layouts(kind, layouts, corpus, student_folder, tmp_pa
     student = script.Student(model, torch.float32)
     layout = script.choose_layout(student, tokens, CPU)
     assert student.layout in layouts
-    script.check_saving(args, student, corpus, tokens, CPU)
+    script.check_saving(args, student, corpus, tokens)
 
     rows = np.array([0, 9, 30, 4, 77, 120, 33, 8])
     loaded = script.load_model(name, "student")
     if kind == "bert":
-        texts = corpus.texts(rows, ["", ""])
+        texts = [corpus.decode(row) for row in rows]
         loaded.max_seq_length = 24
         expected = torch.from_numpy(loaded.encode(texts, normalize_embeddings=True))
         found = student.eval()(script.lay_out(tokens, rows, *layout))
@@ -523,39 +549,22 @@ def test_laid_out_tokens_are_the_tokenizers(corpus, student_folder, tmp_path, gr
         for line, seen in zip(group_ids, mask, strict=True):
             lines.append(line[seen.bool()].tolist())
     found = [lines[place] for place in texts.order]
-    written = corpus.texts(rows, ["find: ", ""])
+    written = corpus.texts(rows, model.prompts)
+    assert sum(text.startswith("find: ") for text in written) == (corpus.kinds[rows] == 0).sum()
     expected = model.tokenizer(written, truncation=True, max_length=24)["input_ids"]
     assert found == expected
     assert texts.mask.float().mean() > 0.9
     assert texts.positions.max() < 24
 
 
-class Counter(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU, and casts of large tensors."""
+class Casts(TorchDispatchMode):
+    """Counts the casts of weights."""
 
-    WAITS = (
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "masked_scatter_backward",
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-        self.casts = 0
+    found = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.split("::")[1]
-        if name in self.WAITS:
-            self.waits.append(name)
-        if name.startswith(("index", "_index_put")) and isinstance(args[1], (list, tuple)):
-            dtypes = [getattr(index, "dtype", None) for index in args[1]]
-            if torch.bool in dtypes:
-                self.waits.append(name)
-        if name == "_to_copy" and args[0].ndim == 2 and args[0].requires_grad:
-            self.casts += 1
+        if "_to_copy" in str(function) and args[0].ndim == 2 and args[0].requires_grad:
+            self.found += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -572,24 +581,6 @@ def step(corpus, student_folder, tmp_path, group, work):
     run.negatives = corpus.negatives
     student.train()
     return run, student
-
-
-def test_no_step_waits_for_the_device(step):
-    run, student = step
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    script.freeze_unused(student, run.data.lay_out(np.arange(4)))
-    for phase in (1, 2):
-        sampler, data = script.make_sampler(run, phase)
-        assert sampler.accumulation == 3
-        sampler.set_epoch(0)
-        batches = [data[item] for _, item in zip(range(3), sampler, strict=False)]
-        with Counter() as counter:
-            if phase == 1:
-                parts = script.text_step(run.args, student, batches, scaler)
-            else:
-                parts = script.pair_step(run.args, student, student, batches, scaler, lambda: None)
-        assert counter.waits == []
-        assert torch.isfinite(parts).all() and len(parts) == len(script.PARTS[phase])
 
 
 def test_a_step_of_each_phase_on_the_meta_device(step, monkeypatch):
@@ -640,9 +631,9 @@ def test_one_autocast_around_all_groups(step):
     casts = []
     for layout in ((64, 0.9), (2, 0.0)):
         texts = script.lay_out(run.data.tokens, np.arange(40), *layout)
-        with Counter() as counter:
+        with Casts() as counter:
             student(texts)
-        casts.append((len(texts.shapes), counter.casts))
+        casts.append((len(texts.shapes), counter.found))
     assert casts[0][0] == 1 and casts[1][0] > 5
     assert casts[0][1] == casts[1][1] > 0
 
@@ -701,36 +692,10 @@ def test_teacher_vectors_are_computed_once(corpus, tmp_path, group, monkeypatch)
     assert Teacher.encoded == len(corpus.kinds)
     Teacher.fails = True
     assert np.array_equal(compute(), vectors)
-    texts = corpus.texts(range(len(corpus.kinds)), ["q: ", ""])
+    texts = corpus.texts(range(len(corpus.kinds)), Teacher.prompts)
     expected = [[len(t), t.startswith("q: "), 1.0] for t in texts]
     expected = F.normalize(torch.tensor(expected), dim=1).numpy()
     assert vectors.dtype == np.float16 and np.allclose(vectors, expected, atol=1e-3)
-
-
-IN_TURN = """
-import json, sys, time
-import torch.distributed as dist
-import train_ddp as script
-
-def load():
-    began = time.time()
-    time.sleep(0.3)
-    return [began, time.time()]
-
-dist.init_process_group("gloo")
-times = script.load_in_turn(load)
-open(f"{sys.argv[1]}/times-{dist.get_rank()}.json", "w").write(json.dumps(times))
-dist.destroy_process_group()
-"""
-
-
-def test_ranks_load_the_teacher_one_after_the_other(tmp_path):
-    (tmp_path / "program.py").write_text(IN_TURN)
-    run(str(tmp_path), program=str(tmp_path / "program.py"), ranks=3)
-    times = sorted(json.loads(path.read_text()) for path in tmp_path.glob("times-*.json"))
-    assert len(times) == 3
-    for one, other in zip(times[:-1], times[1:], strict=True):
-        assert one[1] <= other[0]
 
 
 def test_mined_negatives_against_sorting(corpus, tmp_path, group):
@@ -882,8 +847,7 @@ def test_ms_marco_rows():
 
 REFUSED = {
     "--false_negative_margin=-3": "--false_negative_margin -3.0: must be from -1",
-    "--eval_fraction=1": "--eval_fraction 1.0",
-    "--temperature=0": "--temperature 0.0",
+    "--eval_fraction=1": "--eval_fraction 1.0: must be from 0 to 0.99",
     "--phase2_data=texts.txt": "--phase2_data texts.txt",
     "--phase1_lr=nan": "--phase1_lr nan",
     "--student_layer=3": "did you mean student_layers?",
@@ -897,11 +861,7 @@ def test_options_that_cannot_be(option):
     assert REFUSED[option] in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_configurations(tmp_path):
-    """train_ddp.yaml changes nothing; quickstart's folder is another in each mode."""
-    plain = vars(arguments())
-    read = vars(arguments("--config", str(ROOT / "configs" / "train_ddp.yaml")))
-    assert {**read, "config": None} == plain
+def test_each_mode_has_a_folder_of_its_own():
     quickstart = str(ROOT / "configs" / "train_ddp_quickstart.yaml")
     folders = {arguments(quickstart, f"--use_projection={v}").output_dir for v in ("True", "no")}
     assert len(folders) == 2

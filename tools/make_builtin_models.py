@@ -142,19 +142,11 @@ def make_pydocs(args):
     (args.out / "pairs.jsonl").write_text("".join(lines))
 
 
-class Corpus:
-    """The training texts of a folder of tools/prepare_texts.py."""
+def open_corpus(folder):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from train_ddp import Corpus  # here, since it needs torch, for which pydocs does not wait
 
-    def __init__(self, folder):
-        self.arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
-
-    def texts(self, numbers):
-        offsets = self.arrays["offsets"]
-        found = []
-        for number in numbers:
-            part = self.arrays["text"][offsets[number] : offsets[number + 1]]
-            found.append(part.tobytes().decode())
-        return found
+    return Corpus(folder)
 
 
 def make_lsa(args):
@@ -166,14 +158,11 @@ def make_lsa(args):
     from sklearn.feature_extraction.text import TfidfVectorizer
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-    corpus = Corpus(args.texts)
-    pairs = corpus.arrays["pairs"]
-    texts = corpus.texts(corpus.arrays["phase1"])
-    if len(pairs) > 0:
-        # a query and its document as one text: words that meet across the two share directions
-        queries = corpus.texts(pairs[:, 0])
-        documents = corpus.texts(pairs[:, 1])
-        texts = [f"{q}\n{d}" for q, d in zip(queries, documents, strict=True)]
+    corpus = open_corpus(args.texts)
+    # a query and its document as one text: words that meet across the two share directions
+    texts = [f"{corpus.decode(q)}\n{corpus.decode(d)}" for q, d in corpus.pairs]
+    if not texts:
+        texts = [corpus.decode(number) for number in corpus.phase1]
     vectorizer = TfidfVectorizer(token_pattern=WORD, max_features=LSA_WORDS, dtype=np.float32)
     vectorizer.fit(texts)
     vectorizer.idf_ = vectorizer.idf_**1.5  # rare words count more: better on documentation
@@ -204,9 +193,9 @@ def make_vocabulary(texts, normalizer, splitter):
     for word, times in words.items():
         for letter in word:
             letters[letter] += times
-    common = sorted(letters, key=lambda letter: (-letters[letter], letter))[:200]
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(common)]
-    pieces += [f"##{letter}" for letter in sorted(common)]
+    common = sorted(sorted(letters, key=lambda letter: (-letters[letter], letter))[:200])
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *common]
+    pieces += [f"##{letter}" for letter in common]
     others = sorted(words.keys() - set(pieces), key=lambda word: (-words[word], word))
     return pieces + others[: BERT_PIECES - len(pieces)]
 
@@ -218,9 +207,9 @@ def make_bert(args):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    corpus = Corpus(args.texts)
-    trained = [corpus.arrays["phase1"], corpus.arrays["pairs"].ravel()]
-    texts = corpus.texts(np.unique(np.concatenate(trained)))
+    corpus = open_corpus(args.texts)
+    trained = np.unique(np.concatenate([corpus.phase1, corpus.pairs.ravel()]))
+    texts = [corpus.decode(number) for number in trained]
     normalizer = normalizers.BertNormalizer(lowercase=True)
     splitter = pre_tokenizers.BertPreTokenizer()
     pieces = make_vocabulary(texts, normalizer, splitter)
@@ -230,10 +219,11 @@ def make_bert(args):
     tokenizer.pre_tokenizer = splitter
     tokenizer.add_special_tokens(pieces[:5])
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=args.length)
 
     layers, width = map(int, args.size.split("x"))
     config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=len(pieces),
         hidden_size=width,
         num_hidden_layers=layers,
         intermediate_size=2 * width,
@@ -245,9 +235,7 @@ def make_bert(args):
     folder = args.out / "bert"
     torch.manual_seed(args.seed)
     BertModel(config).save_pretrained(folder)
-    BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=args.length).save_pretrained(
-        folder
-    )
+    tokenizer.save_pretrained(folder)
     network = Transformer(str(folder), max_seq_length=args.length)
     model = SentenceTransformer(modules=[network, Pooling(width)], device="cpu")
     model.save(str(args.out), create_model_card=False)

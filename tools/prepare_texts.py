@@ -2,9 +2,9 @@
 
     python tools/prepare_texts.py --phase1_data texts.txt --phase2_data pairs.jsonl --out FOLDER
 
-Sources: FILE.txt, one text a line (phase 1); FILE.jsonl, .json, .csv or .parquet with query,
-positive (a text or a list of texts) and, if there are any, negatives; NAME or NAME:CONFIG of a data
-set of the hub; ms_marco, which is MS MARCO v1.1.
+Sources: FILE.txt, one text a line (phase 1); FILE.jsonl, .csv or .parquet with query, positive (a
+text or a list of texts) and, if there are any, negatives; NAME or NAME:CONFIG of a data set of the
+hub; ms_marco, which is MS MARCO v1.1.
 
 Every row is checked first, and all that are wrong are listed: file, line, what was found. Held out
 are the validation rows of MS MARCO, elsewhere --eval_fraction of the queries by a hash: the split
@@ -23,6 +23,7 @@ Writes arrays into --out. Texts are numbered, each distinct one once:
 """
 
 import argparse
+import collections
 import csv
 import hashlib
 import itertools
@@ -47,12 +48,7 @@ def parse_args():
     add("--phase2_data", default="", help="queries and documents; none: nothing for phase 2")
     add("--max_samples_phase1", type=int, default=100_000, help="rows read for phase 1")
     add("--max_samples_phase2", type=int, default=500_000, help="rows read for phase 2")
-    add(
-        "--eval_fraction",
-        type=float,
-        default=0.05,
-        help="share of the queries that may be held out",
-    )
+    add("--eval_fraction", type=float, default=0.05, help="of the queries, that may be held out")
     add("--eval_samples", type=int, default=1000, help="at most; the rest is trained on")
     text = "documents that answer no held-out query, for each one that does"
     add("--eval_distractors", type=float, default=1.0, help=text)
@@ -70,7 +66,7 @@ COLUMNS = {  # names that a field may have, in the order in which they are looke
     "negatives": ["negatives", "negative"],
 }
 WANTED = '{"query": text, "positive": text or [texts], "negatives": [texts]}'
-FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # .json: lines of it, too
 
 
 class Row(NamedTuple):
@@ -87,36 +83,27 @@ def read_file(path):
     if path.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
 
-        number = 0
-        for batch in ParquetFile(path).iter_batches():
-            for found in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", found
+        batches = ParquetFile(path).iter_batches()
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, found in enumerate(rows, start=1):
+            yield f"{path} row {number}", found
     elif path.suffix == ".csv":
         with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
             reader = csv.DictReader(file)
             for found in reader:
                 yield f"{path} line {reader.line_num}", found
-    elif path.suffix == ".json":
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            rows = [error]
-        for number, found in enumerate(rows if isinstance(rows, list) else [rows], start=1):
-            yield f"{path} row {number}", found
     else:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
                 try:
-                    found = line.decode("utf-8").strip()
-                    if found and path.suffix == ".txt":
-                        found = {"text": found}
-                    elif found:
-                        found = json.loads(found)
+                    found = {"text": line.decode("utf-8").strip()}
+                    if path.suffix != ".txt":
+                        found = json.loads(found["text"])
                 except ValueError as error:  # not UTF-8, or not JSON
                     found = error
-                if found != "":
-                    yield f"{path} line {number}", found
+                yield f"{path} line {number}", found
 
 
 def rows_to_read(args, phase):
@@ -165,41 +152,31 @@ def from_ms_marco(row, split):
     return {"query": row["query"], "positive": good, "negatives": bad, "held_out": held_out}
 
 
-def parse_row(place, number, found, phase):
-    """A record as a Row. A ValueError says where it is, what was found and what was expected."""
+def parse_row(number, found, phase):
+    """A record as a Row. A ValueError says what was found and what was expected."""
     if not isinstance(found, dict):
-        raise ValueError(f"{place}: found {str(found)[:80]!r}, expected {WANTED}")
+        raise ValueError(f"found {str(found)[:80]!r}, expected {WANTED}")
     fields = {}
     for field, names in COLUMNS.items():
         values = [found[name] for name in names if found.get(name) is not None]
-        value = values[0] if values else []
-        if isinstance(value, str):
-            value = [value]
-        if not are_texts(value):
-            text = f"{field} is {str(value)[:80]!r}"
-            raise ValueError(f"{place}: {text}, expected a text or a list of texts, none empty")
-        fields[field] = value
+        texts = values[0] if values else []
+        if isinstance(texts, str):
+            texts = [texts]
+        are_texts = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+        if not are_texts or not all(text.strip() for text in texts):
+            expected = "expected a text or a list of texts, none empty"
+            raise ValueError(f"{field} is {str(texts)[:80]!r}, {expected}")
+        for text in texts:
+            text.encode("utf-8")  # a ValueError where there is half of a character
+        fields[field] = texts
     if not fields["positives"] or (phase == 2 and len(fields["query"]) != 1):
-        raise ValueError(f"{place}: found columns {sorted(map(str, found))[:8]}, expected {WANTED}")
+        raise ValueError(f"found columns {sorted(map(str, found))[:8]}, expected {WANTED}")
     query = fields["query"][0] if fields["query"] else ""
     group = found.get("group")
     if group is None:
         group = query or fields["positives"][0]
     held_out = found.get("held_out")
     return Row(number, query, fields["positives"], fields["negatives"], str(group), held_out)
-
-
-def are_texts(value):
-    if not isinstance(value, list):
-        return False
-    for text in value:
-        if not isinstance(text, str) or not text.strip():
-            return False
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:  # half of a character
-            return False
-    return True
 
 
 def read_rows(name, phase, args, problems):
@@ -213,9 +190,9 @@ def read_rows(name, phase, args, problems):
     rows = []
     for number, (place, found) in enumerate(records):
         try:
-            rows.append(parse_row(place, number, found, phase))
+            rows.append(parse_row(number, found, phase))
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(f"{place}: {error}")
     return rows
 
 
@@ -235,14 +212,13 @@ def place_of(group):
 
 def choose_held_out(rows, args):
     """The groups to hold out: up to --eval_samples rows in all. The others are trained on."""
-    sizes = {}
+    sizes = collections.Counter()
     for row in rows:
-        if row.held_out is None:
+        may_be = row.held_out
+        if may_be is None:
             may_be = place_of(row.group) < args.eval_fraction
-        else:
-            may_be = row.held_out
         if may_be:
-            sizes[row.group] = sizes.get(row.group, 0) + 1
+            sizes[row.group] += 1
     held_out = set()
     room = args.eval_samples
     for group in sorted(sizes, key=place_of):
