@@ -14,9 +14,9 @@ the teacher has. False (MRL): none; the target is the first part of its vectors,
 
 Data (--phase1_data, --phase2_data): ms_marco (v1.1) or another data set of the hub (NAME or
 NAME:CONFIG); pydocs, the documentation installed with Python, numpy and torch, without a download;
-FILE.txt, one text a line, for phase 1; FILE.jsonl, .json, .csv or .parquet with query, positive (a
-text or a list of texts) and, if there are any, negatives. Held out are the validation rows of
-MS MARCO, elsewhere --eval_fraction of the queries; rows that share a column `group` stay together.
+FILE.txt, one text a line, for phase 1; FILE.jsonl, .csv or .parquet with query, positive (a text or
+a list of texts) and, if there are any, negatives. Held out are the validation rows of MS MARCO,
+elsewhere --eval_fraction of the queries; rows that share a column `group` stay together.
 
 Logged, over all ranks: step, phase, epoch, lr, loss, grad_norm (before clipping), skipped (steps
 whose gradient was not finite), samples_per_s (texts in phase 1, queries in phase 2), data_wait
@@ -170,54 +170,52 @@ def parse_args():
 # Data
 
 
-def run_tool(folder, name, *options):
-    """Let a file of tools/ make a folder. (rank 0)"""
-    tool = Path(__file__).parent / "tools" / name
-    new = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(new, ignore_errors=True)
-    command = [sys.executable, str(tool), *options, f"--out={new}"]
-    logging.info(f"python tools/{name} {' '.join(options)}")
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise InputError(done.stderr.strip())
-    new.rename(folder)
-
-
-def write_arrays(folder, arrays):
-    """Arrays as files in a folder that is complete or not there. (rank 0)"""
-    new = folder.with_name(f"{folder.name}.tmp")
-    try:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        for name, array in arrays.items():
-            np.save(new / f"{name}.npy", array)
-            load_array(new, name)  # notices if a full disk has cut the file; np.save does not
-        new.rename(folder)
-    except (OSError, ValueError) as error:
-        hint = "free space there, or give another --cache_dir"
-        raise InputError(f"{folder} cannot be written: {hint} ({error})") from None
-
-
-def load_array(folder, name):
-    return np.load(folder / f"{name}.npy", mmap_mode="r")
-
-
 def cache_folder(args, kind, *key):
     """The folder of a thing that is made once, named by a hash of all that went into it."""
     digest = hashlib.sha256(json.dumps([FORMAT, *key]).encode()).hexdigest()
     return Path(args.cache_dir) / f"{kind}-{digest[:16]}"
 
 
+def make_missing(folder, make, *args):
+    """make(folder, *args), unless it is there. It is whole or not there. (rank 0)"""
+    if folder.exists():
+        return
+    new = folder.with_name(f"{folder.name}.tmp")
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        make(new, *args)
+        new.rename(folder)
+    except (OSError, ValueError) as error:
+        hint = "free space there, or give another --cache_dir"
+        raise InputError(f"{folder} cannot be written: {hint} ({error})") from None
+
+
 def make_once(folder, make, *args):
-    """make(folder, *args) on rank 0, unless an earlier run has made it. (all ranks)"""
-
-    def make_missing():
-        if not folder.exists():
-            make(folder, *args)
-
-    on_rank0(make_missing)
+    """The same on rank 0, for all ranks. (all ranks)"""
+    on_rank0(make_missing, folder, make, *args)
     if not folder.exists():
         raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
+
+
+def write_arrays(folder, arrays):
+    folder.mkdir(parents=True)
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+        load_array(folder, name)  # notices if a full disk has cut the file; np.save does not
+
+
+def load_array(folder, name):
+    return np.load(folder / f"{name}.npy", mmap_mode="r")
+
+
+def run_tool(folder, name, *options):
+    """Let a file of tools/ make a folder."""
+    tool = Path(__file__).parent / "tools" / name
+    logging.info(f"python tools/{name} {' '.join(options)}")
+    command = [sys.executable, str(tool), *options, f"--out={folder}"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise InputError(done.stderr.strip())
 
 
 def file_hash(path):
@@ -246,8 +244,7 @@ def choose_texts(args):
         if name == "pydocs":
             versions = [sys.version, np.__version__, torch.__version__]
             folder = cache_folder(args, "pydocs", versions)
-            if not folder.exists():
-                run_tool(folder, "make_builtin_models.py", "pydocs")
+            make_missing(folder, run_tool, "make_builtin_models.py", "pydocs")
             name = f"{folder}/pairs.jsonl"
         options.append(f"--phase{phase}_data={name}")
         key.append([phase, file_hash(name) if Path(name).is_file() else name])
@@ -357,19 +354,15 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
 
     Blocks of texts of similar length are dealt to the ranks, which write them into one file and
     note what is done: what a stopped run has computed is not computed again. (all ranks)"""
-    blocks = math.ceil(len(corpus.kinds) / ENCODED_TOGETHER)
-
-    def find_missing():
-        if not folder.exists():
-            return range(blocks)
-        return np.flatnonzero(load_array(folder, "done") == 0)
-
-    missing = on_rank0(find_missing)
+    done = np.zeros(math.ceil(len(corpus.kinds) / ENCODED_TOGETHER), np.uint8)
+    if on_rank0(folder.exists):
+        done = on_rank0(load_array, folder, "done")
+    missing = np.flatnonzero(done == 0)
     if len(missing) > 0:
         teacher = load_in_turn(load_teacher, args, name, device)
         shape = (len(corpus.kinds), teacher.get_embedding_dimension())
         logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
-        arrays = {"vectors": np.zeros(shape, np.float16), "done": np.zeros(blocks, np.uint8)}
+        arrays = {"vectors": np.zeros(shape, np.float16), "done": done}
         make_once(folder, write_arrays, arrays)
         longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
         rank = dist.get_rank()
