@@ -347,6 +347,7 @@ def teacher_folder(args, corpus, name):
 
 
 ENCODED_TOGETHER = 512  # texts between two looks at the clock and at signals
+AS_TENSOR = {"convert_to_tensor": True, "show_progress_bar": False}  # for SentenceTransformer
 
 
 def teacher_vectors(args, corpus, name, folder, device, guard):
@@ -375,12 +376,7 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
                 first = block * ENCODED_TOGETHER
                 numbers = longest_first[first : first + ENCODED_TOGETHER]
                 texts = corpus.texts(numbers, teacher.prompts)
-                vectors = teacher.encode(
-                    texts,
-                    batch_size=args.teacher_batch_size,
-                    convert_to_tensor=True,
-                    show_progress_bar=False,
-                )
+                vectors = teacher.encode(texts, batch_size=args.teacher_batch_size, **AS_TENSOR)
                 vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
                 if not np.isfinite(vectors).all():
                     text = f"{args.teacher_model} gives numbers that are not finite"
@@ -796,12 +792,8 @@ class Student(nn.Module):
                     features = network({"input_ids": ids, "attention_mask": mask})
                     states.append(features["token_embeddings"].float())
             else:
-                output = network.model(
-                    input_ids=texts.ids[None],
-                    position_ids=texts.positions[None],
-                    texts=texts,
-                    flat=flat,
-                )
+                tokens = {"input_ids": texts.ids[None], "position_ids": texts.positions[None]}
+                output = network.model(**tokens, texts=texts, flat=flat)
                 states = output.last_hidden_state[0].float()
                 if not flat:
                     states = texts.groups(states)
@@ -2127,8 +2119,7 @@ def save_student(args, student, head, path, corpus, tokens, card=""):
 
     loaded = SentenceTransformer(str(new), **options)
     rows = np.unique(np.linspace(0, len(corpus.kinds) - 1, 64, dtype=np.int64))
-    options = {"prompt": "", "convert_to_tensor": True, "show_progress_bar": False}
-    found = loaded.encode(corpus.texts(rows, prompts), batch_size=8, **options)
+    found = loaded.encode(corpus.texts(rows, prompts), batch_size=8, prompt="", **AS_TENSOR)
     student.eval()
     with torch.no_grad():
         texts = lay_out(tokens, rows, *LAYOUTS["padded"]["cpu"]).to(device)
