@@ -582,7 +582,7 @@ class PairData(Dataset):
         n = len(ids)
         # all ranks draw the same for the whole step, and so know its documents
         documents = np.concatenate([pairs[whole, 1:], self.draw(whole)], axis=1)
-        places = np.flatnonzero(np.isin(whole, ids))
+        places = np.flatnonzero(np.isin(whole, ids))  # they stand there in the same order
         negatives = documents[places, 1:]
         is_there = negatives >= 0
         rows = np.concatenate([pairs[ids, 0], pairs[ids, 1], negatives[is_there]])
