@@ -177,7 +177,7 @@ def cache_folder(args, kind, *key):
 
 
 def make_missing(folder, make, *args):
-    """make(folder, *args), unless it is there. It is whole or not there. (rank 0)"""
+    """make(folder, *args), unless the folder is there; it is complete or not there. (rank 0)"""
     if folder.exists():
         return
     new = folder.with_name(f"{folder.name}.tmp")
@@ -191,7 +191,7 @@ def make_missing(folder, make, *args):
 
 
 def make_once(folder, make, *args):
-    """The same on rank 0, for all ranks. (all ranks)"""
+    """The same, by rank 0 for all ranks. (all ranks)"""
     on_rank0(make_missing, folder, make, *args)
     if not folder.exists():
         raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
@@ -524,8 +524,8 @@ class PairBatch(NamedTuple):
     texts: Texts
     targets: torch.Tensor  # (B, D) float16
     pull: torch.Tensor  # (B,) weight of a text's distance: of all queries and all documents 0.5
-    slots: torch.Tensor  # (n, 1 + K) which of the B texts a query's documents are; of a gap: any
-    places: torch.Tensor  # (n,) which of the step's queries these are
+    slots: torch.Tensor  # (n, 1 + K) each query's documents among the B texts; a gap has any
+    places: torch.Tensor  # (n,) the numbers of these queries among those of the step
     positives: torch.Tensor  # (n, P) all positive texts of the queries, then -1
     documents: torch.Tensor  # (M,) the text of each document, -1: a gap
     total: int  # queries of the whole step, all ranks
@@ -618,8 +618,9 @@ def find_hub(args):
     (rank 0)"""
     from urllib.request import urlopen
 
+    names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
     remote = []
-    for name in (args.teacher_model, args.student_model, args.phase1_data, args.phase2_data):
+    for name in sorted(names):
         if not name.startswith(("builtin:", "pydocs")) and not Path(name).exists():
             remote.append(name)
     if not remote or "HF_HUB_OFFLINE" in os.environ:
