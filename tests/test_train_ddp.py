@@ -175,7 +175,7 @@ def gradient_of_a_step():
     places = torch.arange(7)[dist.get_rank() :: dist.get_world_size()]
     texts = items[places].transpose(0, 1).flatten(0, 1)
     vectors = F.normalize(texts @ weight, dim=1)
-    batch = pair_batch(7, places, torch.ones(len(texts), 2), negatives=1)
+    batch = pair_batch(7, places, torch.ones(len(texts), 5), negatives=1)
     args = arguments("--temperature=0.1", "--false_negative_margin=2")
     loss = script.pair_loss(args, [batch], [vectors])[0]
     with mock.patch.object(dist, "all_reduce", None):  # the backward pass is a reduce-scatter
