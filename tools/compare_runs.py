@@ -13,6 +13,7 @@ import csv
 import json
 import statistics
 import sys
+from itertools import chain
 from pathlib import Path
 
 # options that do not change what is trained
@@ -54,21 +55,20 @@ def flat(values, prefix=""):
 
 
 def read_runs(folders):
-    """[(folder, summary)] of the finished runs; says why others are left out."""
+    """Summaries of the finished runs, flat, with their folder as "run". Says which are left out."""
     runs = []
-    for folder in dict.fromkeys(folders):
-        if not folder.is_dir() and folder.suffix == ".lock":  # what seed* finds beside the folders
+    for folder in folders:
+        if folder.suffix == ".lock":  # what seed* finds beside the folders
             continue
         if ".old-" in folder.name:
             print(f"left out: {folder}: --fresh has moved it aside")
             continue
         try:
             summary = json.loads((folder / "summary.json").read_text())
-            status = summary["status"]
-            if status == "finished":
-                runs.append((folder, summary))
+            if summary["status"] == "finished":
+                runs.append({"run": str(folder), **flat(summary)})
             else:
-                print(f"left out: {folder}: {status}")
+                print(f"left out: {folder}: {summary['status']}")
         except FileNotFoundError:
             print(f"left out: {folder}: no summary.json, so it is not finished")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -76,38 +76,32 @@ def read_runs(folders):
     if not runs:
         stop("none of these runs is finished")
     for key in ("script", "best/metric"):
-        found = {flat(summary).get(key) for _, summary in runs}
+        found = {run.get(key) for run in runs}
         if len(found) > 1:
             stop(f"runs of different {key}: {', '.join(map(str, found))}")
     return runs
 
 
-def differing_options(runs):
-    """The names of the options, other than the seed, in which the runs differ."""
-    names = []
-    for name in dict.fromkeys(name for _, summary in runs for name in summary["args"]):
-        values = {json.dumps(summary["args"].get(name)) for _, summary in runs}
-        if len(values) > 1 and name not in [*IGNORED, "seed"]:
-            names.append(name)
-    return names
-
-
 def group_runs(runs):
-    """{"lr 0.001": [the runs with that]}"""
-    names = differing_options(runs)
+    """{"lr 0.001": [the runs with that]}, by the options that differ between runs, but the seed"""
+    differing = []
+    for key in dict.fromkeys(chain(*runs)):
+        if key.startswith("args/") and key.removeprefix("args/") not in [*IGNORED, "seed"]:
+            if any(run.get(key) != runs[0].get(key) for run in runs):
+                differing.append(key)
     groups = {}
-    for folder, summary in runs:
-        title = ", ".join(f"{name} {summary['args'].get(name)}" for name in names) or "all"
-        groups.setdefault(title, []).append((folder, summary))
+    for run in runs:
+        words = [f"{key.removeprefix('args/')} {run.get(key)}" for key in differing]
+        groups.setdefault(", ".join(words) or "all", []).append(run)
     for title, group in groups.items():
-        seeds = [summary["args"].get("seed") for _, summary in group]
-        if len(set(seeds)) < len(seeds):
+        if len({run.get("args/seed") for run in group}) < len(group):
             print(f"{title}: several runs have the same seed")
     return groups
 
 
-def spread(values):
+def spread(group, key):
     """Mean ± standard deviation (of a sample: n - 1)."""
+    values = [run[key] for run in group]
     text = f"{statistics.mean(values):.4f}"
     if len(values) > 1:
         text += f" ± {statistics.stdev(values):.4f}"
@@ -116,47 +110,42 @@ def spread(values):
 
 def compare(runs, metrics):
     """The table, rows of words: [header, best group, ..., worst group]."""
-    best = runs[0][1]["best"]
-    tests = [flat(summary.get("test", {})) for _, summary in runs]
-    names = [name for name in tests[0] if all(name in test for test in tests)]
+    names = []
+    for key in runs[0]:
+        if key.startswith("test/") and all(key in run for run in runs):
+            names.append(key.removeprefix("test/"))
     for name in metrics or []:
         if name not in names:
             stop(f"--metrics {name}: these runs have {', '.join(names) or 'none'}")
     names = metrics or names
 
-    rows = []
-    for title, group in group_runs(runs).items():
-        values = [summary["best"]["value"] for _, summary in group]
-        row = [title, str(len(group)), spread(values)]
-        for name in names:
-            row.append(spread([flat(summary["test"])[name] for _, summary in group]))
-        rows.append((statistics.mean(values), row))
-    rows.sort(key=lambda item: item[0], reverse=best["better"] == "higher")
-    header = ["runs with", "n", f"validation {best['metric']}", *[f"test {name}" for name in names]]
-    return [header, *[row for _, row in rows]]
+    def validation(group):
+        return statistics.mean(run["best/value"] for run in group[1])
+
+    groups = sorted(group_runs(runs).items(), key=validation)
+    if runs[0]["best/better"] == "higher":
+        groups.reverse()
+    header = ["runs with", "n", f"validation {runs[0]['best/metric']}"]
+    rows = [header + [f"test {name}" for name in names]]
+    for title, group in groups:
+        row = [title, str(len(group)), spread(group, "best/value")]
+        rows.append(row + [spread(group, f"test/{name}") for name in names])
+    return rows
 
 
 def print_table(rows):
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
 
 
 def write_csv(path, runs):
     """A line for each run: its folder, options, validation and test metrics, baselines."""
-    lines = []
-    for folder, summary in runs:
-        line = {"run": str(folder)}
-        for key in ("best", "test", "baselines", "seconds", "world_size", "args"):
-            line.update(flat({key: summary.get(key, {})}))
-        lines.append(line)
-    names = list(dict.fromkeys(name for line in lines for name in line))
     with open(path, "x", newline="") as file:
-        writer = csv.DictWriter(file, names)
+        writer = csv.DictWriter(file, dict.fromkeys(chain(*runs)))
         writer.writeheader()
-        writer.writerows(lines)
+        writer.writerows(runs)
 
 
 def main():
