@@ -32,18 +32,18 @@ share of related pairs (Meyer 1988). logistic regression: on the logarithms of t
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -56,10 +56,11 @@ KINDS = "mink2 mink3 mink4 percolation layered kr destroyed".split()
 SPRINKLINGS = {"mink2": 2, "mink3": 3, "mink4": 4}  # their dimensions
 FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
 ARRAYS = "features past past_degree future future_degree labels statistics".split()
-SET_OPTIONS = "kinds samples min_size max_size destroyed_share graph seed".split()
-SPLIT_OPTIONS = ["split", "split_seed"]
-OUT = Path("data/causal_sets")
+OPTIONS = "kinds samples min_size max_size destroyed_share graph seed split split_seed".split()
 CHUNK = 500  # sets in a part: what a kill can lose of each worker
+
+
+# ---- Options and errors, also of the tools that read stores ----------------------------------
 
 
 def stop(status, message):
@@ -69,6 +70,9 @@ def stop(status, message):
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
     def error(self, message):
         stop(2, message)  # one line, without the usage
 
@@ -77,39 +81,50 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the docstring as it is, and every default."""
 
 
+def add_folder_options(add):
+    kinds = ["links", "order"]
+    split = [0.75, 0.1, 0.15]
+    add("--graph", default="links", choices=kinds, help="edges: links or all related pairs")
+    add("--split", nargs=3, type=float, default=split, metavar="SHARE", help="train, valid, test")
+    add("--split_seed", type=int, default=0, help="of the split")
+    add("--workers", type=int, default=os.cpu_count(), help="processes")
+
+
+def check_split(split):
+    if not (min(split) > 0 and abs(sum(split) - 1) < 1e-6):
+        stop(2, f"--split {split}: expected three shares above 0 with the sum 1")
+
+
 def parse_args(words=None):
-    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     kinds = [kind for kind in KINDS if kind != "kr"]
-    split = [0.75, 0.1, 0.15]
-    add("--out", type=Path, default=OUT, help="folder to write")
+    add("--out", type=Path, default=Path("data/causal_sets"), help="folder to write")
     add("--samples", type=int, default=12_000, help="sets")
     add("--kinds", nargs="+", default=kinds, choices=KINDS, help="of sets, in turn")
     add("--min_size", type=int, default=32, help="elements of a set at least")
     add("--max_size", type=int, default=64, help="elements of a set at most")
     add("--destroyed_share", type=float, default=0.02, help="share of the pairs that is flipped")
-    add("--graph", default="links", choices=["links", "order"], help="edges: links or all pairs")
-    add("--split", nargs=3, type=float, default=split, metavar="SHARE", help="train, valid, test")
     add("--seed", type=int, default=0, help="of the sets")
-    add("--split_seed", type=int, default=0, help="of the split")
-    add("--workers", type=int, default=os.cpu_count(), help="processes")
+    add_folder_options(add)
     args = parser.parse_args(words)
-
-    if len(set(args.kinds)) < len(args.kinds):
-        parser.error(f"--kinds {' '.join(args.kinds)}: name each kind once")
     if not 2 <= args.min_size <= args.max_size <= 32767:  # elements are numbered in int16
         sizes = f"--min_size {args.min_size} --max_size {args.max_size}"
         parser.error(f"{sizes}: expected 2 <= min_size <= max_size <= 32767")
-    if not 0 <= args.destroyed_share <= 1:
-        parser.error(f"--destroyed_share {args.destroyed_share}: expected a share from 0 to 1")
-    if not (min(args.split) > 0 and abs(sum(args.split) - 1) < 1e-6):
-        parser.error(f"--split {args.split}: expected three shares above 0 with the sum 1")
-    if min(args.split) * args.samples < 1:
-        parser.error(f"--samples {args.samples}: too few for each part of --split {args.split}")
-    for name, least in {"seed": 0, "split_seed": 0, "workers": 1}.items():
-        if getattr(args, name) < least:
-            parser.error(f"--{name} {getattr(args, name)}: expected {least} or more")
+    check_split(args.split)
     return args
+
+
+def run(main):
+    """Call main(); what ends it from outside is one line."""
+    try:
+        main()
+    except OSError as error:  # a full disk, no permission
+        stop(1, error)
+    except BrokenProcessPool:
+        stop(1, "a worker was killed (out of memory?)")
+    except KeyboardInterrupt:
+        stop(130, "stopped")
 
 
 # ---- Orders: (n, n) bool, strictly upper triangular, [i, j]: i is in the past of j -----------
@@ -279,6 +294,8 @@ def join(sets, name):
 
 def split_sets(samples, shares, seed):
     """(samples,) uint8: 0 train, 1 valid, 2 test, in exactly these shares, rounded."""
+    if min(shares) * samples < 1:
+        stop(2, f"{samples} sets are too few for each part of --split {shares}")
     train_end, valid_end = np.floor(np.cumsum(shares[:2]) * samples + 0.5).astype(int)
     order = np.random.default_rng(seed).permutation(samples)
     split = np.zeros(samples, np.uint8)
@@ -290,135 +307,83 @@ def split_sets(samples, shares, seed):
 # ---- Parts: finished chunks of sets, which a kill cannot take away ---------------------------
 
 
-@contextlib.contextmanager
-def whole_file(path):
-    """A binary file to write that gets its name when all is written, on the disk too."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_json(path, content):
-    with whole_file(path) as file:
-        file.write(json.dumps(content, indent=1).encode())
-
-
-def make_part(args, path, start):
-    """(a worker) Make CHUNK sets from number `start` on, and write them to `path`."""
+def make_part(args, parts, start):
+    """(a worker) Make CHUNK sets from number `start` on, if that was not done before."""
+    path = parts / f"{start}.npz"
+    if path.exists():
+        return
     sets = [make_set(args, i) for i in range(start, min(start + CHUNK, args.samples))]
-    with whole_file(path) as file:
+    unfinished = path.with_suffix(".tmp")
+    with open(unfinished, "wb") as file:
         np.savez(file, **{name: join(sets, name) for name in sets[0]})
+    unfinished.rename(path)
 
 
-def end_with_parent(parent):
-    """(a thread of a worker) A program that is killed cannot end its workers: they see to it."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
-
-
-def start_worker(parent):
+def start_worker():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the program decides
-    threading.Thread(target=end_with_parent, args=[parent], daemon=True).start()
+    threading.Thread(target=end_with_program, daemon=True).start()
+
+
+def end_with_program():
+    """(a thread of a worker) A program that is killed cannot end its workers: they see to it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def make_parts(args, parts):
     """Make the parts that are not there yet. Returns all: a list of {name: array of its sets}."""
-    paths = {start: parts / f"sets_{start:09d}.npz" for start in range(0, args.samples, CHUNK)}
-    missing = [start for start, path in paths.items() if not path.exists()]
-    if len(missing) < len(paths):
-        print(f"{len(paths) - len(missing)} of {len(paths)} parts are there already", flush=True)
+    parts.mkdir(parents=True, exist_ok=True)
+    starts = range(0, args.samples, CHUNK)
+    found = len(list(parts.glob("*.npz")))
+    if found > 0:
+        print(f"{found} of {len(starts)} parts are there already", flush=True)
 
     fork = multiprocessing.get_context("fork")  # the workers need not import numpy again
-    workers = ProcessPoolExecutor(args.workers, fork, start_worker, [os.getpid()])
-    try:
-        jobs = [workers.submit(make_part, args, paths[start], start) for start in missing]
-        for job in tqdm(jobs, unit=f" x {CHUNK} sets", disable=None):  # None: on a terminal only
-            job.result()
-    finally:
-        workers.shutdown(cancel_futures=True)  # what has begun is finished
-
-    sets = []
-    for path in paths.values():
-        with np.load(path) as file:
-            sets.append(dict(file))
-    return sets
-
-
-def remove_parts(parts):
-    """Remove what this program wrote into `parts`, and the folder if nothing else is in it."""
-    for path in parts.glob("sets_*"):
-        path.unlink()
-    (parts / "options.json").unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        parts.rmdir()
+    with ProcessPoolExecutor(args.workers, fork, start_worker) as workers:
+        made = workers.map(partial(make_part, args, parts), starts)
+        # disable=None: a bar on a terminal only
+        list(tqdm(made, total=len(starts), unit=f" x {CHUNK} sets", disable=None))
+    return [dict(np.load(parts / f"{start}.npz")) for start in starts]
 
 
 # ---- Baselines -------------------------------------------------------------------------------
 
 
-def myrheim_meyer(fraction):
-    """The dimension d from 1 to 12 whose sprinklings have this share of related pairs.
-
-    It is Gamma(d + 1) Gamma(d / 2) / (2 Gamma(3 d / 2)), which falls with d.
-    """
-    low = 1.0
-    high = 12.0
-    for _ in range(50):
-        d = (low + high) / 2
-        expected = math.lgamma(d + 1) + math.lgamma(d / 2) - math.lgamma(1.5 * d)
-        if math.exp(expected) / 2 > fraction:
-            low = d
-        else:
-            high = d
-    return low
+def myrheim_meyer(fractions):
+    """The dimensions from 1 to 12 whose sprinklings have these shares of related pairs."""
+    dimensions = np.linspace(1, 12, 11_001)
+    expected = []  # they fall as the dimension rises
+    for d in dimensions:
+        expected.append(math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)))
+    return np.interp(-np.asarray(fractions), -np.array(expected), dimensions)
 
 
-def myrheim_meyer_classes(statistics, names):
-    """(G,) the class whose name, such as "3", is nearest to the dimension found."""
-    elements = statistics[:, 0]
-    fractions = 2 * statistics[:, 1] / (elements * (elements - 1))
-    found = np.array([myrheim_meyer(fraction) for fraction in fractions])
-    dimensions = np.array(names, np.float64)
-    return np.abs(found[:, None] - dimensions).argmin(1)
-
-
-def logistic_regression(statistics, labels, test_statistics):
-    """Classes of the test sets."""
+def measure_baselines(labels, statistics, split, classes):
+    """{task: {baseline: accuracy on the test sets}}; {} where there is nothing to tell apart."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    classifier = LogisticRegression(C=100, max_iter=2000)  # the default penalty costs accuracy
-    model = make_pipeline(StandardScaler(), classifier)
-    model.fit(np.log1p(statistics), labels)
-    return model.predict(np.log1p(test_statistics))
-
-
-def measure_baselines(labels, statistics, split, classes):
-    """{task: {baseline: accuracy on the test sets}}; {} for a task without labels."""
     baselines = {}
     for column, (task, names) in enumerate(classes.items()):
+        baselines[task] = {}
         known = labels[:, column] >= 0
         train = known & (split == 0)
         test = known & (split == 2)
         seen = labels[train, column]
-        guesses = {}
-        if train.any() and test.any():
-            guesses["majority"] = np.bincount(seen).argmax()
-            if task in ("dim", "dimension"):
-                guesses["Myrheim-Meyer"] = myrheim_meyer_classes(statistics[test], names)
-            if len(set(seen)) > 1:
-                found = logistic_regression(statistics[train], seen, statistics[test])
-                guesses["logistic regression"] = found
+        if len(set(seen)) < 2 or not test.any():
+            continue
 
-        baselines[task] = {}
+        guesses = {"majority": np.bincount(seen).argmax()}
+        if task in ("dim", "dimension"):
+            elements = statistics[test, 0]
+            found = myrheim_meyer(2 * statistics[test, 1] / (elements * (elements - 1)))
+            distances = np.abs(found[:, None] - np.array(names, float))  # a name such as "3"
+            guesses["Myrheim-Meyer"] = distances.argmin(1)
+        classifier = LogisticRegression(C=100, max_iter=2000)  # the default penalty costs accuracy
+        model = make_pipeline(StandardScaler(), classifier)
+        model.fit(np.log1p(statistics[train]), seen)
+        guesses["logistic regression"] = model.predict(np.log1p(statistics[test]))
         for name, guess in guesses.items():
             baselines[task][name] = float((labels[test, column] == guess).mean())
     return baselines
@@ -427,134 +392,62 @@ def measure_baselines(labels, statistics, split, classes):
 # ---- Folder ----------------------------------------------------------------------------------
 
 
-def checksum(array):
-    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
-
-
-def write_array(out, name, array):
-    """Write one array of the folder and return its checksum."""
-    with whole_file(out / f"{name}.npy") as file:
-        np.save(file, array)
-    return checksum(array)
-
-
 def write_folder(out, sets, classes, split, options):
-    """Write the whole folder.
+    """Write the folder, and say what is in it.
 
     sets: a list of what describe_set returns, each of one or of several sets that were joined.
     classes: {task: [names]}, a task for each column of the labels. split (G,) uint8.
     options: of the program that made them, kept in meta.json.
     """
     out.mkdir(parents=True, exist_ok=True)
-    (out / "meta.json").unlink(missing_ok=True)  # it says that all is there: it comes last
-    for path in out.glob("*.npy.*.tmp"):  # of a program that was killed
-        path.unlink()
-
     sums = {}
+
+    def write(name, array):
+        np.save(out / f"{name}.npy", array)
+        sums[name] = hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+
     for name in ("node", "edge"):
-        pointer = np.concatenate([[0], np.cumsum(join(sets, f"{name}_count"))])
-        sums[f"{name}_ptr"] = write_array(out, f"{name}_ptr", pointer)
+        write(f"{name}_ptr", np.concatenate([[0], np.cumsum(join(sets, f"{name}_count"))]))
     for name in ARRAYS:  # one after the other: only one of them is in memory twice
-        sums[name] = write_array(out, name, join(sets, name))
-    finish_folder(out, sums, classes, split, options)
-
-
-def finish_folder(out, sums, classes, split, options):
-    """Write what depends on the split, and meta.json last; sums: checksums of the other arrays."""
-    labels = np.load(out / "labels.npy")
-    statistics = np.load(out / "statistics.npy")
-    baselines = measure_baselines(labels, statistics, split, classes)
-
-    (out / "meta.json").unlink(missing_ok=True)
-    write_json(out / "baselines.json", baselines)
-    sums = {**sums, "split": write_array(out, "split", split)}
+        write(name, join(sets, name))
+    write("split", split)
+    baselines = measure_baselines(join(sets, "labels"), join(sets, "statistics"), split, classes)
+    (out / "baselines.json").write_text(json.dumps(baselines, indent=1))
     meta = {"args": options, "classes": classes, "features": FEATURES, "sha256": sums}
-    write_json(out / "meta.json", meta)
+    (out / "meta.tmp").write_text(json.dumps(meta, indent=1))
+    (out / "meta.tmp").rename(out / "meta.json")  # it says that all is there: it comes last
 
-
-def check_options(out, found, expected):
-    """What is in the folder was made with the same options."""
-    for name, value in expected.items():
-        if found.get(name) != value:
-            made = f"{out} was made with --{name} {found.get(name, 'unknown')}, not {value}"
-            stop(2, f"{made}: give another --out, or remove the folder")
-
-
-def check_arrays(out, sums):
-    """The arrays are what their checksums say."""
-    for name, expected in sums.items():
-        if checksum(np.load(out / f"{name}.npy", mmap_mode="r")) != expected:
-            stop(2, f"{out}/{name}.npy is damaged: remove the folder and start again")
+    train, valid, test = np.bincount(split, minlength=3)
+    print(f"{out}: {train} sets to train, {valid} to validate, {test} to test")
+    for task, found in baselines.items():
+        for name, accuracy in found.items():
+            print(f"test accuracy  {task:10} {name:20} {accuracy:.4f}")
+    command = "torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py"
+    command += f" --config configs/config_quantumgrav_quickstart.yaml --data {out}"
+    if "cls" not in classes:  # which is the default
+        command += f" --tasks {' '.join(classes)}"
+    print(f"Next:\n{command}")
 
 
 def make_folder(args):
-    """Make the folder, or what is missing of it, and say what was done."""
-    set_options = {name: getattr(args, name) for name in SET_OPTIONS}
-    split_options = {name: getattr(args, name) for name in SPLIT_OPTIONS}
-    options = {**set_options, **split_options}
-    classes = {"cls": args.kinds, "dim": ["2", "3", "4"], "manifold": ["other", "sprinkling"]}
-    split = split_sets(args.samples, args.split, args.split_seed)
-    parts = args.out / "parts"
-
+    options = {name: getattr(args, name) for name in OPTIONS}
     if (args.out / "meta.json").exists():
-        meta = json.loads((args.out / "meta.json").read_text())
-        found = meta.get("args", {})
-        check_options(args.out, found, set_options)
-        check_arrays(args.out, meta["sha256"])
-        if found == options:
-            print(f"{args.out} is complete: nothing to do")
-        else:
-            finish_folder(args.out, meta["sha256"], classes, split, options)
-            print(f"{args.out}: the sets are kept, and split anew")
-    else:
-        if (parts / "options.json").exists():
-            found = json.loads((parts / "options.json").read_text())
-            check_options(parts, found, set_options)
-        else:
-            parts.mkdir(parents=True, exist_ok=True)
-            write_json(parts / "options.json", set_options)
-        sets = make_parts(args, parts)
-        write_folder(args.out, sets, classes, split, options)
-        print(f"{args.out}: {args.samples} sets are written")
+        found = json.loads((args.out / "meta.json").read_text())["args"]
+        for name, value in options.items():
+            if found.get(name) != value:
+                made = f"{args.out} was made with --{name} {found.get(name)}, not {value}"
+                stop(2, f"{made}: give another --out, or remove the folder")
+        print(f"{args.out} is complete: nothing to do")
+        return
 
-    remove_parts(parts)
-
-
-def report(out):
-    """Print what is in the folder, its baselines, and the command to run next."""
-    edges = np.load(out / "edge_ptr.npy", mmap_mode="r")[-1]
-    elements = np.load(out / "node_ptr.npy", mmap_mode="r")[-1]
-    train, valid, test = np.bincount(np.load(out / "split.npy"), minlength=3)
-    print(f"{elements} elements, {edges} edges; {train} sets to train, {valid} valid, {test} test")
-
-    print("\ntask      baseline             accuracy on the test sets")
-    for task, found in json.loads((out / "baselines.json").read_text()).items():
-        for name, accuracy in found.items():
-            print(f"{task:9} {name:20} {accuracy:.4f}")
-
-    command = "torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py"
-    command += " --config configs/config_quantumgrav_quickstart.yaml"
-    if out != OUT:
-        command += f" --data {out}"
-    tasks = [*json.loads((out / "meta.json").read_text())["classes"]]
-    if "cls" not in tasks:
-        command += f" --tasks {' '.join(tasks)}"
-    print(f"\nNext:\n{command}")
-
-
-def main():
-    args = parse_args()
-    try:
-        make_folder(args)
-        report(args.out)
-
-    except OSError as error:  # a full disk, no permission
-        stop(1, f"{args.out} cannot be written: {error}")
-    except BrokenProcessPool:
-        stop(1, "a worker was killed (out of memory?); the same command goes on")
-    except KeyboardInterrupt:
-        stop(130, "stopped; the same command goes on")
+    split = split_sets(args.samples, args.split, args.split_seed)
+    key = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:8]
+    sets = make_parts(args, args.out / f"parts-{key}")  # only those of the same options are used
+    classes = {"cls": args.kinds, "dim": ["2", "3", "4"], "manifold": ["other", "sprinkling"]}
+    write_folder(args.out, sets, classes, split, options)
+    for parts in args.out.glob("parts-*"):
+        shutil.rmtree(parts)
 
 
 if __name__ == "__main__":
-    main()
+    run(lambda: make_folder(parse_args()))

@@ -20,14 +20,13 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from convert_causal_sets import read_sources
-from make_causal_sets import HelpFormatter, Parser, join, stop
+from convert_causal_sets import number_classes, read_sources
+from make_causal_sets import ARRAYS, Parser, join, run, stop
 from tqdm import tqdm
 
 from run_train_quantumgrav_ddp import (
@@ -44,11 +43,10 @@ from run_train_quantumgrav_ddp import (
 
 SCRIPT = "run_train_quantumgrav_ddp.py"
 PARTS = ["train", "valid", "test"]
-ARRAYS = ["features", "past", "past_degree", "future", "future_degree", "labels"]
 
 
 def parse_args(words=None):
-    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
     add("sources", nargs="+", type=Path, metavar="SETS", help="a folder, or stores and files")
@@ -63,13 +61,9 @@ def parse_args(words=None):
     args = parser.parse_args(words)
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     args.is_folder = (args.sources[0] / "node_ptr.npy").exists()
     if args.is_folder and (len(args.sources) > 1 or args.labels):
         parser.error(f"{args.sources[0]} is a folder of arrays: give it alone, without --labels")
-    if args.eval_edges < 1 or args.workers < 1:
-        parser.error("--eval_edges, --workers: expected 1 or more")
     if args.part and not args.is_folder:
         parser.error("--part: only a folder of arrays has parts")
     return args
@@ -89,19 +83,9 @@ class NewSets(CausalSets):
         self.edges = np.diff(self.edge_ptr)
 
 
-def renumber(labels, names, known, task):
-    """Labels that are numbers of `names` (-1: none) as numbers of the classes `known`, which are
-    those of the network."""
-    for name in names:
-        if name not in known:
-            stop(2, f"{task}: the network does not know {name}, only {', '.join(known)}")
-    table = np.array([known.index(name) for name in names] + [-1])
-    return table[labels]
-
-
-def from_folder(folder, part, state):
-    """The sets of a part of a folder: (NewSets, their numbers, where each comes from, {task:
-    labels})."""
+def from_folder(args, state):
+    """(arrays, {label: its classes}, the numbers of the sets, where each of these comes from)"""
+    folder = args.sources[0]
     data_hash = check_data(folder)
     meta = json.loads((folder / "meta.json").read_text())
     graph = state["meta"]["args"]["graph"]
@@ -109,65 +93,63 @@ def from_folder(folder, part, state):
         stop(2, f"{folder}: expected --graph {graph}, that of the sets the network was trained on")
     if meta["features"] != state["meta"]["features"]:
         stop(2, f"{folder} has other features than the sets the network was trained on")
-    names = ["node_ptr", "edge_ptr", *ARRAYS]
-    arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}
-    data = NewSets(arrays, state["args"]["features"])
+    arrays = {}
+    for name in ["node_ptr", "edge_ptr", *ARRAYS]:
+        arrays[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
-    part = part or ("test" if data_hash == state["data_hash"] else "all")
-    ids = np.arange(len(data.sizes))
+    part = args.part or ("test" if data_hash == state["data_hash"] else "all")
+    ids = np.arange(len(arrays["labels"]))
     if part != "all":
         ids = np.flatnonzero(np.load(folder / "split.npy") == PARTS.index(part))
     print(f"{folder}: {len(ids):,} sets ({part})")
-    labels = {}
-    for column, (task, names) in enumerate(meta["classes"].items()):
-        if task in state["args"]["tasks"]:
-            known = state["meta"]["classes"][task]
-            labels[task] = renumber(data.labels[ids, column], names, known, task)
-    return data, ids, [(folder, i) for i in ids], labels
+    return arrays, meta["classes"], ids, [(folder, i) for i in ids]
 
 
 def from_stores(args, state):
     """The same, of stores and files."""
     tasks = state["args"]["tasks"]
-    for name in args.labels:
-        if name not in tasks:
-            stop(2, f"--labels {name}: the network has the tasks {', '.join(tasks)}")
-    graph = state["meta"]["args"]["graph"]
-    found, problems = read_sources(
-        args.sources, args.labels, graph, args.skip_bad_data, args.workers
-    )
+    if not set(args.labels) <= set(tasks):
+        stop(2, f"--labels {' '.join(args.labels)}: the network has the tasks {', '.join(tasks)}")
+    found, problems = read_sources(args, args.labels, state["meta"]["args"]["graph"])
     for problem in problems:
         print(f"left out: {problem}")
     sets = [arrays for _, _, arrays in found]
+    classes = number_classes(sets, args.labels)
     arrays = {name: join(sets, name) for name in ARRAYS}
     for name in ("node", "edge"):
         arrays[f"{name}_ptr"] = np.concatenate([[0], np.cumsum(join(sets, f"{name}_count"))])
-    labels = {}
-    for column, task in enumerate(args.labels):
-        values, numbers = np.unique(arrays["labels"][:, column], return_inverse=True)
-        values = [str(value) for value in values]
-        if values[0] == "-1":  # no label
-            values = values[1:]
-            numbers = numbers - 1
-        labels[task] = renumber(numbers, values, state["meta"]["classes"][task], task)
-    data = NewSets(arrays, state["args"]["features"])
-    return data, np.arange(len(sets)), [(path, name) for path, name, _ in found], labels
+    return arrays, classes, np.arange(len(sets)), [(path, name) for path, name, _ in found]
+
+
+def labels_of_tasks(labels, classes, known):
+    """{task: labels as numbers of the classes `known`, those of the network; -1: none}"""
+    found = {}
+    for column, (task, names) in enumerate(classes.items()):
+        if task not in known:
+            continue
+        for name in names:
+            if name not in known[task]:
+                stop(2, f"{task}: the network knows {', '.join(known[task])}, but not {name}")
+        numbers = np.array([known[task].index(name) for name in names] + [-1])
+        found[task] = numbers[labels[:, column]]
+    return found
 
 
 # ---- Predictions -----------------------------------------------------------------------------
 
 
 def load(path, device):
-    """(network, checkpoint)"""
+    """(network, {task: its classes}, checkpoint)"""
     if not is_whole(path):
         stop(2, f"{path} is not there, or is damaged: expected best.pt or latest.pt of a run")
     state = load_checkpoint(path)
     if state.get("script") != SCRIPT or state.get("format") != FORMAT or "meta" not in state:
         stop(2, f"{path} is no checkpoint of {SCRIPT}, format {FORMAT}")
     args = argparse.Namespace(**state["args"])
-    model = CausalSetNet(args, {task: state["meta"]["classes"][task] for task in args.tasks})
+    classes = {task: state["meta"]["classes"][task] for task in args.tasks}
+    model = CausalSetNet(args, classes)
     model.load_state_dict(state["model"])
-    return model.eval().to(device), state
+    return model.eval().to(device), classes, state
 
 
 @torch.no_grad()
@@ -217,21 +199,17 @@ def main():
     args = parse_args()
     try:
         device = choose_device(args, local_rank=0)
-        model, state = load(args.checkpoint, device)
-        if args.is_folder:
-            data, ids, origins, labels = from_folder(args.sources[0], args.part, state)
-        else:
-            data, ids, origins, labels = from_stores(args, state)
-        logp = predict(model, data, ids, args.eval_edges, device)
-        classes = {task: state["meta"]["classes"][task] for task in logp}
-        write_csv(args.out, origins, logp, labels, classes)
+        model, known, state = load(args.checkpoint, device)
+        read_sets = from_folder if args.is_folder else from_stores
+        arrays, classes, ids, origins = read_sets(args, state)
     except InputError as error:
-        stop(2, str(error))
-    except OSError as error:
-        stop(1, str(error))
+        stop(2, error)
+    labels = labels_of_tasks(arrays["labels"][ids], classes, known)
+    logp = predict(model, NewSets(arrays, state["args"]["features"]), ids, args.eval_edges, device)
+    write_csv(args.out, origins, logp, labels, known)
     print_metrics(logp, labels)
     print(f"{args.out}: {len(ids):,} sets")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
