@@ -97,10 +97,9 @@ def parse_args():
     add("--eval_edges", type=count, default=32_768, help="elements and edges per forward pass")
     text = "what --patience watches, such as: loss cls/f1_macro; the first also chooses best.pt"
     add("--stop_metrics", nargs="+", default=["loss"], help=text)
-    text = "end the run after this many epochs without a gain; 0: never"
-    add("--patience", type=int, default=0, help=text)
-    text = "a gain is when any, or when all, of --stop_metrics get better"
-    add("--stop_mode", default="any", choices=["any", "all"], help=text)
+    add("--patience", type=int, default=0, help="epochs without a gain that end it; 0: never")
+    kinds = ["any", "all"]
+    add("--stop_mode", default="any", choices=kinds, help="of --stop_metrics that must get better")
     add("--delta", type=float, default=0.0, help="better means by more than this")
     add("--grace", type=int, default=0, help="epochs before patience counts")
 
@@ -122,8 +121,6 @@ def parse_args():
     for name in args.stop_metrics:
         if name not in metrics:
             parser.error(f"--stop_metrics {name}: expected some of {', '.join(metrics)}")
-    if not 0 <= args.lr < math.inf:
-        parser.error(f"--lr {args.lr}: must be a finite number from 0 on")
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout {args.dropout}: must be from 0 to below 1")
     if not 0 <= args.warmup <= 1:
@@ -165,34 +162,27 @@ class CausalSets(Dataset):
     """A folder of tools/make_causal_sets.py, mapped into memory that the ranks of a node share."""
 
     def __init__(self, folder, tasks, columns):
-        if not (folder / "meta.json").exists():
-            raise InputError(f"rank 0 has {folder}, this machine has not: all must see --data")
         self.hash, meta = read_meta(folder)
         self.meta = {name: meta[name] for name in ("args", "classes", "features")}
-        for task in tasks:
-            if task not in meta["classes"]:
-                raise InputError(f"--tasks {task}: {folder} has {', '.join(meta['classes'])}")
-            if hasattr(nn.ModuleDict, task):
-                raise InputError(f"--tasks {task}: PyTorch uses this name: give the label another")
-        for column in columns:
-            if not 0 <= column < len(meta["features"]):
-                names = ", ".join(meta["features"])
-                raise InputError(f"--features {column}: {folder} has, from 0 on, {names}")
-        edges = ["past", "past_degree", "future", "future_degree"]
-        for name in ["node_ptr", "edge_ptr", "features", "labels", "split", *edges]:
+        names = list(meta["classes"])
+        if not set(tasks) <= set(names):
+            raise InputError(f"--tasks {' '.join(tasks)}: {folder} has {', '.join(names)}")
+        if min(columns) < 0 or max(columns) >= len(meta["features"]):
+            features = ", ".join(meta["features"])
+            raise InputError(f"--features {columns}: {folder} has, from 0 on, {features}")
+        arrays = "node_ptr edge_ptr features labels split past past_degree future future_degree"
+        for name in arrays.split():
             array = np.load(folder / f"{name}.npy", mmap_mode="r")
             setattr(self, name, np.asarray(array))  # still mapped; np.memmap itself is slower
         self.columns = columns
         self.classes = {task: meta["classes"][task] for task in tasks}
-        self.labels = self.labels[:, [list(meta["classes"]).index(task) for task in tasks]]
+        self.labels = self.labels[:, [names.index(task) for task in tasks]]
         self.sizes = np.diff(self.node_ptr)  # elements of each set
         self.edges = np.diff(self.edge_ptr)
         self.cost = self.sizes + self.edges  # time and memory of a set grow with it
         for name in ("train", "valid", "test"):
-            has_label = (self.labels[self.part(name)] >= 0).any(axis=0)
-            for task, enough in zip(tasks, has_label, strict=True):
-                if not enough:
-                    raise InputError(f"{folder}: no set of its {name} part has a label of {task}")
+            if (self.labels[self.part(name)] < 0).all(axis=0).any():
+                raise InputError(f"{folder}: a task of --tasks has no label in the {name} part")
 
     def part(self, name):
         """Numbers of the sets to train on, to validate on or to test on."""
@@ -228,15 +218,14 @@ def ragged_rows(ptr, ids):
 
 def read_meta(folder):
     """(hash of the folder, content of its meta.json)"""
+    if not (folder / "meta.json").exists():
+        raise InputError(f"no data in {folder}: python tools/make_causal_sets.py --out {folder}")
     text = (folder / "meta.json").read_text()
     return hashlib.sha256(text.encode()).hexdigest()[:12], json.loads(text)
 
 
 def check_data(folder):
     """The hash of the folder, once its arrays are found to be as they were written. (rank 0)"""
-    make = f"python tools/make_causal_sets.py --out {folder}"
-    if not (folder / "meta.json").exists():
-        raise InputError(f"no data in {folder}: {make}")
     path = folder / "meta.json"
     try:
         data_hash, meta = read_meta(folder)
@@ -244,9 +233,9 @@ def check_data(folder):
             path = folder / f"{name}.npy"
             if hashlib.sha256(np.load(path, mmap_mode="r")).hexdigest() != written:
                 raise ValueError("its checksum is not that of meta.json")
-    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
-        text = f"{path} is missing or damaged ({error})"
-        raise InputError(f"{text}: remove {folder}, then {make}") from None
+    except (OSError, EOFError, KeyError, ValueError) as error:
+        text = f"{path} is missing or damaged ({error}): remove {folder}, then"
+        raise InputError(f"{text} python tools/make_causal_sets.py --out {folder}") from None
     return data_hash
 
 
@@ -299,16 +288,11 @@ class Neighbours:
             column_scale = row_scale
             self.self_loop = (row_scale * column_scale)[:, None]
         self.columns = columns
-        # 0 degree[0] times, 1 degree[1] times, and so on. (With output_size nothing is read back
-        # from the GPU.)
-        self.rows = torch.repeat_interleave(degree, output_size=len(columns))
-        self.weight = row_scale.index_select(0, self.rows) * column_scale.index_select(0, columns)
+        self.rows, self.weight = weigh_edges(columns, degree, row_scale, column_scale)
         self.matrix = None
         if columns.device.type == "cpu":
             self.matrix = sparse_matrix(columns, degree, self.weight)
-            back_rows = torch.repeat_interleave(back_degree, output_size=len(columns))
-            back_weight = column_scale.index_select(0, back_rows)
-            back_weight = back_weight * row_scale.index_select(0, back_columns)
+            _, back_weight = weigh_edges(back_columns, back_degree, column_scale, row_scale)
             self.transpose = sparse_matrix(back_columns, back_degree, back_weight)
 
     def __call__(self, x):
@@ -321,6 +305,13 @@ class Neighbours:
         if self.self_loop is not None:
             total = total + x * self.self_loop
         return total
+
+
+def weigh_edges(columns, degree, row_scale, column_scale):
+    """The row of each edge: 0 degree[0] times, 1 degree[1] times, and so on; and its weight."""
+    # with output_size nothing is read back from the GPU
+    rows = torch.repeat_interleave(degree, output_size=len(columns))
+    return rows, row_scale.index_select(0, rows) * column_scale.index_select(0, columns)
 
 
 def sparse_matrix(columns, degree, values):
@@ -1220,21 +1211,21 @@ def predict(model, data, ids, args, device, guard):
     # a batch ends where the elements and edges so far pass a multiple of --eval_edges
     number = np.cumsum(data.cost[ids]) // args.eval_edges
     batches = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(number)) + 1)
-    columns = [len(names) for names in data.classes.values()]
-    logp = torch.zeros(len(ids), sum(columns), dtype=torch.float64, device=device)
+    logp = {}
+    for task, names in data.classes.items():
+        logp[task] = torch.zeros(len(ids), len(names), dtype=torch.float64, device=device)
     model.eval()
     for first in range(0, len(batches), world_size):
         if guard.agree():  # here and not once at the end: an evaluation may take long
             return None
         if first + rank < len(batches):
             rows = batches[first + rank]
-            logits = model(data[ids[rows], ids[rows]].to(device))
-            tasks = [F.log_softmax(output.double(), dim=1) for output in logits.values()]
-            logp[rows[0] : rows[-1] + 1] = torch.cat(tasks, dim=1)
+            for task, logits in model(data[ids[rows], ids[rows]].to(device)).items():
+                logp[task][rows[0] : rows[-1] + 1] = logits.double().log_softmax(dim=1)
     model.train()
-    dist.all_reduce(logp)  # each row is zero on all ranks but one
-    parts = logp.cpu().split(columns, dim=1)
-    return {task: part.numpy() for task, part in zip(data.classes, parts, strict=True)}
+    for part in logp.values():
+        dist.all_reduce(part)  # each row is zero on all ranks but one
+    return {task: part.cpu().numpy() for task, part in logp.items()}
 
 
 def evaluate(logp, data, ids):
@@ -1255,7 +1246,7 @@ def evaluate(logp, data, ids):
 
 
 def is_better(name, value, best, delta=0.0):
-    """Whether a metric has got better than `best` (None: there is none yet) by more than delta.
+    """Whether a metric is better than `best` (None: there is none yet) by more than delta.
     What is not a number is never better."""
     if best is None:
         return math.isfinite(value)
@@ -1279,6 +1270,23 @@ def count_patience(patience, metrics, args):
     elif patience["checks"] >= args.grace:
         patience["waited"] += 1
     patience["checks"] += 1
+
+
+def is_best(loop, metrics, args):
+    """Whether this epoch is the best so far, by the first of --stop_metrics; then it is noted."""
+    metric = args.stop_metrics[0]
+    value = metrics[metric]
+    best = loop["best"]
+    if best and best["metric"] == metric and not is_better(metric, value, best["value"]):
+        return False
+    better = "lower" if metric.endswith(FALLING) else "higher"
+    loop["best"] = {"metric": metric, "value": value, "better": better, "step": loop["step"]}
+    return True
+
+
+def is_done(loop, args, steps):
+    """Whether all steps are made, or patience is over."""
+    return loop["step"] >= steps or 0 < args.patience <= loop["patience"]["waited"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1305,11 +1313,8 @@ def make_optimizer(args, model):
     # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size.
     decay = [p for p in model.parameters() if p.ndim > 1]
     no_decay = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": decay, "weight_decay": args.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
 
 
 def validate(args, device, data, model, loop, guard, log):
@@ -1327,23 +1332,6 @@ def validate(args, device, data, model, loop, guard, log):
     if not math.isfinite(metrics["loss"]):
         raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: lower --lr")
     return metrics
-
-
-def is_best(loop, metrics, args):
-    """Whether this epoch is the best so far, by the first of --stop_metrics; then it is noted."""
-    metric = args.stop_metrics[0]
-    best = loop["best"]
-    if best and best["metric"] == metric and not is_better(metric, metrics[metric], best["value"]):
-        return False
-    better = "lower" if metric.endswith(FALLING) else "higher"
-    value = metrics[metric]
-    loop["best"] = {"metric": metric, "value": value, "better": better, "step": loop["step"]}
-    return True
-
-
-def is_done(loop, args, steps):
-    """Whether all steps are made, or patience is over."""
-    return loop["step"] >= steps or 0 < args.patience <= loop["patience"]["waited"]
 
 
 def train(args, device, data, model, state, guard, log):
@@ -1383,9 +1371,7 @@ def train(args, device, data, model, state, guard, log):
         restore(state, model, optimizer, scaler)
         loop = {name: state[name] for name in loop}
         if is_done(loop, args, steps):
-            logging.info(
-                "nothing is left to train: the test follows; the options are those of then"
-            )
+            logging.info("nothing is left to train: the test follows, with the options of then")
             log.args = argparse.Namespace(**state["args"])
 
     def save(name):
@@ -1500,19 +1486,13 @@ def write_predictions(folder, data, ids, logp):
     arrays = {f"logp_{task}": logp[task] for task in logp}
     np.savez(folder / "predictions.npz", ids=ids, labels=data.labels[ids], **arrays)
     for i, (task, names) in enumerate(data.classes.items()):
-        known = data.labels[ids, i] >= 0
+        labels = data.labels[ids, i]
+        known = labels >= 0
+        guess = logp[task][known].argmax(1)
         axis = Figure((2 + len(names), 2 + len(names)), layout="constrained").add_subplot()
-        ConfusionMatrixDisplay.from_predictions(
-            data.labels[ids, i][known],
-            logp[task][known].argmax(1),
-            labels=range(len(names)),
-            display_labels=names,
-            normalize="true",
-            xticks_rotation=45,
-            cmap="Blues",
-            colorbar=False,
-            ax=axis,
-        )
+        options = {"normalize": "true", "xticks_rotation": 45, "colorbar": False, "ax": axis}
+        options.update(labels=range(len(names)), display_labels=names)
+        ConfusionMatrixDisplay.from_predictions(labels[known], guess, **options)
         axis.figure.savefig(folder / f"confusion_{task}.png")
 
 
@@ -1521,10 +1501,8 @@ def report(args, data, ids, logp):
     Returns both. (rank 0)"""
     metrics = evaluate(logp, data, ids)
     logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
-    found = {}
-    if (Path(args.data) / "baselines.json").exists():
-        found = json.loads((Path(args.data) / "baselines.json").read_text())
-    baselines = {task: found.get(task, {}) for task in data.classes}
+    baselines = json.loads((Path(args.data) / "baselines.json").read_text())
+    baselines = {task: baselines[task] for task in data.classes}
     for task, accuracies in baselines.items():
         accuracy = metrics[f"{task}/accuracy"]
         for name, value in {**accuracies, "this network": accuracy}.items():
