@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import yaml
 from helpers import ROOT, call_script, write_causal_sets
 from torch import nn
@@ -141,24 +142,23 @@ def test_messages_and_their_gradient_against_dense_matrices(folder, kind, way):
         neighbours.matrix = None
 
 
-def test_pooling_against_a_loop(folder):
-    batch = batch_of(folder, [8, 1, 30, 17])
-    x = torch.randn(len(batch.features), 5) - 2  # maxima below 0, too
+def test_pooling_and_its_gradient_against_a_loop(folder):
+    """Elements that tie share the gradient of the maximum: torch.amax does that, but
+    torch.segment_reduce gives each of them the whole, where the gradient is negative."""
+    sizes = batch_of(folder, [8, 1, 30, 17]).sizes
+    torch.manual_seed(0)
+    x = torch.randint(-3, 0, (int(sizes.sum()), 5)).float().requires_grad_()
     expected = []
-    for rows in x.split(batch.sizes.tolist()):
+    for rows in x.split(sizes.tolist()):
         size = torch.tensor([math.log(len(rows))])
         expected.append(torch.cat([rows.sum(0), rows.amax(0), rows.mean(0), size]))
-    found = script.pool(x, batch.sizes, ["sum", "max", "mean"])
-    assert torch.allclose(found, torch.stack(expected), atol=1e-5)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_elements_that_tie_share_the_gradient_of_the_maximum(sign):
-    """torch.segment_reduce gives each of them the whole, where the gradient is negative."""
-    x = torch.tensor([[3.0], [3.0], [1.0], [2.0], [2.0], [2.0]], requires_grad=True)
-    script.pool(x, torch.tensor([3, 3]), ["max"])[:, :1].backward(torch.full((2, 1), sign))
-    shares = torch.tensor([1 / 2, 1 / 2, 0, 1 / 3, 1 / 3, 1 / 3])
-    assert torch.allclose(x.grad[:, 0], sign * shares)
+    expected = torch.stack(expected)
+    found = script.pool(x, sizes, ["sum", "max", "mean"])
+    assert torch.allclose(found, expected, atol=1e-5)
+    gradient = torch.randn(found.shape)
+    (expected_gradient,) = torch.autograd.grad(expected, x, gradient)
+    (found_gradient,) = torch.autograd.grad(found, x, gradient)
+    assert torch.allclose(found_gradient, expected_gradient, atol=1e-5)
 
 
 def test_dropout():
@@ -185,34 +185,26 @@ def test_dropout():
 
 @pytest.mark.parametrize("parts", [1, 3, 5])
 def test_shares_of_the_loss_add_up_to_the_mean(parts):
-    """However a batch is dealt, with missing labels; against the closed form in float64."""
-    rng = np.random.default_rng(parts)
-    labels = rng.integers(-1, 3, (11, 2))
+    """However a batch is dealt, with missing labels; and so do their gradients."""
+    torch.manual_seed(parts)
+    labels = torch.randint(-1, 3, (11, 2))
     labels[3:8, 1] = -1  # a whole part may have no label of a task
-    logits = [rng.normal(size=(11, 3)), rng.normal(size=(11, 4))]
+    logits = {"a": torch.randn(11, 3).double(), "b": torch.randn(11, 4).double()}
     expected = 0.0
-    gradients = []
-    for column, x in enumerate(logits):
-        known = labels[:, column] >= 0
-        probabilities = np.exp(x) / np.exp(x).sum(1, keepdims=True)
-        right = np.zeros_like(x)
-        right[known, labels[known, column]] = 1
-        expected -= np.log(probabilities[right > 0]).mean()
-        gradients.append((probabilities * known[:, None] - right) / known.sum())
+    for column, x in enumerate(logits.values()):
+        x.requires_grad_()
+        expected = expected + F.cross_entropy(x, labels[:, column], ignore_index=-1)
+    gradients = torch.autograd.grad(expected, [*logits.values()])
 
-    tensors = {}
-    for task, x in zip("ab", logits, strict=True):
-        tensors[task] = torch.tensor(x, requires_grad=True)
     total = 0.0
-    for rows in np.array_split(rng.permutation(11), parts):
-        counts = torch.tensor((labels >= 0).sum(0))
-        batch = SimpleNamespace(labels=torch.tensor(labels[rows]), counts=counts)
-        share = script.share_of_loss({task: x[rows] for task, x in tensors.items()}, batch)
+    for rows in torch.arange(11).tensor_split(parts):
+        batch = SimpleNamespace(labels=labels[rows], counts=(labels >= 0).sum(0))
+        share = script.share_of_loss({task: x[rows] for task, x in logits.items()}, batch)
         share.backward()
         total += share.item()
-    assert total == pytest.approx(expected, abs=1e-12)
-    for x, gradient in zip(tensors.values(), gradients, strict=True):
-        assert np.allclose(x.grad, gradient, atol=1e-12)
+    assert total == pytest.approx(expected.item(), abs=1e-12)
+    for x, gradient in zip(logits.values(), gradients, strict=True):
+        assert torch.allclose(x.grad, gradient, atol=1e-12)
 
 
 def test_metrics_of_a_network_that_gives_no_numbers():

@@ -51,6 +51,7 @@ ADJACENCY = ["adj", "adjacency_matrix"]
 LINKS = ["linkmat", "link_matrix"]
 SIZES = ["atomcount", "cset_size"]
 COUNTS = ["num_samples", "num_causal_sets"]  # of a flat store that has room for more sets
+PIECE = 100  # sets that a worker reads at a time, or more
 
 
 def parse_args(words=None):
@@ -148,7 +149,7 @@ def wanted(found, labels, *choices):
 
 
 class Grouped:
-    piece = 100  # sets that a worker reads at a time
+    piece = PIECE
 
     def __init__(self, groups, labels):
         self.groups = sorted(groups, key=lambda path: int(path.name.removeprefix("cset_")))
@@ -167,14 +168,22 @@ class Grouped:
 class Flat:
     def __init__(self, arrays, labels):
         self.arrays = arrays
-        self.names = wanted(arrays, labels, ADJACENCY + LINKS, SIZES)
-        shapes = {name: arrays[name].shape for name in self.names}
-        self.count = shapes[self.names[0]][0]
-        if {shape[:1] for shape in shapes.values()} != {(self.count,)}:
-            raise ValueError(f"arrays of different lengths: {shapes}")
-        # a worker reads what is compressed together: a chunk of the matrix, or all of an .npz file
-        self.piece = getattr(arrays[self.names[0]], "chunks", [self.count])[0]
+        self.matrices = []
+        self.numbers = {}  # one for each set: sizes and labels
+        for name in wanted(arrays, labels, ADJACENCY + LINKS, SIZES):
+            if name in ADJACENCY + LINKS:
+                self.matrices.append(name)
+            else:
+                self.numbers[name] = arrays[name][...]
+        matrix = arrays[self.matrices[0]]
+        self.count = matrix.shape[0]
+        for name, numbers in self.numbers.items():
+            if numbers.shape != (self.count,):
+                raise ValueError(f"{name} has shape {numbers.shape}; expected ({self.count},)")
+        # what is compressed together is read once: a chunk of the matrix, or all of an .npz file
+        self.chunk = getattr(matrix, "chunks", [self.count])[0]
         self.first = None
+        self.piece = max(self.chunk, PIECE)
         for name in COUNTS:
             if name in arrays:
                 self.count = min(self.count, int(arrays[name][...].item()))
@@ -183,12 +192,15 @@ class Flat:
         return f"set {i}"
 
     def __getitem__(self, i):
-        first = i - i % self.piece
+        first = i - i % self.chunk
         if first != self.first:
-            end = first + self.piece
-            self.rows = {name: np.asarray(self.arrays[name][first:end]) for name in self.names}
+            end = first + self.chunk
+            self.rows = {name: np.asarray(self.arrays[name][first:end]) for name in self.matrices}
             self.first = first
-        return {name: rows[i - first] for name, rows in self.rows.items()}
+        values = {name: rows[i - first] for name, rows in self.rows.items()}
+        for name, numbers in self.numbers.items():
+            values[name] = numbers[i]
+        return values
 
 
 @cache  # a worker opens each source once
