@@ -448,6 +448,7 @@ REFUSED = {
     "--stop_metrics=dim/loss": "--stop_metrics dim/loss",
     "--config=nowhere.yaml": "nowhere.yaml",
     "--seed=-1": "--seed -1: must be from 0",
+    "--max_grad_norm=-1": "must not be below 0",  # it would turn the gradient round
     "model: {hiden_dim: 3}": "model.hiden_dim: did you mean hidden_dim?",
     "model: [hidden_dim": "c.yaml",
     "- hidden_dim": "lines such as",
@@ -539,9 +540,9 @@ def test_a_device_for_each_process(monkeypatch):
         script.choose_device(SimpleNamespace(device="xpu"), 0)
 
 
-@pytest.mark.parametrize("limit, expected", [(0, 5.0), (-1, 5.0), (1, 1.0), (7, 5.0)])
+@pytest.mark.parametrize("limit, expected", [(0, 5.0), (1, 1.0)])
 def test_clipping(group, limit, expected):
-    """0 means none, and so does a number below 0, which would turn the gradient round."""
+    """0 means none."""
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)

@@ -122,9 +122,9 @@ def run(main):
     except OSError as error:  # a full disk, no permission
         stop(1, error)
     except BrokenProcessPool:
-        stop(1, "a worker was killed (out of memory?)")
+        stop(1, "a worker was killed (out of memory?): the same command may be given again")
     except KeyboardInterrupt:
-        stop(130, "stopped")
+        stop(130, "stopped: the same command may be given again")
 
 
 # ---- Orders: (n, n) bool, strictly upper triangular, [i, j]: i is in the past of j -----------
