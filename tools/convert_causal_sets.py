@@ -90,12 +90,10 @@ def sorted_in_time(matrix, name):
 
 def order_of(values):
     """The order (n, n) bool of a set, from its arrays {name: array}. Raises ValueError."""
-    matrices = {}
-    for name in [*ADJACENCY, *LINKS]:
-        if name not in values:
-            continue
-        matrix = values[name]
-        for n in [np.asarray(values[size]).item() for size in SIZES if size in values]:
+    sizes = [int(np.asarray(values[name]).item()) for name in SIZES if name in values]
+    matrices = {name: values[name] for name in ADJACENCY + LINKS if name in values}
+    for name, matrix in matrices.items():
+        for n in sizes:
             if not 2 <= n <= len(matrix):
                 raise ValueError(f"{n} elements in {name} of shape {matrix.shape}")
             if matrix[n:].any() or matrix[:, n:].any():
