@@ -24,11 +24,13 @@ TRAIN = "--num_epochs 2 --batch_size 10 --hidden_dim 8 --head_dim 8 --device cpu
 
 
 def random_set(i):
-    """(order, {label: value}): kinds 3 and 7; flat 0, 1 or, of one kind, none."""
+    """(order, {label: value}): in turn of kind 3, flat 0 or 1, and of kind 7, where flat is not
+    known."""
     rng = np.random.default_rng(i)
-    kind = ["mink2", "layered"][i % 2]
-    order = make.make_order(kind, rng, int(rng.integers(10, 15)), 0)
-    return order, {"kind": [3, 7][i % 2], "flat": [i // 2 % 2, -1][i % 2]}
+    n = int(rng.integers(10, 15))
+    if i % 2 == 0:
+        return make.make_order("mink2", rng, n, 0), {"kind": 3, "flat": i // 2 % 2}
+    return make.make_order("layered", rng, n, 0), {"kind": 7, "flat": -1}
 
 
 ORIGINALS = [random_set(i) for i in range(SETS)]
