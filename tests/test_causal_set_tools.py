@@ -3,13 +3,12 @@ what is no set, by name; and the way from a store over training to predictions."
 
 import csv
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT, call_script, import_tool
+from helpers import call_script, import_tool
 
 zarr = pytest.importorskip("zarr")
 make = import_tool("make_causal_sets")
@@ -196,11 +195,11 @@ def test_padded_stores_without_sizes_are_refused(refusal, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def run(program, *words):
-    command = [sys.executable, ROOT / program, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(tool, *words):
+    """What it says."""
+    status, text = call_script(f"tools/{tool}", *words, "--workers=1")
+    assert status == 0, text
+    return text
 
 
 def test_damaged_sets_are_listed_and_may_be_left_out(refusal, tmp_path):
@@ -225,7 +224,7 @@ def test_damaged_sets_are_listed_and_may_be_left_out(refusal, tmp_path):
     assert "cycle" in lines[0] and "whole number" in lines[1]
     assert not (tmp_path / "out").exists()
 
-    run("tools/convert_causal_sets.py", *words, "--skip_bad_data")
+    run("convert_causal_sets", *words, "--skip_bad_data")
     assert (tmp_path / "out" / "skipped.txt").read_text().splitlines() == lines
     sizes = np.diff(np.load(tmp_path / "out" / "node_ptr.npy"))
     kept = [i for i in range(60) if i not in (4, 20, 38, 39, 40, 41)]
@@ -266,7 +265,7 @@ def test_what_cannot_be_is_one_line(refusal, tmp_path, monkeypatch):
 
 def predict(out, *words):
     """(rows of the CSV file, what is said)"""
-    said = run("tools/predict_causal_sets.py", *words, "--out", out)
+    said = run("predict_causal_sets", *words, "--out", out)
     with open(out, newline="") as file:
         return [*csv.DictReader(file)], said
 
@@ -275,7 +274,7 @@ def test_convert_train_predict(stores, tmp_path):
     paths = [stores["grouped2"], stores["links3"], stores["flat"]]
     folder = tmp_path / "sets"
     labels = ["--labels", "kind", "flat"]
-    said = run("tools/convert_causal_sets.py", *paths, *labels, "--out", folder)
+    said = run("convert_causal_sets", *paths, *labels, "--out", folder)
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["classes"] == {"kind": ["3", "7"], "flat": ["0", "1"]}
     assert f"--data {folder} --tasks kind flat" in said
