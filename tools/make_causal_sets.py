@@ -81,13 +81,20 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the docstring as it is, and every default."""
 
 
+def count(text):
+    """The type of options that are whole numbers from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
 def add_folder_options(add):
     kinds = ["links", "order"]
     split = [0.75, 0.1, 0.15]
     add("--graph", default="links", choices=kinds, help="edges: links or all related pairs")
     add("--split", nargs=3, type=float, default=split, metavar="SHARE", help="train, valid, test")
     add("--split_seed", type=int, default=0, help="of the split")
-    add("--workers", type=int, default=os.cpu_count(), help="processes")
+    add("--workers", type=count, default=os.cpu_count(), help="processes")
 
 
 def check_split(split):
@@ -100,7 +107,7 @@ def parse_args(words=None):
     add = parser.add_argument
     kinds = [kind for kind in KINDS if kind != "kr"]
     add("--out", type=Path, default=Path("data/causal_sets"), help="folder to write")
-    add("--samples", type=int, default=12_000, help="sets")
+    add("--samples", type=count, default=12_000, help="sets")
     add("--kinds", nargs="+", default=kinds, choices=KINDS, help="of sets, in turn")
     add("--min_size", type=int, default=32, help="elements of a set at least")
     add("--max_size", type=int, default=64, help="elements of a set at most")
@@ -111,6 +118,10 @@ def parse_args(words=None):
     if not 2 <= args.min_size <= args.max_size <= 32767:  # elements are numbered in int16
         sizes = f"--min_size {args.min_size} --max_size {args.max_size}"
         parser.error(f"{sizes}: expected 2 <= min_size <= max_size <= 32767")
+    if not 0 <= args.destroyed_share <= 1:
+        parser.error(f"--destroyed_share {args.destroyed_share}: expected a share from 0 to 1")
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed}: must not be below 0")
     check_split(args.split)
     return args
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from convert_causal_sets import number_classes, read_sources
-from make_causal_sets import ARRAYS, Parser, join, run, stop
+from make_causal_sets import ARRAYS, Parser, count, join, run, stop
 from tqdm import tqdm
 
 from run_train_quantumgrav_ddp import (
@@ -57,7 +57,7 @@ def parse_args(words=None):
     add("--skip_bad_data", action="store_true", help="leave out what is damaged, and list it")
     add("--eval_edges", type=int, default=32_768, help="elements and edges per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--workers", type=int, default=os.cpu_count(), help="processes that read stores")
+    add("--workers", type=count, default=os.cpu_count(), help="processes that read stores")
     args = parser.parse_args(words)
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
