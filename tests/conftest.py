@@ -94,6 +94,33 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write(table)
 
 
+@pytest.fixture(scope="module")
+def server():
+    """Starts ranks, which have their imports behind them."""
+    from runs import Server
+
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(command, **environment): a Job; what is left of it is killed at the end of the test."""
+    from helpers import Job, environment
+
+    jobs = []
+
+    def call(command, **variables):
+        job = Job(command, tmp_path / f"job{len(jobs)}.txt", environment(**variables))
+        jobs.append(job)
+        return job
+
+    yield call
+    for job in jobs:
+        job.kill()
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for name in unwanted_variables():  # what an earlier test left

@@ -7,12 +7,15 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
+import re
 import resource
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from functools import cache
 from pathlib import Path
@@ -23,7 +26,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = """torch torch.distributed torch._dynamo torch.nn.parallel pytest train_ddp run_dpo_ddp
-    run_train_uniref50_ddp run_train_quantumgrav_ddp run_train_rebm_ddp helpers""".split()
+    run_train_uniref50_ddp run_train_quantumgrav_ddp run_train_rebm_ddp helpers matplotlib.pyplot
+    sklearn.decomposition sklearn.metrics sentence_transformers""".split()
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
+SIGNALS = [  # as run_ddp.sh has them
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    "--shutdown-timeout=120",
+]
 
 # --------------------------------------------------------------------------------------------------
 # Processes
@@ -99,6 +109,181 @@ def call_script(script, *argv, seconds=100.0, **env):
         text = output.read_text() if output.exists() else ""
         assert not is_late, f"still running after {seconds} s:\n{text[-3000:]}"
         return process.exitcode, text
+
+
+def environment(**changes):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
+    for name, value in changes.items():
+        env[name] = str(value)
+    return env
+
+
+class Job:
+    """A started job and its output so far."""
+
+    def __init__(self, command, output, env):
+        self.output = output
+        value = os.urandom(8).hex()
+        self.mark = f"LAUNCH_TEST_JOB={value}"
+        with open(output, "wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**env, "LAUNCH_TEST_JOB": value},
+                cwd=output.parent,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self):
+        return self.output.read_text(errors="replace")
+
+    def wait(self, seconds=100.0):
+        """The exit status."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
+
+    def wait_for(self, pattern, seconds=100.0):
+        """Until the output has the pattern."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.text):
+            status = self.process.poll()
+            if status is not None or time.monotonic() > deadline:
+                pytest.fail(f"no {pattern!r} (exit status {status}):\n{self.text[-3000:]}")
+            time.sleep(0.05)
+
+    def processes(self):
+        """Living processes of the job, {id: environment}. They are found by a variable that they
+        inherit, as each process of torchrun has a session of its own."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (process / "environ").read_text(errors="replace").split("\0")
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # it has ended
+                continue
+            if self.mark in variables and state not in "ZX":
+                found[int(process.name)] = variables
+        return found
+
+    def rank(self, number):
+        """The process id of a rank that torchrun started."""
+        for pid, variables in self.processes().items():
+            if f"RANK={number}" in variables:
+                return pid
+        pytest.fail(f"no rank {number}:\n{self.text[-3000:]}")
+
+    def is_gone(self, seconds=5.0):
+        """Whether no process is left, now or within some seconds."""
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.processes()
+
+    def kill(self):
+        """Whatever is left of it."""
+        left = self.processes()
+        while left:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            left = self.processes()
+        self.process.wait()
+
+
+def serve(pipe):
+    """Forks ranks for each request [(environment, argv, output), ...]. Answers their process ids;
+    then their exit statuses, and when the last one ended."""
+    while True:
+        request = pipe.recv()
+        if request is None:
+            return
+        pids = []
+        for env, argv, output in request:
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()  # what a rank leaves behind is found by its session
+                run_program(argv, env, output)  # which ends the process
+            pids.append(pid)
+        pipe.send(pids)
+
+        statuses = {}
+        while len(statuses) < len(pids):
+            pid, status = os.wait()
+            statuses[pid] = os.waitstatus_to_exitcode(status)
+            if statuses[pid] == 2:  # a launcher, too, sees this after a while, and ends the others
+                time.sleep(0.5)
+                for other in set(pids) - set(statuses):
+                    os.kill(other, signal.SIGTERM)
+        pipe.send(([statuses[pid] for pid in pids], time.monotonic()))
+
+
+class Ranks:
+    """Starts the ranks of one job at a time, without the time of their imports."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.pids = []
+        self.outputs = []
+        self.pipe, theirs = forkserver().Pipe()
+        # no daemon: ranks have children
+        self.server = forkserver().Process(target=serve, args=(theirs,))
+        self.server.start()
+
+    def start(self, variables, argv):
+        """`python argv`, for each dictionary of environment variables; wait() comes next."""
+        self.outputs = []
+        request = []
+        for own in variables:
+            output = Path(self.folder.name, os.urandom(8).hex())
+            self.outputs.append(output)
+            request.append((environment(**own), argv, str(output)))
+        self.pipe.send(request)
+        self.pids = self.pipe.recv()
+
+    @property
+    def text(self):
+        return "".join(output.read_text() for output in self.outputs if output.exists())
+
+    def kill(self):
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def wait(self, seconds=100.0):
+        """The exit statuses. No process may be left."""
+        is_late = not self.pipe.poll(seconds)
+        if is_late:
+            self.kill()
+        statuses, self.ended_at = self.pipe.recv()
+        assert not is_late, f"still running after {seconds} s:\n{self.text[-3000:]}"
+        deadline = time.monotonic() + 5
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not self.left()
+        self.pids = []
+        return statuses
+
+    def left(self):
+        """Living processes of the ranks' sessions."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                state, session = fields[0], int(fields[3])
+                if session in self.pids and state not in "ZX":
+                    found.append((process / "cmdline").read_text())
+        return found
+
+    def close(self):
+        self.kill()
+        self.pipe.send(None)
+        self.server.join(5)
+        self.server.kill()
+        self.folder.cleanup()
 
 
 @contextlib.contextmanager

@@ -5,220 +5,31 @@ launcher is only its environment variables, the ranks are forked from a process 
 imports behind it. mpiexec: test_dpo_wrapper.py.
 """
 
-import contextlib
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, forkserver, free_port, run_program, write_causal_sets
+from helpers import ROOT, SIGNALS, TWO_RANKS, Job, environment, free_port, write_causal_sets
 
 SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
-SIGNALS = [  # as run_ddp.sh has them
-    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-    "--shutdown-timeout=120",
-]
 FILES = """best.pt confusion_cls.png curves.png latest.pt metrics.jsonl predictions.npz previous.pt
     summary.json""".split()
 ENDLESS = ["--num_epochs=100000", "--save_every=1000000"]
-
-# --------------------------------------------------------------------------------------------------
-# Processes
-
-
-def environment(**changes):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
-    for name, value in changes.items():
-        env[name] = str(value)
-    return env
-
-
-class Job:
-    """A started job and its output so far."""
-
-    def __init__(self, command, output, env):
-        self.output = output
-        value = os.urandom(8).hex()
-        self.mark = f"LAUNCH_TEST_JOB={value}"
-        with open(output, "wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**env, "LAUNCH_TEST_JOB": value},
-                cwd=output.parent,
-                start_new_session=True,
-            )
-
-    @property
-    def text(self):
-        return self.output.read_text(errors="replace")
-
-    def wait(self, seconds=100.0):
-        """The exit status."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
-
-    def wait_for(self, pattern, seconds=100.0):
-        """Until the output has the pattern."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.text):
-            status = self.process.poll()
-            if status is not None or time.monotonic() > deadline:
-                pytest.fail(f"no {pattern!r} (exit status {status}):\n{self.text[-3000:]}")
-            time.sleep(0.05)
-
-    def processes(self):
-        """Living processes of the job, {id: environment}. They are found by a variable that they
-        inherit, as each process of torchrun has a session of its own."""
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (process / "environ").read_text(errors="replace").split("\0")
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # it has ended
-                continue
-            if self.mark in variables and state not in "ZX":
-                found[int(process.name)] = variables
-        return found
-
-    def rank(self, number):
-        """The process id of a rank that torchrun started."""
-        for pid, variables in self.processes().items():
-            if f"RANK={number}" in variables:
-                return pid
-        pytest.fail(f"no rank {number}:\n{self.text[-3000:]}")
-
-    def is_gone(self, seconds=5.0):
-        """Whether no process is left, now or within some seconds."""
-        deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return not self.processes()
-
-    def kill(self):
-        """Whatever is left of it."""
-        left = self.processes()
-        while left:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            left = self.processes()
-        self.process.wait()
-
-
-@pytest.fixture
-def start(tmp_path):
-    """start(command, **environment): a Job; what is left of it is killed at the end of the test."""
-    jobs = []
-
-    def call(command, **variables):
-        job = Job(command, tmp_path / f"job{len(jobs)}.txt", environment(**variables))
-        jobs.append(job)
-        return job
-
-    yield call
-    for job in jobs:
-        job.kill()
-
-
-def serve(pipe):
-    """Forks ranks for each request [(environment, arguments, output), ...]. Answers their process
-    ids, then their exit statuses."""
-    import matplotlib.pyplot  # noqa: F401
-    import sklearn.metrics  # noqa: F401
-
-    while True:
-        request = pipe.recv()
-        if request is None:
-            return
-        pids = []
-        for env, argv, output in request:
-            pid = os.fork()
-            if pid == 0:
-                run_program([SCRIPT, *argv], env, output)  # which ends the process
-            pids.append(pid)
-        pipe.send(pids)
-        statuses = []
-        for pid in pids:
-            statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        pipe.send(statuses)
-
-
-class Ranks:
-    """Starts the ranks of one job at a time."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.pids = []
-        self.outputs = []
-        self.pipe, theirs = forkserver().Pipe()
-        self.server = forkserver().Process(target=serve, args=(theirs,), daemon=True)
-        self.server.start()
-
-    def start(self, variables, argv):
-        """A rank for each dictionary of environment variables."""
-        self.outputs = []
-        request = []
-        for number, own in enumerate(variables):
-            output = self.folder / f"{os.urandom(4).hex()}-rank{number}.txt"
-            self.outputs.append(output)
-            request.append((environment(**own), argv, str(output)))
-        self.pipe.send(request)
-        self.pids = self.pipe.recv()
-
-    @property
-    def text(self):
-        return "".join(output.read_text() for output in self.outputs if output.exists())
-
-    def kill(self):
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def wait(self, seconds=60.0):
-        """The exit statuses."""
-        is_late = not self.pipe.poll(seconds)
-        if is_late:
-            self.kill()
-        statuses = self.pipe.recv()
-        self.pids = []
-        assert not is_late, f"still running after {seconds} s:\n{self.text[-3000:]}"
-        return statuses
-
-    def close(self):
-        self.kill()
-        self.pipe.send(None)
-        self.server.join(5)
-        self.server.kill()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
-
 
 # --------------------------------------------------------------------------------------------------
 # Runs
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory, ranks):
-    """task(output folder, *more): the arguments of a tiny run. (The server of `ranks` imports while
-    the first run goes on.)"""
+def task(tmp_path_factory, server):
+    """task(output folder, *more): the arguments of a tiny run. (The server imports while the
+    first run goes on.)"""
     folder = tmp_path_factory.mktemp("task") / "sets"
     split = ["--split", "0.4", "0.3", "0.3"]
     write_causal_sets(folder, "--samples=40", "--min_size=8", "--max_size=12", *split)
@@ -320,20 +131,20 @@ def variables_of(launcher):
 
 
 @pytest.mark.parametrize("launcher", VARIABLES)
-def test_launchers_by_their_variables(ranks, task, alone, tmp_path, launcher):
-    ranks.start(variables_of(launcher), task(tmp_path / "out"))
-    assert ranks.wait() == [0, 0], ranks.text
-    check_run(tmp_path / "out", ranks.text, alone, 2)
+def test_launchers_by_their_variables(server, task, alone, tmp_path, launcher):
+    server.start(variables_of(launcher), [SCRIPT, *task(tmp_path / "out")])
+    assert server.wait() == [0, 0], server.text
+    check_run(tmp_path / "out", server.text, alone, 2)
 
 
-def test_python_in_an_sbatch_file_is_one_process(ranks, task, alone, tmp_path):
+def test_python_in_an_sbatch_file_is_one_process(server, task, alone, tmp_path):
     """There, Slurm's variables of a rank are set, too, but there is no step, and no second rank."""
     variables = variables_of("SLURM")[0]
     for name in ("SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"):
         del variables[name]
-    ranks.start([variables], task(tmp_path / "out"))
-    assert ranks.wait() == [0], ranks.text
-    check_run(tmp_path / "out", ranks.text, alone, 1)
+    server.start([variables], [SCRIPT, *task(tmp_path / "out")])
+    assert server.wait() == [0], server.text
+    check_run(tmp_path / "out", server.text, alone, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -489,13 +300,13 @@ def test_sigterm_to_the_launcher(start, task, tmp_path, launcher):
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 0), ("SIGINT", 130)])
-def test_signal_to_one_rank(ranks, task, tmp_path, name, status):
+def test_signal_to_one_rank(server, task, tmp_path, name, status):
     """As srun and scancel --signal send them: all ranks stop."""
-    ranks.start(variables_of("SLURM"), task(tmp_path / "out", *ENDLESS))
+    server.start(variables_of("SLURM"), [SCRIPT, *task(tmp_path / "out", *ENDLESS)])
     deadline = time.monotonic() + 60
-    while "step=3 " not in ranks.text:
-        assert time.monotonic() < deadline, ranks.text
+    while "step=3 " not in server.text:
+        assert time.monotonic() < deadline, server.text
         time.sleep(0.02)
-    os.kill(ranks.pids[1], getattr(signal, name))
-    assert ranks.wait() == [status, status], ranks.text
-    check_stopped(tmp_path / "out", ranks.text, name)
+    os.kill(server.pids[1], getattr(signal, name))
+    assert server.wait() == [status, status], server.text
+    check_stopped(tmp_path / "out", server.text, name)
