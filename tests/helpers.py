@@ -31,8 +31,8 @@ PRELOAD = """torch torch.distributed torch._dynamo torch.nn.parallel pytest trai
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 SIGNALS = [  # as run_ddp.sh has them
-    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     "--shutdown-timeout=120",
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -76,6 +76,7 @@ def run_program(argv, env, output):
     os.environ.clear()
     os.environ.update(env)
     sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
     status = 0
@@ -94,14 +95,17 @@ def run_program(argv, env, output):
     os._exit(status)
 
 
-def call_script(script, *argv, seconds=100.0, **env):
-    """(exit status, output) of `python {script}.py argv` on the CPU, without the time of its
-    imports."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
+def call_script(script, *argv, **more):
+    """(exit status, output) of `python {script}.py argv`."""
+    return call_program(ROOT / f"{script}.py", *argv, **more)
+
+
+def call_program(path, *argv, seconds=100.0, **changes):
+    """(exit status, output) of `python path argv` on the CPU, without the time of its imports."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
-        program = [str(ROOT / f"{script}.py"), *map(str, argv)]
-        process = forkserver().Process(target=run_program, args=(program, env, str(output)))
+        arguments = ([str(path), *map(str, argv)], environment(**changes), str(output))
+        process = forkserver().Process(target=run_program, args=arguments)
         process.start()
         process.join(seconds)
         is_late = process.is_alive()

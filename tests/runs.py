@@ -16,6 +16,7 @@ import sys
 import time
 from functools import cached_property
 from pathlib import Path
+from unittest import mock
 
 import torch
 from helpers import (
@@ -149,7 +150,11 @@ def no_memory(megabytes):
 def clock_back(seconds):
     """The wall clock, not the monotonic one, is set back."""
     plain = time.time
-    time.time = lambda: plain() - seconds
+
+    def earlier():
+        return plain() - seconds
+
+    time.time = earlier
 
 
 def fill_disk(number):
@@ -205,7 +210,7 @@ def run_script(script, argv):
     """One rank. Nothing in a step is replaced: the sampler is listened to, and every rank calls
     RunLog.write once after each step, before the ranks agree on a stop."""
     sys.argv = [f"{script}.py", *argv]
-    Figure.savefig = lambda *args, **options: None  # drawing takes a third of such a run
+    Figure.savefig = mock.Mock()  # drawing takes a third of such a run
     # anew: the script takes the time, its parent and its name from the process that it starts in
     sys.modules.pop(script, None)
     module = importlib.import_module(script)

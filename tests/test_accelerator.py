@@ -22,10 +22,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT, call_program, write_causal_sets, write_structures
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[1]
 META = torch.device("meta")
 
 
@@ -177,9 +177,12 @@ class Taking(torch.nn.Module):
         self.forward = forward
 
 
-def make_structures(folder):
-    from helpers import write_structures
+def call_tool(name, *options):
+    status, text = call_program(ROOT / "tools" / f"{name}.py", *options)
+    assert status == 0, text
 
+
+def make_structures(folder):
     folder.mkdir()
     write_structures(folder, 4, pairs=7, least=8, most=20)
 
@@ -198,9 +201,7 @@ def make_proteins(folder):
     for i in range(150):
         lines.append("MKVLAYDEFGHIKLMNPQRSTVWY"[i % 7 :] * (1 + i % 4))
     folder.with_suffix(".txt").write_text("\n".join(lines))
-    program = str(ROOT / "tools" / "prepare_uniref50.py")
-    command = [sys.executable, program, str(folder.with_suffix(".txt")), str(folder)]
-    subprocess.run([*command, "--val_ratio=0.2"], check=True, capture_output=True)
+    call_tool("prepare_uniref50", folder.with_suffix(".txt"), folder, "--val_ratio=0.2")
 
 
 def rebm(script, folder, options):
@@ -245,16 +246,13 @@ def make_images(folder):
     parts = {"x_train": images[:70], "y_train": labels[:70]}
     parts.update(x_test=images[70:], y_test=labels[70:])
     np.savez(folder.with_suffix(".npz"), **parts)
-    program = str(ROOT / "tools" / "prepare_images.py")
-    command = [sys.executable, program, "arrays", str(folder.with_suffix(".npz"))]
-    subprocess.run([*command, f"--out={folder}", "--valid=10"], check=True, capture_output=True)
+    call_tool(
+        "prepare_images", "arrays", folder.with_suffix(".npz"), f"--out={folder}", "--valid=10"
+    )
 
 
 def make_causal_sets(folder):
-    options = "--samples=60 --min_size=6 --max_size=10 --workers=1".split()
-    program = str(ROOT / "tools" / "make_causal_sets.py")
-    command = [sys.executable, program, f"--out={folder}", *options]
-    subprocess.run(command, check=True, capture_output=True)
+    write_causal_sets(folder, "--samples=60", "--min_size=6", "--max_size=10")
 
 
 # script: how its data are made, how its step is made, the options of each case
@@ -358,6 +356,15 @@ def step_on_meta(script, model, batch, loss_function):
     return copies.found
 
 
+def count_in_program(name, tmp_path, options):
+    """What count_reads() finds in a run of a script."""
+    out = tmp_path / "reads.json"
+    options += [f"--output_dir={tmp_path}/run", "--device=cpu"]
+    status, text = call_program(__file__, ROOT / f"{name}.py", out, *options)
+    assert status == 0, text
+    return json.loads(out.read_text())
+
+
 def test_a_step_on_the_meta_device(prepared):
     name, folder = prepared
     script = importlib.import_module(name)
@@ -371,11 +378,7 @@ def test_steps_read_nothing(prepared, tmp_path):
     """Seven steps, logged at 3, 6 and 7. Signals are read once a step, but one step late."""
     name, folder = prepared
     options = SEVEN_STEPS[name].format(folder).split()
-    options += [f"--output_dir={tmp_path}/run", "--log_every=3", "--device=cpu"]
-    command = [sys.executable, __file__, str(ROOT / f"{name}.py"), str(tmp_path / "reads.json")]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "reads.json").read_text())
+    found = count_in_program(name, tmp_path, [*options, "--log_every=3"])
     assert found == READS.get(name, {"agree: tolist": 6, "sum_over_ranks: tolist": 3})
 
 
@@ -388,11 +391,8 @@ def test_steps_of_both_phases_read_nothing(tmp_path):
     options = f"""--phase1_data={tmp_path}/rows.jsonl --phase2_data={tmp_path}/rows.jsonl
         --teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
         --batch_size=4 --global_batch_size=8 --max_steps=3 --log_every=2 --eval_samples=4
-        --cache_dir={tmp_path}/cache --output_dir={tmp_path}/run --device=cpu"""
-    command = [sys.executable, __file__, str(ROOT / "train_ddp.py"), str(tmp_path / "reads.json")]
-    done = subprocess.run([*command, *options.split()], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "reads.json").read_text())
+        --cache_dir={tmp_path}/cache"""
+    found = count_in_program("train_ddp", tmp_path, options.split())
     assert found == {"agree: tolist": 6, "sum_over_ranks: tolist": 4}
 
 

@@ -94,11 +94,19 @@ def test_plain_python(alone):
     check_run(*alone, alone, 1)
 
 
-@pytest.mark.parametrize("module", ["run", "launch"])  # the second gives --local-rank to each rank
-def test_torchrun(start, task, alone, tmp_path, module):
-    launcher = [sys.executable, "-m", f"torch.distributed.{module}", "--nproc_per_node=2"]
+def test_torch_distributed_launch(start, task, alone, tmp_path):
+    """It gives --local-rank to each rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"]
     port = f"--master-port={free_port()}"
     job = start([*launcher, port, SCRIPT, *task(tmp_path / "out")])
+    assert job.wait() == 0, job.text
+    check_run(tmp_path / "out", job.text, alone, 2)
+    assert job.is_gone()
+
+
+def test_nproc_per_node(start, task, alone, tmp_path):
+    """Plain python, which becomes torchrun."""
+    job = start([sys.executable, SCRIPT, *task(tmp_path / "out", "--nproc_per_node=2")])
     assert job.wait() == 0, job.text
     check_run(tmp_path / "out", job.text, alone, 2)
     assert job.is_gone()
@@ -195,7 +203,6 @@ def test_nproc_on_a_port_that_is_taken(start, task, tmp_path):
 
 DRIVER = """
 import logging
-import os
 
 import run_train_quantumgrav_ddp as block
 
@@ -203,14 +210,13 @@ import run_train_quantumgrav_ddp as block
 def main(args):
     block.setup_ddp(args)
     rank = block.dist.get_rank()
-    for step in range(20 if os.environ["END"] == "finish" else 10**9):
+    for step in range(10**9):
         if step == 10:
             logging.warning("all ranks warn")
             logging.error("step 10")
-        if step == 11 and rank == 1 and os.environ["END"] == "raise":
+        if step == 11 and rank == 1 and args.seed == 3:
             raise ZeroDivisionError("boom in step 11")
         block.dist.barrier()
-    return 3 if args.seed == 3 and rank == 0 else 0
 
 
 if __name__ == "__main__":
@@ -219,27 +225,20 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def drive(start, tmp_path):
-    """drive(launcher, end, *argv): what a script does without its task, on two ranks. The end is
-    finish, raise or never."""
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-
-    def call(launcher, end, *argv):
-        if launcher == "torchrun":
-            command = [*TWO_RANKS, *SIGNALS, driver]
-        else:
-            command = [sys.executable, driver, "--nproc_per_node=2"]
-        return start([*command, "--device=cpu", *argv], END=end, PYTHONPATH=ROOT)
-
-    return call
+def driver(tmp_path):
+    """What a script does without its task."""
+    path = tmp_path / "driver.py"
+    path.write_text(DRIVER)
+    return path
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
-def test_a_rank_that_raises_ends_the_job(drive, launcher):
-    job = drive(launcher, "raise")
+def test_a_rank_that_raises_ends_the_job(start, driver):
+    command = [*TWO_RANKS, *SIGNALS, driver, "--device=cpu", "--seed=3"]
+    job = start(command, PYTHONPATH=ROOT)
     job.wait_for("boom in step 11")
     assert job.wait(10) == 1, job.text  # and not after the 30 minutes of the group's timeout
+    assert job.text.count("all ranks warn") == 1  # rank 0 alone
+    assert job.text.count("ERROR: step 10") == 2
     assert re.search(r"\[RANK 1\] .* ERROR: Traceback \(most recent call last\)", job.text)
     assert "SIGABRT" not in job.text
     assert "terminate called" not in job.text
@@ -249,21 +248,12 @@ def test_a_rank_that_raises_ends_the_job(drive, launcher):
     assert job.text.count("ZeroDivisionError: boom in step 11") >= 2
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
-def test_kill_of_a_rank_ends_the_job(drive, launcher):
-    job = drive(launcher, "never")
+def test_kill_of_a_rank_ends_the_job(start, driver):
+    command = [sys.executable, driver, "--nproc_per_node=2", "--device=cpu"]
+    job = start(command, PYTHONPATH=ROOT)
     job.wait_for(r"RANK 1.* step 10")
     os.kill(job.rank(1), signal.SIGKILL)
     assert job.wait(20) == 1, job.text
-    assert job.is_gone()
-
-
-@pytest.mark.parametrize(("argv", "status"), [([], 0), (["--seed=3"], 1)])  # 1: torchrun's own
-def test_nproc_passes_the_exit_status_on(drive, argv, status):
-    job = drive("nproc", "finish", *argv)
-    assert job.wait() == status, job.text
-    assert job.text.count("all ranks warn") == 1  # of rank 0, and no other
-    assert job.text.count("ERROR: step 10") == 2
     assert job.is_gone()
 
 
@@ -284,14 +274,10 @@ def check_stopped(folder, text, reason):
     check_ranks(text, 2)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
-def test_sigterm_to_the_launcher(start, task, tmp_path, launcher):
+def test_sigterm_to_the_launcher(start, task, tmp_path):
     """It reaches the ranks and their workers; they save and end."""
-    argv = task(tmp_path / "out", *ENDLESS, "--num_workers=1")
-    if launcher == "torchrun":
-        job = start([*TWO_RANKS, *SIGNALS, SCRIPT, *argv])
-    else:
-        job = start([sys.executable, SCRIPT, *argv, "--nproc_per_node=2"])
+    argv = task(tmp_path / "out", *ENDLESS, "--num_workers=1", "--nproc_per_node=2")
+    job = start([sys.executable, SCRIPT, *argv])
     job.wait_for("step=3 ")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(60) == 1, job.text  # torchrun's; that of the ranks is 143
