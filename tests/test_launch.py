@@ -15,7 +15,16 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, SIGNALS, TWO_RANKS, Job, environment, free_port, write_causal_sets
+from helpers import (
+    ROOT,
+    SIGNALS,
+    TWO_RANKS,
+    Job,
+    call_program,
+    environment,
+    free_port,
+    write_causal_sets,
+)
 
 SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
 FILES = """best.pt confusion_cls.png curves.png latest.pt metrics.jsonl predictions.npz previous.pt
@@ -159,13 +168,13 @@ def test_python_in_an_sbatch_file_is_one_process(server, task, alone, tmp_path):
 # What cannot work
 
 
-def test_wrong_option_starts_nothing(start, task, tmp_path):
+def test_wrong_option_starts_nothing(task, tmp_path):
     """Before the hand-over to torchrun, which would write a report of its own."""
     argv = task(tmp_path / "out", "--nproc_per_node=2", "--batch_sise=4")
-    job = start([sys.executable, SCRIPT, *argv])
-    assert job.wait() == 2
-    assert job.text.count("\n") == 1
-    assert "no option batch_sise: did you mean batch_size?" in job.text
+    status, text = call_program(SCRIPT, *argv)
+    assert status == 2
+    assert text.count("\n") == 1
+    assert "no option batch_sise: did you mean batch_size?" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, forkserver, free_port, on_small_disk
+from helpers import ROOT, call_program, forkserver, free_port, on_small_disk
 
 import test_ddp_setup as program
 
@@ -20,24 +19,10 @@ QUICK = [*ENVIRONMENT, *program.RANK_CHECKS, "end of the ranks"]
 FULL = [*ENVIRONMENT, *program.FULL_RANK_CHECKS, "speed-up", "end of the ranks", "failing rank"]
 
 
-def start(*options, program=ROOT / "test_ddp_setup.py", **environment):
-    return subprocess.Popen(
-        [sys.executable, str(program), *options],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def run(*options, seconds=100, **environment):
+def run(*options, program=ROOT / "test_ddp_setup.py", **environment):
     """(exit status, output, {check: (status, what was found)})"""
-    process = start(*options, **environment)
-    try:
-        output = process.communicate(timeout=seconds)[0]
-    finally:
-        process.kill()
-    return process.returncode, output, parse(output)
+    status, output = call_program(program, *options, **environment)
+    return status, output, parse(output)
 
 
 def parse(output):
@@ -107,15 +92,14 @@ def test_port_that_is_taken_and_full_disk(tmp_path):
     assert f"export MASTER_PORT={port}" not in checks["port"][1]  # another one is proposed
 
 
-def test_under_a_launcher(tmp_path):
+def test_under_a_launcher(server):
     """Two ranks with Slurm's variables: rank 0 speaks."""
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    common.update(SLURM_NTASKS="2", SLURM_STEP_ID="0")
-    ranks = []
-    for rank in ("0", "1"):
-        ranks.append(start("--quick", **common, SLURM_PROCID=rank, SLURM_LOCALID=rank))
-    outputs = [process.communicate(timeout=100)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    common.update(SLURM_NTASKS=2, SLURM_STEP_ID=0)
+    variables = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in (0, 1)]
+    server.start(variables, [str(ROOT / "test_ddp_setup.py"), "--quick"])
+    assert server.wait() == [0, 0], server.text
+    outputs = [path.read_text() for path in server.outputs]
     expected = [name for name in ENVIRONMENT if name != "port"]
     assert list(parse(outputs[0])) == [*expected, *program.RANK_CHECKS]
     assert parse(outputs[1]) == {}
@@ -135,10 +119,9 @@ def test_a_rank_that_dies(tmp_path):
     text = (ROOT / "test_ddp_setup.py").read_text()
     broken = tmp_path / "test_ddp_setup.py"
     broken.write_text(text.replace("    large = torch", "    os._exit(3)\n    large = torch"))
-    process = start("--quick", program=broken)
-    output = process.communicate(timeout=100)[0]
-    assert process.returncode == 1
-    assert parse(output)["end of the ranks"][0] == "FAIL"
+    status, output, checks = run("--quick", program=broken)
+    assert status == 1
+    assert checks["end of the ranks"][0] == "FAIL"
     assert "after the check 'process group'" in output
     assert "exitcode" in output  # torchrun's summary
 
