@@ -35,6 +35,8 @@ SIGNALS = [  # as run_ddp.sh has them
     "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 ]
 
+PLAIN_RUN = subprocess.run
+
 # --------------------------------------------------------------------------------------------------
 # Processes
 
@@ -79,6 +81,7 @@ def run_program(argv, env, output):
     sys.path.insert(0, str(Path(argv[0]).parent))
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
+    subprocess.run = run_tool
     status = 0
     try:
         runpy.run_path(argv[0], run_name="__main__")
@@ -93,6 +96,18 @@ def run_program(argv, env, output):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def run_tool(command, **options):
+    """In place of subprocess.run, in a forked process: a file of tools/ is forked, too."""
+    if len(command) < 2 or Path(command[1]).parent != ROOT / "tools":
+        return PLAIN_RUN(command, **options)
+    with tempfile.NamedTemporaryFile("r") as output:
+        arguments = (command[1:], dict(os.environ), output.name)
+        process = multiprocessing.Process(target=run_program, args=arguments)
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(command, process.exitcode, "", output.read())
 
 
 def call_script(script, *argv, **more):

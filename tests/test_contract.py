@@ -189,7 +189,7 @@ def test_options_changed_on_resume(task, stopped):
     assert (folder / "latest.pt").read_bytes() == (stopped.folder / "latest.pt").read_bytes()
 
     option = DECAY.get(task.name, "--weight_decay")
-    faults = [[1, 14, "signal", SIGTERM]]
+    faults = [[1, 19, "signal", SIGTERM]]
     run = task.run(folder, f"{option}=0.25", faults=faults, statuses={143})
     assert run.text.count(f"{option} 0.25, it was ") == 1
     groups = run.state["optimizer"]["param_groups"]
