@@ -9,7 +9,9 @@ import importlib
 import re
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -67,73 +69,39 @@ def split_commands(block):
     return commands
 
 
-def after_run_ddp(words):
-    """What `run_ddp.sh [NGPUS] [USE_PROJECTION] [options]` gives to its script."""
-    values = []
-    while words and len(values) < 2 and "=" not in words[0] and not words[0].startswith("--"):
-        values.append(words[0])
-        words = words[1:]
-    if values:
-        assert values[0].isdigit(), f"run_ddp.sh {values}: a number of processes comes first"
-    return [f"--use_projection={value}" for value in values[1:]] + words
-
-
-def after_run_dpo_ddp_local(words):
-    """What `run_dpo_ddp_local.sh [NGPUS] [options]` gives to its script."""
-    if words and words[0].isdigit():
-        return words[1:]
-    return words
-
-
-UNIREF50_FLAGS = {
-    "-w": "output_dir",
-    "--work-dir": "output_dir",
-    "-d": "datafile",
-    "--datafile": "datafile",
-    "-p": "wandb_project",
-    "--project": "wandb_project",
-    "-n": "wandb_name",
-    "--name": "wandb_name",
-    "-s": "seed",
-    "--seed": "seed",
-    "-m": "sampling_method",
-    "--method": "sampling_method",
+# wrappers that start torchrun on this machine, and stand-ins for what they call
+LOCAL = {
+    "run_ddp.sh": ROOT / "run_ddp.sh",
+    "run_train_uniref50_ddp.sh": ROOT / "run_train_uniref50_ddp.sh",
+    "run_dpo_ddp_local.sh": ROOT / "scripts" / "run_dpo_ddp_local.sh",
 }
+STAND_INS = {"torchrun": 'printf "%s\\n" "$@"', "python": "echo 64"}  # GPUs
 
 
-def after_run_train_uniref50_ddp(words):
-    """What run_train_uniref50_ddp.sh makes of its own flags."""
-    config = "configs/config_uniref50_ddp.yaml"
-    options = []
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name in [*UNIREF50_FLAGS, "-c", "--config", "--gpus"] and not equals:
-            value = words.pop(0)
-        if name in ("-c", "--config"):
-            config = value
-        elif name == "--gpus":
-            assert value.isdigit(), f"--gpus takes a number, not {value}"
-        elif name in UNIREF50_FLAGS:
-            options.append(f"--{UNIREF50_FLAGS[name]}={value}")
-        elif name not in ("-y", "--yes", "--"):
-            options.append(word)
-    return [f"--config={config}", *options]
+def after_wrapper(name, words):
+    """(script, its arguments) that a wrapper gives to torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        for program, text in STAND_INS.items():
+            path = Path(folder, program)
+            path.write_text(f"#!/bin/sh\n{text}\n")
+            path.chmod(0o755)
+        command = ["bash", LOCAL[name], *words]
+        env = {"PATH": f"{folder}:/usr/bin:/bin"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    place = [number for number, line in enumerate(lines) if line.endswith(".py")][0]
+    return Path(lines[place]).name, lines[place + 1 :]
 
 
 def find_program(words):
-    """(words before, script or tool, its arguments) of a command; None if it runs neither."""
+    """(words before, script, tool or wrapper, its arguments) of a command; else None."""
     for place, word in enumerate(words):
         before = words[:place]
         rest = words[place + 1 :]
         name = Path(word).name
-        if name == "run_ddp.sh":
-            return before, "train_ddp.py", after_run_ddp(rest)
-        if name == "run_train_uniref50_ddp.sh":
-            return before, "run_train_uniref50_ddp.py", after_run_train_uniref50_ddp(rest)
-        if name == "run_dpo_ddp_local.sh":
-            return before, "run_dpo_ddp.py", after_run_dpo_ddp_local(rest)
+        if name in LOCAL:
+            return before, name, rest
         if name == "run_dpo_ddp_aurora.sh":
             return before, "run_dpo_ddp.py", ["--config=configs/run_dpo_ddp.yaml"]
         if name == "run_ddp_slurm.sh":
@@ -174,6 +142,8 @@ def parse(line):
     """The arguments that a command gives to the script or the tool that it runs."""
     (words,) = split_commands(line)
     _, program, arguments = find_program(words)
+    if program in LOCAL:
+        program, arguments = after_wrapper(program, arguments)
     assert program in SCRIPTS + TOOLS, f"no {program}"
     name = Path(program).stem
     module = import_tool(name) if program in TOOLS else importlib.import_module(name)
