@@ -217,15 +217,17 @@ def test_three_processes_end_alike(fast):
     assert run.figures == whole.figures
 
 
-@pytest.mark.parametrize(("key", "value"), [("script", "other.py"), ("format", -1)])
-def test_checkpoint_of_something_else(fast, key, value):
-    folder = fast.folder / key
+def test_checkpoint_of_something_else(fast):
+    folder = fast.folder / "other"
     fast.run(folder, faults=[[0, 3, "signal", SIGTERM]], statuses={143})
+    said = fast.run(folder, "--seed=7", statuses={2, -15}).refusal()
+    assert "--seed: this run was started with 42" in said
     state = Run(folder).state
-    torch.save({**state, key: value}, folder / "latest.pt")
-    said = fast.run(folder, statuses={2, -15}).refusal()
-    assert f"latest.pt has {key} {value}, not {state[key]}" in said
-    assert "--fresh" in said
+    for key, value in {"script": "other.py", "format": -1}.items():
+        torch.save({**state, key: value}, folder / "latest.pt")
+        said = fast.run(folder, statuses={2, -15}).refusal()
+        assert f"latest.pt has {key} {value}, not {state[key]}" in said
+        assert "--fresh" in said
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
