@@ -19,6 +19,7 @@ import time
 import traceback
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,19 +47,10 @@ def forkserver():
     """Starts processes in 0.1 s, with PRELOAD imported; itself once for all tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    paths = [str(ROOT), str(ROOT / "tests")]
-    if before["PYTHONPATH"]:
-        paths.append(before["PYTHONPATH"])
-    os.environ.update(PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1")
-    try:
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, variables):
         multiprocessing.forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
     return context
 
 
