@@ -164,9 +164,10 @@ def damage(path):
         path.write_text(json.dumps(rows))
         return r"pairs.json: index 40: preferred_seq has \d+ letters; expected \d+"
     lines = path.read_text().splitlines()
-    number = 131 if path.name == "pairs.jsonl" else 600  # every second line is a name
-    lines[number - 1] = lines[number - 1][:20] + "#1"
+    lines[200 - 1] = "#1"
     path.write_text("\n".join(lines) + "\n")
+    # of FASTA the line where the record begins
+    number = 199 if path.suffix == ".fasta" else 200
     return rf"{path.name}.*?line {number}: "
 
 
