@@ -1,6 +1,7 @@
 """Is run_train_uniref50_ddp.py right? Train it on sequences whose probabilities are known exactly.
 
-    python benchmarks/check_uniref50.py [--sequences 60000] [--steps 4000] [--samples 500]
+    python benchmarks/check_uniref50.py --nproc 1 --steps 5000
+    python benchmarks/check_uniref50.py --steps 50 --sequences 2000 --samples 20       # a trial
 
 A Markov chain over the 20 residues makes the sequences, so the entropy of the held-out ones is a
 sum. Shown: the held-out bound beside it, which it must come close to and not cross; neighbours in
@@ -14,31 +15,28 @@ another: residues that follow each other in the chain come in similar numbers.
 import argparse
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import sides
 
-ROOT = Path(__file__).resolve().parents[1]
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
 
-def markov_source(seed):
+def markov_source():
     """A strongly structured, ergodic chain: its stationary law (20,), its transitions (20, 20)."""
-    weights = np.exp(1.8 * np.random.default_rng(seed).standard_normal((20, 20)))
+    weights = np.exp(1.8 * np.random.default_rng(0).standard_normal((20, 20)))
     weights /= weights.sum(0)  # no residue is rare
     transition = weights / weights.sum(1, keepdims=True)
     balance = np.vstack([transition.T - np.eye(20), np.ones(20)])
     return np.linalg.lstsq(balance, np.eye(21)[20], rcond=None)[0], transition
 
 
-def markov_sequences(count, source, seed):
+def markov_sequences(count, source):
     """Sequences (numbers 0 to 19) of the chain, with lengths uniform in 24 to 64."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(1)
     lengths = generator.integers(24, 65, count)
     rows = np.zeros((count, 64), np.int64)
     rows[:, 0] = (generator.random((count, 1)) >= source[0].cumsum()[:-1]).sum(1)
@@ -74,7 +72,7 @@ def nats_of_counts(sequences):
 
 def chi_square(sequences, transition):
     """Of the transitions counted beside the chain's: chi-square, its degrees of freedom (in each
-    row, cells that expect fewer than 5 are one), total variation of the laws of pairs."""
+    row, cells that expect fewer than 5 are one)."""
     counts = np.zeros((20, 20))
     for sequence in sequences:
         inside = (sequence[:-1] >= 0) & (sequence[1:] >= 0)  # -1: a letter the chain never makes
@@ -88,7 +86,7 @@ def chi_square(sequences, transition):
         wanted = np.append(wanted[~rare], wanted[rare].sum())
         statistic += float(((found - wanted) ** 2 / np.maximum(wanted, 1e-12)).sum())
         freedom += len(wanted) - 1
-    return statistic, freedom, float(abs(counts - expected).sum() / counts.sum() / 2)
+    return statistic, freedom
 
 
 def write_fasta(path, sequences):
@@ -105,31 +103,21 @@ def read_fasta(path):
     return [np.array([LETTERS.find(letter) for letter in text]) for text in texts]
 
 
-def run(program, *options):
-    command = [sys.executable, ROOT / program, *options, "--device=cpu"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+def train(args, work, name, sequences):
+    """The best held-out metrics of a run on these sequences, into the folder `run-{name}`."""
+    write_fasta(work / f"{name}.fasta", sequences)
+    sides.run_tool("prepare_uniref50.py", work / f"{name}.fasta", work / name)
+    options = f"""--datafile={work}/{name} --hidden_size=64 --n_blocks_prot=3 --n_heads=4
+        --cond_dim=32 --max_protein_len=68 --dropout=0 --global_batch_size=48
+        --batch_size={48 // args.nproc} --n_iters={args.steps} --epochs=1000 --lr=4e-3 --warmup=100
+        --ema=0.999 --log_every=100 --eval_freq={args.steps} --eval_sequences=100000
+        --samples_per_eval=0"""
+    sides.run_script("run_train_uniref50_ddp.py", name, work, options.split(), args.nproc)
+    return json.loads((work / f"run-{name}" / "summary.json").read_text())["val"]
 
 
-def train(args, work, name):
-    """The best held-out metrics of a run on `name`.fasta."""
-    options = f"""--datafile={work}/{name}.fasta --output_dir={work}/{name} --cache_dir={work}/cache
-        --hidden_size={args.width} --n_blocks_prot=3 --n_heads=4 --cond_dim=32 --max_protein_len=68
-        --dropout=0 --global_batch_size={args.batch} --batch_size={args.batch // args.nproc}
-        --n_iters={args.steps} --epochs=1000 --lr={args.lr} --warmup=100 --ema=0.999
-        --log_every=100 --eval_freq={args.steps} --eval_sequences=100000 --samples_per_eval=0
-        --nproc_per_node={args.nproc}"""
-    run("run_train_uniref50_ddp.py", *options.split())
-    return json.loads((work / name / "summary.json").read_text())["val"]
-
-
-def held_out_of(work):
-    """The sequences that the run on the chain was validated on, as numbers from 0 to 19."""
-    for meta in work.glob("cache/uniref50-*/meta.json"):
-        if json.loads(meta.read_text())["source"] == "chain.fasta":
-            folder = meta.parent
+def held_out(folder):
+    """The sequences that a prepared folder holds out, as numbers from 0 to 19."""
     tokens = np.fromfile(folder / "valid.tokens", np.uint8).astype(np.int64)
     offsets = np.fromfile(folder / "valid.offsets", np.int64)
     return [tokens[offsets[i] + 1 : offsets[i + 1] - 1] - 5 for i in range(len(offsets) - 1)]
@@ -141,47 +129,40 @@ def main():
     add = parser.add_argument
     add("--sequences", type=int, default=60_000, help="sequences of the chain")
     add("--steps", type=int, default=4000, help="optimizer steps of both runs")
-    add("--width", type=int, default=64, help="of the network")
-    add("--batch", type=int, default=48, help="sequences per step")
-    add("--lr", type=float, default=4e-3, help="learning rate")
     add("--samples", type=int, default=500, help="sequences drawn by each sampler")
     add("--nproc", type=int, default=2, help="processes, one thread each")
-    add("--seed", type=int, default=0, help="of the chain and its sequences")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        source = markov_source(args.seed)
-        sequences = markov_sequences(args.sequences, source, args.seed + 1)
-        write_fasta(work / "chain.fasta", sequences)
-        found = train(args, work, "chain")
-        held_out = held_out_of(work)
-        exact, error = nats(held_out, source)
+        source = markov_source()
+        sequences = markov_sequences(args.sequences, source)
+        found = train(args, work, "chain", sequences)
+        unseen = held_out(work / "chain")
+        exact, error = nats(unseen, source)
         rate = -(source[0][:, None] * source[1] * np.log(source[1])).sum()
         print(f"entropy rate of the chain {rate:.4f} nats per residue")
-        print(f"{len(held_out)} held-out sequences: exactly {exact:.4f} (+- {error:.4f})")
+        print(f"{len(unseen)} held-out sequences: exactly {exact:.4f} (+- {error:.4f})")
         above = found["nelbo"] / exact - 1
         print(f"held-out bound {found['nelbo']:.4f} +- {found['nelbo_se']:.4f}, {above:+.2%}")
         print(f"unigram {found['unigram']:.4f}")
 
-        drawn = {"held-out sequences": held_out[: args.samples]}
+        drawn = {"held-out sequences": unseen[: args.samples]}
         for method in ("rigorous", "simple"):
             steps = 0 if method == "rigorous" else 16
-            options = f"""{work}/chain/best.pt --count={args.samples} --steps={steps}
-                --method={method} --out={work}/{method}.fasta --batch_size=64"""
-            run("tools/sample_uniref50.py", *options.split())
+            options = f"""{work}/run-chain/best.pt --count={args.samples} --steps={steps}
+                --method={method} --out={work}/{method}.fasta --batch_size=64 --device=cpu"""
+            sides.run_tool("sample_uniref50.py", *options.split())
             drawn[method] = read_fasta(work / f"{method}.fasta")
         for name, group in drawn.items():
-            statistic, freedom, distance = chi_square(group, source[1])
+            statistic, freedom = chi_square(group, source[1])
             possible = [sequence for sequence in group if (sequence >= 0).all()]
             print(f"{len(group)} {name}:")
             print(f"    chi-square of transitions {statistic:.0f}, degrees of freedom {freedom}")
-            print(f"    total variation {distance:.4f}")
             print(f"    {nats(possible, source)[0]:.4f} nats per residue by the chain")
 
-        draw = random.Random(args.seed)
+        draw = random.Random(0)
         shuffled = [np.array(draw.sample(s.tolist(), len(s))) for s in sequences]
-        write_fasta(work / "shuffled.fasta", shuffled)
-        control = train(args, work, "shuffled")
+        control = train(args, work, "shuffled", shuffled)
         gain = f"{control['below_unigram']:.4f} +- {control['below_unigram_se']:.4f}"
         print(f"shuffled: bound {control['nelbo']:.4f} +- {control['nelbo_se']:.4f}")
         print(f"    below the unigram by {gain}; counts hold {nats_of_counts(sequences):.4f}")

@@ -5,8 +5,7 @@
 
 One process, one thread, fp32, on a CPU; main() with the configuration of the script's quickstart.
 After --warm steps the time of --steps steps is measured without torch.profiler, then that of as
-many more with it: what the profiler costs is the difference of both columns of steps/s. Where a run
-fails, the others go on, and the exit status is 1.
+many more with it: what the profiler costs is the difference of both columns of steps/s.
 
 Shares are of the time of the profiled steps and add up to 100 %:
 
@@ -15,40 +14,36 @@ optimizer    clipping, the fused update, the agreement on the step (StepGuard)
 operators    all else that PyTorch computes, forward and backward, by kind, each with the time that
              it spends itself. overhead: views, memory, random numbers, the bookkeeping of autograd
 python       the rest
+
+Of run_train_rebm_ddp.py the share of its attacks, too.
 """
 
 import importlib
-import os
+import json
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import sides
 import torch
 
-COMMON = "--device=cpu --precision=fp32 --log_every=5 --save_every=1000000"
-TEXTS = """--config=configs/train_ddp_quickstart.yaml --global_batch_size=64
-    --max_samples_phase1=4000 --max_samples_phase2=4000 --cache_dir={work}/cache"""
-DIGITS = "--config=configs/config_rebm_quickstart.yaml --data={work}/digits"
-RUNS = {  # the script and what it does: its options beside COMMON
+TEXTS = f"""--config={sides.ROOT}/configs/train_ddp_quickstart.yaml --global_batch_size=64
+    --max_samples_phase1=4000 --max_samples_phase2=4000"""
+DIGITS = f"--config={sides.ROOT}/configs/config_rebm_quickstart.yaml --data=digits"
+RUNS = {  # the script and what it does: its options
     "train_ddp, phase 1": f"{TEXTS} --skip_phase2",
     "train_ddp, phase 2": f"{TEXTS} --skip_phase1",
-    "run_train_uniref50_ddp": """--config=configs/config_uniref50_quickstart.yaml
-        --cache_dir={work}/cache""",
-    "run_dpo_ddp": "--config=configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0 --num_orders=1",
-    "run_train_quantumgrav_ddp": """--config=configs/config_quantumgrav_quickstart.yaml
-        --data={work}/sets""",
+    "run_train_uniref50_ddp": f"""--config={sides.ROOT}/configs/config_uniref50_quickstart.yaml
+        --datafile={sides.ROOT}/data/uniref_sample.fasta.gz""",
+    # half of the batch, so that no epoch ends meanwhile
+    "run_dpo_ddp": f"""--config={sides.ROOT}/configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0
+        --num_orders=1 --batch_size=4 --train_data={sides.ROOT}/data/dpo/pairs.json""",
+    "run_train_quantumgrav_ddp": f"""--data=sets
+        --config={sides.ROOT}/configs/config_quantumgrav_quickstart.yaml""",
     "run_train_rebm_ddp, stage 1": f"{DIGITS} --stage=at",
     "run_train_rebm_ddp, stage 2": f"""{DIGITS} --stage=dat --attack.start_step=10
-        --ckpt_path={{work}}/stage_1/latest.pt""",  # of the run before
-}
-TOOLS = {  # what must be run before a script
-    "run_train_quantumgrav_ddp": "make_causal_sets.py --samples=3000 --out={work}/sets",
-    "run_train_rebm_ddp": "prepare_images.py digits --out={work}/digits",
+        --ckpt_path=run-stage-1/latest.pt""",  # of the run before
 }
 KINDS = {  # of operators: a part of their names; the first that fits
     "attention": "attention",
@@ -72,75 +67,76 @@ def mark(owner, name, region):
     """Let the profiler see when a function runs."""
     plain = getattr(owner, name)
 
-    def marked(*args):
+    def marked(*args, **options):
         with torch.profiler.record_function(f"region: {region}"):
-            return plain(*args)
+            return plain(*args, **options)
 
     setattr(owner, name, marked)
 
 
-class Recorder:
-    """Counts the steps of a script; sends what it found, and has the script stop."""
+def mark_attacks(script):
+    """The same for both attacks of run_train_rebm_ddp.py."""
+    plain = script.Attack.__call__
 
-    def __init__(self, pipe, script, warm, steps):
-        self.pipe = pipe
-        self.script = script
-        self.warm = warm
-        self.steps = steps
-        self.done = 0
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        self.attacks = {}
-        mark(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data")
-        mark(script.StepGuard, "update", "optimizer")
-        mark(script.StepGuard, "agree", "optimizer")
-        if hasattr(script, "Attack"):
-            self.time_attacks()
-        sides.watch_steps(script, self.step_done)
+    def marked(attack, *args):
+        on_class = attack.gain is script.cross_entropy
+        part = "attack on images to classify" if on_class else "attack on OOD images"
+        with torch.profiler.record_function(f"part: {part}"):
+            return plain(attack, *args)
 
-    def time_attacks(self):
-        plain = self.script.Attack.__call__
+    script.Attack.__call__ = marked
 
-        def timed(attack, *args):
-            begin = time.perf_counter()
-            result = plain(attack, *args)
-            on_class = attack.gain is self.script.cross_entropy
-            kind = "attack on images to classify" if on_class else "attack on OOD images"
-            taken = time.perf_counter() - begin
-            self.attacks[kind] = self.attacks.get(kind, 0.0) + taken
-            return result
 
-        self.script.Attack.__call__ = timed
+def port(script, options, warm, steps):
+    """Runs main() of a script, which ends after so many steps; leaves answer.json."""
+    sys.path.insert(0, str(sides.ROOT))
+    sys.argv = [f"{script}.py", *options]
+    module = importlib.import_module(script)
+    mark(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data")
+    mark(module.StepGuard, "update", "optimizer")
+    mark(module.StepGuard, "agree", "optimizer")
+    if hasattr(module, "Attack"):
+        mark_attacks(module)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    plain_update = module.StepGuard.update
+    begins = []  # of steps: a step is from update to update here
+    found = {}
 
-    def step_done(self):
-        self.done += 1
-        now = time.perf_counter()
-        if self.done == self.warm:
-            self.attacks.clear()
-            self.begin = now
-        elif self.done == self.warm + self.steps:
-            self.seconds = now - self.begin
-            self.parts = {kind: taken / self.seconds for kind, taken in self.attacks.items()}
-            self.profiler.start()
-            self.begin = time.perf_counter()
-        elif self.done == self.warm + 2 * self.steps:
-            profiled = now - self.begin
-            self.profiler.stop()
-            found = {"seconds": self.seconds, "profiled": profiled, "parts": self.parts}
-            self.pipe.send({**found, "operators": add_up(self.profiler.events())})
-            self.script.stop_signal = signal.SIGTERM  # the run saves its weights and ends
+    def update(guard, *args):
+        result = plain_update(guard, *args)
+        begins.append(time.perf_counter())
+        if len(begins) == warm + steps:
+            found["seconds"] = begins[-1] - begins[warm - 1]
+            profiler.start()
+            begins[-1] = time.perf_counter()
+        elif len(begins) == warm + 2 * steps:
+            profiler.stop()
+            found["profiled"] = begins[-1] - begins[warm + steps - 1]
+            found.update(add_up(profiler.events()))
+            Path("answer.json").write_text(json.dumps(found))
+            guard.deadline = 0  # the run saves its weights and ends
+        return result
+
+    module.StepGuard.update = update
+    module.launch(module.parse_args, module.main)
 
 
 def add_up(events):
-    """[[kind, name, calls, seconds], ...] of all operators."""
+    """Of all operators [[kind, name, calls, seconds], ...], and {part: seconds}."""
     sums = {}
+    parts = {}
     for event in events:
         name = event.name
+        if name.startswith("part: "):
+            seconds = 1e-6 * event.cpu_time_total
+            parts[name[6:]] = parts.get(name[6:], 0.0) + seconds
+            continue
         if name.startswith("region: "):
             name = "python"
         row = sums.setdefault((kind_of(event), name), [0, 0.0])
         row[0] += 1
         row[1] += 1e-6 * event.self_cpu_time_total
-    return [[*key, *row] for key, row in sums.items()]
+    return {"operators": [[*key, *row] for key, row in sums.items()], "parts": parts}
 
 
 def kind_of(event):
@@ -157,26 +153,22 @@ def kind_of(event):
     return "overhead"  # nodes of autograd: what they compute is in operators below them
 
 
-def run(pipe, script, options, warm, steps):
-    sys.path.insert(0, str(sides.ROOT))
-    sys.argv = [f"{script}.py", *options]
-    module = importlib.import_module(script)
-    Recorder(pipe, module, warm, steps)
-    module.launch(module.parse_args, module.main)
-
-
 # ---- All runs and the tables ---------------------------------------------------------------------
 
 
-def profile(name, work, args):
-    script, _, place = name.partition(", ")
-    place = place.replace(" ", "_") or "run"
-    options = f"{RUNS[name]} {COMMON} --output_dir={{work}}/{place}".format(work=work).split()
-    with sides.Sides(work) as processes:
-        processes.start(place, run, script, options, args.warm, args.steps)
-        found = processes.hear(place)
-        processes.wait(place)  # until its weights are there
-    return found
+def prepare(script, folder):
+    if script == "run_train_quantumgrav_ddp":
+        sides.run_tool("make_causal_sets.py", "--samples=3000", f"--out={folder}/sets")
+    elif script == "run_train_rebm_ddp":
+        sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
+
+
+def profile(name, folder, args):
+    script, _, stage = name.partition(", ")
+    out = f"run-{stage.replace(' ', '-') or script}"
+    options = [*RUNS[name].split(), *sides.COMMON.split(), f"--output_dir={out}"]
+    settings = {"script": script, "options": options, "warm": args.warm, "steps": args.steps}
+    return sides.run_port(__file__, folder, settings)
 
 
 def shares(found):
@@ -206,31 +198,19 @@ def main():
     add("--steps", type=int, default=10, help="steps that are measured, and again profiled")
     add("--warm", type=int, default=3, help="steps before them")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.chdir(sides.ROOT)
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    if args.port:
+        port(**args.port)
+        return
     print(f"1 process x 1 thread, {args.steps} steps after {args.warm}; per cent of their time\n")
     sides.print_head("run", "steps/s", "profiled", *COLUMNS)
     results = {}
-    failed = False
-    with tempfile.TemporaryDirectory() as folder:
+    with sides.workplace() as folder:
         for script in args.scripts:
-            work = Path(folder, script)
-            work.mkdir()
-            if script in TOOLS:
-                tool, *options = TOOLS[script].format(work=work).split()
-                command = [sys.executable, sides.ROOT / "tools" / tool, *options]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            prepare(script, folder)
             for name in RUNS:
                 if name.partition(", ")[0] != script:
                     continue
-                try:
-                    found = profile(name, work, args)
-                except sides.SideEnded as error:  # the others go on
-                    print(error, file=sys.stderr)
-                    sides.print_row(name, "failed", *[""] * (len(COLUMNS) + 1))
-                    failed = True
-                    continue
+                found = profile(name, folder, args)
                 results[name] = found
                 speeds = [args.steps / found[key] for key in ("seconds", "profiled")]
                 cells = [f"{speed:.2f}" for speed in speeds]
@@ -238,21 +218,17 @@ def main():
                 sides.print_row(name, *cells)
     print()
     for name, found in results.items():
-        if found["parts"]:
-            parts = [f"{part} {share:.1%}" for part, share in found["parts"].items()]
-            rest = 1 - sum(found["parts"].values())
-            print(f"{name}: {', '.join(parts)}, training passes and all else {rest:.1%}")
+        for part, seconds in found["parts"].items():
+            print(f"{name}: {part} {seconds / found['profiled']:.1%}")
     print()
     sides.print_head("run", "counts as", "operator", "calls per step", "ms per step", "share")
-    for name, found in results.items():
-        print_operators(name, found, args.steps)
     records = []
     for name, found in results.items():
+        print_operators(name, found, args.steps)
         speed = args.steps / found["seconds"]
         records.append({"run": name, "steps_per_s": speed, "shares": shares(found)})
     sides.write_json(args.json, records)
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
