@@ -2,7 +2,7 @@
 step of the program that its document describes.
 
     python benchmarks/bench_dpo.py
-    python benchmarks/bench_dpo.py --rounds 1 --seconds 20 --lengths 20 --batch 1
+    python benchmarks/bench_dpo.py --rounds 1 --seconds 20 --lengths 20
 
 Pairs per second: the same pairs and structures, fp32 on a CPU, one process and one thread each. The
 structures are bundles of helices, written as PDB files; each has one pair, the worst case for a
@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 SCRIPT = "run_dpo_ddp.py"
 UNIT = "pairs/s"
+NAMES = {"replaced": sides.REPLACED, "port": "port of the original"}
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 ATOMS = ["N", "CA", "C", "O"]
@@ -300,35 +301,25 @@ def run_side(side, folder, pairs, batch, args):
 def main():
     parser = sides.make_parser(__doc__)
     add = parser.add_argument
-    add("--seconds", type=float, default=30.0, help="of a turn")
+    add("--seconds", type=float, default=25.0, help="of a turn")
     add("--lengths", type=int, nargs="+", default=[20, 100, 300], help="residues")
-    add("--batch", type=int, nargs="+", default=[1, 8], help="pairs per step of ours")
+    add("--batch", type=int, nargs="+", default=[1], help="pairs per step, but for the port")
     add("--flush_denormal", action="store_true", help="the port rounds them to zero")
-    args = parser.parse_args()
-    if args.port:
-        sides.answer(port(**args.port))
-        return
+    args = sides.parse_args(parser, port)
     records = []
     print(f"1 process x 1 thread, {args.rounds} rounds of {args.seconds:g} s\n")
     sides.print_comparison_head(UNIT)
     with sides.workplace() as folder:
         for length in args.lengths:
             pairs = make_pairs(length, max(16, 4000 // length), folder)
-            # the port takes one pair at a time, whatever the batch of the others
-            runs = [("port", 1)]
             for batch in args.batch:
-                runs += [("ours", batch), ("replaced", batch)]
 
-            def turn(run, pairs=pairs):
-                side, batch = run
-                return run_side(side, folder, pairs, batch, args)
+                def turn(side, pairs=pairs, batch=batch):
+                    return run_side(side, folder, pairs, batch, args)
 
-            found = sides.in_rounds(runs, args.rounds, turn)
-            for batch in args.batch:
-                others = {sides.REPLACED: found["replaced", batch]}
-                others["port of the original"] = found["port", 1]
+                found = sides.in_rounds(["ours", *NAMES], args.rounds, turn)
                 work = f"{length} residues, batch {batch}"
-                records += sides.compare(work, UNIT, found["ours", batch], others)
+                records += sides.compare(work, UNIT, found, NAMES)
     sides.write_json(args.json, records)
 
 

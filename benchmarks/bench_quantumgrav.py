@@ -2,7 +2,7 @@
 torch_geometric's loop.
 
     python benchmarks/bench_quantumgrav.py
-    python benchmarks/bench_quantumgrav.py --rounds 1 --seconds 20 --sizes 32-64 --networks 1x32
+    python benchmarks/bench_quantumgrav.py --rounds 1 --sizes 32-64 --networks 1x32
 
 Sets per second, of whole training steps with their loading: batches of 64 sets, one process, one
 thread, fp32 on a CPU, the same sets.
@@ -112,14 +112,14 @@ def in_files(graphs, folder):
 
     folder.mkdir(exist_ok=True)
     for i, graph in enumerate(graphs):
-        torch.save(graph, folder / f"data_{i}.pt")  # noqa: TID251
+        torch.save(graph, folder / f"data_{i}.pt")
 
     class Files(Dataset):
         def len(self):
             return len(graphs)
 
         def get(self, i):
-            return torch.load(folder / f"data_{i}.pt", weights_only=False)  # noqa: TID251
+            return torch.load(folder / f"data_{i}.pt", weights_only=False)
 
     return Files()
 
@@ -203,14 +203,11 @@ def run_side(side, folder, size, network, seconds):
 def main():
     parser = sides.make_parser(__doc__)
     add = parser.add_argument
-    add("--seconds", type=float, default=25.0, help="of a turn")
+    add("--seconds", type=float, default=15.0, help="of a turn")
     add("--sizes", nargs="+", default=["32-128", "2048"], help="elements of a set")
     add("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="see above")
     add("--sets", type=int, default=4000, help="sets (of 1,024 elements or more: 160 at most)")
-    args = parser.parse_args()
-    if args.port:
-        sides.answer(port(**args.port))
-        return
+    args = sides.parse_args(parser, port)
     records = []
     notes = []
     print(f"batches of {BATCH}, {args.rounds} rounds of {args.seconds:g} s\n")
@@ -220,7 +217,7 @@ def main():
             links = make_sets(size, args.sets, folder)
             notes.append(f"{size} elements: {links:,.0f} links on average")
             for network in args.networks:
-                others = dict(NAMES)
+                others = NAMES
                 if network == "default":
                     others = {"replaced": sides.REPLACED}
 
@@ -228,9 +225,8 @@ def main():
                     return run_side(side, folder, size, network, args.seconds)
 
                 found = sides.in_rounds(["ours", *others], args.rounds, turn)
-                figures = {name: found[side] for side, name in others.items()}
                 work = f"{size} elements, {network}"
-                records += sides.compare(work, UNIT, found["ours"], figures)
+                records += sides.compare(work, UNIT, found, others)
     print("\n" + "\n".join(notes))
     sides.write_json(args.json, records)
 

@@ -7,9 +7,9 @@ a port of the original's step.
 Images per second of whole training steps, one process, one thread, fp32 on a CPU, the same network
 and the same lengths of the attacks: T steps on OOD images, 10 on images to classify.
 
-ours         the script: an epoch of stage 1, then one of stage 2, whose steps are measured
+ours         the script, for an epoch of stage 2
 compiled     the same with --compile
-replaced     the program that it replaces (commit e7785a5), likewise
+replaced     the program that it replaces (commit e7785a5), which makes an epoch of stage 1 before
 original     xuwangyin/DAT fb2ffc7, from a description of it: attacks through the
              DistributedDataParallel wrapper with parameters that require gradients; one more
              forward pass over real, OOD and attacked images for two AUCs by scikit-learn; one joint
@@ -40,13 +40,13 @@ CLF_EPS = 0.5
 RATE = 1e-5
 DECAY = 0.999
 HELD_OUT = 20  # images to validate on, and to test on: what is not measured shall be short
-OPTIONS = f"""--stage=both --at_epochs=1 --total_epochs=1 --AUC_th=1 --attack.step_size={STEP}
+OPTIONS = f"""--total_epochs=1 --AUC_th=1 --attack.step_size={STEP}
     --indist_attack_clf.max_steps={CLF_STEPS} --indist_attack_clf.step_size={STEP}
     --indist_attack_clf.eps={CLF_EPS} --lr={RATE} --ema={DECAY} --max_grad_norm=5 --log_every=1
     --augm_type_classification=shift --n_imgs_per_evaluation_log=0 --eval_steps=1
     --eval_images={HELD_OUT}"""
-REPLACED_OPTIONS = f"""--indist_dataset=file --valid_images={HELD_OUT} --eval_restarts=1
-    --image_log.num_samples={HELD_OUT} --image_log.num_steps=1"""
+REPLACED_OPTIONS = f"""--stage=both --at_epochs=1 --indist_dataset=file --eval_restarts=1
+    --valid_images={HELD_OUT} --image_log.num_samples={HELD_OUT} --image_log.num_steps=1"""
 
 
 class Setting:
@@ -103,16 +103,20 @@ def make_batches(setting):
     return itertools.cycle(batches)
 
 
-def port(setting, seconds):
-    """Images per second."""
+def make_network(setting):
+    """That of the script, with random weights."""
     sys.path.insert(0, str(sides.ROOT))
-    setting = Setting(setting)
     sys.argv = [SCRIPT, *setting.options.split()]
     import run_train_rebm_ddp as script
 
     torch.manual_seed(0)
-    plain = script.make_network(script.parse_args(), 10, setting.channels, setting.size)
-    plain = plain.to(memory_format=torch.contiguous_format).train()
+    return script.make_network(script.parse_args(), 10, setting.channels, setting.size)
+
+
+def port(setting, seconds):
+    """Images per second."""
+    setting = Setting(setting)
+    plain = make_network(setting).to(memory_format=torch.contiguous_format).train()
     plain.frozen = True
     average = copy.deepcopy(plain)
     dist.init_process_group("gloo")
@@ -158,8 +162,9 @@ def port(setting, seconds):
 # ---- All sides, in turns -------------------------------------------------------------------------
 
 
-def make_images(setting, steps, folder):
-    """Random images for so many steps an epoch, as each side reads them."""
+def prepare(setting, steps, folder):
+    """Random images for so many steps an epoch, as each side reads them, and weights for ours."""
+    torch.save(make_network(setting).state_dict(), folder / f"{setting.name}.pt")
     rng = np.random.default_rng(0)
     arrays = {}
     for part, count in (("train", setting.batch * steps + HELD_OUT), ("test", HELD_OUT)):
@@ -183,6 +188,7 @@ def run_side(side, folder, text, seconds):
         options = [*f"{options} {REPLACED_OPTIONS}".split(), f"--indist_ds_dir={data}.npz"]
     else:
         options = [*options.split(), f"--data={data}", f"--compile={side == 'compiled'}"]
+        options += ["--stage=dat", f"--ckpt_path={data}.pt"]
     rows = sides.run_script(SCRIPT, side, folder, options)
     rows = [row for row in rows if "T" in row]  # of stage 2
     return sides.steady(sides.speeds_of(rows, "samples_per_s", "samples/s"))
@@ -191,30 +197,25 @@ def run_side(side, folder, text, seconds):
 def main():
     parser = sides.make_parser(__doc__)
     add = parser.add_argument
-    add("--steps", type=int, default=15, help="of each stage of a script, in a turn")
+    add("--steps", type=int, default=15, help="of a turn of a script")
     add("--seconds", type=float, default=8.0, help="of a turn of the original")
     default = ["SmallNet,8,128,20", "WideResNet28x2,32,8,20"]
     add("--settings", nargs="+", default=default, help=Setting.__doc__)
-    args = parser.parse_args()
-    if args.port:
-        sides.answer(port(**args.port))
-        return
+    args = sides.parse_args(parser, port)
     records = []
     print(f"one thread, {args.rounds} rounds of {args.steps} steps\n")
     sides.print_comparison_head(UNIT)
     with sides.workplace() as folder:
         for text in args.settings:
             setting = Setting(text)
-            make_images(setting, args.steps, folder)
+            prepare(setting, args.steps, folder)
 
             def turn(side, text=text):
                 return run_side(side, folder, text, args.seconds)
 
             found = sides.in_rounds(["ours", "compiled", *NAMES], args.rounds, turn)
-            others = {name: found[side] for side, name in NAMES.items()}
             for side in ("ours", "compiled"):
-                work = f"{setting.name}: {side}"
-                records += sides.compare(work, UNIT, found[side], others)
+                records += sides.compare(f"{setting.name}: {side}", UNIT, found, NAMES, side)
     sides.write_json(args.json, records)
 
 

@@ -204,8 +204,7 @@ def measure_steps(args, folder):
             return run_side(side, folder, args.batch, phase, 2, folder / "cache")
 
         found = sides.in_rounds(["ours", *NAMES], args.rounds, turn)
-        others = {name: found[side] for side, name in NAMES.items()}
-        records += sides.compare(f"phase {phase}: {loss}", UNIT, found["ours"], others)
+        records += sides.compare(f"phase {phase}: {loss}", UNIT, found, NAMES)
     return records
 
 
@@ -218,8 +217,7 @@ def measure_with_teacher(args, folder):
     print()
     sides.print_comparison_head("seconds")
     found = sides.in_rounds(["ours", *NAMES], args.teacher, turn)
-    others = {name: found[side] for side, name in NAMES.items()}
-    return sides.compare("three epochs of phase 1", "seconds", found["ours"], others)
+    return sides.compare("three epochs of phase 1", "seconds", found, NAMES)
 
 
 def main():
@@ -228,10 +226,7 @@ def main():
     add("--rows", type=int, default=1000, help="queries with a document")
     add("--batch", type=int, default=64, help="samples per process and step")
     add("--teacher", type=int, default=0, metavar="ROUNDS", help="see above")
-    args = parser.parse_args()
-    if args.port:
-        sides.answer(port(**args.port))
-        return
+    args = sides.parse_args(parser, port)
     with sides.workplace() as folder:
         prepare(args.rows, folder)
         text = f"batch {args.batch} each, {args.rows} rows, {args.rounds} rounds"

@@ -270,10 +270,7 @@ def main():
     add = parser.add_argument
     add("--steps", type=int, default=4, help="optimizer steps that are timed in a turn")
     add("--sequences", type=int, default=20_000, help="how many are drawn")
-    args = parser.parse_args()
-    if args.port:
-        sides.answer(port(**args.port))
-        return
+    args = sides.parse_args(parser, port)
     with sides.workplace() as folder:
         mean_length, mean_tokens = make_sequences(args.sequences, folder)
 
@@ -290,9 +287,7 @@ def main():
     speeds = {}
     for side, turns in found.items():
         speeds[side] = [speed for speed, _ in turns]
-    others = {name: speeds[side] for side, name in NAMES.items()}
-    work = "small model, lengths of uniref50"
-    records = sides.compare(work, UNIT, speeds["ours"], others)
+    records = sides.compare("small model, lengths of uniref50", UNIT, speeds, NAMES)
     print("\npadding: ", end="")
     for side, turns in found.items():
         print(f"{side} {statistics.mean(padding for _, padding in turns):.1%}", end="  ")

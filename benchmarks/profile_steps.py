@@ -197,10 +197,7 @@ def main():
     add("--scripts", nargs="+", default=scripts, choices=scripts, metavar="NAME", help=text)
     add("--steps", type=int, default=10, help="steps that are measured, and again profiled")
     add("--warm", type=int, default=3, help="steps before them")
-    args = parser.parse_args()
-    if args.port:
-        port(**args.port)
-        return
+    args = sides.parse_args(parser, port)
     print(f"1 process x 1 thread, {args.steps} steps after {args.warm}; per cent of their time\n")
     sides.print_head("run", "steps/s", "profiled", *COLUMNS)
     results = {}

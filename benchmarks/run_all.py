@@ -61,12 +61,12 @@ PARTS = {
     ),
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py",
-        "bench_quantumgrav.py --rounds 5",
+        "bench_quantumgrav.py",
         {"^32-128 elements, 1x32.*in files": 4.0, "the program replaced": 0.97},
     ),
     "rebm": Part(
         "run_train_rebm_ddp.py",
-        "bench_rebm.py --rounds 5",
+        "bench_rebm.py",
         {
             "SmallNet.*compiled.*original": 1.4,
             "WideResNet.*compiled.*original": 1.25,

@@ -126,8 +126,8 @@ def measure(name, args, folder):
 
         found = sides.in_rounds(["ddp", "independent"], args.rounds, turn)
         work = f"{name}, {kind} accumulation ({accumulation})"
-        others = {"independent processes": found["independent"]}
-        records += sides.compare(work, UNIT, found["ddp"], others)
+        others = {"independent": "independent processes"}
+        records += sides.compare(work, UNIT, found, others, "ddp")
     return records
 
 

@@ -93,18 +93,22 @@ def steady(speeds):
 
 
 def run_port(file, folder, settings, processes=1):
-    """What answer() is given in a run of port() of this folder's program `file`."""
+    """What port(**settings) of the program `file` of this folder returns, in a run of its own."""
     command = [Path(file).resolve(), f"--port={json.dumps(settings)}"]
     run(command, folder, processes, "port.log")
     return json.loads((folder / "answer.json").read_text())
 
 
-def answer(found):
-    """The end of a run of a port. (each rank)"""
-    if os.environ["RANK"] == "0":
-        Path("answer.json").write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)  # while DDP's objects live, gloo's threads abort some processes that end well
+def parse_args(parser, port):
+    """The arguments; in a run of a port (each rank) this program ends here."""
+    args = parser.parse_args()
+    if args.port:
+        found = port(**args.port)
+        if os.environ["RANK"] == "0":
+            Path("answer.json").write_text(json.dumps(found))
+        sys.stdout.flush()
+        os._exit(0)  # while DDP's objects live, gloo's threads abort some processes that end well
+    return args
 
 
 def steps_per_second(step, seconds=0.0, steps=1):
@@ -143,10 +147,6 @@ def in_rounds(sides, rounds, turn):
     return found
 
 
-def ratios(records):
-    return [record["ratio"] for record in records]
-
-
 def spread(values, digits=2):
     """Median (smallest to largest)."""
     middle = statistics.median(values)
@@ -166,19 +166,19 @@ def print_comparison_head(unit):
     print_head("work", "compared with", f"ours, {unit}", f"it, {unit}", "ratio")
 
 
-def compare(work, unit, mine, others):
-    """Prints a row for each of the others, {name: its figures}. Returns a record for each of their
-    rounds. ratio: how many times faster ours is."""
+def compare(work, unit, found, names, mine="ours"):
+    """Prints a row for each of the others, {side: its name}, beside ours; `found` is that of
+    in_rounds(). Returns a record for each round. ratio: how many times faster ours is."""
     records = []
-    for name, figures in others.items():
+    for side, name in names.items():
         rounds = []
-        for ours, other in zip(mine, figures, strict=True):
+        for ours, other in zip(found[mine], found[side], strict=True):
             ratio = other / ours if unit == "seconds" else ours / other
             record = {"work": work, "with": name, "unit": unit}
             rounds.append({**record, "ours": ours, "other": other, "ratio": ratio})
-        digits = 0 if min(mine) > 1000 else 2
-        cells = [work, name, spread(mine, digits), spread(figures, digits)]
-        print_row(*cells, spread(ratios(rounds)))
+        digits = 0 if min(found[mine]) > 1000 else 2
+        cells = [work, name, spread(found[mine], digits), spread(found[side], digits)]
+        print_row(*cells, spread([record["ratio"] for record in rounds]))
         records += rounds
     return records
 
