@@ -35,7 +35,8 @@ from torch import nn
 SCRIPT = "run_train_quantumgrav_ddp.py"
 BATCH = 64
 UNIT = "sets/s"
-COMMON = f"--batch_size={BATCH} --log_every=10 --num_epochs=100000"
+COMMON = f"--batch_size={BATCH} --num_epochs=100000"
+LARGE = 1024  # elements: such a set takes a second to make
 GCN = "--bidirectional=False --dropout=0.3 --pooling=mean"
 GCN_OURS = f"{GCN} --messages=gcn --features 0 1"
 GCN_REPLACED = f"{GCN} --gnn_layer_type=gcn --features=in_degree,out_degree"
@@ -168,8 +169,8 @@ def endless(loader):
 def make_sets(size, samples, folder):
     """Causal sets, as each side reads them. Returns the mean number of links of a set."""
     low, _, high = size.partition("-")
-    if int(low) >= 1024:
-        samples = min(samples, 160)  # they take a second each
+    if int(low) >= LARGE:
+        samples = min(samples, 160)
     out = folder / f"sets-{size}"
     options = [f"--out={out}", f"--samples={samples}", f"--min_size={low}"]
     options += [f"--max_size={high or low}", *"--kinds mink2 mink3 --split 0.9 0.05 0.05".split()]
@@ -191,7 +192,8 @@ def run_side(side, folder, size, network, seconds):
         settings = {"side": side, "data": str(data), "network": network, "seconds": seconds / 2}
         return BATCH * sides.run_port(__file__, folder, settings)
     ours, replaced = NETWORKS[network]
-    options = f"{COMMON} --max_minutes={seconds / 60} "
+    is_large = int(size.partition("-")[0]) >= LARGE
+    options = f"{COMMON} --max_minutes={seconds / 60} --log_every={2 if is_large else 10} "
     if side == "ours":
         options += f"--data={data} {ours}"
     else:
@@ -203,7 +205,7 @@ def run_side(side, folder, size, network, seconds):
 def main():
     parser = sides.make_parser(__doc__)
     add = parser.add_argument
-    add("--seconds", type=float, default=15.0, help="of a turn")
+    add("--seconds", type=float, default=20.0, help="of a turn")
     add("--sizes", nargs="+", default=["32-128", "2048"], help="elements of a set")
     add("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="see above")
     add("--sets", type=int, default=4000, help="sets (of 1,024 elements or more: 160 at most)")

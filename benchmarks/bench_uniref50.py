@@ -261,7 +261,7 @@ def run_side(side, folder, steps, mean_tokens):
         options += " --snapshot_sampling=False"
     rows = sides.run_script(SCRIPT, side, folder, options.split(), PROCESSES)
     speed = sides.steady(sides.speeds_of(rows, "residues_per_s", "tokens/s"))
-    padding = sides.speeds_of(rows, "padding")
+    padding = sides.speeds_of(rows, "padding")  # ours has none
     return speed, statistics.mean(padding) if padding else 0.0
 
 
