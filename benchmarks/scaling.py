@@ -6,7 +6,7 @@ other, which do as much as this machine can do at once.
 
 The scripts run for --seconds with their start, on small data and networks, one thread per process,
 on CPUs, with the batch of a process fixed (weak scaling). The independent processes start together.
-Speeds are those of the middle half of a run, in which both are at work. The ratio is the efficiency
+Speeds are medians of the middle half of a run, in which both are at work. The ratio is the efficiency
 of DDP.
 
 Once with the script's own accumulation (the micro-batches of a step), where networks as small as
@@ -84,7 +84,7 @@ def prepare(name, options, folder):
     elif name == "run_dpo_ddp":
         bench_dpo.make_pairs(64, 240, folder)
     elif name == "run_train_quantumgrav_ddp":
-        options = "--samples=4000 --min_size=112 --max_size=128 --split 0.9 0.05 0.05".split()
+        options = "--samples=12000 --min_size=112 --max_size=128 --split 0.9 0.05 0.05".split()
         sides.run_tool("make_causal_sets.py", f"--out={folder}/sets", *options)
     elif name == "run_train_rebm_ddp":
         sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
@@ -101,7 +101,7 @@ def run_side(side, folder, name, options, batch):
         rows = sides.run_script(f"{name}.py", run, folder, words, processes)
         speeds = sides.speeds_of(rows, workload.speed)
         quarter = len(speeds) // 4
-        return statistics.harmonic_mean(speeds[quarter : len(speeds) - quarter])
+        return statistics.median(speeds[quarter : len(speeds) - quarter])
 
     if side == "ddp":
         return speed("ddp", PROCESSES)
