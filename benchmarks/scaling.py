@@ -6,8 +6,8 @@ other, which do as much as this machine can do at once.
 
 The scripts run for --seconds with their start, on small data and networks, one thread per process,
 on CPUs, with the batch of a process fixed (weak scaling). The independent processes start together.
-Speeds are medians of the middle half of a run, in which both are at work. The ratio is the efficiency
-of DDP.
+Speeds are medians of the middle half of a run, in which both are at work. The ratio is the
+efficiency of DDP.
 
 Once with the script's own accumulation (the micro-batches of a step), where networks as small as
 these communicate much, and once with a larger one, where they do not. There the efficiency should
