@@ -123,8 +123,8 @@ def parse_args():
             parser.error(f"--stop_metrics {name}: expected some of {', '.join(metrics)}")
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout {args.dropout}: must be from 0 to below 1")
-    if not 0 < args.lr < math.inf:
-        parser.error(f"--lr {args.lr}: must be above 0")
+    if not 0 <= args.lr < math.inf:
+        parser.error(f"--lr {args.lr}: must be a number from 0 on")
     if not 0 <= args.warmup <= 1:
         parser.error(f"--warmup {args.warmup}: must be from 0 to 1")
     if args.world_size and args.nproc_per_node == 1:

@@ -99,7 +99,9 @@ def run_tool(command, **options):
         process = multiprocessing.Process(target=run_program, args=arguments)
         process.start()
         process.join()
-        return subprocess.CompletedProcess(command, process.exitcode, "", output.read())
+        text = output.read()
+        sys.stdout.write(text)  # of the tool; the scripts do not catch it
+        return subprocess.CompletedProcess(command, process.exitcode, "", text)
 
 
 def call_script(script, *argv, **more):

@@ -104,8 +104,10 @@ def corpus(work, trained):
 
 @pytest.fixture(scope="module")
 def student_folder(work, trained):
-    folders = [*work.glob("cache/bert-*")]
-    return str(folders[0])
+    """The BERT of 2 layers; other tests make others in the same cache."""
+    for path in work.glob("cache/bert-*/**/config.json"):
+        if json.loads(path.read_text()).get("num_hidden_layers") == 2:
+            return str(next(folder for folder in path.parents if folder.name.startswith("bert-")))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from generate_rebm import add_network_arguments, generate, load_network, load_outside
-from make_causal_sets import HelpFormatter, Parser, stop
+from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
 from run_train_rebm_ddp import (
@@ -54,7 +54,7 @@ from run_train_rebm_ddp import (
 
 
 def parse_args(words=None):
-    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add_network_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, default=Path("evaluation.json"), help="file to write; may be there")

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
-from make_causal_sets import HelpFormatter, Parser, stop
+from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
 from run_train_rebm_ddp import (
@@ -60,7 +60,7 @@ def add_network_arguments(parser):
 
 
 def parse_args(words=None):
-    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add_network_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, default=Path("samples.png"), help="picture to write")

@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from make_causal_sets import HelpFormatter, Parser, stop
+from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
 KINDS = ["digits", "cifar10", "cifar100", "folder", "tinyimages", "arrays"]
@@ -46,7 +46,7 @@ TRAIN, VALID, TEST, UNREADABLE = range(4)  # in split.npy
 
 
 def parse_args(words=None):
-    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("kind", choices=KINDS, help="what the images are")
     add("source", nargs="?", type=Path, help="folder or file; none for digits")
