@@ -100,7 +100,8 @@ def run_tool(command, **options):
         process.start()
         process.join()
         text = output.read()
-        sys.stdout.write(text)  # of the tool; the scripts do not catch it
+        if process.exitcode == 0:
+            sys.stdout.write(text)  # the scripts catch what a tool writes to stderr alone
         return subprocess.CompletedProcess(command, process.exitcode, "", text)
 
 
