@@ -52,7 +52,6 @@ import hashlib
 import json
 import logging
 import math
-import multiprocessing
 import os
 import queue
 import re
@@ -64,7 +63,6 @@ import traceback
 import zipfile
 import zlib
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -111,8 +109,7 @@ def parse_args():
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=count, default=10, help="passes over the pairs")
-    add("--lr", type=float, default=3e-7, help="peak learning rate")
-    add("--learning_rate", type=float, help="as --lr")
+    add("--lr", "--learning_rate", type=float, default=3e-7, help="peak learning rate")
     add("--weight_decay", type=float, default=0.0, help="of matrices; biases and norms: 0")
     add("--warmup_steps", type=int, default=0, help="steps in which the rate rises")
     add("--sft_epochs", type=int, default=0, help="before: of maximum likelihood (warm start)")
@@ -121,10 +118,10 @@ def parse_args():
     add("--no_cuda", **FLAG, default=False, help="as --device cpu")
 
     add_common_arguments(parser, output_dir="outputs/dpo_ddp", batch_size=1, precision="fp32")
+    parser.set_defaults(learning_rate=None)  # so that a file may name it so, too
     args = parse_with_config(parser)
 
-    if args.learning_rate is not None:
-        args.lr = args.learning_rate
+    del args.learning_rate
     if args.no_cuda:
         args.device = "cpu"
     if args.backend in ("ccl", "xpu"):  # the seeds' names; PyTorch has its own: xccl
@@ -204,9 +201,9 @@ def read_structure(path):
     odd = []
     try:
         content = Path(path).read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
+        digest = hashlib.sha256(content).hexdigest()
         if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
             raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
         structure = gemmi.read_structure_string(content, format=gemmi.CoorFormat.Detect)
@@ -312,14 +309,10 @@ def read_structures(paths):
     mine = paths[dist.get_rank() :: dist.get_world_size()]
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     processes = max(1, len(os.sched_getaffinity(0)) // local_ranks)
-    if processes > 1 and len(mine) >= 64:  # fewer are read before the processes have started
-        # forked, as the DataLoader's workers are: they compute nothing with torch
-        options = {"mp_context": multiprocessing.get_context("fork")}
-        options.update(initializer=ignore_signals, initargs=(0,))
-        with ProcessPoolExecutor(processes, **options) as pool:
-            found = list(pool.map(try_structure, mine, chunksize=8))
-    else:
-        found = [try_structure(path) for path in mine]
+    # a DataLoader's workers end with their rank, whatever ends it
+    workers = processes if processes > 1 and len(mine) >= 64 else 0  # fewer are read meanwhile
+    options = {"num_workers": workers, "worker_init_fn": ignore_signals}
+    found = list(DataLoader(mine, batch_size=None, collate_fn=try_structure, **options))
 
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, dict(zip(mine, found, strict=True)))
@@ -441,12 +434,14 @@ def choose_residues(positions, ranges, labels):
     such as B42A; all where neither is given. Raises ValueError."""
     if positions is None and ranges is None:
         return np.ones(len(labels), bool)
-    place_of = {label: place for place, label in enumerate(labels)}
-    place_of.update({str(place): place for place in range(len(labels))})
+    # a number is a place; text is a label, or where no label is like it, a place
+    place_of = {str(place): place for place in range(len(labels))}
+    place_of.update({label: place for place, label in enumerate(labels)})
+    place_of.update({place: place for place in range(len(labels))})
 
     chosen = np.zeros(len(labels), bool)
     for ends in [[one, one] for one in positions or []] + list(ranges or []):
-        places = [place_of.get(str(end), -1) for end in ends]
+        places = [place_of.get(end, -1) for end in ends]
         if len(places) != 2 or not 0 <= places[0] <= places[1]:
             text = "-".join(dict.fromkeys(str(end) for end in ends))
             hint = f"from 0 to {len(labels) - 1} or {labels[0]} to {labels[-1]}"
@@ -1986,11 +1981,11 @@ def measure_rounding(run, reference):
 def check_start(args, found, expected, pairs, noise):
     """The first loss of the preferences must be that of equal networks, ln 2 with the sigmoid, but
     for rounding. With it z, beta times a log-ratio, is not 0 but has a standard deviation of
-    s = sqrt(2) noise, as network and reference are rounded apart. -log s(z) = ln 2 - z/2 + z^2/8,
-    so the mean over P pairs is off by s / (2 sqrt(P)), by chance, and by s^2 / 8. Raises
-    RunError."""
+    s = sqrt(2) noise, as network and reference are rounded apart. The loss is about L + az + bz^2,
+    so the mean over P pairs is off by as / sqrt(P), by chance, and by bs^2. Raises RunError."""
     spread = math.sqrt(2) * noise
-    slope = 0.5 if args.loss_type == "sigmoid" else 1 / args.beta
+    # at most: with margins the sigmoid's slope is up to 1; ipo's is that of a single residue
+    slope = 1 if args.loss_type == "sigmoid" else 1 / args.beta**2
     curve = 1 / 8 if args.loss_type == "sigmoid" else 1 / args.beta**2
     tolerance = 4 * slope * spread / math.sqrt(pairs) + 4 * curve * spread**2
     tolerance += 1e-4 * max(1.0, expected)  # fp32 has some, too
@@ -2209,7 +2204,8 @@ def train(run, state, loop):
 # Main
 
 # what the reference's scores, or the best epoch, depend on
-KEPT = "temperature beta loss_type label_smoothing decoding_order num_orders sft_epochs".split()
+KEPT = """temperature beta loss_type label_smoothing decoding_order num_orders sft_epochs
+    precision""".split()
 
 
 def load_network(args):

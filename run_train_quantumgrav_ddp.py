@@ -125,6 +125,8 @@ def parse_args():
         parser.error(f"--dropout {args.dropout}: must be from 0 to below 1")
     if not 0 <= args.lr < math.inf:
         parser.error(f"--lr {args.lr}: must be a number from 0 on")
+    if not 0 <= args.weight_decay < math.inf:
+        parser.error(f"--weight_decay {args.weight_decay}: must be a number from 0 on")
     if not 0 <= args.warmup <= 1:
         parser.error(f"--warmup {args.warmup}: must be from 0 to 1")
     if args.world_size and args.nproc_per_node == 1:
@@ -178,7 +180,7 @@ class CausalSets(Dataset):
             setattr(self, name, np.asarray(array))  # still mapped; np.memmap itself is slower
         self.columns = columns
         self.classes = {task: meta["classes"][task] for task in tasks}
-        self.labels = self.labels[:, [names.index(task) for task in tasks]]
+        self.labels = self.labels[:, [names.index(task) for task in self.classes]]
         self.sizes = np.diff(self.node_ptr)  # elements of each set
         self.edges = np.diff(self.edge_ptr)
         self.cost = self.sizes + self.edges  # time and memory of a set grow with it
@@ -235,6 +237,8 @@ def check_data(folder):
             path = folder / f"{name}.npy"
             if hashlib.sha256(np.load(path, mmap_mode="r")).hexdigest() != written:
                 raise ValueError("its checksum is not that of meta.json")
+        path = folder / "baselines.json"
+        json.loads(path.read_text())
     except (OSError, EOFError, KeyError, ValueError) as error:
         text = f"{path} is missing or damaged ({error}): remove {folder}, then"
         raise InputError(f"{text} python tools/make_causal_sets.py --out {folder}") from None
@@ -1265,7 +1269,7 @@ def count_patience(patience, metrics, args):
     for name in args.stop_metrics:
         if is_better(name, metrics[name], patience["best"].get(name), args.delta):
             gained[name] = metrics[name]
-    needed = len(args.stop_metrics) if args.stop_mode == "all" else 1
+    needed = len(set(args.stop_metrics)) if args.stop_mode == "all" else 1
     if len(gained) >= needed:
         patience["best"].update(gained)
         patience["waited"] = 0
@@ -1332,7 +1336,8 @@ def validate(args, device, data, model, loop, guard, log):
     row = {f"val/{name}": value for name, value in metrics.items()}
     log.write({"step": loop["step"], "epoch": epoch, **row})
     if not math.isfinite(metrics["loss"]):
-        raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: lower --lr")
+        hint = "lower --lr, and start with --fresh"
+        raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: {hint}")
     return metrics
 
 
@@ -1547,7 +1552,8 @@ def main(args):
     for title, part in [("Training", "train"), ("Validation", "valid"), ("Test", "test")]:
         logging.info(f"  {title + ' samples:':19} {len(data.part(part)):,}")
     state = open_run(args, data.hash)
-    for name in ("features", "messages", "pooling"):  # weights that fit, but mean something else
+    # with others the weights, or their momenta, would fit, but mean something else
+    for name in ("tasks", "features", "messages", "pooling"):
         if state and state["args"][name] != getattr(args, name):
             raise InputError(f"--{name}: this run was started with {state['args'][name]}")
     torch.manual_seed(args.seed)  # the same weights on all ranks

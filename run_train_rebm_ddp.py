@@ -99,7 +99,7 @@ def parse_args():
     add("--attack_norm", default="L2", choices=norms, help="of step and ball")
 
     add = parser.add_argument_group("indist_attack_clf, on images to classify").add_argument
-    add("--indist_attack_clf_max_steps", type=int, default=10, help="steps")
+    add("--indist_attack_clf_max_steps", type=count, default=10, help="steps")
     add("--indist_attack_clf_step_size", type=positive, default=0.1, help="length of a step")
     add("--indist_attack_clf_eps", type=positive, default=0.5, help="radius of the ball")
     add("--indist_attack_clf_norm", default="L2", choices=norms, help="of step and ball")
@@ -147,6 +147,15 @@ def parse_args():
         args.backend = args.ddp_backend
     if args.stage == "dat" and not args.ckpt_path:
         parser.error("--stage dat starts from the weights of stage 1: give --ckpt_path")
+    if not 0 <= args.attack_start_step <= args.attack_max_steps:
+        text = f"must be from 0 to --attack_max_steps {args.attack_max_steps}"
+        parser.error(f"--attack_start_step {args.attack_start_step}: {text}")
+    for name in ("ema", "AUC_th"):
+        if not 0 <= getattr(args, name) <= 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be from 0 to 1")
+    for name in ("r1reg", "at_wd", "wd", "n_imgs_per_evaluation_log", "monitor_every"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name} {getattr(args, name)}: must be a number from 0 on")
     if args.indist_attack_clf_eps == math.inf:
         parser.error("--indist_attack_clf_eps inf: a ball without end holds images of all classes")
     if not args.use_ddp and (args.zero or args.compile):
@@ -187,11 +196,19 @@ class Images:
         """Numbers of the images to train on, to validate on or to test on."""
         return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
 
+    def some(self, name, most):
+        """At most so many of them, from all places: files lie in the order of their classes."""
+        ids = self.part(name)
+        if len(ids) <= most:
+            return ids
+        return np.sort(np.random.default_rng(0).choice(ids, most, replace=False))
+
 
 class GeneratedImages:
     """OOD images that need no files: noise, or blobs, which are noise of 4 x 4 places scaled up."""
 
     part = Images.part
+    some = Images.some
 
     def __init__(self, kind, channels, size):
         self.name = kind
@@ -377,7 +394,7 @@ def augment(image, kind, size, draws):
     elif kind == "resize":
         image = resized(image, size)
     else:  # original, autoaugment_cutout
-        image = shifted(centre(image, size), size // 8, draws[:2])
+        image = shifted(centre(image, size), max(1, size // 8), draws[:2])
     if draws[4] < 0.5:
         image = image[:, :, ::-1]
     if kind == "autoaugment_cutout":
@@ -1708,10 +1725,10 @@ def evaluate(run):
         highest = best_score(on_energy, x, None, args.eval_steps, logsumexp)
         return torch.stack([score, highest], dim=1)
 
-    images = in_batches(run, run.inside.part("valid")[: args.eval_images], of_images, 4)
+    images = in_batches(run, run.inside.some("valid", args.eval_images), of_images, 4)
     if images is None:
         return None
-    others = in_batches(run, run.outside.part("valid")[: args.eval_images], of_others, 2)
+    others = in_batches(run, run.outside.some("valid", args.eval_images), of_others, 2)
     if others is None:
         return None
     clean, robust, loss, _ = images.mean(0).tolist()
@@ -1795,7 +1812,10 @@ class AttackLength:
         self.steps = saved.get("T", args.attack_start_step)
         self.made = saved.get("made", 0)  # steps of training at this T
         needed = math.ceil(args.min_imgs_per_threshold / global_batch)
-        window = saved.get("window", [0] * needed)
+        window = saved.get("window", [])
+        if len(window) != needed:  # a new run, or another --min_imgs_per_threshold
+            window = [0] * needed
+            self.made = 0
         self.window = torch.tensor(window, device=device)  # pairs_in_order of the last steps
         self.pairs = 2 * global_batch**2  # what one of them can be at most
         self.total = None  # sum of the window, on its way to the host
@@ -1913,7 +1933,7 @@ class Run:
         for name in ("train", "valid", "test"):
             counts = f"{len(self.inside.part(name)):,} images, {len(self.outside.part(name)):,} OOD"
             logging.info(f"  {name}: {counts}")
-        labels = self.inside.labels[self.inside.part("valid")]
+        labels = self.inside.labels[self.inside.some("valid", args.eval_images)]
         self.commonest = float(np.bincount(labels).max() / len(labels))  # accuracy of guessing it
 
         data_hash = f"{self.inside.hash} {self.outside.hash}"
@@ -2106,7 +2126,7 @@ def train(run, stage):
         loop["epoch"] = epoch
 
         # validate; all ranks have the same metrics, and so agree on what is best
-        due = done > 0 and (done % eval_every == 0 or done == steps)
+        due = done > 0 and (done % eval_every == 0 or done >= steps)
         if due and loop["validated"] < done:
             paused = time.monotonic()
             metrics = evaluate(run)
@@ -2115,7 +2135,7 @@ def train(run, stage):
             loop["validated"] = done
             if note_metrics(run, stage, metrics):
                 save("at_best.pt" if args.stage == "both" and stage == "at" else "best.pt")
-            if done == steps:
+            if done >= steps:
                 save("latest.pt")  # the same command, given again, then knows it
             began += time.monotonic() - paused
         if done >= steps:
@@ -2163,6 +2183,7 @@ def train(run, stage):
             if world_size > 1:
                 dist.all_reduce(scores)  # each image's is zero on all ranks but one
             pairs = pairs_in_order(scores[0], scores[1])
+            pairs = torch.where(norm.isfinite(), pairs, 0)  # a skipped step lets T not grow
             length.grow(pairs)
             values.append(pairs / (2 * global_batch**2))
         values += [norm, torch.ones_like(norm)]
@@ -2186,7 +2207,8 @@ def train(run, stage):
             row["samples_per_s"] = made * global_batch / seconds
             row["data_wait"] = data_wait / seconds
             if args.log_ranks:
-                row.update(rank_metrics(device, sums[0].item() / made, row["data_wait"]))
+                own_loss = sums[0].item() / max(1, sums[-1].item())
+                row.update(rank_metrics(device, own_loss, row["data_wait"]))
             run.log.write(row)
             began = time.monotonic()
             since = done
@@ -2247,7 +2269,8 @@ def main(args):
             clean = loop["best"]["at"]["metrics"]["clean"]
             if clean <= run.commonest:
                 text = f"stage at ended at an accuracy of {clean:.3f}, that of the commonest class"
-                raise RunError(f"{text}: change --at_lr, or give --at_optimizer adamw or a --norm")
+                hint = "give --fresh and another --at_lr, --at_optimizer adamw, or a --norm"
+                raise RunError(f"{text}: {hint}")
 
     summary = {"status": f"stopped by {guard.reason}"}
     if not guard.reason:

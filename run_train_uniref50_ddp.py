@@ -155,6 +155,16 @@ def parse_args():
     if args.hidden_size % (2 * args.n_heads) != 0:
         text = f"must be {args.n_heads} heads times an even number"
         parser.error(f"--hidden_size {args.hidden_size}: {text}")
+    if args.cond_dim % 2 != 0:
+        parser.error(f"--cond_dim {args.cond_dim}: must be even")
+    if args.max_protein_len < 3:
+        parser.error(f"--max_protein_len {args.max_protein_len}: must be 3 or more")
+    for name in ("dropout", "beta1", "beta2"):
+        if getattr(args, name) == 1:
+            parser.error(f"--{name} 1: must be below 1")
+    for name in ("lr", "warmup", "weight_decay", "samples_per_eval", "sampling_steps"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name} {getattr(args, name)}: must be a number from 0 on")
     for name in ("wandb_project", "wandb_name"):
         if getattr(args, name):
             os.environ[name.upper()] = getattr(args, name)
@@ -330,8 +340,8 @@ def read_meta(folder, args):
             if (folder / name).stat().st_size != size:
                 raise ValueError(f"{name} has not {size} bytes")
     except (OSError, KeyError, ValueError) as error:
-        text = f"{folder} is missing a part or damaged ({error})"
-        raise InputError(f"{text}: remove it, and prepare the data again") from None
+        text = f"{folder} is no whole folder of tools/prepare_uniref50.py ({error})"
+        raise InputError(f"{text}: give another, or prepare the data again") from None
     if args.val_ratio not in (None, meta["val_ratio"]):
         text = f"{folder} was prepared with {meta['val_ratio']}"
         raise InputError(f"--val_ratio {args.val_ratio}: {text}")
@@ -1809,7 +1819,7 @@ def train(args, device, data, model, state, guard, log):
 def refuse_changes(args, state):
     """What a run that goes on must have kept: another value would change its steps, the meaning of
     its weights or of its best.pt, and nothing else would notice."""
-    kept = "accum n_heads max_protein_len time_conditioning eval_sequences eval_draws"
+    kept = "accum lr_scaling n_heads max_protein_len time_conditioning eval_sequences eval_draws"
     for name in kept.split():
         if state["args"].get(name) != getattr(args, name):
             text = f"this run was started with {state['args'].get(name)}"

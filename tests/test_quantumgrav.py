@@ -417,7 +417,7 @@ def test_what_the_data_lack(folder, tmp_path):
     labels = np.load(copy / "labels.npy")
     labels[np.load(copy / "split.npy") == 1, 1] = -1
     np.save(copy / "labels.npy", labels)
-    script.CausalSets(copy, ["cls"], [0])
+    assert script.CausalSets(copy, ["cls", "cls"], [0]).labels.shape[1] == 1  # named twice
     with pytest.raises(script.InputError, match="no label in the valid part"):
         script.CausalSets(copy, ["cls", "dim"], [0])
 
@@ -634,7 +634,7 @@ def test_a_finished_run_given_again_is_tested_only(folder, trained, tmp_path):
     assert all(torch.equal(value, after["model"][name]) for name, value in before["model"].items())
 
 
-@pytest.mark.parametrize("option", ["--messages sum", "--pooling sum max mean", "--features 0 1 3"])
+@pytest.mark.parametrize("option", ["--messages sum", "--tasks dim cls", "--features 0 1 3"])
 def test_another_network_is_refused(folder, trained, option):
     """Also where its weights fit."""
     said = run(folder, trained[0], *trained[1], *option.split(), status=2)

@@ -45,11 +45,13 @@ from run_train_rebm_ddp import (
     auroc,
     best_score,
     choose_device,
+    count,
     cross_entropy,
     in_ball,
     logsumexp,
     margin,
     picture_batch,
+    positive,
 )
 
 
@@ -58,15 +60,15 @@ def parse_args(words=None):
     add_network_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, default=Path("evaluation.json"), help="file to write; may be there")
-    add("--images", type=int, default=10_000, help="test images at most")
+    add("--images", type=count, default=10_000, help="test images at most")
     text = "radii of robust accuracy; default: that of training"
-    add("--radii", type=float, nargs="+", default=[], help=text)
-    add("--attack_steps", type=int, default=50, help="steps of each attack")
-    add("--starts", type=int, default=5, help="starts of the attack on each image")
+    add("--radii", type=positive, nargs="+", default=[], help=text)
+    add("--attack_steps", type=count, default=50, help="steps of each attack")
+    add("--starts", type=count, default=5, help="starts of the attack on each image")
     text = "more OOD images to detect: noise, blobs or folders"
     add("--outside", nargs="*", default=GENERATED, help=text)
-    add("--ood_images", type=int, default=1024, help="OOD images at most, of each kind")
-    add("--ood_eps", type=float, help="radius of the attack on them; default: that of training")
+    add("--ood_images", type=count, default=1024, help="OOD images at most, of each kind")
+    add("--ood_eps", type=positive, help="radius of the attack on them; default: that of training")
     add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
     add("--features", default="pixels", help="pixels, inception or a TorchScript file")
     add("--fid_weights", help="torch-fidelity's weights of Inception")
@@ -131,8 +133,8 @@ def survivors(model, x, labels, options, eps, args, rng):
 
 
 def measure_accuracy(model, options, inside, device, args):
-    ids = inside.part("test")[: args.images]
-    radii = args.radii or [options.indist_attack_clf_eps]
+    ids = inside.some("test", args.images)
+    radii = dict.fromkeys(args.radii or [options.indist_attack_clf_eps])  # each once
     found = dict.fromkeys(["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"], 0.0)
     rng = torch.Generator().manual_seed(args.seed)
     for some, x in batches(inside, ids, inside.size, device, args):
@@ -150,7 +152,7 @@ def measure_accuracy(model, options, inside, device, args):
 # ---- Detection ---------------------------------------------------------------------------------
 
 
-def measure_detection(model, options, inside, outside, device, args):
+def measure_detection(model, options, inside, sources, device, args):
     eps = args.ood_eps or options.ood_eps
     attack = Attack(model, logsumexp, eps / 2, eps, options.indist_attack_clf_norm)
 
@@ -161,14 +163,10 @@ def measure_detection(model, options, inside, outside, device, args):
             found.append(best_score(attack, x, None, steps, logsumexp))
         return torch.cat(found)
 
-    real = scores(inside, inside.part("test")[: args.images], 0)
-    sources = {outside.name: outside}
-    for name in args.outside:
-        if name not in sources:
-            sources[name] = load_outside(name, inside)
+    real = scores(inside, inside.some("test", args.images), 0)
     found = {}
     for name, source in sources.items():
-        ids = source.part("test")[: args.ood_images]
+        ids = source.some("test", args.ood_images)
         found[f"auroc {Path(name).name}"] = auroc(real, scores(source, ids, 0))
         attacked = scores(source, ids, args.attack_steps)
         found[f"adv_auroc {Path(name).name}"] = auroc(real, attacked)
@@ -219,8 +217,8 @@ def measure_generation(model, options, inside, outside, device, args):
     def features(source, ids):
         return torch.cat([extract(x) for _, x in batches(source, ids, size, device, args)])
 
-    real = features(inside, inside.part("train")[:50_000])
-    tested = features(inside, inside.part("test")[:50_000])
+    real = features(inside, inside.some("train", 50_000))
+    tested = features(inside, inside.some("test", 50_000))
     generated = features(SimpleNamespace(images=made.numpy()), np.arange(count))
     return {name: frechet(real, generated), f"{name} real": frechet(real, tested)}
 
@@ -232,12 +230,18 @@ def main():
         if args.num_samples > 0:
             feature_network(args, device)  # what is missing is said before the work
         model, options, inside, outside = load_network(args, device)
+        sources = {outside.name: outside}
+        for name in args.outside:
+            if name not in sources:
+                sources[name] = load_outside(name, inside)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+
         found = measure_accuracy(model, options, inside, device, args)
-        found.update(measure_detection(model, options, inside, outside, device, args))
+        found.update(measure_detection(model, options, inside, sources, device, args))
         if args.num_samples > 0:
             found.update(measure_generation(model, options, inside, outside, device, args))
-        commonest = np.bincount(inside.labels[inside.part("test")]).max()
-        found["commonest class"] = commonest / len(inside.part("test"))
+        tested = inside.some("test", args.images)
+        found["commonest class"] = np.bincount(inside.labels[tested]).max() / len(tested)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     except InputError as error:
         stop(2, str(error))

@@ -34,6 +34,7 @@ from run_train_rebm_ddp import (
     check_data,
     check_fit,
     choose_device,
+    count,
     is_whole,
     label_logit,
     load_checkpoint,
@@ -41,6 +42,7 @@ from run_train_rebm_ddp import (
     logsumexp,
     make_network,
     picture_batch,
+    positive,
 )
 
 SCRIPT = "run_train_rebm_ddp.py"
@@ -53,9 +55,9 @@ def add_network_arguments(parser):
     add("--data", help="folder of the images; default: that of the run")
     text = "OOD images to start from: noise, blobs or a folder; default: those of the run"
     add("--outdist_data", help=text)
-    add("--steps", type=int, default=60, help="steps of the way that images are generated on")
-    add("--step_size", type=float, help="length of a step; default: that of training")
-    add("--batch_size", type=int, default=256, help="images at a time")
+    add("--steps", type=count, default=60, help="steps of the way that images are generated on")
+    add("--step_size", type=positive, help="length of a step; default: that of training")
+    add("--batch_size", type=count, default=256, help="images at a time")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
 
 
@@ -91,6 +93,7 @@ def load_network(args, device):
     """(network in evaluation mode, the options of its run, its images, OOD images)"""
     if not is_whole(args.checkpoint):
         stop(2, f"{args.checkpoint} is not there, or is damaged: expected best.pt of a run")
+    torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
     state = load_checkpoint(args.checkpoint)
     if state.get("script") != SCRIPT or state.get("format") != FORMAT:
         stop(2, f"{args.checkpoint} is no checkpoint of {SCRIPT}, format {FORMAT}")

@@ -62,16 +62,19 @@ def parse_args(words=None):
     add("--workers", type=int, default=8, help="threads that read the images of a folder")
     args = parser.parse_args(words)
     args.out = args.out or Path("data") / args.kind
+    return args
+
+
+def check_arguments(args):
     if args.out.exists():
-        parser.error(f"{args.out} exists: remove it, or give another --out")
+        stop(2, f"{args.out} exists: remove it, or give another --out")
     if args.kind != "digits" and not (args.source and args.source.exists()):
-        parser.error(f"there is no {args.source}: {args.kind} needs its folder or file")
+        stop(2, f"there is no {args.source}: {args.kind} needs its folder or file")
     if args.kind == "folder" and not args.size:
-        parser.error("--size: a folder needs the side of a network's input")
+        stop(2, "--size: a folder needs the side of a network's input")
     if args.kind == "tinyimages" and not args.exclude:
         text = "files with the rows that are images of CIFAR, or none"
-        parser.error(f"--exclude: tinyimages needs {text}: what is CIFAR must not be an OOD image")
-    return args
+        stop(2, f"--exclude: tinyimages needs {text}: what is CIFAR must not be an OOD image")
 
 
 # ---- Readers -----------------------------------------------------------------------------------
@@ -325,6 +328,7 @@ def write_meta(out, args, classes, size):
 
 def main(words=None):
     args = parse_args(words)
+    check_arguments(args)
     out = args.out.with_name(f"{args.out.name}.tmp")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was killed
     try:
