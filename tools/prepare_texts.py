@@ -49,7 +49,7 @@ def parse_args():
     add("--max_samples_phase1", type=int, default=100_000, help="rows read for phase 1")
     add("--max_samples_phase2", type=int, default=500_000, help="rows read for phase 2")
     add("--eval_fraction", type=float, default=0.05, help="of the queries, that may be held out")
-    add("--eval_samples", type=int, default=1000, help="at most; the rest is trained on")
+    add("--eval_samples", type=int, default=1000, help="held out per source, at most")
     text = "documents that answer no held-out query, for each one that does"
     add("--eval_distractors", type=float, default=1.0, help=text)
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong")
@@ -88,10 +88,15 @@ def read_file(path):
         for number, found in enumerate(rows, start=1):
             yield f"{path} row {number}", found
     elif path.suffix == ".csv":
-        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.field_size_limit(sys.maxsize)
+        # -sig: without the mark that Excel writes before the first name
+        with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
             reader = csv.DictReader(file)
-            for found in reader:
-                yield f"{path} line {reader.line_num}", found
+            try:
+                for found in reader:
+                    yield f"{path} line {reader.line_num}", from_csv(found)
+            except csv.Error as error:
+                raise InputError(f"{path} line {reader.line_num}: {error}") from None
     else:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
@@ -104,6 +109,15 @@ def read_file(path):
                 except ValueError as error:  # not UTF-8, or not JSON
                     found = error
                 yield f"{path} line {number}", found
+
+
+def from_csv(row):
+    """Without empty cells, and with held_out as a bool where it is a word for one."""
+    found = {name: cell for name, cell in row.items() if cell}
+    word = found.get("held_out", "").lower()
+    if word in ("true", "false"):
+        found["held_out"] = word == "true"
+    return found
 
 
 def rows_to_read(args, phase):
@@ -176,6 +190,8 @@ def parse_row(number, found, phase):
     if group is None:
         group = query or fields["positives"][0]
     held_out = found.get("held_out")
+    if held_out is not None and not isinstance(held_out, bool):
+        raise ValueError(f"held_out is {held_out!r}, expected true or false")
     return Row(number, query, fields["positives"], fields["negatives"], str(group), held_out)
 
 
@@ -211,7 +227,7 @@ def place_of(group):
 
 
 def choose_held_out(rows, args):
-    """The groups to hold out: up to --eval_samples rows in all. The others are trained on."""
+    """The groups to hold out: up to --eval_samples rows of a source. The rest is trained on."""
     sizes = collections.Counter()
     for row in rows:
         may_be = row.held_out
@@ -253,7 +269,7 @@ def build_corpus(args):
             sources[name] = read_rows(name, phase, args, problems)
     if problems and not args.skip_bad_data:
         refuse_rows(problems)
-    held_out = choose_held_out(itertools.chain(*sources.values()), args)
+    held_out = set().union(*[choose_held_out(rows, args) for rows in sources.values()])
 
     numbers = {}  # of each distinct (kind, text)
 
@@ -303,7 +319,7 @@ def build_corpus(args):
     judged = set(itertools.chain(*eval_pairs.values())) - held
     documents = {number for (kind, _), number in numbers.items() if kind == DOCUMENT}
     others = documents - judged - held
-    wanted = round(args.eval_distractors * len(answers))
+    wanted = round(min(args.eval_distractors * len(answers), len(documents)))  # also of inf
     distractors = spread_out(sorted(judged), wanted)
     distractors += spread_out(sorted(others), wanted - len(distractors))
 
