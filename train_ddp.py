@@ -101,7 +101,7 @@ def parse_args():
 
     add = parser.add_argument_group("held-out data").add_argument
     add("--eval_fraction", type=float, default=0.05, help="of the queries, that may be held out")
-    add("--eval_samples", type=count, default=1000, help="at most; the rest is trained on")
+    add("--eval_samples", type=count, default=1000, help="held out per source, at most")
     text = "documents that answer no held-out query, for each one that does"
     add("--eval_distractors", type=float, default=1.0, help=text)
     add("--eval_every", type=int, default=0, help="steps between evaluations; 0: every epoch")
@@ -376,7 +376,9 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
                 first = block * ENCODED_TOGETHER
                 numbers = longest_first[first : first + ENCODED_TOGETHER]
                 texts = corpus.texts(numbers, teacher.prompts)
-                vectors = teacher.encode(texts, batch_size=args.teacher_batch_size, **AS_TENSOR)
+                # prompt: the texts have theirs, a model's default would come before it
+                options = {"batch_size": args.teacher_batch_size, "prompt": "", **AS_TENSOR}
+                vectors = teacher.encode(texts, **options)
                 vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
                 if not np.isfinite(vectors).all():
                     text = f"{args.teacher_model} gives numbers that are not finite"
@@ -408,9 +410,10 @@ def write_rows(path, numbers, rows):
 def load_in_turn(load, *args):
     """load(*args), by one rank of a machine after the other: the memory of a machine holds one copy
     of a large model on its way to the GPUs, not eight. (all ranks)"""
-    _, world_size, local_rank = find_ranks() or (0, 1, 0)
+    _, _, local_rank = find_ranks() or (0, 1, 0)
     model = None
-    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))):
+    # as many turns on all machines, however many ranks each has: all ranks meet at each barrier
+    for turn in range(dist.get_world_size()):
         if turn == local_rank:
             model = load(*args)
         dist.barrier()
@@ -616,6 +619,7 @@ LAYOUTS = {
 def find_hub(args):
     """Whether the hub is needed and cannot be reached: its libraries would try for minutes.
     (rank 0)"""
+    from urllib.error import HTTPError
     from urllib.request import urlopen
 
     names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
@@ -629,8 +633,12 @@ def find_hub(args):
 
     def ask():
         url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        with contextlib.suppress(OSError):
+        try:
             answers.append(urlopen(url, timeout=4).close())
+        except HTTPError as error:  # a mirror need not have a page there: it is an answer, too
+            answers.append(error.close())
+        except OSError:
+            pass
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -853,7 +861,13 @@ def choose_layout(student, tokens, device):
     rows = np.unique(np.linspace(0, len(tokens.lengths) - 1, 16, dtype=np.int64))
     rows = np.concatenate([rows, np.argsort(tokens.lengths)[-8:]])  # and the longest
     student.eval()
-    expected = student(lay_out(tokens, rows, *LAYOUTS["padded"][kind]).to(device), head=False)
+
+    def read(layout):
+        """Vectors as in training, and in full precision."""
+        texts = lay_out(tokens, rows, *LAYOUTS[layout][kind]).to(device)
+        return [student(texts, head=False, full_precision=full) for full in (False, True)]
+
+    expected = read("padded")
     layouts = []
     if getattr(network, "_supports_attention_backend", False):
         names = ["attention_probs_dropout_prob", "attention_dropout", "attention_dropout_prob"]
@@ -862,18 +876,19 @@ def choose_layout(student, tokens, device):
             layouts.append("flat")
         layouts.append("groups")
     own_attention = config._attn_implementation
-    limit = 1e-4 if student.dtype == torch.float32 else 3e-2
+    # bf16 alone would not notice positions that are off by two, as RoBERTa's would be
+    limits = [1e-4 if student.dtype == torch.float32 else 3e-2, 1e-4]
     for layout in layouts:
         AttentionInterface.register("within_texts", attend)
         network.set_attn_implementation("within_texts")
         student.layout = layout
         try:
-            found = student(lay_out(tokens, rows, *LAYOUTS[layout][kind]).to(device), head=False)
-            gap = (found - expected).abs().max().item()
+            pairs = zip(read(layout), expected, strict=True)
+            gaps = [(found - wanted).abs().max().item() for found, wanted in pairs]
         except (RuntimeError, TypeError, ValueError) as error:
             logging.info(f"layout {layout}: {str(error).splitlines()[0][:120]}")
-            gap = math.inf
-        if gap < limit:
+            gaps = [math.inf, math.inf]
+        if gaps[0] < limits[0] and gaps[1] < limits[1]:
             break
         student.layout = "padded"
         network.set_attn_implementation(own_attention)
@@ -2014,7 +2029,7 @@ def train(run, phase):
         loop["epoch"] = epoch
 
         # evaluate; all ranks have the same metrics, and so agree on what is best
-        due = done > 0 and (done % eval_every == 0 or done == steps)
+        due = done > 0 and (done % eval_every == 0 or done >= steps)
         if due and loop["validated"] < done:
             paused = time.monotonic()
             metrics = evaluate(run)
@@ -2093,11 +2108,16 @@ def load_best(args, student):
         logging.warning(f"{path} is missing or damaged: phase 2 starts from {what}")
         return
     state = load_checkpoint(path)
-    for name in ("student_model", "student_layers", "use_projection", "projection_hidden"):
-        if state["args"].get(name) != getattr(args, name):
-            raise InputError(f"{path} was trained with --{name} {state['args'].get(name)}")
-    student.load_state_dict(state["model"])
-    logging.info(f"Phase 2 starts from {path}, step {state['step']}")
+    try:
+        for name in ("student_model", "student_layers", "use_projection", "projection_hidden"):
+            if state["args"].get(name) != getattr(args, name):
+                raise InputError(f"{path} was trained with --{name} {state['args'].get(name)}")
+        student.load_state_dict(state["model"])
+        logging.info(f"Phase 2 starts from {path}, step {state['step']}")
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        # of another program, or for a teacher of another width
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} does not fit this student: {reason}") from None
 
 
 # --------------------------------------------------------------------------------------------------
