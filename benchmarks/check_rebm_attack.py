@@ -43,7 +43,7 @@ def load_library():
 
 
 def by_tool(checkpoint, count):
-    """What tools/evaluate_rebm.py says of the first `count` test images."""
+    """What tools/evaluate_rebm.py says of `count` test images."""
     tool = ROOT / "tools" / "evaluate_rebm.py"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "evaluation.json")
@@ -80,7 +80,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt of a run")
-    add("--images", type=int, default=360, help="test images, the first ones")
+    add("--images", type=int, default=360, help="test images at most")
     add("--fast", action="store_true", help="APGD alone, up the cross entropy and targeted")
     add("--tolerance", type=float, default=0.01, help="ours may be so much above theirs")
     args = parser.parse_args()
@@ -92,7 +92,7 @@ def main():
     model, options, images, _ = generate.load_network(words, torch.device("cpu"))
     norm = options.indist_attack_clf_norm
     eps = options.indist_attack_clf_eps
-    ids = images.part("test")[: args.images]
+    ids = images.some("test", args.images)
     x = script.picture_batch(images, ids, images.size, torch.device("cpu"))
     y = torch.from_numpy(images.labels[ids])
 
