@@ -163,14 +163,16 @@ def port(setting, seconds):
 
 
 def prepare(setting, steps, folder):
-    """Random images for so many steps an epoch, as each side reads them, and weights for ours."""
+    """Noisy images for so many steps an epoch, as each side reads them, and weights for ours."""
     torch.save(make_network(setting).state_dict(), folder / f"{setting.name}.pt")
     rng = np.random.default_rng(0)
     arrays = {}
     for part, count in (("train", setting.batch * steps + HELD_OUT), ("test", HELD_OUT)):
         shape = (count, setting.channels, setting.size, setting.size)
-        arrays[f"x_{part}"] = rng.integers(0, 256, shape, np.uint8)
-        arrays[f"y_{part}"] = np.arange(count) % 10
+        labels = np.arange(count) % 10
+        brightness = (25 * labels).astype(np.uint8)  # or stage 1 would end: it would learn nothing
+        arrays[f"x_{part}"] = brightness[:, None, None, None] + rng.integers(0, 25, shape, np.uint8)
+        arrays[f"y_{part}"] = labels
     path = folder / f"{setting.name}.npz"
     np.savez(path, **arrays)
     out = f"--out={folder / setting.name}"
