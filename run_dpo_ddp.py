@@ -201,9 +201,9 @@ def read_structure(path):
     odd = []
     try:
         content = Path(path).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-        digest = hashlib.sha256(content).hexdigest()
         if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
             raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
         structure = gemmi.read_structure_string(content, format=gemmi.CoorFormat.Detect)

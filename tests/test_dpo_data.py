@@ -142,12 +142,6 @@ def zoo_files(folder):
     return [folder / name for name in ("zoo.pdb", "zoo.cif", "zoo.pdb.gz", "zoo.cif.gz")]
 
 
-def test_a_structure_is_known_when_compressed(tmp_path):
-    """And is then not on both sides of the split."""
-    digests = {script.read_structure(path).digest for path in zoo_files(tmp_path)}
-    assert len(digests) == 2  # as PDB and as mmCIF
-
-
 def test_residues_by_number_and_by_label():
     """In a chain that has a number as its name a label looks like a number."""
     labels = [f"1{number}" for number in range(40, 60)]  # residues 40 to 59 of chain 1
