@@ -1980,13 +1980,18 @@ def measure_rounding(run, reference):
 
 def check_start(args, found, expected, pairs, noise):
     """The first loss of the preferences must be that of equal networks, ln 2 with the sigmoid, but
-    for rounding. With it z, beta times a log-ratio, is not 0 but has a standard deviation of
-    s = sqrt(2) noise, as network and reference are rounded apart. The loss is about L + az + bz^2,
-    so the mean over P pairs is off by as / sqrt(P), by chance, and by bs^2. Raises RunError."""
+    for rounding. With it z, beta times a log-ratio, is not 0 but has the standard deviation
+    `spread`, as network and reference are rounded apart. A pair's loss is then off by about
+    slope * z + curve * z^2, so the mean over P pairs by slope * spread / sqrt(P), by chance, and by
+    curve * spread^2. Raises RunError."""
     spread = math.sqrt(2) * noise
-    # at most: with margins the sigmoid's slope is up to 1; ipo's is that of a single residue
-    slope = 1 if args.loss_type == "sigmoid" else 1 / args.beta**2
-    curve = 1 / 8 if args.loss_type == "sigmoid" else 1 / args.beta**2
+    if args.loss_type == "ipo":
+        slope = 1 / args.beta**2  # that of a single residue: with more it is less
+        curve = slope
+    else:
+        # -log sigmoid(z) has 1/2 and 1/8 at 0; a margin moves it, and then the slope is up to 1
+        slope = 0.5 if abs(expected - math.log(2)) < 1e-6 else 1.0
+        curve = 1 / 8
     tolerance = 4 * slope * spread / math.sqrt(pairs) + 4 * curve * spread**2
     tolerance += 1e-4 * max(1.0, expected)  # fp32 has some, too
 

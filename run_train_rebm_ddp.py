@@ -2183,7 +2183,7 @@ def train(run, stage):
             if world_size > 1:
                 dist.all_reduce(scores)  # each image's is zero on all ranks but one
             pairs = pairs_in_order(scores[0], scores[1])
-            pairs = torch.where(norm.isfinite(), pairs, 0)  # a skipped step lets T not grow
+            pairs = torch.where(norm.isfinite(), pairs, 0)  # skipped: T must not grow by it
             length.grow(pairs)
             values.append(pairs / (2 * global_batch**2))
         values += [norm, torch.ones_like(norm)]

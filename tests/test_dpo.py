@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -306,6 +307,15 @@ def test_wrong_calls(data, tmp_path, options, text):
     status, said = call_script("run_dpo_ddp", *words_of(data, tmp_path / "out", *options))
     assert status == 2 and text in said and "Traceback" not in said
     assert said.count(": error: ") == 1
+
+
+def test_two_names_of_the_learning_rate(tmp_path):
+    """In a file and on the command line, which wins."""
+    path = tmp_path / "options.yaml"
+    path.write_text("learning_rate: 0.5")
+    for words, rate in (([], 0.5), (["--lr=2"], 2.0), (["learning_rate=3"], 3.0)):
+        with mock.patch.object(sys, "argv", ["script", f"--config={path}", *words]):
+            assert script.parse_args().lr == rate
 
 
 def test_changes_that_would_spoil_a_run_are_refused(data, plain):

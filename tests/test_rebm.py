@@ -323,6 +323,16 @@ def test_a_first_step_that_is_skipped(name, group):
     assert not expected["fc.weight"].equal(weight)
 
 
+def test_another_window_on_resume():
+    """It begins anew at the T that was reached."""
+    before = {"T": 7, "made": 2, "window": [3, 4]}
+    same = arguments("attack.max_steps=9", "min_imgs_per_threshold=6")
+    assert script.AttackLength(same, 4, CPU, before).state() == before
+    other = arguments("attack.max_steps=9", "min_imgs_per_threshold=12")
+    found = script.AttackLength(other, 4, CPU, before).state()
+    assert found == {"T": 7, "made": 0, "window": [0, 0, 0]}
+
+
 def test_the_average_of_the_weights(group):
     """d = min(decay, (1 + n) / (10 + n)), running statistics included, counters not."""
     _, model = small_network("--norm=batch")
@@ -400,6 +410,17 @@ def test_a_batch_does_not_depend_on_the_ranks(digits):
     args = arguments(f"--data={digits}")
     plain = script.TrainingData(args, inside, outside, "dat")[ids, ids]
     assert {image.numpy().tobytes() for image in plain.real} <= shown  # nothing held out
+
+
+def test_some_images_are_of_all_classes(digits):
+    """Files lie in the order of their classes."""
+    images = script.Images(digits)
+    part = images.part("train")
+    images.labels[part] = np.sort(images.labels[part])
+    some = images.some("train", len(part) // 4)
+    assert len(some) == len(part) // 4 and np.isin(some, part).all()
+    assert set(images.labels[some]) == set(images.labels[part])
+    assert images.some("train", len(part)).tolist() == part.tolist()
 
 
 def test_generated_images():
