@@ -155,29 +155,10 @@ def test_rounded_products_pass_the_check_or_are_refused(data, tmp_path, bits):
     assert mode.times > 100
 
 
-def test_bf16_says_what_is_lost(data, tmp_path, caplog):
-    """Only on request; the check's tolerance follows from the rounding that is measured."""
-    caplog.set_level(logging.INFO)
+def test_bf16_warns(data, tmp_path, caplog):
     rows = run(data, tmp_path / "out", "--precision=bf16")
-    (said,) = [r.message for r in caplog.records if "a log-ratio is known to" in r.message]
-    noise = float(said.split("±")[1].split()[0])
-    assert 1e-3 < noise < 10
+    assert "rounding may be larger than what is learned" in caplog.text
     assert all(math.isfinite(row["loss"]) for row in rows if "loss" in row)
-
-
-def test_tolerance_of_the_start():
-    """fp32: 1e-4. Rounding of z by `noise`, in network and reference, is never refused."""
-    args = script.argparse.Namespace(loss_type="sigmoid", beta=0.1)
-    ln2 = math.log(2)
-    draw = np.random.default_rng(0)
-    script.check_start(args, ln2 + 9e-5, ln2, 100, 0.0)
-    for noise in (0.01, 0.3):
-        for _ in range(50):
-            z = draw.normal(0, math.sqrt(2) * noise, 100)
-            script.check_start(args, np.log1p(np.exp(-z)).mean(), ln2, 100, noise)
-    for found, noise in ((ln2 + 1.1e-4, 0.0), (ln2 + 0.05, 0.01), (math.nan, 0.3)):
-        with pytest.raises(script.RunError):
-            script.check_start(args, found, ln2, 100, noise)
 
 
 # ---- What a run does -------------------------------------------------------------------------
