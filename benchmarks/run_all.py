@@ -3,7 +3,7 @@
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only dpo rebm
 
-Let nothing else run meanwhile; on two cores it takes about two hours. Where a part fails, its
+Let nothing else run meanwhile; on two cores it takes about 80 minutes. Where a part fails, its
 section shows how, the others run all the same, and the exit status is 1.
 
 RESULTS.json has all that was measured; RESULTS.md is made from it alone (--only without a name
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 PARTS = {
     "train_ddp": Part(
         "train_ddp.py",
-        "bench_train_ddp.py --teacher 1",
+        "bench_train_ddp.py --rows 600 --teacher 1",
         {
             "^phase.*, default": 2.4,
             "^phase.*, at its best": 1.6,
@@ -56,12 +56,12 @@ PARTS = {
     ),
     "dpo": Part(
         "run_dpo_ddp.py",
-        "bench_dpo.py",
+        "bench_dpo.py --seconds 15",
         {"^100 residues.*port": 6.0, "the program replaced": 0.97},
     ),
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py",
-        "bench_quantumgrav.py",
+        "bench_quantumgrav.py --sizes 32-128 --networks default 1x32",
         {"^32-128 elements, 1x32.*in files": 4.0, "the program replaced": 0.97},
     ),
     "rebm": Part(
@@ -74,7 +74,7 @@ PARTS = {
         },
     ),
     "profile": Part("all", "profile_steps.py"),
-    "scaling": Part("all", "scaling.py", {"larger accumulation": 0.95}),
+    "scaling": Part("all", "scaling.py --seconds 20", {"larger accumulation": 0.95}),
 }
 PACKAGES = ["torch", "numpy", "sentence-transformers", "transformers", "accelerate"]
 PACKAGES += ["torch_geometric", "scikit-learn"]
