@@ -2276,7 +2276,8 @@ def main(args):
     if not guard.reason:
         logging.info("Training process completed.")
         summary = {"status": "finished", **report(run, stages)}
-    if run.state and loop["step"] == run.state["step"]:  # nothing was left to train
+    if run.state and loop["step"] == run.state["step"]:
+        logging.info("nothing was left to train; the options are those of then")
         run.log.args = argparse.Namespace(**run.state["args"])
     run.log.close(steps=loop["step"], **summary)
     if not guard.reason:

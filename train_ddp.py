@@ -45,6 +45,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -211,9 +212,9 @@ def load_array(folder, name):
 def run_tool(folder, name, *options):
     """Let a file of tools/ make a folder."""
     tool = Path(__file__).parent / "tools" / name
-    logging.info(f"python tools/{name} {' '.join(options)}")
-    command = [sys.executable, str(tool), *options, f"--out={folder}"]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    options = [*options, f"--out={folder}"]
+    logging.info(shlex.join(["python", f"tools/{name}", *options]))
+    done = subprocess.run([sys.executable, str(tool), *options], stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise InputError(done.stderr.strip())
 
@@ -273,7 +274,7 @@ class Corpus:
     def held_out(self):
         """What the held-out figures are measured on."""
         documents = len(self.eval_documents)
-        others = documents - self.eval_answers
+        others = documents - len(set(self.eval_pairs[:, 1].tolist()))
         text = f"{len(self.eval_queries):,} queries, {documents:,} documents"
         return f"{text}, of which {others:,} ({others / documents:.0%}) answer none of them"
 
@@ -2314,7 +2315,8 @@ def main(args):
             else:
                 logging.warning(f"{path} is missing or damaged (a full disk?): saving the last one")
             summary["artifacts"] = on_rank0(save_artifacts, run, table)
-    if run.state and loop["step"] == run.state["step"]:  # nothing was left to train
+    if run.state and loop["step"] == run.state["step"]:
+        logging.info("nothing was left to train; the options are those of then")
         log.args = argparse.Namespace(**run.state["args"])
     status = f"stopped by {guard.reason}" if guard.reason else "finished"
     log.close(status=status, steps=loop["step"], **summary)

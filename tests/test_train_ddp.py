@@ -838,6 +838,19 @@ def test_each_source_has_its_held_out_rows(work, tmp_path):
     assert len(found.eval_queries) == 20 and found.eval_answers == 20 + 2 * 20
 
 
+def test_queries_among_the_texts_of_phase_1_are_queries(work, tmp_path):
+    """Held out as documents, they would be found before those that answer them."""
+    rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
+    texts = [text for row in rows for text in [row["query"], *row["positive"]]]
+    (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8-sig")
+    options = [f"--phase1_data={tmp_path}/texts.txt", f"--phase2_data={work}/pairs.jsonl"]
+    found = prepare(tmp_path / "out", *options, "--eval_fraction=0.5")
+    queries = {row["query"] for row in rows}
+    assert not decoded(found, found.eval_documents) & queries
+    trained = decoded(found, found.phase1)
+    assert trained & queries == queries - decoded(found, found.eval_queries)
+
+
 BAD = [
     b'{"query": "no positive"}',
     b"not json",

@@ -344,7 +344,7 @@ def main(words=None):
     except OSError as error:
         stop(1, f"{error}")
     train, valid, test, _ = np.bincount(split, minlength=4)
-    what = f"{len(classes)} classes" if classes else "OOD images"
+    what = f"{len(classes)} classes" if classes else "OOD images, without classes"
     print(f"{args.out}: {what}; images to train, validate, test: {train}, {valid}, {test}")
 
 

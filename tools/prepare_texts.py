@@ -17,12 +17,13 @@ Writes arrays into --out. Texts are numbered, each distinct one once:
     pairs              (N, 2) query, document
     positives          (N, P) all documents of a pair's query, then -1
     negatives          (N, K) documents that are wrong for a pair's query, then -1
-    eval_queries, eval_documents    held-out texts; behind the documents that answer, distractors
-    eval_answers       how many documents answer
+    eval_queries, eval_documents    held-out texts; behind the held-out documents, distractors
+    eval_answers       how many documents are held out; they come first
     eval_pairs         (M, 2) places in these two lists: which document answers which query
 """
 
 import argparse
+import codecs
 import collections
 import csv
 import hashlib
@@ -100,6 +101,8 @@ def read_file(path):
     else:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 try:
@@ -198,8 +201,6 @@ def parse_row(number, found, phase):
 def read_rows(name, phase, args, problems):
     """The rows of a source, and to `problems` a line for each that is wrong."""
     if Path(name).suffix in FILES:
-        if not Path(name).is_file():
-            raise InputError(f"--phase{phase}_data {name}: no such file")
         records = itertools.islice(read_file(Path(name)), rows_to_read(args, phase))
     else:
         records = read_hub(name, phase, args)
@@ -263,6 +264,10 @@ def build_corpus(args):
     problems = []
     sources = {}
     phases = [phase for phase in (1, 2) if getattr(args, f"phase{phase}_data")]
+    for phase in phases:  # before anything is fetched from a hub
+        name = getattr(args, f"phase{phase}_data")
+        if Path(name).suffix in FILES and not Path(name).is_file():
+            raise InputError(f"--phase{phase}_data {name}: no such file")
     for phase in reversed(phases):  # phase 2 first: of a source for both it asks for more
         name = getattr(args, f"phase{phase}_data")
         if name not in sources:
@@ -270,6 +275,10 @@ def build_corpus(args):
     if problems and not args.skip_bad_data:
         refuse_rows(problems)
     held_out = set().union(*[choose_held_out(rows, args) for rows in sources.values()])
+
+    known_queries = set()
+    for rows in sources.values():
+        known_queries.update(row.query.strip() for row in rows)
 
     numbers = {}  # of each distinct (kind, text)
 
@@ -286,6 +295,9 @@ def build_corpus(args):
             into = eval_pairs if row.group in held_out else pairs
             if into is pairs and row.number >= limit:
                 continue
+            if not row.query and row.positives[0].strip() in known_queries:
+                # among the documents it would be the best answer to itself
+                row = row._replace(query=row.positives[0], positives=[])
             documents = [number_of(DOCUMENT, text) for text in row.positives]
             queries = [number_of(QUERY, row.query)] if row.query else []
             if into is eval_pairs:
