@@ -49,6 +49,7 @@ import logging
 import math
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -324,7 +325,7 @@ def find_data(args):
     if args.skip_bad_data:
         options.append("--skip_bad_data")
     tool = Path(__file__).parent / "tools" / "prepare_uniref50.py"
-    logging.info(f"python tools/{tool.name} {' '.join(options)}")
+    logging.info(shlex.join(["python", f"tools/{tool.name}", *options]))
     done = subprocess.run([sys.executable, tool, *options], stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise InputError(done.stderr.strip())

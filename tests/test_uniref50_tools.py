@@ -396,8 +396,8 @@ def records_of(path):
 
 
 @pytest.mark.parametrize("options", [[], ["--method=simple", "--steps=4"]])
-def test_samples(trained, options):
-    out = trained / "samples.fasta"
+def test_samples(trained, tmp_path, options):
+    out = tmp_path / "samples.fasta"
     said = sample(trained, "--count=5", f"--out={out}", f"--compare={trained}/data", *options)
     records = records_of(out)
     assert len(records) == 5 and all(20 <= len(body) <= 60 for _, body in records)
@@ -407,10 +407,10 @@ def test_samples(trained, options):
         assert re.search(rf"^{name} +\d", said, re.MULTILINE)
 
 
-def test_a_sample_depends_on_seed_and_number_alone(trained):
+def test_a_sample_depends_on_seed_and_number_alone(trained, tmp_path):
     found = []
     for options in (["--batch_size=2"], ["--batch_size=16"], ["--seed=1"], ["--temperature=0.1"]):
-        out = trained / "samples.fasta"
+        out = tmp_path / f"{options[0]}.fasta"
         sample(trained, "--count=6", "--length=20", f"--out={out}", *options)
         found.append([body for _, body in records_of(out)])
     assert found[0] == found[1] and found[0] != found[2] and found[0] != found[3]
@@ -444,6 +444,7 @@ def test_wrong_uses_of_the_sampler(trained, tmp_path):
         f"--compare={tmp_path}": "no folder of tools/prepare_uniref50.py",
         "--temperature=0": "must be above 0",
         "--out=/no/such/folder/x": "there is no folder",
+        f"--out={tmp_path}/full.fasta": "exists: give another",
     }
     for options, reason in cases.items():
         words = f"{trained}/run/best.pt --device=cpu --out={tmp_path}/x {options}"

@@ -84,6 +84,8 @@ def parse_args(words=None):
         parser.error("--length and --infill: give one of the two")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    if args.out.exists():
+        parser.error(f"{args.out} exists: give another --out")
     return args
 
 
