@@ -74,7 +74,7 @@ PARTS = {
         },
     ),
     "profile": Part("all", "profile_steps.py"),
-    "scaling": Part("all", "scaling.py --seconds 20", {"larger accumulation": 0.95}),
+    "scaling": Part("all", "scaling.py --seconds 21", {"larger accumulation": 0.95}),
 }
 PACKAGES = ["torch", "numpy", "sentence-transformers", "transformers", "accelerate"]
 PACKAGES += ["torch_geometric", "scikit-learn"]

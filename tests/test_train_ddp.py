@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -17,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import ROOT, call_program, environment
 from test_accelerator import META, Copies
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ddp as script
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = str(ROOT / "train_ddp.py")
-PREPARE = str(ROOT / "tools" / "prepare_texts.py")
+SCRIPT = ROOT / "train_ddp.py"
+PREPARE = ROOT / "tools" / "prepare_texts.py"
 CPU = torch.device("cpu")
 
 
@@ -73,20 +72,20 @@ def small(work, *options):
     return [*data, f"--cache_dir={work}/cache", *common.split(), *options]
 
 
-def run(*options, program=SCRIPT, status=0, ranks=1):
+def run(*options, status=0):
     """What a run says, and where it ends with an error, that."""
-    command = [sys.executable, program, *options]
-    if ranks > 1:
-        launch = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}"
-        command = [sys.executable, *launch.split(), program, *options]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
-        "HF_HUB_OFFLINE": "1",
-    }
+    found, said = call_program(SCRIPT, *options, HF_HUB_OFFLINE=1)
+    assert found == status, said[-3000:]
+    return said
+
+
+def run_ranks(number, program, *options):
+    """The same under torchrun."""
+    launch = f"-m torch.distributed.run --standalone --nproc_per_node={number}".split()
+    env = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests", HF_HUB_OFFLINE=1)
+    command = [sys.executable, *launch, program, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
@@ -94,7 +93,7 @@ def run(*options, program=SCRIPT, status=0, ranks=1):
 def trained(work):
     """Both phases on two ranks, with a head; (what it says, its folder)."""
     options = [f"--output_dir={work}/out", "--save_to_artifacts", f"--artifacts_dir={work}/models"]
-    return run(*small(work, *options), ranks=2), work / "out"
+    return run_ranks(2, SCRIPT, *small(work, *options)), work / "out"
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +213,7 @@ dist.destroy_process_group()
 def three_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "program.py").write_text(THREE_RANKS)
-    run(str(folder), program=str(folder / "program.py"), ranks=3)
+    run_ranks(3, folder / "program.py", folder)
     return folder
 
 
@@ -357,37 +356,9 @@ def test_skip_phase1(work, tmp_path, trained, group, caplog):
     assert "phase 2 starts from the untrained student" in caplog.text
 
 
-LONG_STEP = """
-import os, signal, threading, time
-import train_ddp as script
-
-plain = script.text_step
-
-def text_step(args, model, batches, scaler):
-    text_step.calls += 1
-    if text_step.calls == 3:
-        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
-        time.sleep(21)
-    return plain(args, model, batches, scaler)
-
-text_step.calls = 0
-script.text_step = text_step
-script.launch(script.parse_args, script.main)
-"""
-
-
-def test_a_stop_in_a_long_step_is_saved(work, tmp_path, trained):
-    (tmp_path / "program.py").write_text(LONG_STEP)
-    options = small(work, f"--output_dir={tmp_path}/out")
-    said = run(*options, program=str(tmp_path / "program.py"), status=143)
-    assert "stopped by SIGTERM" in said
-    assert torch.load(tmp_path / "out" / "latest.pt", weights_only=True)["step"] == 4
-
-
 def test_without_a_hub_it_is_said_in_seconds(tmp_path):
     began = time.monotonic()
-    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://localhost:9"}
-    env = {**os.environ, **env}
+    env = environment(HF_HOME=tmp_path, HF_ENDPOINT="http://localhost:9")
     env.pop("HF_HUB_OFFLINE", None)
     command = [sys.executable, SCRIPT, f"--output_dir={tmp_path}/out", f"--cache_dir={tmp_path}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
@@ -752,10 +723,10 @@ def test_negatives_are_drawn_from_those_that_are_there(step):
 
 
 def prepare(out, *options, status=0):
-    command = [sys.executable, PREPARE, *options, f"--out={out}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    return script.Corpus(out) if status == 0 else done.stderr
+    """The texts that the tool has made, or what it says."""
+    found, said = call_program(PREPARE, *options, f"--out={out}")
+    assert found == status, said
+    return script.Corpus(out) if status == 0 else said
 
 
 def decoded(corpus, numbers):

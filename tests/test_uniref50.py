@@ -3,9 +3,9 @@
 import json
 import math
 import os
-import subprocess
+import shutil
 import sys
-from pathlib import Path
+import tracemalloc
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,7 +18,6 @@ from torch import nn
 
 import run_train_uniref50_ddp as script
 
-ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_protein_len=40".split()
 
 
@@ -194,37 +193,21 @@ def test_crops(tmp_path):
     assert np.array_equal(residues[1::2], expected)
 
 
-SIXTY_MILLION = """
-import os, resource, sys, time
-from pathlib import Path
-import numpy as np
-import torch.distributed as dist
-import run_train_uniref50_ddp as script
-
-count = 60_000_000
-folder = Path(sys.argv.pop())
-for name, size in (("tokens", 17_000_000_000), ("offsets", 8 * count + 8)):
-    (folder / f"train.{name}").touch()
-    os.truncate(folder / f"train.{name}", size)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-began = time.monotonic()
-proteins = script.Proteins(folder, "train", 512)
-sampler = script.StepSampler(script.parse_args(), proteins, None)
-ids, whole, step = next(iter(sampler))
-assert len(set(whole.tolist())) == 64 and step == 0
-seconds = time.monotonic() - began
-print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-"""
-
-
 def test_an_epoch_of_sixty_million_sequences_starts_at_once(tmp_path):
-    """Sparse files of that size: less than 3 s (10 on a busy machine) and 300 MB."""
-    command = [sys.executable, "-c", SIXTY_MILLION, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    seconds, megabytes = map(float, done.stdout.split())
-    assert seconds < 10 and megabytes < 300
+    """Sparse files of that size: no array has an entry for each sequence, beside torch's shuffled
+    order of 240 MB, which is not counted here."""
+    count = 60_000_000
+    for name, size in (("tokens", 17_000_000_000), ("offsets", 8 * count + 8)):
+        with open(tmp_path / f"train.{name}", "wb") as file:
+            file.truncate(size)
+    tracemalloc.start()
+    with as_rank(0, 1):
+        proteins = script.Proteins(tmp_path, "train", 512)
+        ids, whole, step = next(iter(script.StepSampler(arguments(), proteins, None)))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(set(whole.tolist())) == 64 and step == 0
+    assert most < 20e6
 
 
 # --------------------------------------------------------------------------------------------------
@@ -552,13 +535,10 @@ def test_a_grid_shows_the_share_of_its_step():
 
 
 def test_simple_is_another_law():
-    """Total variation from the law, beside the sampling error that the exact sampler shows."""
+    """Total variation from the law; the exact sampler's is 0.03 with as many samples."""
     chain = Chain()
-    distance = {}
-    for method in ("simple", "rigorous"):
-        found = counts(draw(chain, ["????"] * 6000, method), [0, 1, 2, 3])
-        distance[method] = np.abs(found / found.sum() - chain.law(4)).sum() / 2
-    assert distance["rigorous"] < 0.05 and 0.1 < distance["simple"] < 0.6
+    found = counts(draw(chain, ["????"] * 6000, "simple"), [0, 1, 2, 3])
+    assert 0.1 < np.abs(found / found.sum() - chain.law(4)).sum() / 2 < 0.6
 
 
 def test_simple_never_changes_what_it_showed():
@@ -653,10 +633,10 @@ RUN = """--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_prot
     --device=cpu""".split()
 
 
-def run(folder, output, *options, status=0):
+def run(folder, output, *options, program="run_train_uniref50_ddp", status=0):
     """Output of a run on the CPU that must end with `status`."""
     words = [f"--datafile={folder}/data", f"--output_dir={output}", *RUN, *options]
-    found, text = call_script("run_train_uniref50_ddp", *words)
+    found, text = call_script(program, *words)
     assert found == status, text[-3000:]
     return text
 
@@ -678,32 +658,21 @@ def test_a_run_stopped_before_its_first_evaluation_goes_on_with_fewer_steps(fold
 
 
 def test_a_changed_option_is_applied_or_refused(folder, tmp_path):
-    """Rate, weight decay, betas are those of now, and said; what would be ignored is refused."""
+    """Rate and betas are those of now; what would be ignored, or change a step, is refused."""
     output = tmp_path / "run"
     run(folder, output, "--n_iters=3", "--min_lr_ratio=1")
-    changed = "--lr=1e-3 --weight_decay=0.2 --beta2=0.9 --min_lr_ratio=1".split()
-    said = run(folder, output, "--n_iters=5", *changed)
-    assert "--lr 0.001, it was 0.005" in said and "--beta2 0.9, it was 0.999" in said
+    run(folder, output, "--n_iters=5", "--min_lr_ratio=1", "--lr=1e-3", "--beta2=0.9")
     assert rows_of(output, "lr")[-1]["lr"] == 1e-3
     groups = torch.load(output / "latest.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
     assert all(group["betas"] == (0.9, 0.9) for group in groups)
-    before = (output / "latest.pt").read_bytes()
-    refused = {
-        "--accum=2": "this run was started with 1",
-        "--global_batch_size=16": "this run was started with 8",
-        "--n_heads=4": "this run was started with 2",
-        "--hidden_size=64": "the checkpoint does not fit",
-    }
-    for option, reason in refused.items():
-        assert reason in run(folder, output, "--n_iters=9", option, status=2)
-    assert (output / "latest.pt").read_bytes() == before
+    for option, old in {"--accum=2": 1, "--global_batch_size=16": 8, "--n_heads=4": 2}.items():
+        said = run(folder, output, "--n_iters=9", option, status=2)
+        assert f"this run was started with {old}" in said
 
 
 NAN_EVALUATION = """
-import sys
-sys.argv[0] = "run_train_uniref50_ddp.py"
 import run_train_uniref50_ddp as script
+script.SCRIPT = "run_train_uniref50_ddp.py"
 plain = script.summarize
 script.summarize = lambda table: plain(table * float("nan"))
 script.launch(script.parse_args, script.main)
@@ -712,25 +681,14 @@ script.launch(script.parse_args, script.main)
 
 def test_a_first_evaluation_that_is_nan_is_never_best(folder, tmp_path):
     """The run says so and ends, also when it is started again; then, mended, it goes on."""
-    words = [f"--datafile={folder}/data", f"--output_dir={tmp_path}/run", *RUN, "--n_iters=4"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (tmp_path / "nan.py").write_text(NAN_EVALUATION)
+    output = tmp_path / "run"
     for _ in range(2):
-        command = [sys.executable, "-c", NAN_EVALUATION, *words]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 1
-        assert "the held-out bound of step 4 is nan: lower --lr" in done.stderr
-        assert "Traceback" not in done.stdout + done.stderr
-        assert not (tmp_path / "run/best.pt").exists()
-    run(folder, tmp_path / "run", "--n_iters=4")
-    assert (tmp_path / "run/best.pt").exists()
-
-
-def test_no_data_says_where_to_get_them(tmp_path):
-    status, text = call_script(
-        "run_train_uniref50_ddp", f"--datafile={tmp_path}/none", "--device=cpu"
-    )
-    assert status == 2 and "uniref50.fasta.gz" in text and "tools/prepare_uniref50.py" in text
-    assert not (tmp_path / "run").exists()
+        said = run(folder, output, "--n_iters=4", program=tmp_path / "nan", status=1)
+        assert "the held-out bound of step 4 is nan: lower --lr" in said
+        assert "Traceback" not in said and not (output / "best.pt").exists()
+    run(folder, output, "--n_iters=4")
+    assert (output / "best.pt").exists()
 
 
 def test_a_file_is_prepared_once(folder, tmp_path):
@@ -742,43 +700,36 @@ def test_a_file_is_prepared_once(folder, tmp_path):
     assert len([*(tmp_path / "cache").iterdir()]) == 1
 
 
-def test_damaged_data_are_refused(folder, tmp_path):
-    copy = tmp_path / "data"
-    subprocess.run(["cp", "-r", folder / "data", copy], check=True)
+def test_data_that_cannot_be_used(folder, tmp_path):
+    copy = shutil.copytree(folder / "data", tmp_path / "data")
     with open(copy / "train.tokens", "ab") as file:
         file.write(b"x")
-    status, text = call_script("run_train_uniref50_ddp", f"--datafile={copy}", "--device=cpu")
-    assert status == 2 and "train.tokens has not" in text and "prepare the data again" in text
-    words = [f"--datafile={folder}/data", "--val_ratio=0.1", "--device=cpu"]
-    status, text = call_script("run_train_uniref50_ddp", *words)
-    assert status == 2 and "data was prepared with 0.2" in text
+    refused = {
+        f"--datafile={tmp_path}/none": "uniref50.fasta.gz; then python tools/prepare_uniref50.py",
+        f"--datafile={copy}": "prepare the data again",
+        f"--datafile={folder}/data --val_ratio=0.1": "data was prepared with 0.2",
+    }
+    for options, reason in refused.items():
+        status, text = call_script("run_train_uniref50_ddp", *options.split(), "--device=cpu")
+        assert status == 2 and reason in text, text
 
 
 WRONG = {
     "--hidden_size=30": "must be 12 heads times an even number",
     "--max_memory_per_gpu=85": "is not between 0 and 1",
-    "--graph.type=uniform": "no option graph.type",
-    "noise.type=cosine": "no option noise.type",
-    "--use_curriculum": "no option use_curriculum",
-    "--optimizer=Muon": "no option optimizer",
+    "noise.type=cosine": "no option noise.type",  # the original has it
 }
 
 
 @pytest.mark.parametrize("option", WRONG)
 def test_wrong_options(option):
-    """Those of the original that are not kept are refused by name."""
     with pytest.raises(script.InputError, match="command line: ") as caught:
         arguments(option)
     assert WRONG[option] in str(caught.value)
 
 
-def test_names_of_the_original(tmp_path):
-    config = tmp_path / "c.yaml"
-    config.write_text("work_dir: there\ntraining:\n  log_freq: 7\n  accum: 2\noptim:\n  lr: 1e-4\n")
-    args = arguments(f"--config={config}", "--save_every=9")
-    assert (args.output_dir, args.log_every, args.save_every) == ("there", 7, 9)
-    assert (args.accum, args.lr) == (2, 1e-4)
-    assert arguments(f"--config={config}", "--log_every=3").log_every == 3  # the command line wins
+def test_names_of_the_original():
     with mock.patch.dict(os.environ):
-        arguments("--wandb_project=proteins", "--wandb_name=first")
+        args = arguments("--work_dir=there", "--wandb_project=proteins", "--wandb_name=first")
         assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_NAME"]) == ("proteins", "first")
+    assert args.output_dir == "there"
