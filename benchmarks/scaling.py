@@ -12,6 +12,9 @@ So both see the same moods of a shared machine. The ratio is the efficiency of D
 Once with the script's own accumulation (the micro-batches of a step), where networks as small as
 these communicate much, and once with a larger one, where they do not. There the efficiency should
 reach 0.95.
+
+Below the table are the two parts of what is lost. DDP takes processor time of its own, to copy and
+add gradients. And it lets a rank wait for the other one: then its share of busy time falls.
 """
 
 import contextlib
@@ -19,9 +22,11 @@ import math
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import bench_dpo
@@ -108,6 +113,7 @@ class Job:
         self.clock = 0.0
         self.last = None  # (clock, steps that were made) at the last step of a turn
         self.first = None  # that at the begin of the round
+        self.at_begin = None  # (clock, processor seconds) then
         self.processes = []
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
@@ -140,6 +146,18 @@ class Job:
                 sys.exit(f"{self.log.name} ends with\n{self.log.read_text()[-3000:]}")
         return self.metrics.read_text().count('"lr"') if self.metrics.exists() else 0
 
+    def begin_round(self):
+        self.first = self.last
+        self.at_begin = (self.clock, self.processor_seconds())
+
+    def processor_seconds(self):
+        """That all threads of its processes have used since they started (Linux)."""
+        ticks = 0
+        for process in self.processes:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # in the program and in the kernel
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def note_turn(self, begin):
         """After a turn that began then."""
         steps = self.steps()
@@ -153,6 +171,12 @@ class Job:
         clock, steps = self.first
         last_clock, last_steps = self.last
         return (last_steps - steps) * self.batch / (last_clock - clock)
+
+    def busy(self):
+        """The share of this round in which a process of it was working, 0 to 1."""
+        clock, seconds = self.at_begin
+        whole = (self.clock - clock) * len(self.processes)
+        return (self.processor_seconds() - seconds) / whole
 
 
 def take_turn(jobs):
@@ -191,27 +215,35 @@ def started(name, kind, options, batch, folder):
 
 
 def measure(name, args, folder):
-    """Rows of the table for a script. Returns the records."""
+    """Rows of the first table for a script. Returns the records, and rows of the second table."""
     workload = WORKLOADS[name]
     options = workload.options.split() + [f"--batch_size={workload.batch}", "--log_every=1"]
     prepare(name, options, folder)
     records = []
+    rows = []
     for kind in ("own", "larger"):
         accumulation = getattr(workload, kind)
         found = {"ddp": [], "independent": []}
+        busy = {"ddp": [], "independent": []}
+        costs = []
         with started(name, kind, options, workload.batch * accumulation, folder) as jobs:
             for _ in range(args.rounds):
                 for job in [*jobs["ddp"], *jobs["independent"]]:
-                    job.first = job.last
+                    job.begin_round()
                 for _ in range(math.ceil(args.seconds / TURN)):
                     for side in jobs.values():
                         take_turn(side)
                 for side in found:
                     found[side].append(sum(job.speed() for job in jobs[side]))
+                    busy[side].append(statistics.mean(job.busy() for job in jobs[side]))
+                cost = {side: busy[side][-1] / found[side][-1] for side in found}
+                costs.append(cost["ddp"] / cost["independent"])
         work = f"{name}, {kind} accumulation ({accumulation})"
         others = {"independent": "independent processes"}
         records += sides.compare(work, UNIT, found, others, "ddp")
-    return records
+        rows.append([work, *map(sides.spread, [*busy.values(), costs])])
+        records.append({"work": work, "busy": busy, "processor_time": costs})
+    return records, rows
 
 
 def main():
@@ -226,9 +258,17 @@ def main():
     print(f"{PROCESSES} processes x 1 thread, {turns}\n")
     sides.print_comparison_head(UNIT)
     records = []
+    rows = []
     with sides.workplace() as folder:
         for name in args.scripts:
-            records += measure(name, args, folder)
+            new_records, new_rows = measure(name, args, folder)
+            records += new_records
+            rows += new_rows
+    print()
+    names = ["busy with DDP", "busy alone", "processor time a sample, DDP / alone"]
+    sides.print_head("work", *names)
+    for row in rows:
+        sides.print_row(*row)
     sides.write_json(args.json, records)
 
 
