@@ -50,7 +50,7 @@ def tiny_train_ddp(folder):
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
         --cache_dir={folder}/cache --teacher_model=builtin:lsa:32
         --student_model=builtin:bert:1x32 --student_max_length=24 --projection_hidden=32
-        --eval_fraction=0.2 --batch_size=4 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
+        --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
         --phase2_lr=1e-3 --mine_negatives=3 --num_negatives=2""".split()
 
 
@@ -58,7 +58,7 @@ def tiny_run_train_uniref50_ddp(folder):
     """800 sequences of simple structure; averaged weights are evaluated and sampled on the way."""
     write_proteins(folder / "proteins.fasta", 800)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16
-        --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --batch_size=4
+        --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --batch_size=6
         --n_iters=45 --lr=0.02 --warmup=10 --ema=0.9 --eval_freq=20 --eval_sequences=30
         --eval_batch_size=3 --eval_draws=1 --samples_per_eval=3 --num_workers=1""".split()
 
@@ -75,7 +75,7 @@ def tiny_run_train_quantumgrav_ddp(folder):
     """300 small sets of 6 kinds, two tasks; an evaluation after each nine steps."""
     write_causal_sets(folder / "sets", "--samples=300", "--min_size=10", "--max_size=20")
     return f"""--data={folder}/sets --tasks cls dim --hidden_dim=16 --head_dim=16 --num_layers=2
-        --num_epochs=5 --batch_size=4 --lr=5e-3 --eval_edges=150 --num_workers=1""".split()
+        --num_epochs=5 --batch_size=6 --lr=5e-3 --eval_edges=150 --num_workers=1""".split()
 
 
 def tiny_run_train_rebm_ddp(folder):
@@ -85,7 +85,7 @@ def tiny_run_train_rebm_ddp(folder):
         --indist_attack_clf.max_steps=1 --indist_attack_clf.step_size=0.1
         --indist_attack_clf.eps=0.15 --at_epochs=1 --total_epochs=2 --at_optimizer=adamw
         --at_lr=1e-2 --optimizer=adamw --lr=3e-3 --r1reg=0.01 --AUC_th=0.6
-        --min_imgs_per_threshold=100 --ema=0.9 --batch_size=4 --eval_steps=2 --eval_images=40
+        --min_imgs_per_threshold=100 --ema=0.9 --batch_size=6 --eval_steps=2 --eval_images=40
         --eval_batch_size=16 --n_imgs_per_evaluation_log=600 --monitor_every=20
         --num_workers=1""".split()
 

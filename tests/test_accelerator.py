@@ -305,7 +305,7 @@ SEVEN_STEPS = {
         --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --samples_per_eval=0""",
     "run_train_rebm_ddp": """--data={} --at_epochs=1 --total_epochs=1 --batch_size=8 --AUC_th=0
         --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16 --width=4
-        --n_imgs_per_evaluation_log=0""",
+        --eval_steps=2 --n_imgs_per_evaluation_log=0""",
 }
 # what is read in it, where that is not once a step and once a log line: dpo compares the first loss
 # with ln 2; rebm has two stages, and in the second T grows twice, after each two steps

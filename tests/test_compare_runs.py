@@ -1,13 +1,9 @@
-"""tools/compare_runs.py, and the loop of the guide over seeds, killed and given again."""
+"""tools/compare_runs.py."""
 
 import csv
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -94,40 +90,3 @@ def test_what_cannot_be_compared(runs, tmp_path):
     assert done.stderr.startswith("compare_runs.py: runs of different script: ")
     (tmp_path / "c" / "summary.json").write_text("{")
     assert "is no summary of a run" in compare(*runs, tmp_path / "c").stderr
-
-
-def guide_loop(folder):
-    """The loop of the guide over three seeds, with data and a network that take seconds."""
-    text = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text()
-    (loop,) = re.findall(r"^```bash\n(for seed in .*?)^```", text, re.M | re.S)
-    small = f"--data {folder}/sets --num_epochs 20 --batch_size 10 --hidden_dim 8 --head_dim 8"
-    changes = {
-        "torchrun --standalone --nproc_per_node=2": "python",
-        "--config configs/config_quantumgrav_quickstart.yaml": f"{small} --device cpu",
-        "outputs/": f"{folder}/",
-    }
-    for old, new in changes.items():
-        assert old in loop
-        loop = loop.replace(old, new)
-    return re.sub(r"\bpython ", f"{sys.executable} ", loop)
-
-
-def test_the_loop_of_the_guide_goes_on_after_a_kill(tmp_path):
-    words = ["--samples=100", "--min_size=8", "--max_size=12", f"--out={tmp_path}/sets"]
-    subprocess.run([sys.executable, ROOT / "tools/make_causal_sets.py", *words], check=True)
-    command = ["bash", "-c", guide_loop(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as loop:
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "seed1" / "latest.pt").exists():
-            assert time.monotonic() < deadline and loop.poll() is None
-            time.sleep(0.02)
-        os.killpg(loop.pid, signal.SIGKILL)
-    assert not (tmp_path / "seed2").exists()
-
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    resumed = re.findall(r"resuming .*/(seed\d)/latest.pt at step (\d+)", done.stdout)
-    steps = {name: int(step) for name, step in resumed}
-    assert [*steps] == ["seed0", "seed1"] and steps["seed0"] == 140 > steps["seed1"] > 0
-    table = done.stdout[done.stdout.index("runs with") :].splitlines()
-    assert table[1].split()[:2] == ["all", "3"]

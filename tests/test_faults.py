@@ -2,7 +2,7 @@
 leaves no process behind, and that the same command afterwards ends, bit for bit, where the
 undisturbed run does.
 
-The test command has each fault with one script. This has every script x every fault, and writes
+The test command has most faults with one script. This has every script x every fault, and writes
 the table:
 
     python -m pytest --dist worksteal tests/test_faults.py tests/test_two_hosts.py --all-faults
@@ -501,16 +501,16 @@ def started_twice(case):
 
 
 FAST = "run_train_quantumgrav_ddp"
-# each fault, and the script with which the test command has it
+# each fault, and the script with which the test command has it; None: it has it elsewhere, or not
 FAULTS = {
     rank_killed: None,  # test_contract.py has it with every script
-    rank_killed_max_restarts: FAST,
+    rank_killed_max_restarts: None,  # its launcher restarts it: torchrun's work
     signal_to_launcher: None,  # test_launch.py has it
-    sigusr1_to_launcher: FAST,
+    sigusr1_to_launcher: None,  # test_launch.py has SIGTERM
     signal_to_rank: None,  # test_contract.py
-    sigusr1_to_rank: FAST,
+    sigusr1_to_rank: None,  # test_launch.py has it
     signals_before_evaluations: None,  # the same without a signal in the evaluation
-    stopped_in_evaluation: FAST,
+    stopped_in_evaluation: None,  # test_contract.py
     wall_clock_limit: FAST,
     disk_full: "run_train_uniref50_ddp",
     checkpoint_damaged: None,  # test_contract.py
@@ -522,7 +522,7 @@ FAULTS = {
     out_of_memory: FAST,
     wandb_without_network: FAST,
     read_only_folder: "run_dpo_ddp",
-    two_jobs: FAST,
+    two_jobs: None,  # torchrun --standalone finds the ports
     port_taken: None,  # test_launch.py
     clock_set_back: FAST,
     launcher_killed: FAST,

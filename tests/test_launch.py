@@ -258,8 +258,7 @@ def test_a_rank_that_raises_ends_the_job(start, driver):
 
 
 def test_kill_of_a_rank_ends_the_job(start, driver):
-    command = [sys.executable, driver, "--nproc_per_node=2", "--device=cpu"]
-    job = start(command, PYTHONPATH=ROOT)
+    job = start([*TWO_RANKS, driver, "--device=cpu"], PYTHONPATH=ROOT)
     job.wait_for(r"RANK 1.* step 10")
     os.kill(job.rank(1), signal.SIGKILL)
     assert job.wait(20) == 1, job.text

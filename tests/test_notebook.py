@@ -31,7 +31,7 @@ def changed_at(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.timeout(900)  # it starts seven trainings; a cell has 300 s
+@pytest.mark.timeout(900)  # it starts six trainings; a cell has 300 s
 def test_notebook_runs(cpu):
     clone = cpu / "clone"
     temporary = cpu / "temporary"

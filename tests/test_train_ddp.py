@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, call_program, environment
+from helpers import ROOT, call_program, environment, free_port
 from test_accelerator import META, Copies
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,21 +79,11 @@ def run(*options, status=0):
     return said
 
 
-def run_ranks(number, program, *options):
-    """The same under torchrun."""
-    launch = f"-m torch.distributed.run --standalone --nproc_per_node={number}".split()
-    env = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests", HF_HUB_OFFLINE=1)
-    command = [sys.executable, *launch, program, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def trained(work):
-    """Both phases on two ranks, with a head; (what it says, its folder)."""
+    """Both phases, with a head; (what it says, its folder)."""
     options = [f"--output_dir={work}/out", "--save_to_artifacts", f"--artifacts_dir={work}/models"]
-    return run_ranks(2, SCRIPT, *small(work, *options)), work / "out"
+    return run(*small(work, *options)), work / "out"
 
 
 @pytest.fixture(scope="module")
@@ -210,10 +200,13 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory):
+def three_ranks(tmp_path_factory, server):
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "program.py").write_text(THREE_RANKS)
-    run_ranks(3, folder / "program.py", folder)
+    common = {"WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    variables = [{**common, "RANK": rank} for rank in range(3)]
+    server.start(variables, [str(folder / "program.py"), str(folder)])
+    assert server.wait() == [0, 0, 0], server.text
     return folder
 
 
