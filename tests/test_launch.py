@@ -2,14 +2,16 @@
 
 It is the script with the fewest imports; the lines that launch are the same in all. Where a
 launcher is only its environment variables, the ranks are forked from a process that has the
-imports behind it. mpiexec: test_dpo_wrapper.py.
+imports behind it.
 """
 
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -24,6 +26,7 @@ from helpers import (
     environment,
     free_port,
     write_causal_sets,
+    write_structures,
 )
 
 SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
@@ -162,6 +165,37 @@ def test_python_in_an_sbatch_file_is_one_process(server, task, alone, tmp_path):
     server.start([variables], [SCRIPT, *task(tmp_path / "out")])
     assert server.wait() == [0], server.text
     check_run(tmp_path / "out", server.text, alone, 1)
+
+
+def family(name):
+    """The mpiexec of a family, and how it places two ranks on this machine."""
+    if name == "MPICH":
+        found = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.mpich")
+        return found, ["-n", "2", "-ppn", "2"]
+    options = "--allow-run-as-root --oversubscribe --bind-to none -n 2 --map-by ppr:2:node"
+    return shutil.which("mpiexec.openmpi"), options.split()
+
+
+@pytest.mark.parametrize("name", ["Open MPI", "MPICH"])
+def test_mpiexec(name, tmp_path):
+    """The document's command: two ranks, each with its own number, in one run."""
+    mpiexec, placed = family(name)
+    if mpiexec is None:
+        pytest.skip(f"{name}'s mpiexec is not installed (Debian: openmpi-bin, mpich)")
+    write_structures(tmp_path, 4, pairs=4, least=8, most=12)
+    command = [sys.executable, str(ROOT / "run_dpo_ddp.py"), f"--train_data={tmp_path}/pairs.json"]
+    command += [f"--output_dir={tmp_path}/out", "--base_model_name=random", "--num_epochs=1"]
+    command += ["--backend", "ccl", "--num_orders=1", "--device=cpu"]
+    env = os.environ | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    options = {"env": env, "capture_output": True, "text": True, "timeout": 90}
+    result = subprocess.run([mpiexec, *placed, *command], **options)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    for rank in range(2):
+        assert f"Initializing DDP for rank {rank}..." in result.stdout
+    assert "Initialized DDP: rank=0, world_size=2, local_rank=0" in result.stdout
+    assert result.stdout.count("completed successfully!") == 1
+    assert "Batch size per GPU: 1, Total batch size: 2" in result.stdout
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["world_size"] == 2
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The shell wrappers, run for real with stand-ins for torchrun, nvidia-smi and SLURM on PATH."""
+"""The shell wrappers, run for real, with stand-ins on PATH for torchrun, python and the queues."""
 
 import json
 import os
@@ -11,19 +11,30 @@ import pytest
 from helpers import ROOT, SIGNALS
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-VARIABLES = """CUDA_VISIBLE_DEVICES ZE_AFFINITY_MASK NNODES NODE_RANK MASTER_ADDR MASTER_PORT
-    OMP_NUM_THREADS OMP_THREAD_LIMIT TORCH_DISABLE_SHARE_RDZV_TCP_STORE PYTHON""".split()
-ALL_GPUS = "0,1,2,3,4,5,6,7"
-# Prints its arguments and what it sees of the environment, then exits with $STATUS.
+LOCAL = {  # wrappers that start torchrun on this machine: the script, and what comes before a count
+    "run_ddp.sh": ("train_ddp.py", []),
+    "run_train_uniref50_ddp.sh": ("run_train_uniref50_ddp.py", ["--gpus"]),
+    "scripts/run_dpo_ddp_local.sh": ("run_dpo_ddp.py", []),
+}
+VARIABLES = """CUDA_VISIBLE_DEVICES ZE_AFFINITY_MASK NNODES NODE_RANK OMP_NUM_THREADS
+    OMP_THREAD_LIMIT TORCH_DISABLE_SHARE_RDZV_TCP_STORE PYTHON CCL_PROCESS_LAUNCHER""".split()
+# prints its arguments and what it sees of the environment, then exits with $STATUS
 RECORD = f"""#!{sys.executable}
 import json, os, sys
-names = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-         "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-seen = {{name: os.environ.get(name) for name in names}}
-record = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": seen, "parent": os.getppid()}}
-print(json.dumps(record))
-print(os.environ.get("LAST_LINE", ""), file=sys.stderr)
+names = "WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS ZE_AFFINITY_MASK CCL_PROCESS_LAUNCHER"
+names += " TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+seen = {{name: os.environ.get(name) for name in names.split()}}
+record = {{"name": os.path.basename(sys.argv[0]), "argv": sys.argv[1:], "cwd": os.getcwd()}}
+print(json.dumps({{**record, "env": seen, "parent": os.getppid()}}))
+print(os.environ.get("LAST_LINE", ""))
+print("to stderr", file=sys.stderr)
 sys.exit(int(os.environ.get("STATUS", 0)))
+"""
+# what python is asked for: the number of GPUs, and to check the options and prepare a file
+PYTHON = """#!/bin/sh
+[ "$1" = -c ] && { echo "${GPUS-0}"; exit "${TORCH-0}"; }
+echo "prepared: $*" >&2
+exit "${PREPARED-0}"
 """
 
 
@@ -31,9 +42,9 @@ sys.exit(int(os.environ.get("STATUS", 0)))
 def run(tmp_path):
     """Runs a wrapper in an empty folder: run(wrapper, *arguments, **environment)."""
     stubs = tmp_path / "stubs"
-    stubs.mkdir()
     folder = tmp_path / "elsewhere"
-    folder.mkdir()
+    for path in (stubs, folder):
+        path.mkdir()
 
     def stub(name, text):
         (stubs / name).write_text(text)
@@ -48,95 +59,106 @@ def run(tmp_path):
 
     call.stub = stub
     call.folder = folder
-    stub("torchrun", RECORD)
-    stub("nvidia-smi", "#!/bin/sh\nexit 9\n")
-    # what torch sees: as many as there are commas and one, or nothing
-    seen = 'echo "$CUDA_VISIBLE_DEVICES" | tr , "\\n" | wc -l'
-    count = f'case "$CUDA_VISIBLE_DEVICES" in "" | -1) echo 0 ;; *) {seen} ;; esac'
-    stub("python", f"#!/bin/sh\n{count}\n")
+    for name in ("torchrun", "srun", "mpiexec", "qsub"):
+        stub(name, RECORD)
+    stub("python", PYTHON)
     return call
 
 
+def records(text):
+    """What the stand-ins have printed."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
 def started(result):
+    """What torchrun was called with; `options` are the script's."""
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    (record,) = records(result.stdout)
+    place = [word.endswith(".py") for word in record["argv"]].index(True)
+    record["script"] = Path(record["argv"][place]).resolve()
+    record["options"] = record["argv"][place + 1 :]
+    record["argv"] = record["argv"][:place]
+    return record
 
 
 def refused(result):
     """The one line of a wrong call, which starts nothing."""
-    assert result.returncode == 2
-    assert result.stdout == ""
+    assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     return result.stderr
 
 
-def test_single_node(run):
-    record = started(run("run_ddp.sh", "8", "True", CUDA_VISIBLE_DEVICES=ALL_GPUS))
-    launch = ["--standalone", "--nproc_per_node=8", *SIGNALS]
-    assert record["argv"] == [*launch, str(ROOT / "train_ddp.py"), "--use_projection=True"]
-    assert record["cwd"] == str(run.folder.resolve())  # the user's relative paths stay valid
+# --------------------------------------------------------------------------------------------------
+# What the three wrappers of one machine have in common
+
+
+@pytest.fixture(params=LOCAL)
+def local(request, run):
+    """local(count, *arguments, **environment): a wrapper that starts so many processes."""
+    script, flag = LOCAL[request.param]
+
+    def call(count, *arguments, **environment):
+        return run(request.param, *flag, str(count), *arguments, **environment)
+
+    call.script = ROOT / script
+    call.run = run
+    return call
+
+
+def test_one_machine(local):
+    """The process becomes torchrun, in the user's folder."""
+    record = started(local(2, "--lr=1", "--a b", GPUS="8"))
+    assert record["argv"] == ["--standalone", "--nproc_per_node=2", *SIGNALS]
+    assert record["script"] == local.script
+    assert record["options"][-2:] == ["--lr=1", "--a b"]
+    assert record["cwd"] == str(local.run.folder.resolve())  # the user's relative paths stay valid
     assert record["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert int(record["env"]["OMP_NUM_THREADS"]) >= 1
     assert record["parent"] == os.getpid()  # exec: signals to the wrapper reach torchrun
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ngpus", "passed_on"),
-    [
-        ([], "8", ["--use_projection=True"]),
-        (["2"], "2", ["--use_projection=True"]),
-        (["4", "False", "--a b", "d=*"], "4", ["--use_projection=False", "--a b", "d=*"]),
-        (["4", "--lr=1"], "4", ["--use_projection=True", "--lr=1"]),
-        (["--lr", "1"], "8", ["--use_projection=True", "--lr", "1"]),
-        (["lr=1"], "8", ["--use_projection=True", "lr=1"]),
-        (["4", "0", "--use_projection=1"], "4", ["--use_projection=0", "--use_projection=1"]),
-    ],
-)  # fmt: skip
-def test_arguments(run, arguments, ngpus, passed_on):
-    argv = started(run("run_ddp.sh", *arguments, CUDA_VISIBLE_DEVICES=ALL_GPUS))["argv"]
-    assert argv[1] == f"--nproc_per_node={ngpus}"
-    assert argv[5:] == passed_on
-
-
-def test_exit_status_is_torchruns(run):
-    result = run("run_ddp.sh", "1", CUDA_VISIBLE_DEVICES="0", STATUS="137")
+def test_exit_status_is_torchruns(local):
+    result = local(1, STATUS="137")
     assert result.returncode == 137
-    assert "nproc_per_node=1" in result.stdout
+    assert len(records(result.stdout)) == 1
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "two", "", "99999999999999999999"])
-def test_bad_count(run, count):
-    assert f"not '{count}'" in refused(run("run_ddp.sh", count, CUDA_VISIBLE_DEVICES="0"))
+def test_several_machines(local):
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+    where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0"]
+    argv = started(local(1, **nodes))["argv"]
+    assert argv[:4] == [*where, "--master_port=29500"]
+    assert "--standalone" not in argv
+    argv = started(local(1, **nodes, MASTER_PORT="29501"))["argv"]
+    assert argv[:4] == [*where, "--master_port=29501"]
+    for missing in ("NODE_RANK", "MASTER_ADDR"):
+        assert f"set {missing}, too" in refused(local(1, **{**nodes, missing: ""}))
 
 
-def test_bad_projection(run):
-    line = refused(run("run_ddp.sh", "1", "Maybe", CUDA_VISIBLE_DEVICES="0"))
-    assert "USE_PROJECTION must be True or False, not 'Maybe'" in line
+@pytest.mark.parametrize("count", ["0", "two", "99999999999999999999"])
+def test_a_count_that_is_none(local, count):
+    assert f"not '{count}'" in refused(local(count))
 
 
-def test_visible_gpus_limit_the_count(run):
-    run.stub("python", "#!/bin/sh\necho 2\n")
-    assert "--nproc_per_node=2" in started(run("run_ddp.sh", "2"))["argv"]
-    assert "NGPUS is 3 but 2 GPU(s) are visible" in refused(run("run_ddp.sh", "3"))
+def test_visible_gpus_limit_the_count(local):
+    assert "--nproc_per_node=2" in started(local(2, GPUS="2"))["argv"]
+    assert "is 3 but 2 GPU(s) are visible" in refused(local(3, GPUS="2"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment"),
-    [
-        ([], {}),
-        ([], {"CUDA_VISIBLE_DEVICES": ""}),
-        ([], {"CUDA_VISIBLE_DEVICES": "-1"}),
-        (["--device", "cpu"], {"CUDA_VISIBLE_DEVICES": "0"}),
-        (["--device=cpu"], {"CUDA_VISIBLE_DEVICES": "0"}),
-    ],
-)
-def test_without_a_gpu_the_cores_limit_the_count(run, arguments, environment):
-    environment = {**environment, "OMP_NUM_THREADS": "1"}  # says nothing about the cores
-    record = started(run("run_ddp.sh", str(CORES), "True", *arguments, **environment))
+@pytest.mark.parametrize("arguments", [[], ["--device", "cpu"], ["--device=cpu"], ["device=cpu"]])
+def test_on_cpus_the_cores_limit_the_count(local, arguments):
+    # the number of threads says nothing about the cores
+    environment = {"GPUS": "99" if arguments else "0", "OMP_NUM_THREADS": "1"}
+    record = started(local(CORES, *arguments, **environment))
     assert f"--nproc_per_node={CORES}" in record["argv"]
     assert record["env"]["OMP_NUM_THREADS"] == "1"
-    line = refused(run("run_ddp.sh", str(CORES + 1), "True", *arguments, **environment))
-    assert f"NGPUS is {CORES + 1} but there is no GPU and {CORES} CPU core(s)" in line
+    line = refused(local(CORES + 1, *arguments, **environment))
+    assert f"is {CORES + 1} but there is no GPU and {CORES} CPU core(s)" in line
+
+
+def test_environment_without_torch(local):
+    assert "python on PATH has no working torch" in refused(local(1, TORCH="1"))
+    assert "no torchrun on PATH" in refused(local(1, PATH="/usr/bin:/bin"))
 
 
 def test_asks_the_real_torch(run):
@@ -148,93 +170,13 @@ def test_asks_the_real_torch(run):
     assert (f"but {gpus} GPU(s)" if gpus else "but there is no GPU") in line
 
 
-def test_environment_without_torch(run):
-    run.stub("python", "#!/bin/sh\nexit 1\n")
-    assert "no working torch" in refused(run("run_ddp.sh", "1"))
-    line = refused(run("run_ddp.sh", "1", PATH="/usr/bin:/bin", CUDA_VISIBLE_DEVICES="0"))
-    assert "no torchrun on PATH" in line
-
-
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-@pytest.mark.parametrize("wrapper", ["run_ddp.sh", "scripts/run_ddp_slurm.sh"])
-def test_help(run, wrapper, flag):
-    result = run(wrapper, flag)
-    assert result.returncode == 0
-    assert result.stderr == ""
-    assert "\nUsage" in result.stdout
-    assert not any(line.startswith(("#", "set ")) for line in result.stdout.splitlines())
-
-
-def test_several_nodes(run):
-    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "CUDA_VISIBLE_DEVICES": "0"}
-    where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0"]
-    argv = started(run("run_ddp.sh", "1", **nodes))["argv"]
-    assert argv[:4] == [*where, "--master_port=29500"]
-    assert "--standalone" not in argv
-    argv = started(run("run_ddp.sh", "1", **nodes, MASTER_PORT="29501"))["argv"]
-    assert argv[:4] == [*where, "--master_port=29501"]
-
-
-@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
-def test_incomplete_nodes(run, missing):
-    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "CUDA_VISIBLE_DEVICES": "0"}
-    nodes[missing] = ""
-    assert f"set {missing}, too" in refused(run("run_ddp.sh", "1", **nodes))
-
-
-@pytest.fixture
-def slurm(run):
-    """A job of two nodes, seen from its batch script."""
-    run.stub("srun", RECORD)
-    nodes = 'printf "n7\\nn8\\n"'
-    run.stub("scontrol", f'#!/bin/sh\n[ "$1" = show ] && {nodes} || echo "scontrol $*"\n')
-    (run.folder / "train_ddp.py").touch()
-    (run.folder / "other.py").touch()
-
-    def call(*arguments, **environment):
-        job = {
-            "SLURM_JOB_ID": "123456",
-            "SLURM_JOB_NODELIST": "n[7-8]",
-            "SLURM_NTASKS": "16",
-            "SLURM_CPUS_PER_TASK": "8",
-        }
-        return run("scripts/run_ddp_slurm.sh", *arguments, **{**job, **environment})
-
-    call.run = run
-    return call
-
-
-def srun_record(result):
-    return json.loads(next(line for line in result.stdout.splitlines() if line[0] == "{"))
-
-
-def test_slurm_starts_one_process_per_task(slurm):
-    result = slurm("other.py", "--lr=1", "a b", MASTER_ADDR="stale", MASTER_PORT="1")
-    record = srun_record(result)
-    launch = ["--mpi=none", "--kill-on-bad-exit=1", "--cpus-per-task=8"]
-    assert record["argv"] == [*launch, "python", "other.py", "--lr=1", "a b"]
-    assert record["env"]["MASTER_ADDR"] == "n7"
-    assert record["env"]["MASTER_PORT"] == "13456"
-    assert result.returncode == 0
-    assert "scontrol" not in result.stdout
-
-
-def test_slurm_requeues_only_when_the_script_asks(slurm):
-    asks = "[RANK 0] 2025-01-15 14:23:45 INFO: stopped by SIGUSR1: the same command goes on"
-    result = slurm("--fresh", LAST_LINE=asks)
-    assert srun_record(result)["argv"][-2:] == ["train_ddp.py", "--fresh"]
-    assert result.stdout.splitlines()[-1] == "scontrol requeue 123456"
-    assert result.returncode == 0
-    failed = slurm(LAST_LINE=asks, STATUS="9")
-    assert failed.returncode == 9
-    assert "scontrol" not in failed.stdout
-    again = slurm("--fresh", SLURM_RESTART_COUNT="1")  # goes on instead of starting anew
-    assert srun_record(again)["argv"][-2:] == ["--fresh", "--fresh=False"]
-
-
-def test_slurm_wrong_calls(slurm):
-    assert "not in a SLURM job" in refused(slurm(SLURM_JOB_ID=""))
-    assert "submit from the root of the repository" in refused(slurm("missing.py"))
+@pytest.mark.parametrize("wrapper", [*LOCAL, "scripts/run_ddp_slurm.sh"])
+def test_help(run, wrapper):
+    for flag in ("--help", "-h"):
+        result = run(wrapper, flag)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "\nUsage" in result.stdout
+        assert not any(line.startswith(("#", "set ")) for line in result.stdout.splitlines())
 
 
 def test_shellcheck():
@@ -247,3 +189,223 @@ def test_shellcheck():
     result = subprocess.run([shellcheck, *wrappers], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert [path.name for path in wrappers if not os.access(path, os.X_OK)] == []
+
+
+# --------------------------------------------------------------------------------------------------
+# run_ddp.sh
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count", "passed_on"),
+    [
+        ([], "8", ["--use_projection=True"]),
+        (["2"], "2", ["--use_projection=True"]),
+        (["4", "False", "d=*"], "4", ["--use_projection=False", "d=*"]),
+        (["4", "--lr=1"], "4", ["--use_projection=True", "--lr=1"]),
+        (["--lr", "1"], "8", ["--use_projection=True", "--lr", "1"]),
+        (["lr=1"], "8", ["--use_projection=True", "lr=1"]),
+        (["4", "0", "--use_projection=1"], "4", ["--use_projection=0", "--use_projection=1"]),
+    ],
+)
+def test_count_and_projection(run, arguments, count, passed_on):
+    record = started(run("run_ddp.sh", *arguments, GPUS="8"))
+    assert record["argv"][1] == f"--nproc_per_node={count}"
+    assert record["options"] == passed_on
+
+
+def test_bad_projection(run):
+    line = refused(run("run_ddp.sh", "1", "Maybe"))
+    assert "USE_PROJECTION must be True or False, not 'Maybe'" in line
+
+
+# --------------------------------------------------------------------------------------------------
+# run_train_uniref50_ddp.sh
+
+CONFIG = "configs/config_uniref50_ddp.yaml"
+FLAGS = [
+    ("-c", "--config", "mine.yaml", "--config=mine.yaml"),
+    ("-w", "--work-dir", "out", "--output_dir=out"),
+    ("-d", "--datafile", "mine.fasta", "--datafile=mine.fasta"),
+    ("-p", "--project", "proteins", "--wandb_project=proteins"),
+    ("-n", "--name", "a b", "--wandb_name=a b"),
+    ("-s", "--seed", "7", "--seed=7"),
+    ("-m", "--method", "simple", "--sampling_method=simple"),
+]
+
+
+@pytest.fixture
+def uniref50(run):
+    """uniref50(*arguments, **environment)"""
+    return lambda *arguments, **more: run("run_train_uniref50_ddp.sh", *arguments, **more)
+
+
+def test_default_config_and_counts(uniref50, run):
+    """The config of the folder, else that beside the wrapper; all GPUs, else two processes."""
+    assert started(uniref50())["options"] == [f"--config={ROOT / CONFIG}"]
+    (run.folder / "configs").mkdir()
+    (run.folder / CONFIG).touch()
+    record = started(uniref50())
+    assert record["options"] == [f"--config={CONFIG}"]  # which decides the rest
+    assert record["argv"][1] == f"--nproc_per_node={min(2, CORES)}"
+    assert started(uniref50(GPUS="3"))["argv"][1] == "--nproc_per_node=3"
+
+
+@pytest.mark.parametrize("form", ["long", "equals", "short"])
+def test_flags(uniref50, form):
+    """Every flag, in each of its forms, is the script's own option with the value unchanged."""
+    arguments = []
+    for short, flag, value, _ in FLAGS:
+        if form == "equals":
+            arguments.append(f"{flag}={value}")
+        else:
+            arguments += [flag if form == "long" else short, value]
+    assert started(uniref50(*arguments))["options"] == [option for *_, option in FLAGS]
+    for short, flag, *_ in FLAGS:
+        assert f"{short}, {flag} " in uniref50("--help").stdout
+
+
+def test_what_is_passed_on(uniref50):
+    """Options of the script in their order, and key=value; not --yes. The script sees them before
+    there are processes, and what it refuses starts nothing."""
+    own = ["--lr=1e-4", "training.batch_size=8", "--compile", "--fresh", "--max_minutes", "5"]
+    result = uniref50(*own[:3], "--yes", *own[3:], "--seed=1")
+    options = [f"--config={ROOT / CONFIG}", *own, "--seed=1"]
+    assert started(result)["options"] == options
+    words = ["prepared:", str(ROOT / "run_train_uniref50_ddp.py"), *options, "--prepare_only"]
+    assert " ".join(words) in result.stderr.splitlines()
+    assert "prepared: " in refused(uniref50("--lr=x", PREPARED="2"))
+
+
+@pytest.mark.parametrize("arguments", [["--name", "--fresh"], ["--name", ""], ["--name"]])
+def test_a_flag_without_its_value(uniref50, arguments):
+    assert "--name needs a value" in refused(uniref50(*arguments))
+
+
+# --------------------------------------------------------------------------------------------------
+# scripts/run_dpo_ddp_local.sh and scripts/run_dpo_ddp_aurora.sh
+
+
+def test_dpo_keeps_logs(run):
+    """And takes all GPUs."""
+    result = run("scripts/run_dpo_ddp_local.sh", "--config", "a b.yaml", "lr=1e-6", GPUS="4")
+    record = started(result)
+    assert record["argv"][1] == "--nproc_per_node=4"
+    assert record["options"] == ["--config", "a b.yaml", "lr=1e-6"]
+    (out,) = (run.folder / "logs").glob("dpo_ddp_*.out")
+    (err,) = (run.folder / "logs").glob("dpo_ddp_*.err")
+    assert out.read_text() == result.stdout
+    assert err.read_text() == result.stderr == "to stderr\n"
+    assert "no GPU" in refused(run("scripts/run_dpo_ddp_local.sh", "9999", "--no_cuda", GPUS="4"))
+
+
+@pytest.fixture
+def aurora(run):
+    """The PBS script in a job of two nodes: aurora(**environment) -> (status, records, log)."""
+    (run.folder / "run_dpo_ddp.py").touch()
+    (run.folder / "configs").mkdir()
+    (run.folder / "configs" / "run_dpo_ddp.yaml").touch()
+    first = "x1c0s0b0n0.hostmgmt.cm.aurora.alcf.anl.gov\n"
+    (run.folder / "nodes").write_text(first * 2 + "x1c0s1b0n0.hostmgmt\n" * 2)
+    run.stub("qstat", "#!/bin/sh\necho '    Resource_List.walltime = 02:00:00'\n")
+
+    def call(**environment):
+        job = {"PBS_NODEFILE": str(run.folder / "nodes"), "PBS_JOBID": "1234567.aurora"}
+        job.update(PBS_JOBNAME="dpo_ddp", PBS_O_WORKDIR=str(run.folder), ZE_AFFINITY_MASK="0")
+        result = run("scripts/run_dpo_ddp_aurora.sh", **{**job, **environment})
+        log = run.folder / "logs" / "dpo_ddp_1234567.aurora.out"
+        text = log.read_text() if log.exists() else ""
+        return result.returncode, records(text), text + result.stderr
+
+    call.folder = run.folder
+    return call
+
+
+def test_aurora_takes_all_tiles_of_all_nodes(aurora):
+    status, (record,), text = aurora(OPTIONS="--lr 1e-6 --backend ccl", STATUS="5")
+    argv = record["argv"]
+    env = record["env"]
+    assert status == 5
+    assert record["name"] == "mpiexec"
+    assert argv[:4] == ["-n", "24", "-ppn", "12"]
+    assert env["WORLD_SIZE"] == "24"
+    assert env["MASTER_ADDR"] == "x1c0s0b0n0.hsn.cm.aurora.alcf.anl.gov"
+    assert env["MASTER_PORT"] == "24567"
+    assert env["ZE_AFFINITY_MASK"] is None  # or all ranks of a node would share a tile
+    assert env["CCL_PROCESS_LAUNCHER"] == "pmix"
+    assert "--pmi=pmix" in argv
+    (bind,) = [word for word in argv if word.startswith("--cpu-bind=list:")]
+    cores = []
+    for part in bind.removeprefix("--cpu-bind=list:").split(":"):
+        low, high = part.split("-")
+        cores += range(int(low), int(high) + 1)
+    assert len(cores) == len(set(cores)) == 48
+    assert not {0, 52} & set(cores)  # the system's
+    script = argv.index("run_dpo_ddp.py")
+    expected = "--config configs/run_dpo_ddp.yaml --output_dir outputs/dpo_ddp_dpo_ddp"
+    expected += " --max_minutes 115 --lr 1e-6 --backend ccl"
+    assert argv[script + 1 :] == expected.split()
+    assert (aurora.folder / "logs" / "dpo_ddp_1234567.aurora.err").exists(), text
+
+
+def test_aurora_submits_again_when_time_was_up(aurora):
+    stopped = {"LAST_LINE": "stopped by time limit: the same command goes on from the checkpoint"}
+    assert len(aurora(**stopped)[1]) == 1  # only where it is asked for
+    again = aurora(REQUEUE="1", **stopped)[1][-1]
+    assert again["name"] == "qsub"
+    assert again["argv"][-1].endswith("scripts/run_dpo_ddp_aurora.sh")
+    assert "OUTPUT_DIR=outputs/dpo_ddp_dpo_ddp" in " ".join(again["argv"])
+    failed = aurora(REQUEUE="1", STATUS="1", **stopped)[1][-1]
+    assert failed["name"] == "mpiexec"  # not where it failed
+
+
+def test_aurora_outside_of_a_job(run):
+    assert "qsub scripts/run_dpo_ddp_aurora.sh" in refused(run("scripts/run_dpo_ddp_aurora.sh"))
+
+
+# --------------------------------------------------------------------------------------------------
+# scripts/run_ddp_slurm.sh
+
+
+@pytest.fixture
+def slurm(run):
+    """A job of two nodes, seen from its batch script: slurm(*arguments, **environment)."""
+    nodes = 'printf "n7\\nn8\\n"'
+    run.stub("scontrol", f'#!/bin/sh\n[ "$1" = show ] && {nodes} || echo "scontrol $*"\n')
+    (run.folder / "train_ddp.py").touch()
+    (run.folder / "other.py").touch()
+
+    def call(*arguments, **environment):
+        job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]"}
+        job.update(SLURM_NTASKS="16", SLURM_CPUS_PER_TASK="8")
+        return run("scripts/run_ddp_slurm.sh", *arguments, **{**job, **environment})
+
+    return call
+
+
+def test_slurm_starts_one_process_per_task(slurm):
+    result = slurm("other.py", "--lr=1", "a b", MASTER_ADDR="stale", MASTER_PORT="1")
+    (record,) = records(result.stdout)
+    launch = ["--mpi=none", "--kill-on-bad-exit=1", "--cpus-per-task=8"]
+    assert record["argv"] == [*launch, "python", "other.py", "--lr=1", "a b"]
+    assert record["env"]["MASTER_ADDR"] == "n7"
+    assert record["env"]["MASTER_PORT"] == "13456"
+    assert result.returncode == 0
+    assert "scontrol" not in result.stdout
+
+
+def test_slurm_requeues_only_when_the_script_asks(slurm):
+    asks = "[RANK 0] 2025-01-15 14:23:45 INFO: stopped by SIGUSR1: the same command goes on"
+    result = slurm("--fresh", LAST_LINE=asks)
+    assert records(result.stdout)[0]["argv"][-2:] == ["train_ddp.py", "--fresh"]
+    assert result.stdout.splitlines()[-1] == "scontrol requeue 123456"
+    assert result.returncode == 0
+    failed = slurm(LAST_LINE=asks, STATUS="9")
+    assert failed.returncode == 9
+    assert "scontrol" not in failed.stdout
+    again = slurm("--fresh", SLURM_RESTART_COUNT="1")  # goes on instead of starting anew
+    assert records(again.stdout)[0]["argv"][-2:] == ["--fresh", "--fresh=False"]
+
+
+def test_slurm_wrong_calls(slurm):
+    assert "not in a SLURM job" in refused(slurm(SLURM_JOB_ID=""))
+    assert "submit from the root of the repository" in refused(slurm("missing.py"))
