@@ -121,6 +121,16 @@ def start(tmp_path):
         job.kill()
 
 
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for name in unwanted_variables():  # what an earlier test left

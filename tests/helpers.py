@@ -125,6 +125,12 @@ def call_program(path, *argv, seconds=100.0, **changes):
         return process.exitcode, text
 
 
+def parse_arguments(script, *options):
+    """What a script makes of its command line."""
+    with mock.patch.object(sys, "argv", ["script", *options]):
+        return script.parse_args()
+
+
 def environment(**changes):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
     for name, value in changes.items():

@@ -17,12 +17,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, call_program, write_causal_sets, write_structures
+from helpers import ROOT, call_program, parse_arguments, write_causal_sets, write_structures
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -139,8 +138,7 @@ def count_reads(script):
 
 def quantumgrav(script, folder, options):
     """(model, batch, loss function)"""
-    with mock.patch.object(sys, "argv", ["script", "--tasks", "cls", "dim", *options]):
-        args = script.parse_args()
+    args = parse_arguments(script, "--tasks", "cls", "dim", *options)
     data = script.CausalSets(folder, args.tasks, args.features)
     ids = data.part("train")[:8]
     return script.CausalSetNet(args, data.classes), data[ids, ids], script.share_of_loss
@@ -148,8 +146,7 @@ def quantumgrav(script, folder, options):
 
 def dpo(script, folder, options):
     """The same: of a step of preferences."""
-    with mock.patch.object(sys, "argv", ["script", *options]):
-        args = script.parse_args()
+    args = parse_arguments(script, *options)
     data = script.Pairs(args, 48)
     for place, path, row in script.read_rows(folder / "pairs.json"):
         data.add(place, path, row, script.try_structure(path))
@@ -189,8 +186,7 @@ def make_structures(folder):
 
 def uniref50(script, folder, options):
     small = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48"
-    with mock.patch.object(sys, "argv", ["script", *small.split(), *options]):
-        args = script.parse_args()
+    args = parse_arguments(script, *small.split(), *options)
     data = script.NoisySequences(args, script.Proteins(folder, "train", args.max_protein_len))
     ids = np.arange(6)
     return script.Denoiser(args), data[ids, ids, 0], script.share_of_loss
@@ -206,8 +202,7 @@ def make_proteins(folder):
 
 def rebm(script, folder, options):
     """The passes of a step of stage 2, with attacks of two steps, as one module."""
-    with mock.patch.object(sys, "argv", ["script", "--width=4", *options]):
-        args = script.parse_args()
+    args = parse_arguments(script, "--width=4", *options)
     inside = script.Images(folder)
     outside = script.GeneratedImages("blobs", inside.channels, inside.size)
     data = script.TrainingData(args, inside, outside, "dat")

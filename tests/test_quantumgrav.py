@@ -4,17 +4,15 @@ import json
 import math
 import os
 import shutil
-import sys
+from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from helpers import call_script, write_causal_sets
+from helpers import call_script, parse_arguments, write_causal_sets
 from torch import nn
 
 import run_train_quantumgrav_ddp as script
@@ -31,17 +29,7 @@ def folder(tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def group():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def arguments(*options):
-    with mock.patch.object(sys, "argv", ["script", *options]):
-        return script.parse_args()
+arguments = partial(parse_arguments, script)
 
 
 def load(folder):

@@ -21,6 +21,7 @@ from helpers import ROOT, import_tool
 
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs" / "DDP_TRAINING_GUIDE.md"
+NOTEBOOK = ROOT / "docs" / "train_ddp_example.ipynb"
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 TOOLS = sorted(f"tools/{path.name}" for path in ROOT.glob("tools/*.py"))
 WRAPPERS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh")])
@@ -405,7 +406,7 @@ def slugs(path):
     return found
 
 
-@pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [README, GUIDE, NOTEBOOK], ids=lambda path: path.name)
 def test_links(path):
     """Those inside the repository lead to files and headings that are there."""
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):

@@ -5,15 +5,14 @@ import json
 import math
 import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, call_script, write_digits
+from helpers import ROOT, call_script, parse_arguments, write_digits
 from runs import Server, differences, state_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,17 +26,7 @@ SMALL = """--width=4 --attack.max_steps=2 --attack.step_size=0.3 --indist_attack
     --n_imgs_per_evaluation_log=0 --device=cpu""".split()
 
 
-def arguments(*options):
-    with mock.patch.object(sys, "argv", ["script", *options]):
-        return script.parse_args()
-
-
-@pytest.fixture
-def group():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+arguments = partial(parse_arguments, script)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, call_program, environment, free_port
+from helpers import ROOT, call_program, environment, free_port, parse_arguments
 from test_accelerator import META, Copies
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,17 +28,7 @@ PREPARE = ROOT / "tools" / "prepare_texts.py"
 CPU = torch.device("cpu")
 
 
-def arguments(*options):
-    with mock.patch.object(sys, "argv", ["script", *options]):
-        return script.parse_args()
-
-
-@pytest.fixture
-def group():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+arguments = partial(parse_arguments, script)
 
 
 def write_pairs(path, rows=130):

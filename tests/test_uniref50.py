@@ -4,8 +4,8 @@ import json
 import math
 import os
 import shutil
-import sys
 import tracemalloc
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import call_script, write_proteins
+from helpers import call_script, parse_arguments, write_proteins
 from torch import nn
 
 import run_train_uniref50_ddp as script
@@ -21,9 +21,7 @@ import run_train_uniref50_ddp as script
 SMALL = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_protein_len=40".split()
 
 
-def arguments(*options):
-    with mock.patch.object(sys, "argv", ["script", *options]):
-        return script.parse_args()
+arguments = partial(parse_arguments, script)
 
 
 def network(*options):
@@ -377,14 +375,6 @@ def test_standard_error():
         rows = generator.integers(0, 500, 500)
         draws.append(nats[rows].sum() / residues[rows].sum())
     assert error == pytest.approx(np.std(draws), rel=0.15)
-
-
-@pytest.fixture
-def group():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def measured(folder, model, *options):
