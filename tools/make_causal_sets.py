@@ -115,8 +115,6 @@ def parse_args(words=None):
     if not 2 <= args.min_size <= args.max_size <= 32767:  # elements are numbered in int16
         sizes = f"--min_size {args.min_size} --max_size {args.max_size}"
         parser.error(f"{sizes}: expected 2 <= min_size <= max_size <= 32767")
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed}: must not be below 0")
     check_split(args.split)
     return args
 
@@ -199,20 +197,17 @@ def percolate(rng, n, fraction):
     trials = np.append(-1.0, np.sort(draws[pairs]))  # at -1 no pair is drawn
     low = 0
     high = len(trials) - 1
-    best = None
-    smallest = np.inf
+    found = []  # the last trial need not be the closest
     while low <= high:
         middle = (low + high) // 2
         order = closure(draws <= trials[middle])
         excess = ordering_fraction(order) - fraction
-        if abs(excess) < smallest:  # the last trial need not be the closest
-            smallest = abs(excess)
-            best = order
+        found.append((abs(excess), order))
         if excess < 0:
             low = middle + 1
         else:
             high = middle - 1
-    return best
+    return min(found, key=lambda trial: trial[0])[1]
 
 
 def layered(rng, layer, p):
@@ -301,11 +296,11 @@ def split_sets(samples, shares, seed):
     """(samples,) uint8: 0 train, 1 valid, 2 test, in exactly these shares, rounded."""
     if min(shares) * samples < 1:
         stop(2, f"{samples} sets are too few for each part of --split {shares}")
-    train_end, valid_end = np.floor(np.cumsum(shares[:2]) * samples + 0.5).astype(int)
-    order = np.random.default_rng(seed).permutation(samples)
+    ends = np.floor(np.cumsum(shares[:2]) * samples + 0.5).astype(int)
+    _, valid, test = np.split(np.random.default_rng(seed).permutation(samples), ends)
     split = np.zeros(samples, np.uint8)
-    split[order[train_end:valid_end]] = 1
-    split[order[valid_end:]] = 2
+    split[valid] = 1
+    split[test] = 2
     return split
 
 
@@ -435,12 +430,10 @@ def make_folder(args):
     del options["out"], options["workers"]  # which change nothing in the sets
     if (args.out / "meta.json").exists():
         found = json.loads((args.out / "meta.json").read_text())["args"]
-        other = [
-            f"--{name} {found.get(name)}" for name in options if found.get(name) != options[name]
-        ]
-        if other:
-            made = f"{args.out} was made with {', '.join(other)}"
-            stop(2, f"{made}: give another --out, or remove the folder")
+        for name, value in options.items():
+            if found.get(name) != value:
+                made = f"{args.out} was made with --{name} {found.get(name)}, not {value}"
+                stop(2, f"{made}: give another --out, or remove the folder")
         print(f"{args.out} is complete: nothing to do")
         return
 
