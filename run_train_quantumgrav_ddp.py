@@ -128,10 +128,9 @@ def parse_args():
             parser.error(f"--{name} {getattr(args, name)}: must be from 0 to below {limit}")
     if args.world_size and args.nproc_per_node == 1:
         args.nproc_per_node = args.world_size
-    if args.master_addr:
-        os.environ.setdefault("MASTER_ADDR", args.master_addr)
-    if args.master_port:
-        os.environ.setdefault("MASTER_PORT", args.master_port)
+    for name in ("master_addr", "master_port"):
+        if getattr(args, name):
+            os.environ.setdefault(name.upper(), getattr(args, name))
     return args
 
 
@@ -243,28 +242,6 @@ def check_data(folder):
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
-class SparseProduct(torch.autograd.Function):
-    """y = (A + D) x, with a sparse matrix A and a diagonal D, or none. Backward: the gradient of x
-    is (A^T + D) times that of y. The caller passes A^T, so that nothing is sorted here."""
-
-    @staticmethod
-    def forward(ctx, x, matrix, transpose, diagonal):
-        ctx.transpose = transpose
-        ctx.diagonal = diagonal
-        return SparseProduct.multiply(matrix, x, diagonal)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return SparseProduct.multiply(ctx.transpose, gradient, ctx.diagonal), None, None, None
-
-    @staticmethod
-    def multiply(matrix, x, diagonal):
-        # added to a tensor of our own: `matrix @ x` copies the result twice
-        if diagonal is None:
-            return x.new_empty(x.shape).addmm_(matrix, x, beta=0)
-        return (x * diagonal).addmm_(matrix, x)
-
-
 class Neighbours:
     """For each element the weighted sum over its neighbours in one direction, past or future.
 
@@ -296,12 +273,32 @@ class Neighbours:
         """(N, D) -> (N, D)"""
         x = x.float()  # sums of many numbers stay in fp32, under autocast, too
         if self.matrix is not None:
-            return SparseProduct.apply(x, self.matrix, self.transpose, self.self_loop)
+            return SparseProduct.apply(x, self)
         messages = x.index_select(0, self.columns) * self.weight[:, None]
         total = torch.zeros_like(x).index_add(0, self.rows, messages)
         if self.self_loop is not None:
             total = total + x * self.self_loop
         return total
+
+    def multiply(self, matrix, x):
+        # added to a tensor of our own: `matrix @ x` copies the result twice
+        if self.self_loop is None:
+            return x.new_empty(x.shape).addmm_(matrix, x, beta=0)
+        return (x * self.self_loop).addmm_(matrix, x)
+
+
+class SparseProduct(torch.autograd.Function):
+    """The matrix of Neighbours times x. The gradient of x is the transposed matrix times that of
+    the product. Both matrices are at hand, so that nothing is sorted here."""
+
+    @staticmethod
+    def forward(ctx, x, neighbours):
+        ctx.neighbours = neighbours
+        return neighbours.multiply(neighbours.matrix, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.neighbours.multiply(ctx.neighbours.transpose, gradient), None
 
 
 def weigh_edges(columns, degree, row_scale, column_scale):
@@ -1267,9 +1264,8 @@ def is_best(loop, metrics, args):
     before = best["value"] if best and best["metric"] == metric else None
     if not is_better(metric, metrics[metric], before):
         return False
-    better = "lower" if metric.endswith(FALLING) else "higher"
-    note = {"metric": metric, "value": metrics[metric], "better": better, "step": loop["step"]}
-    loop["best"] = note
+    loop["best"] = {"metric": metric, "value": metrics[metric], "step": loop["step"]}
+    loop["best"]["better"] = "lower" if metric.endswith(FALLING) else "higher"
     return True
 
 
@@ -1310,13 +1306,12 @@ def validate(args, device, data, model, loop, guard, log):
         return None
     # by rank 0 for all, who decide by it: another processor might round differently
     metrics = on_rank0(evaluate, logp, data, ids)
-    epoch = loop["validated"]
-    logging.info(f"Validation: loss={metrics['loss']:.3f} ± {metrics['loss_se']:.3f}")
+    loss = metrics["loss"]
+    logging.info(f"Validation: loss={loss:.3f} ± {metrics['loss_se']:.3f}")
     row = {f"val/{name}": value for name, value in metrics.items()}
-    log.write({"step": loop["step"], "epoch": epoch, **row})
-    if not math.isfinite(metrics["loss"]):
-        hint = "lower --lr, and start with --fresh"
-        raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: {hint}")
+    log.write({"step": loop["step"], "epoch": loop["validated"], **row})
+    if not math.isfinite(loss):
+        raise RunError(f"the validation loss is {loss}: lower --lr, and start with --fresh")
     return metrics
 
 
@@ -1326,10 +1321,9 @@ def train(args, device, data, model, state, guard, log):
     world_size = dist.get_world_size()
     sampler = GlobalBatchSampler(data.part("train"), args, state, data.cost)
     steps = args.num_epochs * sampler.steps
-    # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
-    # it computes a step the host prepares the next batch and queues its copy, which does not wait
-    # either: the memory is pinned. If preparing takes longer than computing (data_wait is high),
-    # give --num_workers.
+    # Even without workers this keeps a GPU busy: nothing in a step waits for it. While it computes,
+    # the host prepares the next batch and queues its copy, from pinned memory. If preparing takes
+    # longer than computing (data_wait is high), give --num_workers.
     loader = DataLoader(
         data,
         batch_size=None,  # our sampler makes whole batches

@@ -314,7 +314,7 @@ def test_a_validation_that_is_no_number_is_never_the_best(group, monkeypatch):
     data = SimpleNamespace(part=lambda name: np.arange(4), labels=labels, classes=classes)
     log = SimpleNamespace(write=lambda row: None)
     monkeypatch.setattr(script, "predict", lambda *args: {"cls": np.full((4, 3), np.nan)})
-    with pytest.raises(script.RunError, match="validation loss of epoch 0 is nan"):
+    with pytest.raises(script.RunError, match="the validation loss is nan: lower --lr"):
         script.validate(None, None, data, None, {"step": 9, "validated": 0}, None, log)
 
 
