@@ -246,6 +246,7 @@ def test_what_cannot_be_is_one_line(refusal, tmp_path, monkeypatch):
         assert text in said, words
         assert len(said.splitlines()) == 1
         assert not (tmp_path / "out").exists()
+
     monkeypatch.setitem(sys.modules, "zarr", None)
     convert.open_source.cache_clear()
     assert "pip install zarr" in refusal("good.zarr", "--labels=kind", "--out=out")

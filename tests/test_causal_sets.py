@@ -43,6 +43,7 @@ def test_sprinklings_have_the_expected_chains(d, draws):
     assert_near(fractions, 2 * expected_chains(2, d))
     chains = [(order.sum(0) * order.sum(1)).sum() for order in orders]
     assert_near(np.array(chains) / (n * (n - 1) * (n - 2)), expected_chains(3, d))
+
     assert abs(np.median(tool.myrheim_meyer(fractions)) - d) < 0.1
     assert tool.myrheim_meyer(2 * expected_chains(2, d)) == pytest.approx(d, abs=1e-6)
     if d == 2:
@@ -137,6 +138,7 @@ def test_the_folder(whole):
     assert np.array_equal(np.diff(arrays["edge_ptr"]), arrays["statistics"][:, 2])
     assert set(arrays["statistics"][:, 0]) == set(range(6, 17))
     assert len(arrays["features"]) == arrays["node_ptr"][-1]
+
     assert arrays["labels"][:4].tolist() == [[0, 0, 1], [1, 1, 1], [2, 2, 1], [3, -1, 0]]
     assert np.bincount(arrays["split"]).tolist() == [825, 110, 165]
     meta = json.loads((whole / "meta.json").read_text())
@@ -175,6 +177,7 @@ def test_killed_and_started_again(whole, tmp_path, capsys):
         if 0 < parts < 3:
             break
         shutil.rmtree(out)
+
     assert 0 < parts < 3
     assert not (out / "meta.json").exists()
     make(out)

@@ -344,6 +344,7 @@ def test_a_batch_against_its_sets_one_by_one(folder):
     batch = data[np.array(ids), np.arange(50)]
     first = 0
     pieces = {name: [] for name in ("features", "past", "past_degree", "future", "future_degree")}
+
     for i in ids:
         nodes = slice(raw["node_ptr"][i], raw["node_ptr"][i + 1])
         edges = slice(raw["edge_ptr"][i], raw["edge_ptr"][i + 1])
@@ -352,6 +353,7 @@ def test_a_batch_against_its_sets_one_by_one(folder):
             pieces[name].append(raw[name][edges] + first)
             pieces[f"{name}_degree"].append(raw[f"{name}_degree"][nodes])
         first += nodes.stop - nodes.start
+
     for name, expected in pieces.items():
         assert np.allclose(getattr(batch, name), np.concatenate(expected)), name
     assert batch.sizes.tolist() == [len(rows) for rows in pieces["features"]]
@@ -379,13 +381,15 @@ def test_evaluation_in_batches_of_any_size(folder, group):
         assert model.training
         for task in CLASSES:
             assert np.allclose(results[-1][task], results[0][task], rtol=0, atol=1e-6)
-    guard.agree = lambda: "SIGTERM"
+
+    guard = SimpleNamespace(agree=lambda: "SIGTERM")
     assert script.predict(model, data, ids, args, torch.device("cpu"), guard) is None
 
 
 def test_what_the_data_lack(folder, tmp_path):
     with pytest.raises(script.InputError, match="--tasks cls spin.*has cls, dim, manifold"):
         script.CausalSets(folder, ["cls", "spin"], [0])
+
     copy = shutil.copytree(folder, tmp_path / "copy")
     labels = np.load(copy / "labels.npy")
     labels[np.load(copy / "split.npy") == 1, 1] = -1

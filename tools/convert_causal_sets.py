@@ -168,6 +168,7 @@ class Flat:
             if numbers.shape != (self.count,):
                 raise ValueError(f"{name} has shape {numbers.shape}; expected ({self.count},)")
             self.numbers[name] = numbers
+
         # what is compressed together is read once: a chunk of the matrices, or all of an .npz file
         self.chunk = getattr(self.matrices, "chunks", [self.count])[0]
         self.first = None  # of the chunk that was read last
@@ -236,6 +237,7 @@ def find_pieces(paths, labels):
             continue
         for first in range(0, source.count, source.piece):
             pieces.append((path, first, min(first + source.piece, source.count)))
+
     if problems:
         stop(2, list_of(problems))
     return pieces

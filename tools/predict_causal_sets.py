@@ -51,6 +51,7 @@ def parse_args(words=None):
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     add("--workers", type=count, default=os.cpu_count(), help="processes that read stores")
     args = parser.parse_args(words)
+
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
     args.is_folder = (args.sources[0] / "meta.json").exists()
@@ -142,6 +143,7 @@ def write_csv(path, origins, logp, labels, classes):
                 label = labels[task][i]
                 row[f"{task}_label"] = names[label] if label >= 0 else ""
         rows.append(row)
+
     with open(path, "x", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
