@@ -55,7 +55,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import yaml
-from sklearn.metrics import ConfusionMatrixDisplay, f1_score
+from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix, f1_score
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -70,7 +70,9 @@ def parse_args():
     add = parser.add_argument_group("task").add_argument
     add("--data", default="data/causal_sets", help="folder of tools/make_causal_sets.py")
     add("--tasks", nargs="+", default=["cls"], help="labels to learn: cls, dim, manifold")
-    add("--features", nargs="+", type=int, default=[0, 1, 2, 3], help="columns of the features")
+    kinds = range(6)
+    text = "columns: in_degree out_degree past_height future_height past_size future_size"
+    add("--features", nargs="+", type=int, default=[0, 1, 2, 3], choices=kinds, help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=count, default=64, help="width")
@@ -88,10 +90,9 @@ def parse_args():
     add("--num_epochs", type=count, default=15, help="passes over the training sets at most")
     add("--lr", type=float, default=1e-3, help="peak learning rate")
     add("--weight_decay", type=float, default=5e-5, help="of matrices; biases and norms: 0")
-    kinds = ["onecycle", "cosine", "step", "constant"]
+    kinds = ["onecycle", "constant"]
     add("--schedule", default="onecycle", choices=kinds, help="of the learning rate")
-    add("--warmup", type=float, default=0.3, help="share of the run (onecycle, cosine)")
-    add("--step_epochs", type=count, default=5, help="epochs between falls by ten (step)")
+    add("--warmup", type=float, default=0.3, help="share of the run (onecycle)")
 
     add = parser.add_argument_group("validation, after every epoch").add_argument
     add("--eval_edges", type=count, default=32_768, help="elements and edges per forward pass")
@@ -121,20 +122,15 @@ def parse_args():
     for name in args.stop_metrics:
         if name not in metrics:
             parser.error(f"--stop_metrics {name}: expected some of {', '.join(metrics)}")
-    if not 0 <= args.dropout < 1:
-        parser.error(f"--dropout {args.dropout}: must be from 0 to below 1")
-    if not 0 <= args.lr < math.inf:
-        parser.error(f"--lr {args.lr}: must be a number from 0 on")
-    if not 0 <= args.weight_decay < math.inf:
-        parser.error(f"--weight_decay {args.weight_decay}: must be a number from 0 on")
-    if not 0 <= args.warmup <= 1:
-        parser.error(f"--warmup {args.warmup}: must be from 0 to 1")
+    below = {"lr": math.inf, "weight_decay": math.inf, "dropout": 1, "warmup": 1}
+    for name, limit in below.items():
+        if not 0 <= getattr(args, name) < limit:
+            parser.error(f"--{name} {getattr(args, name)}: must be from 0 to below {limit}")
     if args.world_size and args.nproc_per_node == 1:
         args.nproc_per_node = args.world_size
-    if args.master_addr:
-        os.environ.setdefault("MASTER_ADDR", args.master_addr)
-    if args.master_port:
-        os.environ.setdefault("MASTER_PORT", args.master_port)
+    for name in ("master_addr", "master_port"):
+        if getattr(args, name):
+            os.environ.setdefault(name.upper(), getattr(args, name))
     return args
 
 
@@ -167,17 +163,14 @@ class CausalSets(Dataset):
 
     def __init__(self, folder, tasks, columns):
         self.hash, meta = read_meta(folder)
-        self.meta = {name: meta[name] for name in ("args", "classes", "features")}
         names = list(meta["classes"])
         if not set(tasks) <= set(names):
             raise InputError(f"--tasks {' '.join(tasks)}: {folder} has {', '.join(names)}")
-        if min(columns) < 0 or max(columns) >= len(meta["features"]):
-            features = ", ".join(meta["features"])
-            raise InputError(f"--features {columns}: {folder} has, from 0 on, {features}")
         arrays = "node_ptr edge_ptr features labels split past past_degree future future_degree"
         for name in arrays.split():
             array = np.load(folder / f"{name}.npy", mmap_mode="r")
             setattr(self, name, np.asarray(array))  # still mapped; np.memmap itself is slower
+        self.baselines = json.loads((folder / "baselines.json").read_text())
         self.columns = columns
         self.classes = {task: meta["classes"][task] for task in tasks}
         self.labels = self.labels[:, [names.index(task) for task in self.classes]]
@@ -230,18 +223,15 @@ def read_meta(folder):
 
 def check_data(folder):
     """The hash of the folder, once its arrays are found to be as they were written. (rank 0)"""
-    path = folder / "meta.json"
-    try:
-        data_hash, meta = read_meta(folder)
-        for name, written in meta["sha256"].items():
-            path = folder / f"{name}.npy"
-            if hashlib.sha256(np.load(path, mmap_mode="r")).hexdigest() != written:
-                raise ValueError("its checksum is not that of meta.json")
-        path = folder / "baselines.json"
-        json.loads(path.read_text())
-    except (OSError, EOFError, KeyError, ValueError) as error:
-        text = f"{path} is missing or damaged ({error}): remove {folder}, then"
-        raise InputError(f"{text} python tools/make_causal_sets.py --out {folder}") from None
+    data_hash, meta = read_meta(folder)
+    for name, written in meta["sha256"].items():
+        path = folder / f"{name}.npy"
+        try:
+            found = hashlib.sha256(np.load(path, mmap_mode="r")).hexdigest()
+        except (OSError, EOFError, ValueError) as error:
+            found = str(error)
+        if found != written:
+            raise InputError(f"{path} is missing or damaged: remove {folder}, and make it again")
     return data_hash
 
 
@@ -250,28 +240,6 @@ def check_data(folder):
 
 
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-
-
-class SparseProduct(torch.autograd.Function):
-    """y = (A + D) x, with a sparse matrix A and a diagonal D, or none. Backward: the gradient of x
-    is (A^T + D) times that of y. The caller passes A^T, so that nothing is sorted here."""
-
-    @staticmethod
-    def forward(ctx, x, matrix, transpose, diagonal):
-        ctx.transpose = transpose
-        ctx.diagonal = diagonal
-        return SparseProduct.multiply(matrix, x, diagonal)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return SparseProduct.multiply(ctx.transpose, gradient, ctx.diagonal), None, None, None
-
-    @staticmethod
-    def multiply(matrix, x, diagonal):
-        # added to a tensor of our own: `matrix @ x` copies the result twice
-        if diagonal is None:
-            return x.new_empty(x.shape).addmm_(matrix, x, beta=0)
-        return (x * diagonal).addmm_(matrix, x)
 
 
 class Neighbours:
@@ -305,12 +273,32 @@ class Neighbours:
         """(N, D) -> (N, D)"""
         x = x.float()  # sums of many numbers stay in fp32, under autocast, too
         if self.matrix is not None:
-            return SparseProduct.apply(x, self.matrix, self.transpose, self.self_loop)
+            return SparseProduct.apply(x, self)
         messages = x.index_select(0, self.columns) * self.weight[:, None]
         total = torch.zeros_like(x).index_add(0, self.rows, messages)
         if self.self_loop is not None:
             total = total + x * self.self_loop
         return total
+
+    def multiply(self, matrix, x):
+        # added to a tensor of our own: `matrix @ x` copies the result twice
+        if self.self_loop is None:
+            return x.new_empty(x.shape).addmm_(matrix, x, beta=0)
+        return (x * self.self_loop).addmm_(matrix, x)
+
+
+class SparseProduct(torch.autograd.Function):
+    """The matrix of Neighbours times x. The gradient of x is the transposed matrix times that of
+    the product. Both matrices are at hand, so that nothing is sorted here."""
+
+    @staticmethod
+    def forward(ctx, x, neighbours):
+        ctx.neighbours = neighbours
+        return neighbours.multiply(neighbours.matrix, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.neighbours.multiply(ctx.neighbours.transpose, gradient), None
 
 
 def weigh_edges(columns, degree, row_scale, column_scale):
@@ -393,11 +381,8 @@ class CausalSetNet(nn.Module):
         """{task: (B, classes) logits}"""
         past = (batch.past, batch.past_degree)
         future = (batch.future, batch.future_degree)
-        neighbours = []
-        if self.directions > 0:
-            neighbours.append(Neighbours(self.kind, *past, *future))
-        if self.directions > 1:
-            neighbours.append(Neighbours(self.kind, *future, *past))
+        directions = [past + future, future + past]
+        neighbours = [Neighbours(self.kind, *edges) for edges in directions[: self.directions]]
         x = batch.features
         for layer in self.layers:
             x = layer(x, neighbours)
@@ -431,16 +416,11 @@ def pool(x, sizes, kinds):
     its size, which a mean or a maximum cannot see."""
     owner = torch.repeat_interleave(sizes, output_size=len(x))
     total = x.new_zeros(len(sizes), x.shape[1]).index_add(0, owner, x)
-    parts = []
-    for kind in kinds:
-        if kind == "sum":
-            parts.append(total)
-        elif kind == "mean":
-            parts.append(total / sizes[:, None])
-        else:
-            parts.append(SetMaximum.apply(x, owner, len(sizes)))
-    parts.append(sizes.log()[:, None])
-    return torch.cat(parts, dim=1)
+    pooled = {"sum": total, "mean": total / sizes[:, None]}
+    if "max" in kinds:
+        pooled["max"] = SetMaximum.apply(x, owner, len(sizes))
+    parts = [pooled[kind] for kind in kinds]
+    return torch.cat([*parts, sizes.log()[:, None]], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1261,10 +1241,10 @@ def is_better(name, value, best, delta=0.0):
     return value > best + delta
 
 
-def count_patience(patience, metrics, args):
-    """Bring `patience` (best values, epochs waited, checks made) up to date after an epoch.
-    Patience starts anew when any, or all, of the metrics get better. With `all`, a metric that gets
-    better alone keeps its old best value."""
+def count_patience(loop, metrics, args):
+    """Count the epochs without a gain, after an epoch. The count starts anew when any, or all, of
+    the metrics get better. With `all`, one that gets better alone keeps its old best value."""
+    patience = loop["patience"]
     gained = {}
     for name in args.stop_metrics:
         if is_better(name, metrics[name], patience["best"].get(name), args.delta):
@@ -1273,20 +1253,19 @@ def count_patience(patience, metrics, args):
     if len(gained) >= needed:
         patience["best"].update(gained)
         patience["waited"] = 0
-    elif patience["checks"] >= args.grace:
+    elif loop["validated"] > args.grace:
         patience["waited"] += 1
-    patience["checks"] += 1
 
 
 def is_best(loop, metrics, args):
     """Whether this epoch is the best so far, by the first of --stop_metrics; then it is noted."""
     metric = args.stop_metrics[0]
-    value = metrics[metric]
     best = loop["best"]
-    if best and best["metric"] == metric and not is_better(metric, value, best["value"]):
+    before = best["value"] if best and best["metric"] == metric else None
+    if not is_better(metric, metrics[metric], before):
         return False
-    better = "lower" if metric.endswith(FALLING) else "higher"
-    loop["best"] = {"metric": metric, "value": value, "better": better, "step": loop["step"]}
+    loop["best"] = {"metric": metric, "value": metrics[metric], "step": loop["step"]}
+    loop["best"]["better"] = "lower" if metric.endswith(FALLING) else "higher"
     return True
 
 
@@ -1299,20 +1278,16 @@ def is_done(loop, args, steps):
 # Train
 
 
-def lr_factor(args, step, steps, steps_per_epoch):
-    """What the peak rate is multiplied by. cosine: a straight rise, then half a cosine down to 0.
-    onecycle: the rise is half a cosine, too, and begins at 1/25 (Smith and Topin 2018)."""
+def lr_factor(args, step, steps):
+    """What the peak rate is multiplied by. onecycle: half a cosine up from 1/25, and half a cosine
+    down to 0 (Smith and Topin 2018)."""
     if args.schedule == "constant":
         return 1.0
-    if args.schedule == "step":
-        return 0.1 ** (step // steps_per_epoch // args.step_epochs)
     rise = max(1, round(args.warmup * steps))
-    if step >= rise:
-        return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))
-    up = (step + 1) / (rise + 1)
-    if args.schedule == "onecycle":
+    if step < rise:
+        up = (step + 1) / (rise + 1)
         return 0.04 + 0.96 * (0.5 - 0.5 * math.cos(math.pi * up))
-    return up
+    return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))
 
 
 def make_optimizer(args, model):
@@ -1331,13 +1306,12 @@ def validate(args, device, data, model, loop, guard, log):
         return None
     # by rank 0 for all, who decide by it: another processor might round differently
     metrics = on_rank0(evaluate, logp, data, ids)
-    epoch = loop["validated"]
-    logging.info(f"Validation: loss={metrics['loss']:.3f} ± {metrics['loss_se']:.3f}")
+    loss = metrics["loss"]
+    logging.info(f"Validation: loss={loss:.3f} ± {metrics['loss_se']:.3f}")
     row = {f"val/{name}": value for name, value in metrics.items()}
-    log.write({"step": loop["step"], "epoch": epoch, **row})
-    if not math.isfinite(metrics["loss"]):
-        hint = "lower --lr, and start with --fresh"
-        raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: {hint}")
+    log.write({"step": loop["step"], "epoch": loop["validated"], **row})
+    if not math.isfinite(loss):
+        raise RunError(f"the validation loss is {loss}: lower --lr, and start with --fresh")
     return metrics
 
 
@@ -1347,10 +1321,9 @@ def train(args, device, data, model, state, guard, log):
     world_size = dist.get_world_size()
     sampler = GlobalBatchSampler(data.part("train"), args, state, data.cost)
     steps = args.num_epochs * sampler.steps
-    # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
-    # it computes a step the host prepares the next batch and queues its copy, which does not wait
-    # either: the memory is pinned. If preparing takes longer than computing (data_wait is high),
-    # give --num_workers.
+    # Even without workers this keeps a GPU busy: nothing in a step waits for it. While it computes,
+    # the host prepares the next batch and queues its copy, from pinned memory. If preparing takes
+    # longer than computing (data_wait is high), give --num_workers.
     loader = DataLoader(
         data,
         batch_size=None,  # our sampler makes whole batches
@@ -1371,7 +1344,7 @@ def train(args, device, data, model, state, guard, log):
         "step": 0,
         "validated": 0,  # epochs
         "best": None,
-        "patience": {"best": {}, "waited": 0, "checks": 0},
+        "patience": {"best": {}, "waited": 0},
         "global_batch": sampler.global_batch,
     }
     if state:
@@ -1383,7 +1356,7 @@ def train(args, device, data, model, state, guard, log):
 
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
-        content.update(loop, wandb_id=log.wandb_id, log_size=log.size(), meta=data.meta)
+        content.update(loop, wandb_id=log.wandb_id, log_size=log.size(), classes=data.classes)
         content["model"] = model.state_dict()
         content["optimizer"] = optimizer.state_dict()
         content["scaler"] = scaler.state_dict()
@@ -1407,7 +1380,7 @@ def train(args, device, data, model, state, guard, log):
             if metrics is None:  # the ranks stop: this step's checkpoint was made before
                 break
             loop["validated"] = epoch
-            count_patience(loop["patience"], metrics, args)
+            count_patience(loop, metrics, args)
             if is_best(loop, metrics, args):
                 logging.info(f"Found better model at epoch {epoch - 1}.")
                 logging.info(f"Saving checkpoint for model at epoch {epoch - 1}")
@@ -1427,7 +1400,7 @@ def train(args, device, data, model, state, guard, log):
         # again, draws the same, and there is no random state to be saved. (The factors keep
         # steps below 1,000,003 and ranks below 4,099 apart.)
         generator.manual_seed((args.seed * 1_000_003 + step) * 4099 + rank)
-        lr = args.lr * lr_factor(args, step, steps, sampler.steps)
+        lr = args.lr * lr_factor(args, step, steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
@@ -1496,20 +1469,18 @@ def write_predictions(folder, data, ids, logp):
         labels = data.labels[ids, i]
         known = labels >= 0
         guess = logp[task][known].argmax(1)
+        counts = confusion_matrix(labels[known], guess, labels=range(len(names)), normalize="true")
         axis = Figure((2 + len(names), 2 + len(names)), layout="constrained").add_subplot()
-        options = {"normalize": "true", "xticks_rotation": 45, "colorbar": False, "ax": axis}
-        options.update(labels=range(len(names)), display_labels=names)
-        ConfusionMatrixDisplay.from_predictions(labels[known], guess, **options)
+        ConfusionMatrixDisplay(counts, display_labels=names).plot(ax=axis, colorbar=False)
         axis.figure.savefig(folder / f"confusion_{task}.png")
 
 
 def report(args, data, ids, logp):
-    """Metrics of the test, logged beside the accuracies of what needs no network (baselines.json).
-    Returns both. (rank 0)"""
+    """Metrics of the test, logged beside the accuracies of what needs no network. Returns both.
+    (rank 0)"""
     metrics = evaluate(logp, data, ids)
     logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
-    baselines = json.loads((Path(args.data) / "baselines.json").read_text())
-    baselines = {task: baselines[task] for task in data.classes}
+    baselines = {task: data.baselines[task] for task in data.classes}
     for task, accuracies in baselines.items():
         accuracy = metrics[f"{task}/accuracy"]
         for name, value in {**accuracies, "this network": accuracy}.items():
@@ -1528,7 +1499,7 @@ def test(args, device, data, model, loop, guard):
     logging.info("Starting testing phase...")
     path = Path(args.output_dir) / "best.pt"
     state = load_checkpoint(path) if on_rank0(is_whole, path) else {}
-    if state.get("step") == loop["best"]["step"]:
+    if loop["best"] and state.get("step") == loop["best"]["step"]:
         model.load_state_dict(state["model"])
     else:
         reason = "is missing, damaged, or not of the best epoch (a full disk?)"

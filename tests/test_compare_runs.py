@@ -2,14 +2,9 @@
 
 import csv
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-TOOL = ROOT / "tools" / "compare_runs.py"
+from helpers import call_script
 
 
 def write_run(folder, value, accuracy, status="finished", better="lower", script="a.py", **options):
@@ -21,72 +16,60 @@ def write_run(folder, value, accuracy, status="finished", better="lower", script
     (folder / "summary.json").write_text(json.dumps({**summary, "seconds": 5.0, "world_size": 2}))
 
 
-def compare(*words):
-    command = [sys.executable, TOOL, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+def compare(*words, status=0):
+    found, text = call_script("tools/compare_runs", *words)
+    assert found == status, text
+    return text
 
 
-@pytest.fixture
-def runs(tmp_path):
+@pytest.fixture(params=["lower", "higher"])
+def runs(request, tmp_path):
     """lr 0.1 is the best on the validation set, lr 0.2 on the test set."""
-    for seed, value, accuracy in [(0, 0.30, 0.80), (1, 0.32, 0.84), (2, 0.34, 0.82)]:
-        write_run(tmp_path / f"a{seed}", value, accuracy, lr=0.1, seed=seed, output_dir=f"a{seed}")
-    for seed, value, accuracy in [(0, 0.40, 0.90), (1, 0.50, 0.94)]:
-        write_run(tmp_path / f"b{seed}", value, accuracy, lr=0.2, seed=seed, output_dir=f"b{seed}")
+    values = [0.30, 0.32, 0.34, 0.40, 0.50]
+    if request.param == "higher":
+        values = [0.70, 0.68, 0.66, 0.60, 0.50]
+    for i, accuracy in enumerate([0.80, 0.84, 0.82, 0.90, 0.94]):
+        options = {"lr": 0.1 if i < 3 else 0.2, "seed": i % 3, "output_dir": f"run{i}"}
+        write_run(tmp_path / f"run{i}", values[i], accuracy, better=request.param, **options)
     return sorted(tmp_path.glob("*"))
 
 
-def test_the_best_is_chosen_by_validation(runs):
-    done = compare(*runs)
-    assert done.returncode == 0, done.stderr
-    header, first, second, *_ = done.stdout.splitlines()
-    assert header.split() == "runs with n validation loss test loss test cls/accuracy".split()
-    assert first.split() == "lr 0.1 3 0.3200 ± 0.0200 1.0000 ± 0.0000 0.8200 ± 0.0200".split()
-    assert second.split() == "lr 0.2 2 0.4500 ± 0.0707 1.0000 ± 0.0000 0.9200 ± 0.0283".split()
-    assert done.stdout.splitlines()[-1] == "best by validation: lr 0.1"
-
-
-def test_a_metric_that_should_rise(runs):
-    for path in runs:
-        summary = json.loads((path / "summary.json").read_text())
-        summary["best"]["better"] = "higher"
-        (path / "summary.json").write_text(json.dumps(summary))
-    assert "best by validation: lr 0.2" in compare(*runs).stdout
-
-
-def test_csv_has_a_line_for_each_run(runs, tmp_path):
+def test_the_best_is_chosen_by_validation(runs, tmp_path):
+    """The table; and CSV, with a line for each run."""
     path = tmp_path / "runs.csv"
-    assert compare(*runs, "--csv", path).returncode == 0
+    text = compare(*runs, "--csv", path)
+    header, first, second, *_ = text.splitlines()
+    assert header.split() == "runs with n validation loss test loss test cls/accuracy".split()
+    value, spread = ("0.3200", "0.4500") if "0.3200" in first else ("0.6800", "0.5500")
+    tests = "1.0000 ± 0.0000 0.8200 ± 0.0200"
+    assert first.split() == f"lr 0.1 3 {value} ± 0.0200 {tests}".split()
+    tests = "1.0000 ± 0.0000 0.9200 ± 0.0283"
+    assert second.split() == f"lr 0.2 2 {spread} ± 0.0707 {tests}".split()
+    assert text.splitlines()[-1] == "best by validation: lr 0.1"
+
     with open(path, newline="") as file:
         rows = [*csv.DictReader(file)]
     assert [row["run"] for row in rows] == [str(run) for run in runs]
     assert [row["test/cls/accuracy"] for row in rows] == ["0.8", "0.84", "0.82", "0.9", "0.94"]
-    assert rows[0]["best/value"] == "0.3" and rows[0]["args/lr"] == "0.1"
+    assert rows[0]["args/lr"] == "0.1"
     assert rows[0]["baselines/cls/majority"] == "0.2"
-    assert "exists" in compare(*runs, "--csv", path).stderr
+    assert "exists" in compare(*runs, "--csv", path, status=2)
 
 
-def test_unfinished_runs_are_left_out(runs, tmp_path):
+def test_what_is_left_out_or_cannot_be_compared(tmp_path):
+    write_run(tmp_path / "a", 0.3, 0.8, lr=0.1)
     write_run(tmp_path / "c", 0.01, 0.99, status="stopped by SIGTERM", lr=0.3)
     write_run(tmp_path / "e.old-20260101-000000", 0.01, 0.99, lr=0.3)
     (tmp_path / "d").mkdir()
     (tmp_path / "d.lock").touch()
-    done = compare(*runs, *sorted(tmp_path.glob("[c-e]*")))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("left out") == 3
-    assert f"left out: {tmp_path}/c: stopped by SIGTERM" in done.stdout
-    assert f"left out: {tmp_path}/d: no summary.json, so it is not finished" in done.stdout
-    assert "0.0100" not in done.stdout
-    assert compare(tmp_path / "c").returncode == 2
+    text = compare(*sorted(tmp_path.glob("*")))
+    assert text.count("left out") == 3
+    assert f"left out: {tmp_path}/c: stopped by SIGTERM" in text
+    assert f"left out: {tmp_path}/d: no summary.json, so it is not finished" in text
+    assert "0.0100" not in text
 
-
-def test_what_cannot_be_compared(runs, tmp_path):
-    assert (
-        "--metrics x: these runs have loss, cls/accuracy" in compare(*runs, "--metrics", "x").stderr
-    )
-    write_run(tmp_path / "c", 0.01, 0.99, script="b.py", lr=0.3)
-    done = compare(*runs, tmp_path / "c")
-    assert done.returncode == 2
-    assert done.stderr.startswith("compare_runs.py: runs of different script: ")
-    (tmp_path / "c" / "summary.json").write_text("{")
-    assert "is no summary of a run" in compare(*runs, tmp_path / "c").stderr
+    assert "none of these runs is finished" in compare(tmp_path / "c", status=2)
+    text = compare(tmp_path / "a", "--metrics", "x", status=2)
+    assert "--metrics x: these runs have loss, cls/accuracy" in text
+    write_run(tmp_path / "f", 0.01, 0.99, script="b.py", lr=0.3)
+    assert "different script" in compare(tmp_path / "a", tmp_path / "f", status=2)

@@ -278,32 +278,32 @@ def test_patience_is_that_of_the_original():
             patience=int(rng.integers(1, 6)),
         )
         original = Original(args)
-        state = {"best": {}, "waited": 0, "checks": 0}
-        for epoch in range(30):
+        loop = {"step": 0, "validated": 0, "patience": {"best": {}, "waited": 0}}
+        for epoch in range(1, 31):
+            loop["validated"] = epoch
             values = {name: float(rng.integers(0, 8)) / 4 for name in names}
             if rng.random() < 0.1:
                 values[names[0]] = math.nan
-            script.count_patience(state, values, args)
+            script.count_patience(loop, values, args)
             expected = original.stops(values)
-            loop = {"step": epoch, "patience": state}
             assert script.is_done(loop, args, 100) == expected, (vars(args), epoch)
             if expected:
                 stopped.append(epoch)
                 break
     assert len(set(stopped)) > 10 and 300 < len(stopped)
-    never = {"step": 9, "patience": {"best": {}, "waited": 9, "checks": 9}}
-    assert not script.is_done(never, arguments("--patience=0"), 10)
-    assert script.is_done(never, arguments("--patience=0"), 9)
+    loop = {"step": 9, "patience": {"waited": 9}}
+    assert not script.is_done(loop, arguments("--patience=0"), 10)
+    assert script.is_done(loop, arguments("--patience=0"), 9)
 
 
 def test_the_best_epoch_needs_no_delta():
     """--delta is for patience: weights that are better by less are better still."""
     loop = {"best": None, "step": 0}
     args = arguments("--delta=0.5", "--stop_metrics", "cls/f1_macro", "loss")
-    for loop["step"], score, is_best in [(1, 0.1, True), (2, 0.2, True), (3, 0.15, False)]:
+    scores = [(math.nan, False), (0.1, True), (0.2, True), (0.15, False), (math.nan, False)]
+    for loop["step"], (score, is_best) in enumerate(scores):
         metrics = {"loss": 1.0, "cls/f1_macro": score}
         assert script.is_best(loop, metrics, args) == is_best
-    assert not script.is_best(loop, {"loss": 0.5, "cls/f1_macro": math.nan}, args)
     assert loop["best"] == {"metric": "cls/f1_macro", "value": 0.2, "better": "higher", "step": 2}
 
 
@@ -314,25 +314,21 @@ def test_a_validation_that_is_no_number_is_never_the_best(group, monkeypatch):
     data = SimpleNamespace(part=lambda name: np.arange(4), labels=labels, classes=classes)
     log = SimpleNamespace(write=lambda row: None)
     monkeypatch.setattr(script, "predict", lambda *args: {"cls": np.full((4, 3), np.nan)})
-    with pytest.raises(script.RunError, match="validation loss of epoch 0 is nan"):
+    with pytest.raises(script.RunError, match="the validation loss is nan: lower --lr"):
         script.validate(None, None, data, None, {"step": 9, "validated": 0}, None, log)
 
 
 def test_learning_rates():
     def factors(steps, *options):
         args = arguments(*options)
-        return [script.lr_factor(args, step, steps, 4) for step in range(steps)]
+        return [script.lr_factor(args, step, steps) for step in range(steps)]
 
-    half = [1.0, 0.5 + 0.5 * math.cos(math.pi / 3), 0.5 + 0.5 * math.cos(2 * math.pi / 3)]
+    fall = [1.0, 0.5 + 0.5 * math.cos(math.pi / 3), 0.5 + 0.5 * math.cos(2 * math.pi / 3)]
     rise = [0.04 + 0.48 * (1 - math.cos(math.pi / 4)), 0.52, 1 - 0.48 * (1 - math.cos(math.pi / 4))]
-    assert factors(6, "--warmup=0.5") == pytest.approx(rise + half)
-    cosine = factors(6, "--schedule=cosine", "--warmup=0.5")
-    assert cosine == pytest.approx([0.25, 0.5, 0.75, *half])
+    assert factors(6, "--warmup=0.5") == pytest.approx(rise + fall)
     assert factors(3, "--schedule=constant") == [1.0] * 3
-    tenths = [1.0] * 8 + [0.1] * 8 + [0.01] * 4
-    assert factors(20, "--schedule=step", "--step_epochs=2") == pytest.approx(tenths)
-    for steps in (1, 2, 3, 50):
-        for warmup in ("0", "0.3", "1"):
+    for steps in (1, 2, 50):
+        for warmup in ("0", "0.3", "0.99"):
             assert all(0 < factor <= 1 for factor in factors(steps, f"--warmup={warmup}"))
 
 
@@ -348,21 +344,21 @@ def test_a_batch_against_its_sets_one_by_one(folder):
     batch = data[np.array(ids), np.arange(50)]
     first = 0
     pieces = {name: [] for name in ("features", "past", "past_degree", "future", "future_degree")}
+
     for i in ids:
         nodes = slice(raw["node_ptr"][i], raw["node_ptr"][i + 1])
         edges = slice(raw["edge_ptr"][i], raw["edge_ptr"][i + 1])
         pieces["features"].append(np.log1p(raw["features"][nodes, :4]))
-        pieces["past"].append(raw["past"][edges] + first)
-        pieces["future"].append(raw["future"][edges] + first)
-        pieces["past_degree"].append(raw["past_degree"][nodes])
-        pieces["future_degree"].append(raw["future_degree"][nodes])
+        for name in ("past", "future"):
+            pieces[name].append(raw[name][edges] + first)
+            pieces[f"{name}_degree"].append(raw[f"{name}_degree"][nodes])
         first += nodes.stop - nodes.start
+
     for name, expected in pieces.items():
         assert np.allclose(getattr(batch, name), np.concatenate(expected)), name
     assert batch.sizes.tolist() == [len(rows) for rows in pieces["features"]]
     assert np.array_equal(batch.labels, raw["labels"][ids, :2])
     assert batch.counts.tolist() == (raw["labels"][:50, :2] >= 0).sum(0).tolist()
-    assert sum(len(data.part(name)) for name in ("train", "valid", "test")) == 240
 
 
 def test_evaluation_in_batches_of_any_size(folder, group):
@@ -374,46 +370,39 @@ def test_evaluation_in_batches_of_any_size(folder, group):
     model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     guard = SimpleNamespace(agree=lambda: "")
     results = []
-    for edges in (1, 200, 2000, 10**6):
+    for edges in (1, 200, 10**6):
         seen.clear()
         args = arguments(f"--eval_edges={edges}")
         results.append(script.predict(model, data, ids, args, torch.device("cpu"), guard))
         costs = [len(batch.features) + len(batch.past) for batch in seen]
         assert max(costs) <= edges + data.cost.max()
         assert sum(costs) == data.cost[ids].sum()
-        assert len(seen) <= 2 + sum(costs) / edges and model.training
+        assert len(seen) <= 2 + sum(costs) / edges
+        assert model.training
         for task in CLASSES:
             assert np.allclose(results[-1][task], results[0][task], rtol=0, atol=1e-6)
-    for row, number in enumerate(ids[:5]):
-        logits = model(batch_of(folder, [number]))["dim"][0].double()
-        assert np.allclose(results[0]["dim"][row], logits.log_softmax(0).detach(), atol=1e-6)
-    guard.agree = lambda: "SIGTERM"
+
+    guard = SimpleNamespace(agree=lambda: "SIGTERM")
     assert script.predict(model, data, ids, args, torch.device("cpu"), guard) is None
 
 
 def test_what_the_data_lack(folder, tmp_path):
     with pytest.raises(script.InputError, match="--tasks cls spin.*has cls, dim, manifold"):
         script.CausalSets(folder, ["cls", "spin"], [0])
-    for column in (-1, 6):
-        with pytest.raises(script.InputError, match="--features.*has, from 0 on, in_degree"):
-            script.CausalSets(folder, ["cls"], [0, column])
+
     copy = shutil.copytree(folder, tmp_path / "copy")
     labels = np.load(copy / "labels.npy")
     labels[np.load(copy / "split.npy") == 1, 1] = -1
     np.save(copy / "labels.npy", labels)
-    assert script.CausalSets(copy, ["cls", "cls"], [0]).labels.shape[1] == 1  # named twice
     with pytest.raises(script.InputError, match="no label in the valid part"):
         script.CausalSets(copy, ["cls", "dim"], [0])
-
-
-def test_damaged_data_are_named(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    assert script.check_data(copy) == load(folder).hash
-    whole = (copy / "past.npy").read_bytes()
-    for damaged in (b"", whole[:-10], whole[:-1] + bytes([whole[-1] ^ 1])):
-        (copy / "past.npy").write_bytes(damaged)
-        with pytest.raises(script.InputError, match="past.npy is missing or damaged.*make_causal"):
-            script.check_data(copy)
+    with pytest.raises(script.InputError, match="labels.npy is missing or damaged: remove .*copy"):
+        script.check_data(copy)
+    (copy / "past.npy").write_bytes((copy / "past.npy").read_bytes()[:-10])
+    np.save(copy / "labels.npy", np.load(folder / "labels.npy"))
+    with pytest.raises(script.InputError, match="past.npy is missing or damaged"):
+        script.check_data(copy)
+    assert script.check_data(folder) == load(folder).hash
 
 
 # --------------------------------------------------------------------------------------------------
@@ -423,7 +412,8 @@ def test_damaged_data_are_named(folder, tmp_path):
 REFUSED = {
     "--learning_rat=1": "no option learning_rat: --help lists them",  # nothing is similar
     "--hidden_dim=0": "below 1",
-    "--dropout=1": "--dropout 1.0",
+    "--dropout=1": "--dropout 1.0: must be from 0 to below 1",
+    "--features=6": "invalid choice: 6",
     "--stop_metrics=dim/loss": "--stop_metrics dim/loss",
     "--config=nowhere.yaml": "nowhere.yaml",
     "--seed=-1": "--seed -1: must be from 0",
@@ -516,7 +506,7 @@ def test_a_device_for_each_process(monkeypatch):
         script.choose_device(SimpleNamespace(device="xpu"), 0)
 
 
-@pytest.mark.parametrize("limit, expected", [(0, 5.0), (1, 1.0)])
+@pytest.mark.parametrize(("limit", "expected"), [(0, 5.0), (1, 1.0)])
 def test_clipping(group, limit, expected):
     """0 means none."""
     parameter = nn.Parameter(torch.zeros(2))
@@ -525,7 +515,7 @@ def test_clipping(group, limit, expected):
     args = SimpleNamespace(max_minutes=0, max_grad_norm=limit)
     guard = script.StepGuard(args, torch.device("cpu"))
     assert guard.update(optimizer, torch.amp.GradScaler("cpu", enabled=False)) == 5
-    assert torch.allclose(parameter.detach(), -expected * torch.tensor([0.6, 0.8]), atol=1e-5)
+    assert parameter.norm().item() == pytest.approx(expected)
 
 
 def test_lines_of_a_run_without_a_checkpoint_go(group, tmp_path):
@@ -536,14 +526,6 @@ def test_lines_of_a_run_without_a_checkpoint_go(group, tmp_path):
     assert log.size() == 0
     log.write({"step": 1, "loss": 3.0})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
-
-
-def test_the_sampler_knows_its_length(group):
-    args = SimpleNamespace(seed=0, batch_size=4, global_batch_size=8)
-    sampler = script.GlobalBatchSampler(np.arange(30), args, None)
-    for start in (0, 2):
-        sampler.set_epoch(0, start)
-        assert len(sampler) == len([*sampler]) == 2 * (3 - start)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -602,11 +584,10 @@ def test_a_finished_run_given_again_keeps_its_options(folder, trained, tmp_path)
     assert json.loads((out / "summary.json").read_text())["args"]["lr"] == 1e-2
 
 
-@pytest.mark.parametrize("option", ["--messages sum", "--tasks dim cls", "--features 0 1 3"])
-def test_another_network_is_refused(folder, trained, option):
+def test_another_network_is_refused(folder, trained):
     """Also where its weights fit."""
-    said = run(folder, trained[0], *trained[1], *option.split(), status=2)
-    assert f"{option.split()[0]}: this run was started with" in said
+    said = run(folder, trained[0], *trained[1], "--messages=sum", status=2)
+    assert "--messages: this run was started with mean" in said
 
 
 OWN = """
@@ -616,12 +597,10 @@ import run_train_quantumgrav_ddp as script
 class Own(torch.nn.Module):
     def __init__(self, args, classes):
         super().__init__()
-        self.outputs = torch.nn.Linear(len(args.features), len(classes["cls"]))
+        self.output = torch.nn.Linear(len(args.features) + 1, len(classes["cls"]))
 
     def forward(self, batch):
-        ends = batch.sizes.cumsum(0)
-        total = batch.features.cumsum(0)[ends - 1]
-        return {"cls": self.outputs(total.diff(dim=0, prepend=total[:1] * 0))}
+        return {"cls": self.output(script.pool(batch.features, batch.sizes, ["mean"]))}
 
 script.CausalSetNet = Own
 script.launch(script.parse_args, script.main)
@@ -631,7 +610,8 @@ script.launch(script.parse_args, script.main)
 def test_a_network_of_the_user(folder, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     said = run(folder, tmp_path / "out", "--num_epochs=1", program=tmp_path / "own")
-    assert "30 parameters" in said and "completed successfully" in said
+    assert "36 parameters" in said
+    assert "completed successfully" in said
 
 
 def test_a_full_disk_does_not_fail_a_run_that_is_over(folder, tmp_path, caplog):

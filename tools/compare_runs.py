@@ -8,38 +8,29 @@ come in the order of their validation metric, by which each run chose its best.p
 Test metrics are shown and decide nothing: once you choose by them, they are no test any more.
 """
 
-import argparse
 import csv
 import json
 import statistics
-import sys
 from itertools import chain
 from pathlib import Path
+
+from make_causal_sets import Parser, stop
 
 # options that do not change what is trained
 IGNORED = """config output_dir fresh num_workers save_every log_every max_minutes wandb_mode
     nproc_per_node device backend timeout_minutes local_rank world_size master_addr master_port
-    eval_edges""".split()
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as it is, and every default."""
-
-
-def stop(message):
-    print(f"compare_runs.py: {message}", file=sys.stderr)
-    sys.exit(2)
+    eval_edges seed""".split()
 
 
 def parse_args(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="FOLDER", help="--output_dir of the runs")
     add("--metrics", nargs="+", help="test metrics in the table; default: all")
     add("--csv", type=Path, help="also write a line for each run there")
     args = parser.parse_args(words)
     if args.csv and args.csv.exists():
-        stop(f"{args.csv} exists: give another --csv")
+        parser.error(f"{args.csv} exists: give another --csv")
     return args
 
 
@@ -60,25 +51,22 @@ def read_runs(folders):
     for folder in folders:
         if folder.suffix == ".lock":  # what seed* finds beside the folders
             continue
-        if ".old-" in folder.name:
-            print(f"left out: {folder}: --fresh has moved it aside")
-            continue
-        try:
+        status = "no summary.json, so it is not finished"
+        if (folder / "summary.json").exists():
             summary = json.loads((folder / "summary.json").read_text())
-            if summary["status"] == "finished":
-                runs.append({"run": str(folder), **flat(summary)})
-            else:
-                print(f"left out: {folder}: {summary['status']}")
-        except FileNotFoundError:
-            print(f"left out: {folder}: no summary.json, so it is not finished")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            stop(f"{folder}/summary.json is no summary of a run ({error!r})")
+            status = summary["status"]
+        if ".old-" in folder.name:
+            status = "--fresh has moved it aside"
+        if status == "finished":
+            runs.append({"run": str(folder), **flat(summary)})
+        else:
+            print(f"left out: {folder}: {status}")
     if not runs:
-        stop("none of these runs is finished")
+        stop(2, "none of these runs is finished")
     for key in ("script", "best/metric"):
         found = {run.get(key) for run in runs}
         if len(found) > 1:
-            stop(f"runs of different {key}: {', '.join(map(str, found))}")
+            stop(2, f"runs of different {key}: {', '.join(map(str, found))}")
     return runs
 
 
@@ -86,16 +74,13 @@ def group_runs(runs):
     """{"lr 0.001": [the runs with that]}, by the options that differ between runs, but the seed"""
     differing = []
     for key in dict.fromkeys(chain(*runs)):
-        if key.startswith("args/") and key.removeprefix("args/") not in [*IGNORED, "seed"]:
+        if key.startswith("args/") and key.removeprefix("args/") not in IGNORED:
             if any(run.get(key) != runs[0].get(key) for run in runs):
                 differing.append(key)
     groups = {}
     for run in runs:
         words = [f"{key.removeprefix('args/')} {run.get(key)}" for key in differing]
         groups.setdefault(", ".join(words) or "all", []).append(run)
-    for title, group in groups.items():
-        if len({run.get("args/seed") for run in group}) < len(group):
-            print(f"{title}: several runs have the same seed")
     return groups
 
 
@@ -116,28 +101,19 @@ def compare(runs, metrics):
             names.append(key.removeprefix("test/"))
     for name in metrics or []:
         if name not in names:
-            stop(f"--metrics {name}: these runs have {', '.join(names) or 'none'}")
+            stop(2, f"--metrics {name}: these runs have {', '.join(names) or 'none'}")
     names = metrics or names
 
     def validation(group):
         return statistics.mean(run["best/value"] for run in group[1])
 
-    groups = sorted(group_runs(runs).items(), key=validation)
-    if runs[0]["best/better"] == "higher":
-        groups.reverse()
+    is_rising = runs[0]["best/better"] == "higher"
     header = ["runs with", "n", f"validation {runs[0]['best/metric']}"]
     rows = [header + [f"test {name}" for name in names]]
-    for title, group in groups:
+    for title, group in sorted(group_runs(runs).items(), key=validation, reverse=is_rising):
         row = [title, str(len(group)), spread(group, "best/value")]
         rows.append(row + [spread(group, f"test/{name}") for name in names])
     return rows
-
-
-def print_table(rows):
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
 
 
 def write_csv(path, runs):
@@ -152,7 +128,10 @@ def main():
     args = parse_args()
     runs = read_runs(args.runs)
     rows = compare(runs, args.metrics)
-    print_table(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     if len(rows) > 2:
         print(f"\nbest by validation: {rows[1][0]}")
     if args.csv:

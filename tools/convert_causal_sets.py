@@ -5,18 +5,18 @@
 
 What it reads (G sets; zarr format 2 or 3, with a root group or without; pip install zarr):
     grouped   STORE.zarr with a group cset_1, cset_2, ... for each set, as QuantumGrav.jl writes
-              them: adj or linkmat (n, n), or both, and one number for each label
+              them: adj or linkmat (n, n), and one number for each label
     flat      STORE.zarr or FILE.npz: adjacency_matrix or link_matrix (G, N, N), padded with zeros;
               atomcount or cset_size (G,), the elements of each set; each label (G,)
 
 An adjacency matrix has all related pairs; a link matrix those with nothing between them, from which
-the others follow. Elements are sorted in time, so that a matrix has entries in one triangle only:
-the upper one, or the lower one, as arrays of Julia arrive transposed. A label is a whole number;
-below 0: none.
+the others follow. (If both are there, the first is read.) Elements are sorted in time, so that a
+matrix has entries in one triangle only: the upper one, or the lower one, as arrays of Julia arrive
+transposed. A label is a whole number; below 0: none.
 
 Nothing is guessed. Damaged sets are listed by store and number, and nothing is written, unless
---skip_bad_data leaves them out (skipped.txt then lists them). The format of the
-folder: tools/make_causal_sets.py.
+--skip_bad_data leaves them out (skipped.txt then lists them). The format of the folder:
+tools/make_causal_sets.py.
 """
 
 import json
@@ -69,13 +69,24 @@ def parse_args(words=None):
     return args
 
 
-# ---- Sets ------------------------------------------------------------------------------------
+# ---- Sets: what is wrong with one is a ValueError --------------------------------------------
 
 
-def sorted_in_time(matrix, name):
-    """A matrix (n, n) as booleans in the upper triangle. Raises ValueError with what is wrong."""
-    if matrix.ndim != 2 or len(matrix) != matrix.shape[1] or not 2 <= len(matrix) <= 32767:
-        raise ValueError(f"{name} of shape {matrix.shape}; expected (n, n), n from 2 to 32767")
+def order_of(values):
+    """The order (n, n) bool of a set, from its arrays {name: array}."""
+    name = choose(values, *ADJACENCY, *LINKS)
+    matrix = values[name]
+    if matrix.ndim != 2 or len(matrix) != matrix.shape[1]:
+        raise ValueError(f"{name} has shape {matrix.shape}; expected (n, n)")
+    n = len(matrix)
+    for size in SIZES:
+        n = int(np.asarray(values.get(size, n)).item())
+    if not 2 <= n <= min(len(matrix), 32767):  # elements are numbered in int16
+        raise ValueError(f"{n} elements in {name} of shape {matrix.shape}; expected 2 to 32767")
+    if matrix[n:].any() or matrix[:, n:].any():
+        raise ValueError(f"{name} has pairs beyond its {n} elements")
+
+    matrix = matrix[:n, :n]
     if not np.isin(matrix, (0, 1)).all():
         raise ValueError(f"{name} has other entries than 0 and 1")
     if not matrix.any():
@@ -85,35 +96,19 @@ def sorted_in_time(matrix, name):
         matrix = matrix.T
     if np.tril(matrix).any():
         raise ValueError(f"{name} has a cycle, or its elements are not sorted in time")
-    return matrix
 
-
-def order_of(values):
-    """The order (n, n) bool of a set, from its arrays {name: array}. Raises ValueError."""
-    sizes = [int(np.asarray(values[name]).item()) for name in SIZES if name in values]
-    matrices = {name: values[name] for name in ADJACENCY + LINKS if name in values}
-    for name, matrix in matrices.items():
-        for n in sizes:
-            if not 2 <= n <= len(matrix):
-                raise ValueError(f"{n} elements in {name} of shape {matrix.shape}")
-            if matrix[n:].any() or matrix[:, n:].any():
-                raise ValueError(f"{name} has pairs beyond its {n} elements")
-            matrix = matrix[:n, :n]
-        matrices[name] = sorted_in_time(matrix, name)
-
-    order = closure(next(iter(matrices.values())))
-    for name, matrix in matrices.items():
-        if name in ADJACENCY and not np.array_equal(matrix, order):
-            raise ValueError(f"{name} is not transitive; expected all related pairs")
-        if name in LINKS and not np.array_equal(matrix, links(order)):
-            raise ValueError(f"{name} is not made of the pairs with nothing between them")
+    order = closure(matrix)
+    if name in ADJACENCY and not np.array_equal(matrix, order):
+        raise ValueError(f"{name} is not transitive; expected all related pairs")
+    if name in LINKS and not np.array_equal(matrix, links(order)):
+        raise ValueError(f"{name} is not made of the pairs with nothing between them")
     return order
 
 
 def label_of(value, name):
-    """A label as an int, -1 for none. Raises ValueError."""
+    """A label as an int, -1 for none."""
     number = np.asarray(value).item()
-    if not isinstance(number, (bool, int, float)) or number != number // 1:
+    if not isinstance(number, (int, float)) or not float(number).is_integer():
         raise ValueError(f"{name} is {number}; expected a whole number")
     return max(int(number), -1)
 
@@ -136,14 +131,12 @@ def zarr_arrays(folder):
     return arrays
 
 
-def wanted(found, labels, *choices):
-    """The names to read: labels, matrices and sizes. Raises ValueError unless all labels, and one
-    name of each of the choices, are found."""
-    needed = [*choices, *[[label] for label in labels]]
-    if not all(set(names) & set(found) for names in needed):
-        expected = ", ".join(" or ".join(names) for names in needed)
-        raise ValueError(f"has {', '.join(sorted(found)) or 'nothing'}; expected {expected}")
-    return [name for name in [*ADJACENCY, *LINKS, *SIZES, *labels] if name in found]
+def choose(arrays, *names):
+    """The first of the names that is there."""
+    for name in names:
+        if name in arrays:
+            return name
+    raise ValueError(f"has {', '.join(arrays) or 'nothing'}; expected {' or '.join(names)}")
 
 
 class Grouped:
@@ -159,28 +152,26 @@ class Grouped:
 
     def __getitem__(self, i):
         arrays = zarr_arrays(self.groups[i])
-        names = wanted(arrays, self.labels, ADJACENCY + LINKS)
+        names = [choose(arrays, *ADJACENCY, *LINKS), *(name for name in SIZES if name in arrays)]
+        names += [choose(arrays, name) for name in self.labels]
         return {name: arrays[name][...] for name in names}
 
 
 class Flat:
     def __init__(self, arrays, labels):
-        self.arrays = arrays
-        self.matrices = []
-        self.numbers = {}  # one for each set: sizes and labels
-        for name in wanted(arrays, labels, ADJACENCY + LINKS, SIZES):
-            if name in ADJACENCY + LINKS:
-                self.matrices.append(name)
-            else:
-                self.numbers[name] = arrays[name][...]
-        matrix = arrays[self.matrices[0]]
-        self.count = matrix.shape[0]
-        for name, numbers in self.numbers.items():
+        self.matrix = choose(arrays, *ADJACENCY, *LINKS)
+        self.matrices = arrays[self.matrix]
+        self.count = self.matrices.shape[0]
+        self.numbers = {}  # one for each set
+        for name in [choose(arrays, *SIZES), *labels]:
+            numbers = arrays[choose(arrays, name)][...]
             if numbers.shape != (self.count,):
                 raise ValueError(f"{name} has shape {numbers.shape}; expected ({self.count},)")
-        # what is compressed together is read once: a chunk of the matrix, or all of an .npz file
-        self.chunk = getattr(matrix, "chunks", [self.count])[0]
-        self.first = None
+            self.numbers[name] = numbers
+
+        # what is compressed together is read once: a chunk of the matrices, or all of an .npz file
+        self.chunk = getattr(self.matrices, "chunks", [self.count])[0]
+        self.first = None  # of the chunk that was read last
         self.piece = max(self.chunk, PIECE)
         for name in COUNTS:
             if name in arrays:
@@ -192,12 +183,10 @@ class Flat:
     def __getitem__(self, i):
         first = i - i % self.chunk
         if first != self.first:
-            end = first + self.chunk
-            self.rows = {name: np.asarray(self.arrays[name][first:end]) for name in self.matrices}
+            self.rows = self.matrices[first : first + self.chunk]
             self.first = first
-        values = {name: rows[i - first] for name, rows in self.rows.items()}
-        for name, numbers in self.numbers.items():
-            values[name] = numbers[i]
+        values = {name: numbers[i] for name, numbers in self.numbers.items()}
+        values[self.matrix] = self.rows[i - first]
         return values
 
 
@@ -216,7 +205,7 @@ def open_source(path, labels):
     return Flat(arrays, labels)
 
 
-def read_piece(labels, graph, piece):
+def read_piece(labels, piece):
     """(a worker) The sets of a piece, (path, first, last + 1): [(path, name of the set, what
     describe_set returns)], and [what is wrong with the others]."""
     path, first, end = piece
@@ -227,7 +216,7 @@ def read_piece(labels, graph, piece):
         try:
             values = source[i]
             numbers = [label_of(values[name], name) for name in labels]
-            sets.append((path, source.name(i), describe_set(order_of(values), numbers, graph)))
+            sets.append((path, source.name(i), describe_set(order_of(values), numbers)))
         except Exception as error:  # zarr and its decoders raise many kinds
             reason = " ".join(str(error).split()) or type(error).__name__
             problems.append(f"{path}: {source.name(i)}: {reason}")
@@ -248,12 +237,13 @@ def find_pieces(paths, labels):
             continue
         for first in range(0, source.count, source.piece):
             pieces.append((path, first, min(first + source.piece, source.count)))
+
     if problems:
         stop(2, list_of(problems))
     return pieces
 
 
-def read_sources(args, labels, graph):
+def read_sources(args, labels):
     """The sets of all args.sources: [(path, name of the set, what describe_set returns)], and
     [what is wrong with the others]. Ends the program if there are others, unless they may be left
     out (args.skip_bad_data), or if there are no sets."""
@@ -264,15 +254,15 @@ def read_sources(args, labels, graph):
     # zarr has threads, and a fork would copy their locks: so the workers start afresh
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, spawn, start_worker) as workers:
-        made = workers.map(partial(read_piece, labels, graph), pieces)
+        made = workers.map(partial(read_piece, labels), pieces)
         for found, wrong in tqdm(made, total=len(pieces), unit=" pieces", disable=None):
             sets += found
             problems += wrong
 
-    if problems and not (args.skip_bad_data and sets):
-        hint = " (--skip_bad_data leaves them out)" if sets else ""
+    if problems and not args.skip_bad_data:
+        hint = "cannot be read (--skip_bad_data leaves them out)"
         total = len(sets) + len(problems)
-        stop(2, f"{len(problems)} of {total} sets cannot be read{hint}:\n  {list_of(problems)}")
+        stop(2, f"{len(problems)} of {total} sets {hint}:\n  {list_of(problems)}")
     if not sets:
         stop(2, f"no sets in {', '.join(map(str, args.sources))}")
     return sets, problems
@@ -306,18 +296,14 @@ def number_classes(sets, names):
 
 def main():
     args = parse_args()
-    found, problems = read_sources(args, args.labels, args.graph)
+    found, problems = read_sources(args, args.labels)
     sets = [arrays for _, _, arrays in found]
     print(f"{len(sets)} sets are read, {len(problems)} left out")
-    classes = number_classes(sets, args.labels)
-    for name, values in classes.items():
-        if len(values) < 2:
-            stop(2, f"--labels {name}: {len(values)} different values; expected 2 or more")
     split = split_sets(len(sets), args.split, args.split_seed)
-    options = vars(args) | {"sources": [str(path) for path in args.sources], "out": str(args.out)}
+    classes = number_classes(sets, args.labels)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "skipped.txt").write_text("".join(f"{problem}\n" for problem in problems))
-    write_folder(args.out, sets, classes, split, options)
+    write_folder(args.out, sets, classes, split, vars(args))
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ from tqdm import tqdm
 
 KINDS = "mink2 mink3 mink4 percolation layered kr destroyed".split()
 SPRINKLINGS = {"mink2": 2, "mink3": 3, "mink4": 4}  # their dimensions
+DESTROYED_SHARE = 0.02  # of the pairs
 FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
 ARRAYS = "features past past_degree future future_degree labels statistics".split()
-OPTIONS = "kinds samples min_size max_size destroyed_share graph seed split split_seed".split()
 CHUNK = 500  # sets in a part: what a kill can lose of each worker
 
 
-# ---- Options and errors, also of the tools that read stores ----------------------------------
+# ---- Options and errors, also of other tools -------------------------------------------------
 
 
 def stop(status, message):
@@ -89,9 +89,7 @@ def count(text):
 
 
 def add_folder_options(add):
-    kinds = ["links", "order"]
     split = [0.75, 0.1, 0.15]
-    add("--graph", default="links", choices=kinds, help="edges: links or all related pairs")
     add("--split", nargs=3, type=float, default=split, metavar="SHARE", help="train, valid, test")
     add("--split_seed", type=int, default=0, help="of the split")
     add("--workers", type=count, default=os.cpu_count(), help="processes")
@@ -111,17 +109,12 @@ def parse_args(words=None):
     add("--kinds", nargs="+", default=kinds, choices=KINDS, help="of sets, in turn")
     add("--min_size", type=int, default=32, help="elements of a set at least")
     add("--max_size", type=int, default=64, help="elements of a set at most")
-    add("--destroyed_share", type=float, default=0.02, help="share of the pairs that is flipped")
     add("--seed", type=int, default=0, help="of the sets")
     add_folder_options(add)
     args = parser.parse_args(words)
     if not 2 <= args.min_size <= args.max_size <= 32767:  # elements are numbered in int16
         sizes = f"--min_size {args.min_size} --max_size {args.max_size}"
         parser.error(f"{sizes}: expected 2 <= min_size <= max_size <= 32767")
-    if not 0 <= args.destroyed_share <= 1:
-        parser.error(f"--destroyed_share {args.destroyed_share}: expected a share from 0 to 1")
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed}: must not be below 0")
     check_split(args.split)
     return args
 
@@ -204,20 +197,17 @@ def percolate(rng, n, fraction):
     trials = np.append(-1.0, np.sort(draws[pairs]))  # at -1 no pair is drawn
     low = 0
     high = len(trials) - 1
-    best = None
-    smallest = np.inf
+    found = []  # the last trial need not be the closest
     while low <= high:
         middle = (low + high) // 2
         order = closure(draws <= trials[middle])
         excess = ordering_fraction(order) - fraction
-        if abs(excess) < smallest:  # the last trial need not be the closest
-            smallest = abs(excess)
-            best = order
+        found.append((abs(excess), order))
         if excess < 0:
             low = middle + 1
         else:
             high = middle - 1
-    return best
+    return min(found, key=lambda trial: trial[0])[1]
 
 
 def layered(rng, layer, p):
@@ -226,7 +216,7 @@ def layered(rng, layer, p):
     return closure((layer[None, :] - layer[:, None] == 1) & (rng.random((n, n)) < p))
 
 
-def make_order(kind, rng, n, destroyed_share):
+def make_order(kind, rng, n):
     """(n, n) bool: a random order of this kind."""
     if kind == "layered":
         layer = np.sort(rng.integers(rng.integers(3, 9), size=n))
@@ -242,7 +232,7 @@ def make_order(kind, rng, n, destroyed_share):
         return percolate(rng, n, ordering_fraction(order))
 
     rows, columns = np.triu_indices(n, 1)  # destroyed
-    flipped = rng.choice(len(rows), round(destroyed_share * len(rows)), replace=False)
+    flipped = rng.choice(len(rows), round(DESTROYED_SHARE * len(rows)), replace=False)
     order[rows[flipped], columns[flipped]] ^= True
     return closure(order)
 
@@ -250,14 +240,13 @@ def make_order(kind, rng, n, destroyed_share):
 # ---- Sets ------------------------------------------------------------------------------------
 
 
-def describe_set(order, labels, graph):
+def describe_set(order, labels):
     """What is kept of a set, {name: array}, from its order (n, n) bool, triangular, n <= 32767.
 
     The first axis of each array counts sets (one here), elements or edges, so that sets are joined
     by putting arrays of the same name one after the other. labels: a class for each task, or -1.
     """
     link = links(order)
-    edges = link if graph == "links" else order
     past_height = heights(order)
     future_height = heights(order.T)  # the past of the order turned round
     past_size = order.sum(0)
@@ -274,12 +263,12 @@ def describe_set(order, labels, graph):
     ]
     return {
         "node_count": np.array([len(order)]),
-        "edge_count": np.array([edges.sum()]),
+        "edge_count": np.array([link.sum()]),
         "features": np.stack(features, axis=1).astype(np.float32),
-        "past": np.nonzero(edges.T)[1].astype(np.int16),
-        "past_degree": edges.sum(0).astype(np.int16),
-        "future": np.nonzero(edges)[1].astype(np.int16),
-        "future_degree": edges.sum(1).astype(np.int16),
+        "past": np.nonzero(link.T)[1].astype(np.int16),
+        "past_degree": link.sum(0).astype(np.int16),
+        "future": np.nonzero(link)[1].astype(np.int16),
+        "future_degree": link.sum(1).astype(np.int16),
         "labels": np.array([labels], np.int64),
         "statistics": np.array([statistics], np.float64),
     }
@@ -291,11 +280,11 @@ def make_set(args, i):
     kind = args.kinds[cls]
     rng = np.random.default_rng([args.seed, i])
     n = int(rng.integers(args.min_size, args.max_size + 1))
-    order = make_order(kind, rng, n, args.destroyed_share)
+    order = make_order(kind, rng, n)
     labels = [cls, -1, 0]
     if kind in SPRINKLINGS:
         labels = [cls, list(SPRINKLINGS).index(kind), 1]
-    return describe_set(order, labels, args.graph)
+    return describe_set(order, labels)
 
 
 def join(sets, name):
@@ -307,11 +296,11 @@ def split_sets(samples, shares, seed):
     """(samples,) uint8: 0 train, 1 valid, 2 test, in exactly these shares, rounded."""
     if min(shares) * samples < 1:
         stop(2, f"{samples} sets are too few for each part of --split {shares}")
-    train_end, valid_end = np.floor(np.cumsum(shares[:2]) * samples + 0.5).astype(int)
-    order = np.random.default_rng(seed).permutation(samples)
+    ends = np.floor(np.cumsum(shares[:2]) * samples + 0.5).astype(int)
+    _, valid, test = np.split(np.random.default_rng(seed).permutation(samples), ends)
     split = np.zeros(samples, np.uint8)
-    split[order[train_end:valid_end]] = 1
-    split[order[valid_end:]] = 2
+    split[valid] = 1
+    split[test] = 2
     return split
 
 
@@ -331,14 +320,15 @@ def make_part(args, parts, start):
 
 
 def start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the program decides
+    """Ctrl-C reaches the workers, too, but the program decides. When it ends, they end: a program
+    that is killed cannot see to that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end_with_program():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
     threading.Thread(target=end_with_program, daemon=True).start()
-
-
-def end_with_program():
-    """(a thread of a worker) A program that is killed cannot end its workers: they see to it."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def make_parts(args, parts):
@@ -425,7 +415,7 @@ def write_folder(out, sets, classes, split, options):
     baselines = measure_baselines(join(sets, "labels"), join(sets, "statistics"), split, classes)
     (out / "baselines.json").write_text(json.dumps(baselines, indent=1))
     meta = {"args": options, "classes": classes, "features": FEATURES, "sha256": sums}
-    (out / "meta.tmp").write_text(json.dumps(meta, indent=1))
+    (out / "meta.tmp").write_text(json.dumps(meta, indent=1, default=str))  # str: of paths
     (out / "meta.tmp").rename(out / "meta.json")  # it says that all is there: it comes last
 
     train, valid, test = np.bincount(split, minlength=3)
@@ -433,15 +423,11 @@ def write_folder(out, sets, classes, split, options):
     for task, found in baselines.items():
         for name, accuracy in found.items():
             print(f"test accuracy  {task:10} {name:20} {accuracy:.4f}")
-    command = "torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py"
-    command += f" --config configs/config_quantumgrav_quickstart.yaml --data {out}"
-    if "cls" not in classes:  # which is the default
-        command += f" --tasks {' '.join(classes)}"
-    print(f"Next:\n{command}")
 
 
 def make_folder(args):
-    options = {name: getattr(args, name) for name in OPTIONS}
+    options = dict(vars(args))
+    del options["out"], options["workers"]  # which change nothing in the sets
     if (args.out / "meta.json").exists():
         found = json.loads((args.out / "meta.json").read_text())["args"]
         for name, value in options.items():
