@@ -160,14 +160,14 @@ def check_backend(args):
 
 
 def check_host_name(args):
-    """gloo and NCCL ask for the address that the machine's own name has."""
+    """torchrun, gloo and NCCL ask for the address of the machine's own name."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
         with socket.socket() as probe:
             probe.bind((address, 0))
     except OSError as error:
-        text = f"add '127.0.0.1 {name}' to /etc/hosts, or export GLOO_SOCKET_IFNAME=lo"
+        text = f"add the line '127.0.0.1 {name}' to /etc/hosts"
         return FAIL, f"{name} has no address that works ({error}); {text}"
     if address.startswith("127."):
         return OK, f"{name} is {address}; on several machines export GLOO_SOCKET_IFNAME"
