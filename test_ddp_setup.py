@@ -1116,7 +1116,7 @@ def measure(args, device):
 def measure_training(args, device):
     """Seconds of forward and backward passes of four matrices: on rank 0 alone, on all ranks, and
     on all ranks with the exchange of gradients. (all ranks)"""
-    width, batch = (1024, 256) if device.type == "cpu" else (4096, 4096)
+    width, batch = (1024, 128) if device.type == "cpu" else (4096, 4096)
     x = torch.randn(batch, width, device=device)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).to(device)
     ddp_model = wrap_ddp(copy.deepcopy(model), args, device)

@@ -20,7 +20,7 @@ RANK_CHECKS = list(program.RANK_CHECKS)
 
 def run(*options, path=ROOT / "test_ddp_setup.py", **environment):
     """(exit status, output, {check: status})"""
-    status, output = call_program(path, *options, **environment)
+    status, output = call_program(path, *options, seconds=250, **environment)
     return status, output, parse(output)
 
 
@@ -36,8 +36,8 @@ def parse(output):
 def test_two_processes(tmp_path):
     """Everything, on a sound machine: the checks, the measured figures, the predictions."""
     path = tmp_path / "out.json"
-    options = ["--nproc_per_node=2", f"--json={path}", f"--output_dir={tmp_path}/runs"]
-    status, output, checks = run(*options)
+    options = [f"--json={path}", f"--output_dir={tmp_path}/runs"]
+    status, output, checks = run("--nproc_per_node=2", *options)
     assert status == 0, output
     rank_checks = [*RANK_CHECKS, "speed-up", "end of the ranks", "failing rank"]
     assert list(checks) == [*ENVIRONMENT, *rank_checks]
@@ -115,11 +115,13 @@ def test_a_rank_that_dies(tmp_path):
     """The last lines of the ranks are shown."""
     text = (ROOT / "test_ddp_setup.py").read_text()
     broken = tmp_path / "test_ddp_setup.py"
-    broken.write_text(text.replace("    expected = n *", "    os._exit(3)\n    expected = n *"))
-    status, output, checks = run("--quick", path=broken)
+    death = '    print("good bye", flush=True)\n    os._exit(3)\n    expected = n *'
+    broken.write_text(text.replace("    expected = n *", death))
+    status, output, checks = run("--quick", "--nproc_per_node=1", path=broken)
     assert status == 1
     assert list(checks.items())[-2:] == [("threads", "OK"), ("end of the ranks", "FAIL")]
-    assert re.search(r"exitcode +: 3", output)  # torchrun's summary
+    assert "status 3; their last lines are these:\n" in output
+    assert "    good bye\n" in output
 
 
 # --------------------------------------------------------------------------------------------------
