@@ -89,15 +89,16 @@ def test_a_broken_environment(tmp_path):
 
 
 def test_under_a_launcher(server):
-    """Two ranks with Slurm's variables: rank 0 speaks."""
+    """Two ranks with Slurm's variables, and twice as many threads as cores: rank 0 speaks."""
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    common.update(SLURM_NTASKS=2, SLURM_STEP_ID=0)
+    common.update(SLURM_NTASKS=2, SLURM_STEP_ID=0, OMP_NUM_THREADS=os.cpu_count())
     variables = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in (0, 1)]
     server.start(variables, [str(ROOT / "test_ddp_setup.py"), "--quick"])
     assert server.wait() == [0, 0], server.text
     outputs = [path.read_text() for path in server.outputs]
     expected = [name for name in ENVIRONMENT if name != "port"]
     assert list(parse(outputs[0])) == [*expected, *RANK_CHECKS]
+    assert parse(outputs[0])["threads"] == "WARN"
     assert "INFO" not in outputs[0]
     assert parse(outputs[1]) == {}
 
