@@ -29,21 +29,15 @@ if [[ $# -gt 0 && $1 != --* && $1 != *=* ]]; then # an option (--lr=1, lr=1) end
     fi
 fi
 [[ $ngpus =~ ^[1-9][0-9]{0,3}$ ]] || die "NGPUS must be a whole number from 1, not '$ngpus'"
-[[ $projection =~ ^([Tt]rue|yes|1|[Ff]alse|no|0)$ ]] ||
-    die "USE_PROJECTION must be True or False, not '$projection'"
 
-command -v torchrun >/dev/null || die "no torchrun on PATH: activate the environment that has torch"
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 gpus=0
 if ! [[ " $* " =~ device[\ =]cpu\  ]]; then
     gpus=$(python -c 'import torch; print(torch.accelerator.device_count())') ||
-        die "python on PATH has no working torch"
+        die "python on PATH has no working torch: activate the environment that has it"
 fi
-if ((gpus == 0 && ngpus > cores)); then
-    die "NGPUS is $ngpus but there is no GPU and $cores CPU core(s): ./run_ddp.sh $cores"
-elif ((gpus > 0 && ngpus > gpus)); then
-    die "NGPUS is $ngpus but $gpus GPU(s) are visible: ./run_ddp.sh $gpus"
-fi
+most=$((gpus > 0 ? gpus : cores))
+((ngpus <= most)) || die "NGPUS is $ngpus but here are $gpus GPU(s), $cores CPU core(s): give $most"
 
 where=(--standalone) # on any free port: two runs on one machine do not collide
 if [[ ${NNODES:-1} != 1 ]]; then

@@ -6,13 +6,11 @@
 #   sbatch scripts/run_ddp_slurm.sh [SCRIPT=train_ddp.py] [options of the script ...]
 #   sbatch --nodes=4 --time=12:00:00 scripts/run_ddp_slurm.sh train_ddp.py --batch_size=128
 #
-# Options of sbatch on the command line win over the #SBATCH lines. Set account, partition and
-# memory there. PYTHON names the interpreter (default: python of the submitting environment).
+# Options of sbatch on the command line win over the #SBATCH lines; set account and partition there.
 #
-# srun starts one process per GPU, without torchrun: SLURM's signals then reach the training
-# processes themselves. 300 s before the time limit they get SIGUSR1, write a checkpoint, and exit
-# with 0. This file then requeues the job, and the same command goes on from the checkpoint. A
-# failed job is not requeued.
+# srun starts one process per GPU, without torchrun, so that SLURM's signals reach them: SIGUSR1,
+# 300 s before the time limit. They write a checkpoint and exit with 0. This file then requeues the
+# job, and the same command goes on from the checkpoint. A failed job is not requeued.
 #
 #SBATCH --job-name=ddp
 #SBATCH --nodes=2
@@ -41,7 +39,7 @@ if [[ ${1:-} == *.py ]]; then
     script=$1
     shift
 fi
-# SLURM runs a copy of this file from its spool folder: it cannot look for the script beside itself.
+# SLURM runs a copy of this file from elsewhere: it cannot look for the script beside itself.
 [[ -f $script ]] || die "no $script in $PWD; submit from the root of the repository"
 
 # The first node of the job meets the others. Set here, whatever the submitting shell had: a
@@ -59,14 +57,10 @@ fi
 # each of its processes (no --gpus-per-task), so that they can reach one another directly.
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-echo "$SLURM_NTASKS processes on ${hosts//$'\n'/ }; MASTER_PORT=$MASTER_PORT on $MASTER_ADDR"
 status=0
-srun --mpi=none --kill-on-bad-exit=1 \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-    "${PYTHON:-python}" "$script" "$@" 2>&1 | tee "$log" || status=$?
-
+srun --mpi=none --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    python "$script" "$@" 2>&1 | tee "$log" || status=$?
 if ((status == 0)) && grep -q 'stopped by SIGUSR1' "$log"; then
-    echo "Requeueing job $SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs run_dpo_ddp.py on Aurora (PBS, Intel GPUs): one process per tile, 12 per node.
 #
-# Set the project in the -A line (or qsub -A PROJECT), then submit from the root of the repository:
+# Set the project in the -A line, then submit from the root of the repository:
 #   qsub scripts/run_dpo_ddp_aurora.sh
 #   qsub -l select=4,walltime=06:00:00 -v CONFIG=my.yaml,OPTIONS="--lr 1e-6" scripts/run_dpo_ddp_aurora.sh
 #
@@ -32,7 +32,6 @@ cd -- "${PBS_O_WORKDIR:-.}"
 # PBS runs a copy of this file from its spool folder: it cannot look for the script beside itself.
 [[ -f run_dpo_ddp.py ]] || die "no run_dpo_ddp.py in $PWD: submit from the root of the repository"
 config=${CONFIG:-configs/run_dpo_ddp.yaml}
-[[ -f $config ]] || die "no config file $config"
 mkdir -p logs
 log=logs/dpo_ddp_$PBS_JOBID
 exec >>"$log.out" 2>>"$log.err"

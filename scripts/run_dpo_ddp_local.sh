@@ -18,24 +18,20 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     sed -n '2,/^set /{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
     exit 0
 fi
-command -v torchrun >/dev/null || die "no torchrun on PATH: activate the environment that has torch"
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 gpus=0
 if ! [[ " $* " =~ device[\ =]cpu\ |no_cuda(=[Tt]rue)?\  ]]; then
     gpus=$(python -c 'import torch; print(torch.accelerator.device_count())') ||
-        die "python on PATH has no working torch"
+        die "python on PATH has no working torch: activate the environment that has it"
 fi
+most=$((gpus > 0 ? gpus : cores))
 ngpus=$((gpus > 0 ? gpus : cores < 2 ? cores : 2))
 if [[ $# -gt 0 && $1 != --* && $1 != *=* ]]; then # an option (--lr=1, lr=1) is no number
     ngpus=$1
     shift
 fi
 [[ $ngpus =~ ^[1-9][0-9]{0,3}$ ]] || die "NGPUS must be a whole number from 1, not '$ngpus'"
-if ((gpus == 0 && ngpus > cores)); then
-    die "NGPUS is $ngpus but there is no GPU and $cores CPU core(s): give $cores"
-elif ((gpus > 0 && ngpus > gpus)); then
-    die "NGPUS is $ngpus but $gpus GPU(s) are visible: give $gpus"
-fi
+((ngpus <= most)) || die "NGPUS is $ngpus but here are $gpus GPU(s), $cores CPU core(s): give $most"
 
 where=(--standalone) # on any free port: two runs on one machine do not collide
 log=logs/dpo_ddp_$(date +%Y%m%d_%H%M%S)

@@ -172,10 +172,6 @@ class Launch:
             time.sleep(0.05)
         return time.monotonic() - begin
 
-    def wait_for_step(self, step):
-        """Until the log has this step."""
-        self.jobs[0].wait_for(f"step={step} ")
-
     def ranks(self):
         """Process ids of the living ranks and of their workers."""
         found = []
@@ -243,7 +239,7 @@ def test_cut_link(task, hosts, launch, matrix):
     is ended by -k. What two hosts then make of the checkpoint is what one host makes."""
     output = task.folder / "cut"
     jobs = launch(task, output, f"--timeout_minutes={TIMEOUT / 60}", faults=SLOW)
-    jobs.wait_for_step(23)
+    jobs.jobs[0].wait_for("step=23 ")
     assert len(jobs.ranks()) >= 2
     hosts.cable("down")
     seconds = jobs.wait_until(lambda: not jobs.ranks(), TIMEOUT + 30)
@@ -270,7 +266,7 @@ def test_dead_host(task, hosts, launch, matrix, all_faults):
     """Host a ends within seconds; the same command goes on from the checkpoint."""
     output = task.folder / "dead"
     jobs = launch(task, output, faults=SLOW)
-    jobs.wait_for_step(23)
+    jobs.jobs[0].wait_for("step=23 ")
     kill_all(hosts.b)
     seconds = jobs.wait_until(lambda: not processes(*hosts.both), 15)
     assert jobs.wait(5)[0] == 1
@@ -282,7 +278,7 @@ def test_elastic(task, hosts, launch, matrix, all_faults):
     """--nnodes=1:2: host a restarts alone from the checkpoint, with the same samples."""
     output = task.folder / "elastic"
     jobs = launch(task, output, nodes="1:2", faults=SLOW)
-    jobs.wait_for_step(23)
+    jobs.jobs[0].wait_for("step=23 ")
     begin = time.monotonic()
     kill_all(hosts.b)
     assert jobs.jobs[0].wait(150) == 0, jobs.text[-5000:]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ LOCAL = {  # wrappers that start torchrun on this machine: the script, and what 
     "scripts/run_dpo_ddp_local.sh": ("run_dpo_ddp.py", []),
 }
 VARIABLES = """CUDA_VISIBLE_DEVICES ZE_AFFINITY_MASK NNODES NODE_RANK OMP_NUM_THREADS
-    OMP_THREAD_LIMIT TORCH_DISABLE_SHARE_RDZV_TCP_STORE PYTHON CCL_PROCESS_LAUNCHER""".split()
+    OMP_THREAD_LIMIT TORCH_DISABLE_SHARE_RDZV_TCP_STORE CCL_PROCESS_LAUNCHER""".split()
 # prints its arguments and what it sees of the environment, then exits with $STATUS
 RECORD = f"""#!{sys.executable}
 import json, os, sys
@@ -106,7 +107,7 @@ def local(request, run):
 
 
 def test_one_machine(local):
-    """The process becomes torchrun, in the user's folder."""
+    """The process becomes torchrun, which gets its signals, in the user's folder."""
     record = started(local(2, "--lr=1", "--a b", GPUS="8"))
     assert record["argv"] == ["--standalone", "--nproc_per_node=2", *SIGNALS]
     assert record["script"] == local.script
@@ -114,69 +115,44 @@ def test_one_machine(local):
     assert record["cwd"] == str(local.run.folder.resolve())  # the user's relative paths stay valid
     assert record["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert int(record["env"]["OMP_NUM_THREADS"]) >= 1
-    assert record["parent"] == os.getpid()  # exec: signals to the wrapper reach torchrun
-
-
-def test_exit_status_is_torchruns(local):
-    result = local(1, STATUS="137")
-    assert result.returncode == 137
-    assert len(records(result.stdout)) == 1
+    assert record["parent"] == os.getpid()
 
 
 def test_several_machines(local):
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
-    where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0"]
-    argv = started(local(1, **nodes))["argv"]
-    assert argv[:4] == [*where, "--master_port=29500"]
-    assert "--standalone" not in argv
-    argv = started(local(1, **nodes, MASTER_PORT="29501"))["argv"]
-    assert argv[:4] == [*where, "--master_port=29501"]
-    for missing in ("NODE_RANK", "MASTER_ADDR"):
-        assert f"set {missing}, too" in refused(local(1, **{**nodes, missing: ""}))
+    for variables, port in (({}, "29500"), ({"MASTER_PORT": "29501"}, "29501")):
+        argv = started(local(1, **nodes, **variables))["argv"]
+        where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0", f"--master_port={port}"]
+        assert argv == [*where, "--nproc_per_node=1", *SIGNALS]
+    assert "set MASTER_ADDR, too" in refused(local(1, **{**nodes, "MASTER_ADDR": ""}))
 
 
-@pytest.mark.parametrize("count", ["0", "two", "99999999999999999999"])
-def test_a_count_that_is_none(local, count):
-    assert f"not '{count}'" in refused(local(count))
-
-
-def test_visible_gpus_limit_the_count(local):
+def test_count(local):
+    """GPUs limit it, and where there are none the cores, whatever the number of threads."""
+    for count in ("0", "two", "99999999999999999999"):
+        assert f"not '{count}'" in refused(local(count))
     assert "--nproc_per_node=2" in started(local(2, GPUS="2"))["argv"]
-    assert "is 3 but 2 GPU(s) are visible" in refused(local(3, GPUS="2"))
+    assert re.search(r"is 3 but .*2 GPU\(s\)", refused(local(3, GPUS="2")))
 
-
-@pytest.mark.parametrize("arguments", [[], ["--device", "cpu"], ["--device=cpu"], ["device=cpu"]])
-def test_on_cpus_the_cores_limit_the_count(local, arguments):
-    # the number of threads says nothing about the cores
-    environment = {"GPUS": "99" if arguments else "0", "OMP_NUM_THREADS": "1"}
-    record = started(local(CORES, *arguments, **environment))
-    assert f"--nproc_per_node={CORES}" in record["argv"]
-    assert record["env"]["OMP_NUM_THREADS"] == "1"
-    line = refused(local(CORES + 1, *arguments, **environment))
-    assert f"is {CORES + 1} but there is no GPU and {CORES} CPU core(s)" in line
+    for arguments, gpus in (([], "0"), (["--device", "cpu"], "99"), (["device=cpu"], "99")):
+        environment = {"GPUS": gpus, "OMP_NUM_THREADS": "1"}
+        record = started(local(CORES, *arguments, **environment))
+        assert f"--nproc_per_node={CORES}" in record["argv"]
+        assert record["env"]["OMP_NUM_THREADS"] == "1"
+        line = refused(local(CORES + 1, *arguments, **environment))
+        assert re.search(rf"is {CORES + 1} but .*{CORES} CPU core\(s\)", line)
 
 
 def test_environment_without_torch(local):
     assert "python on PATH has no working torch" in refused(local(1, TORCH="1"))
-    assert "no torchrun on PATH" in refused(local(1, PATH="/usr/bin:/bin"))
-
-
-def test_asks_the_real_torch(run):
-    run.stub("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    import torch
-
-    gpus = torch.accelerator.device_count()
-    line = refused(run("run_ddp.sh", "9999"))
-    assert (f"but {gpus} GPU(s)" if gpus else "but there is no GPU") in line
 
 
 @pytest.mark.parametrize("wrapper", [*LOCAL, "scripts/run_ddp_slurm.sh"])
 def test_help(run, wrapper):
-    for flag in ("--help", "-h"):
-        result = run(wrapper, flag)
-        assert (result.returncode, result.stderr) == (0, "")
-        assert "\nUsage" in result.stdout
-        assert not any(line.startswith(("#", "set ")) for line in result.stdout.splitlines())
+    result = run(wrapper, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\nUsage" in result.stdout
+    assert not any(line.startswith(("#", "set ")) for line in result.stdout.splitlines())
 
 
 def test_shellcheck():
@@ -195,27 +171,18 @@ def test_shellcheck():
 # run_ddp.sh
 
 
-@pytest.mark.parametrize(
-    ("arguments", "count", "passed_on"),
-    [
-        ([], "8", ["--use_projection=True"]),
-        (["2"], "2", ["--use_projection=True"]),
-        (["4", "False", "d=*"], "4", ["--use_projection=False", "d=*"]),
-        (["4", "--lr=1"], "4", ["--use_projection=True", "--lr=1"]),
-        (["--lr", "1"], "8", ["--use_projection=True", "--lr", "1"]),
-        (["lr=1"], "8", ["--use_projection=True", "lr=1"]),
-        (["4", "0", "--use_projection=1"], "4", ["--use_projection=0", "--use_projection=1"]),
-    ],
-)
-def test_count_and_projection(run, arguments, count, passed_on):
-    record = started(run("run_ddp.sh", *arguments, GPUS="8"))
-    assert record["argv"][1] == f"--nproc_per_node={count}"
-    assert record["options"] == passed_on
-
-
-def test_bad_projection(run):
-    line = refused(run("run_ddp.sh", "1", "Maybe"))
-    assert "USE_PROJECTION must be True or False, not 'Maybe'" in line
+def test_count_and_projection(run):
+    expected = {  # words: number of processes, options of the script
+        "": ("8", "--use_projection=True"),
+        "4 False d=*": ("4", "--use_projection=False d=*"),
+        "4 --lr=1": ("4", "--use_projection=True --lr=1"),
+        "lr=1": ("8", "--use_projection=True lr=1"),
+        "4 0 --use_projection=1": ("4", "--use_projection=0 --use_projection=1"),
+    }
+    for words, (count, options) in expected.items():
+        record = started(run("run_ddp.sh", *words.split(), GPUS="8"))
+        assert record["argv"][1] == f"--nproc_per_node={count}"
+        assert record["options"] == options.split()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -250,18 +217,16 @@ def test_default_config_and_counts(uniref50, run):
     assert started(uniref50(GPUS="3"))["argv"][1] == "--nproc_per_node=3"
 
 
-@pytest.mark.parametrize("form", ["long", "equals", "short"])
-def test_flags(uniref50, form):
+def test_flags(uniref50):
     """Every flag, in each of its forms, is the script's own option with the value unchanged."""
-    arguments = []
+    expected = [option for *_, option in FLAGS]
+    forms = {"long": [], "short": [], "equals": []}
     for short, flag, value, _ in FLAGS:
-        if form == "equals":
-            arguments.append(f"{flag}={value}")
-        else:
-            arguments += [flag if form == "long" else short, value]
-    assert started(uniref50(*arguments))["options"] == [option for *_, option in FLAGS]
-    for short, flag, *_ in FLAGS:
-        assert f"{short}, {flag} " in uniref50("--help").stdout
+        forms["long"] += [flag, value]
+        forms["short"] += [short, value]
+        forms["equals"].append(f"{flag}={value}")
+    for arguments in forms.values():
+        assert started(uniref50(*arguments))["options"] == expected
 
 
 def test_what_is_passed_on(uniref50):
@@ -276,9 +241,9 @@ def test_what_is_passed_on(uniref50):
     assert "prepared: " in refused(uniref50("--lr=x", PREPARED="2"))
 
 
-@pytest.mark.parametrize("arguments", [["--name", "--fresh"], ["--name", ""], ["--name"]])
-def test_a_flag_without_its_value(uniref50, arguments):
-    assert "--name needs a value" in refused(uniref50(*arguments))
+def test_a_flag_without_its_value(uniref50):
+    for arguments in (["--name", "--fresh"], ["--name", ""], ["--name"]):
+        assert "--name needs a value" in refused(uniref50(*arguments))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -295,7 +260,8 @@ def test_dpo_keeps_logs(run):
     (err,) = (run.folder / "logs").glob("dpo_ddp_*.err")
     assert out.read_text() == result.stdout
     assert err.read_text() == result.stderr == "to stderr\n"
-    assert "no GPU" in refused(run("scripts/run_dpo_ddp_local.sh", "9999", "--no_cuda", GPUS="4"))
+    record = started(run("scripts/run_dpo_ddp_local.sh", "1", "--no_cuda", GPUS="0", TORCH="1"))
+    assert record["argv"][1] == "--nproc_per_node=1"
 
 
 @pytest.fixture
