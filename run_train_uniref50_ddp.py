@@ -254,13 +254,14 @@ class Proteins:
 
     def crops(self, rows, places):
         """Of each sequence all, or --max_protein_len tokens from a place that is given by a number
-        from 0 to below 1: (first token, tokens, residues among them)."""
+        from 0 to below 1: (list of token arrays, how many of their tokens are residues)."""
         whole = self.lengths(rows)
         lengths = self[rows]
         first = (places * (whole - lengths + 1)).astype(np.int64)
-        has_begin = first == 0
-        has_end = first + lengths == whole
-        return self.offsets[rows] + first, lengths, lengths - has_begin - has_end
+        residues = lengths - (first == 0) - (first + lengths == whole)  # without BEGIN and END
+        starts = self.offsets[rows] + first
+        crops = [self.tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+        return crops, residues
 
 
 class NoisySequences(Dataset):
@@ -276,23 +277,20 @@ class NoisySequences(Dataset):
     def __getitem__(self, item):
         ids, whole, step = item
         generator = np.random.default_rng([self.seed, step])
-        first, lengths, residues = self.proteins.crops(whole, generator.random(len(whole)))
+        crops, residues = self.proteins.crops(whole, generator.random(len(whole)))
         # times spread evenly over the step: less noise than independent ones (Kingma et al. 2021)
         places = (generator.permutation(len(whole)) + generator.random()) / len(whole)
         times = EARLIEST + (1 - EARLIEST) * places
         shares = (1 - ALL_BUT) * times
-        draws = generator.random(lengths.sum(), dtype=np.float32)
-        ends = np.cumsum(lengths)
+        ends = np.cumsum([len(tokens) for tokens in crops])
+        draws = generator.random(ends[-1], dtype=np.float32)
 
         mine = np.flatnonzero(np.isin(whole, ids))
-        sequences = []
+        sequences = [crops[i] for i in mine]
         hide = []
         for i in mine:
-            tokens = self.proteins.tokens[first[i] : first[i] + lengths[i]]
-            is_low = draws[ends[i] - lengths[i] : ends[i]] < shares[i]
-            sequences.append(tokens)
-            hide.append(is_low & is_residue(tokens))
-
+            is_low = draws[ends[i] - len(crops[i]) : ends[i]] < shares[i]
+            hide.append(is_low & is_residue(crops[i]))
         return make_batch(sequences, hide, shares[mine], 1 / times[mine], residues.sum())
 
 
@@ -1259,15 +1257,12 @@ def held_out_batch(proteins, rows, draw, shares):
     unbiased estimate of a bound on -log p, that of an order-agnostic model (Uria et al. 2014;
     Hoogeboom et al. 2022)."""
     places = [np.random.default_rng(row).random() for row in rows]
-    first, lengths, residues = proteins.crops(rows, np.array(places))
+    sequences, residues = proteins.crops(rows, np.array(places))
     hidden = np.ceil(shares * residues).astype(int)
-    sequences = []
     hide = []
-    for i, row in enumerate(rows):
-        tokens = proteins.tokens[first[i] : first[i] + lengths[i]]
+    for row, tokens, number in zip(rows, sequences, hidden, strict=True):
         order = np.random.default_rng([row, draw]).permutation(np.flatnonzero(is_residue(tokens)))
-        sequences.append(tokens)
-        hide.append(np.isin(np.arange(len(tokens)), order[: hidden[i]]))
+        hide.append(np.isin(np.arange(len(tokens)), order[:number]))
     return make_batch(sequences, hide, hidden / residues, residues / hidden, 1)
 
 

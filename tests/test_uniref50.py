@@ -162,10 +162,11 @@ def test_crops(tmp_path):
     proteins = write_folder(tmp_path / "data", np.array([30, 110]))
     proteins.most = 40
     rows = np.tile([0, 1], 2000)
-    first, lengths, residues = proteins.crops(rows, np.random.default_rng(0).random(4000))
-    assert (lengths[::2] == 30).all() and (residues[::2] == 28).all() and (first[::2] == 0).all()
-    starts = first[1::2] - 30
-    assert (lengths[1::2] == 40).all()
+    crops, residues = proteins.crops(rows, np.random.default_rng(0).random(4000))
+    starts = np.array([crop.ctypes.data - proteins.tokens.ctypes.data for crop in crops])
+    assert [len(crop) for crop in crops] == [30, 40] * 2000
+    assert (residues[::2] == 28).all() and (starts[::2] == 0).all()
+    starts = starts[1::2] - 30
     assert set(starts.tolist()) == set(range(71))
     expected = 40 - (starts == 0) - (starts == 70)
     assert np.array_equal(residues[1::2], expected)

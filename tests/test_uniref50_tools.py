@@ -270,9 +270,9 @@ def memory_of(pids):
 
 def test_killed_and_started_again(tmp_path, start):
     """No worker and no folder are left, and the second run names what is. It takes less than 300 MB
-    for a file of 180 MB, all processes together."""
+    for a file of 90 MB, all processes together."""
     block = fasta(some_sequences(4000, seed=8, longest=1000))
-    (tmp_path / "x").write_bytes(gzip.compress((block * 90).encode(), 1))
+    (tmp_path / "x").write_bytes(gzip.compress((block * 45).encode(), 1))
     program = ROOT / "tools/prepare_uniref50.py"
     command = [sys.executable, program, tmp_path / "x", tmp_path / "out", "--workers=2"]
     killed = start(command)
