@@ -72,6 +72,7 @@ def forms_of(sequences):
     """The same sequences in every form: {what: bytes, or what torch.save gets}"""
     plain = fasta(sequences)
     text = "\n".join(sequences)
+
     half = len(plain) // 2
     stops = re.sub(r"\n(?=>|\Z)", "*\n", fasta(sequences, 10**6))
     return {
@@ -113,6 +114,7 @@ def test_every_form_and_chunk_size(tmp_path, monkeypatch, form):
         monkeypatch.setattr(tool, "BLOCK", chunk)
         folder = tmp_path / f"out{chunk}"
         assert prepare(path, folder) == split_of(SEQUENCES), chunk
+
     meta = json.loads((folder / "meta.json").read_text())
     for name, size in meta["bytes"].items():
         data = (folder / name).read_bytes()
@@ -164,6 +166,7 @@ def test_bad_records_are_listed_with_their_lines(tmp_path, monkeypatch, chunk):
             bad, what = DAMAGE[number % len(DAMAGE)]
             problems.append(f"line {text.count(chr(10)) + 1}: {what}")
             text += bad
+
     (tmp_path / "x").write_text(text)
     with pytest.raises(tool.Problem) as caught:
         prepare(tmp_path / "x", tmp_path / "out")
@@ -366,6 +369,7 @@ def test_wrong_uses_of_the_sampler(trained, tmp_path):
         "--out=/no/such/folder/x": "there is no folder",
         f"--out={tmp_path}/full.fasta": "exists: give another",
     }
+
     for options, reason in cases.items():
         with pytest.raises(sampler.InputError, match=reason):
             sample(trained, tmp_path / "x", options)
