@@ -12,8 +12,8 @@ likelihood of the sequence (SEDD, Lou et al. 2024; MDLM, Sahoo et al. 2024).
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
 
 Data (--datafile): a folder of tools/prepare_uniref50.py, or a file that this tool reads (FASTA,
-text, either as .gz, or the original's .pt). A file is prepared into --cache_dir at the first start.
-Held out are the sequences whose hash is below --val_ratio: the same in any order and on any seed.
+text, either as .gz, or the original's .pt), which is prepared into --cache_dir at the first start.
+Held out are sequences by their hash: the same in any order and on any seed.
 
 Every step is a random sample of --batch_size x --accum x GPUs sequences. They lie one after the
 other without padding, and a token sees only its own sequence. Longer ones are cropped at random.
@@ -25,12 +25,9 @@ bound, nats per residue), nelbo_se (its standard error), bits, perplexity, unigr
 the residues' shares in the training data), below_unigram, below_unigram_se, ce@0.15 ... (cross
 entropy where 15 % is hidden).
 
-Files in --output_dir: latest.pt, previous.pt, best.pt, metrics.jsonl, samples/*.fasta, curves.png,
-summary.json.
-
 The best prediction of hidden residues does not depend on the noise level (Ou et al. 2024), but the
-original shows it to the network, and so does this one. It costs 5 to 10 % of a step's time on CPUs,
-by memory traffic; on GPUs not measured. --time_conditioning False saves it.
+original shows it to the network, and so does this one. It costs 5 to 10 % of a step's time on CPUs;
+on GPUs not measured. --time_conditioning False saves it.
 
 Unlike the original (architvasan/protein_lig_sedd) the loss counts residues and not padding, no
 residue is deleted, sequences begin and end with tokens of their own, the schedule ends fully
@@ -77,11 +74,11 @@ from tqdm import tqdm
 # Arguments
 
 
-class Alias(argparse.Action):
-    """A second name for an option, which is in `const`."""
+class LogEvery(argparse.Action):
+    """--log_freq, the original's name for --log_every."""
 
     def __call__(self, parser, namespace, value, option_string=None):
-        setattr(namespace, self.const, value)
+        namespace.log_every = value
 
 
 def fraction(text):
@@ -96,7 +93,7 @@ def parse_args():
     default = "./input_data/processed_uniref50.pt"
     add("--datafile", default=default, help="folder of tools/prepare_uniref50.py, or a file")
     add("--cache_dir", default="./cache", help="where a file is prepared")
-    add("--val_ratio", type=fraction, help="share of a file that is held out; None: 0.05")
+    add("--val_ratio", type=fraction, default=0.05, help="share that is held out (of a file)")
     add("--skip_bad_data", **FLAG, default=False, help="leave out bad records (of a file)")
     add("--prepare_only", **FLAG, default=False, help="check the options, prepare a file, end")
     add("--max_protein_len", type=count, default=512, help="tokens; longer ones are cropped")
@@ -118,12 +115,10 @@ def parse_args():
     add = parser.add_argument_group("optim").add_argument
     add("--lr", type=float, default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=int, default=5000, help="steps to reach it, on one GPU")
-    kinds = ["none", "linear", "sqrt", "conservative"]
-    text = "what N GPUs multiply both by: 1, N, sqrt(N), min(N, 6); none with --global_batch_size"
+    kinds = ["none", "linear", "conservative"]
+    text = "what N GPUs multiply both by: 1, N, min(N, 6); none with --global_batch_size"
     add("--lr_scaling", default="linear", choices=kinds, help=text)
-    add("--min_lr_ratio", type=fraction, default=0.01, help="last learning rate over the peak")
     add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
-    add("--beta1", type=fraction, default=0.9, help="AdamW's")
     add("--beta2", type=fraction, default=0.999, help="AdamW's")
 
     add = parser.add_argument_group("memory").add_argument
@@ -144,8 +139,7 @@ def parse_args():
     add("--sampling_steps", type=int, default=100, help=text)
 
     add = parser.add_argument_group("names of the original").add_argument
-    add("--work_dir", action=Alias, const="output_dir", help="as --output_dir")
-    add("--log_freq", action=Alias, const="log_every", type=count, help="as --log_every")
+    add("--log_freq", action=LogEvery, type=count, help="as --log_every")
     add("--wandb_project", help="as the environment variable WANDB_PROJECT")
     add("--wandb_name", help="as the environment variable WANDB_NAME")
 
@@ -160,7 +154,7 @@ def parse_args():
         parser.error(f"--cond_dim {args.cond_dim}: must be even")
     if args.max_protein_len < 3:
         parser.error(f"--max_protein_len {args.max_protein_len}: must be 3 or more")
-    for name in ("dropout", "beta1", "beta2"):
+    for name in ("dropout", "beta2"):
         if getattr(args, name) == 1:
             parser.error(f"--{name} 1: must be below 1")
     for name in ("lr", "warmup", "weight_decay", "samples_per_eval", "sampling_steps"):
@@ -187,8 +181,7 @@ VOCABULARY = 64
 
 PUBLISHED = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 EARLIEST = 1e-3  # time; the weight of a hidden residue, 1 / time, is at most 1000
-# share of the residues that is not hidden at time 1, for a finite noise (Lou et al.)
-ALL_BUT = 1e-3
+ALL_BUT = 1e-3  # share that is not hidden at time 1, for a finite noise (Lou et al. 2024)
 
 
 class Batch(NamedTuple):
@@ -256,18 +249,19 @@ class Proteins:
         return self.offsets[rows + 1] - self.offsets[rows]
 
     def __getitem__(self, rows):
-        """Tokens of their crops."""
+        """Tokens of their crops: the cost that the sampler sorts a step by."""
         return np.minimum(self.lengths(rows), self.most)
 
     def crops(self, rows, places):
         """Of each sequence all, or --max_protein_len tokens from a place that is given by a number
-        from 0 to below 1: (first token, tokens, residues among them)."""
+        from 0 to below 1: (list of token arrays, how many of their tokens are residues)."""
         whole = self.lengths(rows)
         lengths = self[rows]
         first = (places * (whole - lengths + 1)).astype(np.int64)
-        has_begin = first == 0
-        has_end = first + lengths == whole
-        return self.offsets[rows] + first, lengths, lengths - has_begin - has_end
+        residues = lengths - (first == 0) - (first + lengths == whole)  # without BEGIN and END
+        starts = self.offsets[rows] + first
+        crops = [self.tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+        return crops, residues
 
 
 class NoisySequences(Dataset):
@@ -283,23 +277,20 @@ class NoisySequences(Dataset):
     def __getitem__(self, item):
         ids, whole, step = item
         generator = np.random.default_rng([self.seed, step])
-        first, lengths, residues = self.proteins.crops(whole, generator.random(len(whole)))
+        crops, residues = self.proteins.crops(whole, generator.random(len(whole)))
         # times spread evenly over the step: less noise than independent ones (Kingma et al. 2021)
         places = (generator.permutation(len(whole)) + generator.random()) / len(whole)
         times = EARLIEST + (1 - EARLIEST) * places
         shares = (1 - ALL_BUT) * times
-        draws = generator.random(lengths.sum(), dtype=np.float32)
-        ends = np.cumsum(lengths)
+        ends = np.cumsum([len(tokens) for tokens in crops])
+        draws = generator.random(ends[-1], dtype=np.float32)
 
         mine = np.flatnonzero(np.isin(whole, ids))
-        sequences = []
+        sequences = [crops[i] for i in mine]
         hide = []
         for i in mine:
-            tokens = self.proteins.tokens[first[i] : first[i] + lengths[i]]
-            is_low = draws[ends[i] - lengths[i] : ends[i]] < shares[i]
-            sequences.append(tokens)
-            hide.append(is_low & is_residue(tokens))
-
+            is_low = draws[ends[i] - len(crops[i]) : ends[i]] < shares[i]
+            hide.append(is_low & is_residue(crops[i]))
         return make_batch(sequences, hide, shares[mine], 1 / times[mine], residues.sum())
 
 
@@ -312,28 +303,27 @@ def find_data(args):
         text = f"--datafile {path}: no such file or folder. UniRef50 is at {PUBLISHED}; then"
         text += " python tools/prepare_uniref50.py uniref50.fasta.gz input_data/uniref50"
         raise InputError(f"{text} and --datafile input_data/uniref50")
+    options = [f"--val_ratio={args.val_ratio}"]
+    if args.skip_bad_data:
+        options.append("--skip_bad_data")
     stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    key += [FORMAT, args.val_ratio, args.skip_bad_data]
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *options]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     folder = Path(args.cache_dir) / f"uniref50-{digest[:16]}"
     if folder.exists():
         return folder
-    options = [str(path), str(folder)]
-    if args.val_ratio is not None:
-        options.append(f"--val_ratio={args.val_ratio}")
-    if args.skip_bad_data:
-        options.append("--skip_bad_data")
+
+    words = [str(path), str(folder), *options]
+    logging.info(shlex.join(["python", "tools/prepare_uniref50.py", *words]))
     tool = Path(__file__).parent / "tools" / "prepare_uniref50.py"
-    logging.info(shlex.join(["python", f"tools/{tool.name}", *options]))
-    done = subprocess.run([sys.executable, tool, *options], stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, tool, *words], stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise InputError(done.stderr.strip())
     return folder
 
 
-def read_meta(folder, args):
-    """(hash of the folder, content of its meta.json), if the folder is whole."""
+def read_meta(folder):
+    """(content of meta.json, its hash) of a folder that is whole."""
     try:
         text = (folder / "meta.json").read_text()
         meta = json.loads(text)
@@ -343,25 +333,18 @@ def read_meta(folder, args):
     except (OSError, KeyError, ValueError) as error:
         text = f"{folder} is no whole folder of tools/prepare_uniref50.py ({error})"
         raise InputError(f"{text}: give another, or prepare the data again") from None
-    if args.val_ratio not in (None, meta["val_ratio"]):
-        text = f"{folder} was prepared with {meta['val_ratio']}"
-        raise InputError(f"--val_ratio {args.val_ratio}: {text}")
-    return hashlib.sha256(text.encode()).hexdigest()[:12], meta
+    return meta, hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def load_data(args):
     """(training part, validation part, meta.json, hash), the same on all ranks. (all ranks)"""
     folder = on_rank0(find_data, args)
-    if not folder.exists():
-        raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
-    data_hash, meta = read_meta(folder, args)
-    if data_hash != on_rank0(read_meta, folder, args)[0]:
+    meta, data_hash = read_meta(folder)
+    if data_hash != on_rank0(read_meta, folder)[1]:
         raise InputError(f"{folder} is not the same here as on rank 0")
     train = Proteins(folder, "train", args.max_protein_len)
     valid = Proteins(folder, "valid", args.max_protein_len)
-    logging.info("Data split complete:")
-    logging.info(f"  Training samples:   {len(train):,}")
-    logging.info(f"  Validation samples: {len(valid):,}")
+    logging.info(f"  sequences to train on: {len(train):,}; held out: {len(valid):,}")
     return train, valid, meta, data_hash
 
 
@@ -386,74 +369,33 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
         self.adapt = nn.Linear(args.cond_dim, 6 * width)
 
-    def forward(self, x, cond, owner, turns, starts, lengths):
-        """x (T, D); cond (B, C); owner (T,), which row of `cond` is a token's, or None where there
-        is one row for all; turns (T, 1, 1, D / heads / 2, 2): -> (T, D)"""
+    def forward(self, x, cond, owners, turns, starts, lengths):
+        """x (T, D); cond (B, C); owners (T, B), 1 where a row of `cond` is a token's, or None where
+        there is one row for all; turns (T, 1, 1, D / heads / 2, 2): -> (T, D)"""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond).chunk(6, dim=1)
-        h = add_scaled(spread(shift1, owner), 1 + scale1, owner, self.norm1(x))
+        h = add_scaled(spread(shift1, owners), 1 + scale1, owners, self.norm1(x))
         # q and k (T, 2, H, E), v (T, 1, H, E); the gradient of an index would be filled with zeros
         qk, v = self.qkv(h).unflatten(1, (3, self.heads, -1)).split((2, 1), dim=1)
         q, k = rotate(qk, turns).unbind(1)
         h = self.out(attend(q, k, v.squeeze(1), starts, lengths))
-        x = add_scaled(x, gate1, owner, dropout(h, self.dropout, self.training))
-        h = add_scaled(spread(shift2, owner), 1 + scale2, owner, self.norm2(x))
+        x = add_scaled(x, gate1, owners, dropout(h, self.dropout, self.training))
+        h = add_scaled(spread(shift2, owners), 1 + scale2, owners, self.norm2(x))
         h = self.down(F.gelu(self.up(h)))
-        return add_scaled(x, gate2, owner, dropout(h, self.dropout, self.training))
+        return add_scaled(x, gate2, owners, dropout(h, self.dropout, self.training))
 
 
-class AddScaled(torch.autograd.Function):
-    """x + rows.index_select(0, owner) * y. The gradient of the rows is a product with a matrix of
-    zeros and ones, which is faster than to add up token by token, and gives the same bits each
-    time. (PyTorch's addcmul would do the rest, but its backward pass multiplies all by one.)"""
-
-    @staticmethod
-    def forward(ctx, x, rows, owner, y):
-        scale = rows.index_select(0, owner)
-        ctx.save_for_backward(scale, owner, y)
-        ctx.number = len(rows)
-        return torch.addcmul(x, scale, y)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        scale, owner, y = ctx.saved_tensors
-        of_rows = sum_by_owner(gradient * y, owner, ctx.number)
-        return gradient, of_rows, None, gradient * scale
+def spread(rows, owners):
+    """The row of each token's sequence (T, D). The product with a matrix of zeros and ones is
+    exact. Its gradient is a product, too: faster than the sum token by token that an index would
+    need, and the same bits each time."""
+    return rows if owners is None else owners @ rows
 
 
-class Spread(torch.autograd.Function):
-    """rows.index_select(0, owner); the gradient as above."""
-
-    @staticmethod
-    def forward(ctx, rows, owner):
-        ctx.save_for_backward(owner)
-        ctx.number = len(rows)
-        return rows.index_select(0, owner)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (owner,) = ctx.saved_tensors
-        return sum_by_owner(gradient, owner, ctx.number), None
-
-
-def sum_by_owner(values, owner, number):
-    """values (T, D), owner (T,) -> (number, D)"""
-    numbers = torch.arange(number, dtype=owner.dtype, device=owner.device)
-    is_owner = (numbers[:, None] == owner).to(values.dtype)
-    return is_owner @ values
-
-
-def add_scaled(x, rows, owner, y):
+def add_scaled(x, rows, owners, y):
     """x + y times the row of each token's sequence (T, D)."""
-    if owner is None:
+    if owners is None:
         return x + rows * y
-    return AddScaled.apply(x, rows, owner, y)
-
-
-def spread(rows, owner):
-    """The row of each token's sequence (T, D)."""
-    if owner is None:
-        return rows
-    return Spread.apply(rows, owner)
+    return torch.addcmul(x, spread(rows, owners), y)
 
 
 def rotate(x, turns):
@@ -509,12 +451,9 @@ class Denoiser(nn.Module):
         self.timed = args.time_conditioning
         self.recompute = args.gradient_checkpointing
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.noise_mlp = nn.Sequential(
-            nn.Linear(args.cond_dim, args.cond_dim),
-            nn.SiLU(),
-            nn.Linear(args.cond_dim, args.cond_dim),
-            nn.SiLU(),
-        )
+        first = nn.Linear(args.cond_dim, args.cond_dim)
+        second = nn.Linear(args.cond_dim, args.cond_dim)
+        self.noise_mlp = nn.Sequential(first, nn.SiLU(), second, nn.SiLU())
         self.blocks = nn.ModuleList([Block(args) for _ in range(args.n_blocks_prot)])
         self.norm = nn.LayerNorm(width, bias=False)
         self.adapt = nn.Linear(args.cond_dim, 2 * width)
@@ -526,9 +465,8 @@ class Denoiser(nn.Module):
         waves = torch.arange(args.cond_dim // 2) / (args.cond_dim // 2)
         self.register_buffer("waves", torch.exp(-math.log(1e4) * waves), persistent=False)
         size = width // args.n_heads
-        angles = torch.arange(args.max_protein_len)[:, None] * 1e4 ** (
-            -torch.arange(0, size, 2) / size
-        )
+        frequencies = 1e4 ** (-torch.arange(0, size, 2) / size)
+        angles = torch.arange(args.max_protein_len)[:, None] * frequencies
         turns = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (positions, E / 2, 2)
         self.register_buffer("turns", turns, persistent=False)
 
@@ -548,11 +486,14 @@ class Denoiser(nn.Module):
         sigma = batch.sigma if self.timed else torch.zeros_like(batch.sigma[:1])
         angles = sigma[:, None] * self.waves
         cond = self.noise_mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
-        owner = batch.owner if self.timed else None
+        owners = None
+        if self.timed:
+            numbers = torch.arange(len(sigma), dtype=batch.owner.dtype, device=x.device)
+            owners = (batch.owner[:, None] == numbers).to(self.dtype)
         turns = self.turns.index_select(0, batch.positions)[:, None, None]
 
         for block in self.blocks:
-            inputs = (x, cond, owner, turns, batch.starts, batch.lengths)
+            inputs = (x, cond, owners, turns, batch.starts, batch.lengths)
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -560,9 +501,9 @@ class Denoiser(nn.Module):
 
         x = x.index_select(0, batch.hidden)  # the other tokens are of no further use
         if self.timed:
-            owner = owner.index_select(0, batch.hidden)
+            owners = owners.index_select(0, batch.hidden)
         shift, scale = self.adapt(cond).chunk(2, dim=1)
-        return add_scaled(spread(shift, owner), 1 + scale, owner, self.norm(x))
+        return add_scaled(spread(shift, owners), 1 + scale, owners, self.norm(x))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1316,15 +1257,12 @@ def held_out_batch(proteins, rows, draw, shares):
     unbiased estimate of a bound on -log p, that of an order-agnostic model (Uria et al. 2014;
     Hoogeboom et al. 2022)."""
     places = [np.random.default_rng(row).random() for row in rows]
-    first, lengths, residues = proteins.crops(rows, np.array(places))
+    sequences, residues = proteins.crops(rows, np.array(places))
     hidden = np.ceil(shares * residues).astype(int)
-    sequences = []
     hide = []
-    for i, row in enumerate(rows):
-        tokens = proteins.tokens[first[i] : first[i] + lengths[i]]
+    for row, tokens, number in zip(rows, sequences, hidden, strict=True):
         order = np.random.default_rng([row, draw]).permutation(np.flatnonzero(is_residue(tokens)))
-        sequences.append(tokens)
-        hide.append(np.isin(np.arange(len(tokens)), order[: hidden[i]]))
+        hide.append(np.isin(np.arange(len(tokens)), order[:number]))
     return make_batch(sequences, hide, hidden / residues, residues / hidden, 1)
 
 
@@ -1341,11 +1279,10 @@ def measure(args, device, model, proteins, meta, guard):
     # of each sequence: residues, nats by the residues' shares, nats by the model in each draw
     table = torch.zeros(number, 2 + draws, dtype=torch.float64, device=device)
 
-    def by_sequence(batch, values):
-        """(B,) sums of the values of hidden residues."""
+    def add(part, column, batch, values):
+        """Sum up the values of hidden residues, for each sequence."""
         owner = batch.owner.index_select(0, batch.hidden)
-        sums = torch.zeros(len(batch.lengths), dtype=torch.float64, device=device)
-        return sums.index_add_(0, owner, values.double())
+        table[part, column].index_add_(0, owner, values.double())
 
     for first in range(0, number, args.eval_batch_size * dist.get_world_size()):
         if guard.agree():  # here and not once at the end: an evaluation may take long
@@ -1362,10 +1299,10 @@ def measure(args, device, model, proteins, meta, guard):
                 shares = np.full(len(mine), RATES[draw - args.eval_draws])
             batch = held_out_batch(proteins, mine, draw, shares).to(device)
             nats = F.cross_entropy(model(batch), batch.targets, reduction="none")
-            table[part, 2 + draw] = by_sequence(batch, nats.double() * batch.weights)
+            add(part, 2 + draw, batch, nats.double() * batch.weights)
         batch = held_out_batch(proteins, mine, 0, np.ones(len(mine))).to(device)
-        table[part, 0] = by_sequence(batch, batch.weights)  # 1 each, as everything is hidden
-        table[part, 1] = by_sequence(batch, surprise.index_select(0, batch.targets))
+        add(part, 0, batch, batch.weights)  # 1 each, as everything is hidden
+        add(part, 1, batch, surprise.index_select(0, batch.targets))
     dist.all_reduce(table)  # each row is zero on all ranks but one
     # by rank 0 for all, who decide by it: another processor might round differently
     return on_rank0(summarize, table.cpu().numpy())
@@ -1383,14 +1320,12 @@ def summarize(table):
     residues = table[:, 0]
     unigram = table[:, 1]
     nats = table[:, 2 : -len(RATES)].mean(1)
-    metrics = {}
-    metrics["nelbo"], metrics["nelbo_se"] = mean_and_error(nats, residues)
-    metrics["bits"] = metrics["nelbo"] / math.log(2)
-    metrics["perplexity"] = float(np.exp(min(metrics["nelbo"], 700.0)))  # math.exp may overflow
+    nelbo, error = mean_and_error(nats, residues)
+    metrics = {"nelbo": nelbo, "nelbo_se": error, "bits": nelbo / math.log(2)}
+    metrics["perplexity"] = float(np.exp(min(nelbo, 700.0)))  # a diverged bound would overflow
     metrics["unigram"] = mean_and_error(unigram, residues)[0]
     gain, error = mean_and_error(unigram - nats, residues)
-    metrics["below_unigram"] = gain
-    metrics["below_unigram_se"] = error
+    metrics.update(below_unigram=gain, below_unigram_se=error)
     for i, rate in enumerate(RATES, start=-len(RATES)):
         hidden = np.ceil(rate * residues)
         metrics[f"ce@{rate}"] = float((table[:, i] / residues * hidden).sum() / hidden.sum())
@@ -1428,10 +1363,10 @@ def empty_template(residues):
 
 def draw_residues(logits, uniform):
     """Tokens drawn by logits (M, 26) at uniform numbers (M,), both in float64: with 24 bits rare
-    residues would be too rare (Zheng et al. 2024). MASK where the logits are not finite."""
+    residues would be too rare (Zheng et al. 2024)."""
     total = logits.double().softmax(1).cumsum(1)
     kinds = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)[:, 0]
-    return torch.where(total[:, -1].isfinite(), FIRST + kinds.clamp(max=KINDS - 1), MASK)
+    return FIRST + kinds.clamp(max=KINDS - 1)
 
 
 @torch.no_grad()
@@ -1446,21 +1381,27 @@ def draw_sequences(predict, templates, numbers, device, method, steps, seed, pro
     batch = make_batch(templates, hide, nothing, nothing, 1)
     free = np.flatnonzero(batch.noisy.numpy() == MASK)
     owner = batch.owner.numpy()[free]
-    if steps == 0 and method == "simple":
-        steps = int(np.bincount(owner).max())
+    counts = np.bincount(owner, minlength=len(templates))
+    if method == "simple" and steps == 0:
+        steps = int(counts.max())
+
     # uniform numbers, for each residue: when it is drawn, and which one; simple: in each step
     draws = np.zeros((len(free), 2 if method == "rigorous" else 2 * steps))
     for i, number in enumerate(numbers):
         mine = owner == i
         draws[mine] = np.random.default_rng([seed, number]).random(draws[mine].shape)
+
     draw = draw_rigorously if method == "rigorous" else draw_simply
-    found = draw(predict, batch.to(device), free, owner, draws, steps, progress).cpu()
-    if (found == MASK).any():
-        raise RunError("sampling: the network's predictions are not finite")
-    return [tokens.numpy() for tokens in found.split(batch.lengths)]
+    found = draw(predict, batch.to(device), free, owner, counts, draws, steps, progress)
+    return [tokens.numpy() for tokens in found.cpu().split(batch.lengths)]
 
 
-def draw_rigorously(predict, batch, free, owner, draws, steps, progress):
+def noise_level(shares, device):
+    """What the network is shown where these shares are hidden."""
+    return torch.from_numpy(-np.log1p(-shares)).float().to(device)
+
+
+def draw_rigorously(predict, batch, free, owner, counts, draws, steps, progress):
     """Samples of the model. At time 1 all is hidden; backwards in time, a residue that is hidden at
     a share m of hidden ones is still hidden at m' < m with probability m' / m. So each appears at
     a share that is uniform, which is drawn first, and the order of events is known beforehand.
@@ -1469,28 +1410,24 @@ def draw_rigorously(predict, batch, free, owner, draws, steps, progress):
     hitting, Zheng et al. 2024): exact. Else those that fall between two of the shares of a grid
     appear together, each drawn by itself (tau-leaping with Tweedie's rule, Lou et al. 2024)."""
     device = batch.noisy.device
-    sequences = len(batch.lengths)
-    top = 1 - ALL_BUT
-    appears = draws[:, 0] * top
+    appears = (1 - ALL_BUT) * draws[:, 0]
     if steps > 0:
-        grid = top * np.linspace(1, 0, steps + 1)
+        grid = (1 - ALL_BUT) * np.linspace(1, 0, steps + 1)
         step_of = np.searchsorted(-grid[1:-1], -appears)
-        shares = np.repeat(grid[:-1, None], sequences, axis=1)
+        shares = np.repeat(grid[:-1, None], len(counts), axis=1)
     else:
+        order = np.lexsort((-appears, owner))  # sequence after sequence, in each the largest first
         step_of = np.zeros(len(free), np.int64)
-        shares = np.zeros((np.bincount(owner).max(), sequences))
-        for i in range(sequences):
-            mine = np.flatnonzero(owner == i)
-            mine = mine[np.argsort(-appears[mine])]
-            step_of[mine] = np.arange(len(mine))
-            shares[: len(mine), i] = appears[mine]
+        step_of[order] = np.arange(len(free)) - np.searchsorted(owner, owner)
+        shares = np.zeros((counts.max(), len(counts)))
+        shares[step_of, owner] = appears
 
     # everything that the steps need is on the device before they begin: none waits for the host
     order = np.argsort(step_of, kind="stable")
     used, sizes = np.unique(step_of, return_counts=True)
     places = torch.from_numpy(free[order]).to(device).split(sizes.tolist())
     uniform = torch.from_numpy(draws[order, 1]).to(device).split(sizes.tolist())
-    sigma = torch.from_numpy(-np.log1p(-shares[used])).float().to(device)
+    sigma = noise_level(shares[used], device)
     x = batch.noisy.clone()
     for k in progress(range(len(used))):
         logits = predict(batch._replace(noisy=x, hidden=places[k], sigma=sigma[k]))
@@ -1498,17 +1435,16 @@ def draw_rigorously(predict, batch, free, owner, draws, steps, progress):
     return x
 
 
-def draw_simply(predict, batch, free, owner, draws, steps, progress):
+def draw_simply(predict, batch, free, owner, counts, draws, steps, progress):
     """Surest first (MaskGIT, Chang et al. 2022): each step draws a residue for every hidden place
     and hides those of the lowest probability again, with some Gumbel noise. Fast, and another law
     than the model's: see tools/sample_uniref50.py."""
     device = batch.noisy.device
-    counts = np.bincount(owner, minlength=len(batch.lengths))
     # so many places of each sequence are hidden after step k, with a cosine as in MaskGIT
     left = np.round(np.cos(np.pi / 2 * np.arange(steps + 1) / steps)[:, None] * counts)
     shares = np.minimum(left / np.maximum(1, counts), 1 - ALL_BUT)
     left = left.astype(int).tolist()
-    sigma = torch.from_numpy(-np.log1p(-shares)).float().to(device)
+    sigma = noise_level(shares, device)
     uniform = torch.from_numpy(draws).to(device)
     free = torch.from_numpy(free).to(device)
     hidden = torch.arange(len(free), device=device)  # which of `free`, sequence after sequence
@@ -1518,10 +1454,10 @@ def draw_simply(predict, batch, free, owner, draws, steps, progress):
         logits = predict(batch._replace(noisy=x, hidden=places, sigma=sigma[k]))
         which, noise = uniform[:, 2 * k : 2 * k + 2].index_select(0, hidden).unbind(1)
         found = draw_residues(logits, which)
-        kind = (found - FIRST).clamp(max=KINDS - 1)[:, None]
-        sure = logits.double().log_softmax(1).gather(1, kind)[:, 0]
-        sure -= 4.5 * (1 - (k + 1) / steps) * torch.log(-torch.log(noise))
         x.index_copy_(0, places, found.to(x.dtype))
+
+        sure = logits.double().log_softmax(1).gather(1, found[:, None] - FIRST)[:, 0]
+        sure -= 4.5 * (1 - (k + 1) / steps) * torch.log(-torch.log(noise))
         again = []
         parts = zip(hidden.split(left[k]), sure.split(left[k]), left[k + 1], strict=True)
         for part, part_sure, number in parts:
@@ -1531,16 +1467,19 @@ def draw_simply(predict, batch, free, owner, draws, steps, progress):
     return x
 
 
-def write_fasta(path, sequences, names):
-    """Sequences of tokens, as letters without BEGIN and END."""
+def letters_of(tokens):
+    """The residues among tokens, as text."""
     letters = np.frombuffer(RESIDUES.encode(), np.uint8)
-    lines = []
-    for name, tokens in zip(names, sequences, strict=True):
-        text = letters[tokens[is_residue(tokens)] - FIRST].tobytes().decode()
-        lines.append(f">{name} length={len(text)}")
-        for start in range(0, len(text), 80):
-            lines.append(text[start : start + 80])
-    path.write_text("\n".join(lines) + "\n")
+    return letters[tokens[is_residue(tokens)] - FIRST].tobytes().decode()
+
+
+def write_fasta(path, sequences, names):
+    with open(path, "w") as file:
+        for name, tokens in zip(names, sequences, strict=True):
+            text = letters_of(tokens)
+            file.write(f">{name} length={len(text)}\n")
+            for start in range(0, len(text), 80):
+                file.write(text[start : start + 80] + "\n")
 
 
 def draw_samples(args, device, model, meta, step):
@@ -1573,13 +1512,14 @@ def draw_samples(args, device, model, meta, step):
 # Train
 
 
+LAST_RATE = 0.01  # of the peak: where the cosine ends, as in the original
+
+
 def gpu_factor(args, world_size):
-    """What learning rate and warm-up are multiplied by (linear: Goyal et al. 2017; sqrt: Krizhevsky
-    2014; conservative: linear up to 6). Where the batch does not grow with the GPUs, 1."""
+    """What learning rate and warm-up are multiplied by (linear: Goyal et al. 2017; conservative:
+    linear up to 6). Where the batch does not grow with the GPUs, 1."""
     if args.global_batch_size or args.lr_scaling == "none":
         return 1
-    if args.lr_scaling == "sqrt":
-        return math.sqrt(world_size)
     if args.lr_scaling == "conservative":
         return min(world_size, 6)
     return world_size
@@ -1589,17 +1529,17 @@ def warmup_steps(args, factor, steps):
     warmup = round(args.warmup * factor)
     if warmup > steps // 2:
         warmup = steps // 10
-        text = f"--warmup {args.warmup} x {factor:g} is more than half of {steps} steps"
+        text = f"--warmup {args.warmup} x {factor} is more than half of {steps} steps"
         logging.warning(f"{text}: it takes {warmup}")
     return warmup
 
 
-def lr_factor(args, step, steps, warmup):
+def lr_factor(step, steps, warmup):
     """What the peak rate is multiplied by: a straight rise from above 0, then half a cosine."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - warmup)
-    return args.min_lr_ratio + (1 - args.min_lr_ratio) * (0.5 + 0.5 * math.cos(math.pi * done))
+    return LAST_RATE + (1 - LAST_RATE) * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
 def make_optimizer(args, model):
@@ -1611,11 +1551,11 @@ def make_optimizer(args, model):
         {"params": decay, "weight_decay": args.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.beta2), fused=True)
 
 
 class AllRows:
-    """The numbers 0, 1, ... of all sequences, as an array would give them, without its memory."""
+    """np.arange(number), as far as the sampler uses it, without its memory."""
 
     def __init__(self, number):
         self.number = number
@@ -1755,7 +1695,7 @@ def train(args, device, data, model, state, guard, log):
         # again, draws the same, and there is no random state to be saved. (The factors keep
         # steps below 1,000,003 and ranks below 4,099 apart.)
         generator.manual_seed((args.seed * 1_000_003 + step) * 4099 + rank)
-        lr = peak * lr_factor(args, step, steps, warmup)
+        lr = peak * lr_factor(step, steps, warmup)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
@@ -1828,13 +1768,12 @@ def refuse_changes(args, state):
 
 
 def report(loop):
-    """The last word: the best bound beside that of the residues' shares. (rank 0)"""
+    """The last word: the best bound beside that of the residues' shares."""
     metrics = loop["metrics"]
     bound = f"{metrics['nelbo']:.4f} ± {metrics['nelbo_se']:.4f}"
     gain = f"{metrics['below_unigram']:.4f} ± {metrics['below_unigram_se']:.4f}"
-    text = f"held-out bound {bound} nats per residue, by the residues' shares"
-    text = f"{text} {metrics['unigram']:.4f}: {gain} below"
-    logging.info(f"best at step {loop['best']['step']}: {text}")
+    logging.info(f"best at step {loop['best']['step']}: held-out bound {bound} nats per residue")
+    logging.info(f"  by the residues' shares: {metrics['unigram']:.4f}; {gain} below")
     if metrics["below_unigram"] <= 0:
         logging.warning("the network is no better than the residues' shares: train longer")
     return {"baselines": {"unigram": metrics["unigram"]}, "val": metrics}
@@ -1843,13 +1782,12 @@ def report(loop):
 def main(args):
     if args.prepare_only:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-        read_meta(find_data(args), args)
+        read_meta(find_data(args))
         return 0
     device = setup_ddp(args)
     if device.type != "cpu":
         module = torch.get_device_module(device)
         module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
-    logging.info("Preparing data loaders...")
     data = load_data(args)
     state = open_run(args, data[-1])
     if state:
@@ -1861,12 +1799,10 @@ def main(args):
     guard = StepGuard(args, device)
     log = RunLog(args, state)
     loop = train(args, device, data, model, state, guard, log)
-    summary = {}
+    summary = {"status": f"stopped by {guard.reason}" if guard.reason else "finished"}
     if not guard.reason:
-        logging.info("Training process completed.")
-        summary = on_rank0(report, loop)
-    status = f"stopped by {guard.reason}" if guard.reason else "finished"
-    log.close(status=status, steps=loop["step"], best=loop["best"], **summary)
+        summary.update(report(loop))
+    log.close(**summary, steps=loop["step"], best=loop["best"])
     if not guard.reason:
         logging.info("Training and evaluation completed successfully!")
     return exit_status(guard.reason)

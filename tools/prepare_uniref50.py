@@ -9,8 +9,8 @@ https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz
 
 Residues are the 20 letters and X, B, U, Z, O, J, in upper or lower case; a `*` at the end is
 dropped. A record with anything else is listed with the line where it begins, and nothing is
-written, unless --skip_bad_data leaves such records out. The file is read once, piece by piece: the
-memory that is needed does not grow with it.
+written, unless --skip_bad_data leaves such records out. The file is read piece by piece: the memory
+that is needed does not grow with it.
 
 A sequence is held out if its hash, as a share of all hashes, is below --val_ratio. So the split
 does not depend on the order or on what else the file holds, and equal sequences are on one side.
@@ -50,6 +50,7 @@ END = 2
 WRONG = 255
 
 PARTS = ["train", "valid"]
+KINDS = ["tokens", "offsets"]  # of files
 BLOCK = 128 << 10  # bytes that are read at a time
 CHUNK = 4 << 20  # bytes that a worker gets at a time; a longer record comes whole
 SMALL = 16 << 20  # bytes of a file that needs no workers, whose start takes a second
@@ -103,16 +104,14 @@ def find_form(path):
         start = file.read(4)
     if start.startswith((b"PK\3\4", b"\x80")):  # zip and pickle: torch.save writes these
         return "list"
+
     head = next(read_blocks(path), b"").lstrip()
-    right = "expected FASTA or text, plain or .gz, or a .pt file"
-    if not head:
-        raise Problem(f"{path} is empty; {right}")
-    if b"\0" in head:
-        raise Problem(f"{path} begins with {head[:12]!r}, which is no text; {right}")
+    if not head or b"\0" in head:
+        found = f"begins with {head[:12]!r}" if head else "is empty"
+        raise Problem(f"{path} {found}; expected FASTA or text, plain or .gz, or a .pt file")
     lines = head.split(b"\n", 3)
     if head.startswith(b"@") and len(lines) > 2 and lines[2].startswith(b"+"):
-        hint = "make FASTA of it: its lines of qualities would pass for proteins"
-        raise Problem(f"{path} is FASTQ; {right}: {hint}")
+        raise Problem(f"{path} is FASTQ, whose qualities would pass for proteins; expected FASTA")
     if head.startswith(b">"):
         return "fasta"
     if b"\n>" in head:
@@ -150,10 +149,9 @@ def read_list(path):
         reason = str(error).splitlines()[0][:120]
         raise Problem(f"{path}: expected a whole file of torch.save ({reason})") from None
     if isinstance(data, dict):
-        data = data.get("sequences", data.get("data", data))
+        data = data.get("sequences", data.get("data"))
     if not isinstance(data, list):
-        right = "expected a list, or a dict with a list as sequences or data"
-        raise Problem(f"{path} holds a {type(data).__name__}; {right}")
+        raise Problem(f"{path}: expected a list, or a dict with a list as sequences or data")
     for entry in data:
         if isinstance(entry, dict):
             found = [entry[key] for key in ("protein_seq", "sequence", "text") if key in entry]
@@ -255,37 +253,6 @@ def encode_all(args, form):
 # ---- Writing ---------------------------------------------------------------------------------
 
 
-class Part:
-    """The files of train or valid, as they grow."""
-
-    def __init__(self, folder, name):
-        self.paths = {kind: folder / f"{name}.{kind}" for kind in ("tokens", "offsets")}
-        self.files = {kind: open(path, "wb") for kind, path in self.paths.items()}
-        self.digests = {kind: hashlib.sha256() for kind in self.paths}
-        self.tokens = 0
-        self.lengths = collections.Counter()  # in residues
-        self.letters = np.zeros(len(RESIDUES), np.int64)
-        self.write("offsets", np.zeros(1, np.int64))
-
-    def write(self, kind, array):
-        self.files[kind].write(array)
-        self.digests[kind].update(array)
-
-    def add(self, tokens, lengths):
-        self.write("tokens", tokens)
-        self.write("offsets", self.tokens + np.cumsum(lengths))
-        self.tokens += len(tokens)
-        self.lengths.update((lengths - 2).tolist())
-        self.letters += np.bincount(tokens, minlength=FIRST + len(RESIDUES))[FIRST:]
-
-    def close(self):
-        """What meta.json says of it."""
-        for file in self.files.values():
-            file.close()
-        sequences = self.lengths.total()
-        return {"sequences": sequences, "residues": self.tokens - 2 * sequences}
-
-
 def without_duplicates(tokens, lengths, hashes, seen):
     """The sequences whose hash is not in `seen`, to which theirs are added."""
     chosen = np.zeros(len(hashes), bool)
@@ -295,54 +262,77 @@ def without_duplicates(tokens, lengths, hashes, seen):
     return tokens[np.repeat(chosen, lengths)], lengths[chosen]
 
 
-def write_folder(folder, form, args):
-    """Write the arrays; the content of meta.json."""
-    parts = {name: Part(folder, name) for name in PARTS}
-    problems = []
-    skipped = 0
+def write_arrays(folder, form, args):
+    """Write the arrays. Returns {part: {residues: sequences}}, the residues of each kind in the
+    training part, the number of duplicates, bad records."""
+    files = {}
+    for part in PARTS:
+        for kind in KINDS:
+            files[part, kind] = open(folder / f"{part}.{kind}", "wb")
+        files[part, "offsets"].write(bytes(8))  # the first sequence begins at 0
+    lengths_of = {part: collections.Counter() for part in PARTS}
+    size_of = dict.fromkeys(PARTS, 0)  # in tokens
+    letters = np.zeros(len(RESIDUES), np.int64)
+
+    bad = []
     duplicates = 0
     seen = set()
     line = 0 if form == "list" else 1
     unit = "index" if form == "list" else "line"
     bar = tqdm(unit="B", unit_scale=True, disable=None, leave=False)
-    with open(folder / "skipped_records.txt", "w", encoding="utf-8") as listing:
-        for found, wrong, lines, size in encode_all(args, form):
-            for name, (tokens, lengths, hashes) in found.items():
-                if args.remove_duplicates:
-                    before = len(lengths)
-                    tokens, lengths = without_duplicates(tokens, lengths, hashes, seen)
-                    duplicates += before - len(lengths)
-                parts[name].add(tokens, lengths)
-            for place, what in wrong:
-                text = f"{unit} {line + place}: {what}"
-                listing.write(text + "\n")
-                if skipped < SHOWN:
-                    problems.append(text)
-                skipped += 1
-            line += lines
-            bar.update(size)
-    bar.close()
+    for found, problems, lines, size in encode_all(args, form):
+        for part, (tokens, lengths, hashes) in found.items():
+            if args.remove_duplicates:
+                duplicates += len(lengths)
+                tokens, lengths = without_duplicates(tokens, lengths, hashes, seen)
+                duplicates -= len(lengths)
+            files[part, "tokens"].write(tokens)
+            files[part, "offsets"].write(size_of[part] + np.cumsum(lengths))
+            size_of[part] += len(tokens)
+            lengths_of[part].update((lengths - 2).tolist())
+            if part == "train":
+                letters += np.bincount(tokens, minlength=FIRST + len(RESIDUES))[FIRST:]
 
-    if skipped and not args.skip_bad_data:
-        if skipped > SHOWN:
-            problems.append(f"... and {skipped - SHOWN} more")
+        for place, what in problems:
+            bad.append(f"{unit} {line + place}: {what}")
+        line += lines
+        bar.update(size)
+
+    bar.close()
+    for file in files.values():
+        file.close()
+    return lengths_of, letters, duplicates, bad
+
+
+def write_folder(folder, form, args):
+    """Write all files but meta.json, whose content is returned."""
+    lengths_of, letters, duplicates, bad = write_arrays(folder, form, args)
+    if bad and not args.skip_bad_data:
         text = "expected letters, and * only at the end of a sequence"
-        text = f"bad records: {skipped}; {text} (--skip_bad_data leaves them out)"
-        raise Problem(f"{args.source}: {text}: {'; '.join(problems)}")
+        text = f"bad records: {len(bad)}; {text} (--skip_bad_data leaves them out)"
+        shown = "; ".join(bad[:SHOWN])
+        if len(bad) > SHOWN:
+            shown += f"; ... and {len(bad) - SHOWN} more"
+        raise Problem(f"{args.source}: {text}: {shown}")
+    listing = "".join(f"{text}\n" for text in bad)
+    (folder / "skipped_records.txt").write_text(listing, encoding="utf-8")
 
     meta = {"source": args.source.name, "val_ratio": args.val_ratio}
-    meta.update(skipped=skipped, duplicates=duplicates, bytes={}, sha256={})
-    for name, part in parts.items():
-        meta[name] = part.close()
-        for kind, path in part.paths.items():
+    meta.update(skipped=len(bad), duplicates=duplicates, bytes={}, sha256={})
+    for part in PARTS:
+        residues = sum(length * number for length, number in lengths_of[part].items())
+        meta[part] = {"sequences": lengths_of[part].total(), "residues": residues}
+        for kind in KINDS:
+            path = folder / f"{part}.{kind}"
             meta["bytes"][path.name] = path.stat().st_size
-            meta["sha256"][path.name] = part.digests[kind].hexdigest()
-    if not all(meta[name]["sequences"] for name in PARTS):
+            with open(path, "rb") as file:
+                meta["sha256"][path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    if not all(meta[part]["sequences"] for part in PARTS):
         text = f"to train on {meta['train']['sequences']}, held out {meta['valid']['sequences']}"
         raise Problem(f"{args.source}: {text}; expected both: more data, or another --val_ratio")
     # of the training part: residues of each kind, sequences of each length in residues
-    meta["letters"] = parts["train"].letters.tolist()
-    meta["lengths"] = dict(sorted(parts["train"].lengths.items()))
+    meta["letters"] = letters.tolist()
+    meta["lengths"] = dict(sorted(lengths_of["train"].items()))
     return meta
 
 
@@ -366,34 +356,31 @@ def prepare(args):
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
+    train, valid = [f"{meta[part]['sequences']:,}" for part in PARTS]
+    seconds = time.monotonic() - began
+    print(f"{args.out}: sequences to train on: {train}; held out: {valid} ({seconds:.1f} s)")
     if meta["skipped"]:
-        listing = args.out / "skipped_records.txt"
-        print(f"bad records left out: {meta['skipped']:,}, listed in {listing}")
+        print(f"bad records left out: {meta['skipped']:,}, see {args.out}/skipped_records.txt")
     if meta["duplicates"]:
         print(f"duplicates left out: {meta['duplicates']:,}")
-    train = meta["train"]
-    valid = meta["valid"]
-    mean = (train["residues"] + valid["residues"]) / (train["sequences"] + valid["sequences"])
-    counts = f"sequences to train on: {train['sequences']:,}; held out: {valid['sequences']:,}"
-    seconds = time.monotonic() - began
-    print(f"{args.out}: {counts}; residues on average: {mean:.1f} ({seconds:.1f} s)")
-
-
-def stop(status, message):
-    """End the program with one line."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(status)
 
 
 def main():
     try:
         prepare(parse_args())
+        return
     except Problem as problem:
-        stop(2, problem)
+        status = 2
+        message = problem
     except OSError as error:
-        stop(1, f"{error}; prepared data take a byte per residue and 10 per sequence")
+        status = 1
+        message = f"{error}; prepared data take a byte per residue and 10 per sequence"
     except KeyboardInterrupt:
-        stop(130, "interrupted: nothing was written")
+        status = 130
+        message = "interrupted: nothing was written"
+
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 if __name__ == "__main__":
