@@ -185,14 +185,17 @@ class Images:
             hint = "python tools/prepare_images.py digits makes data/digits; --help shows more"
             raise InputError(f"no images in {folder}: {hint}")
         text = (folder / "meta.json").read_text()
-        meta = json.loads(text)
+        hint = f"remove {folder} and prepare it anew"
+        try:
+            meta = json.loads(text)
+        except ValueError:
+            raise InputError(f"{folder}/meta.json is damaged: {hint}") from None
         for file, (size, written) in meta["files"].items():
             path = folder / file
             is_same = path.exists() and path.stat().st_size == size
             if is_same and size <= VERIFIED:
                 is_same = hashlib.sha256(path.read_bytes()).hexdigest() == written
             if not is_same:
-                hint = f"remove {folder} and prepare it anew"
                 raise InputError(f"{path} is missing or damaged: {hint}")
 
         self.name = str(name)
@@ -1657,13 +1660,12 @@ def make_optimizer(args, model, stage):
     ]
     if args.zero and dist.get_world_size() > 1:
         optimizer = Zero(groups, kind, **options)
-        own = optimizer.optim
     else:
         optimizer = kind(groups, **options)
-        own = optimizer
     if name == "sgd":
         # PyTorch makes these buffers in the first step, and if that step is skipped, leaves in them
         # whatever was in the memory. With zeros the first step is the same.
+        own = getattr(optimizer, "optim", optimizer)  # of Zero: that of this rank's part
         for group in own.param_groups:
             for parameter in group["params"]:
                 own.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
