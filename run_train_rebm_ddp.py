@@ -404,17 +404,14 @@ class Network(nn.Module):
     frozen = False  # whether batch normalisation keeps its statistics
     dtype = torch.float32  # of the features; bf16 and fp16 by autocast
 
-    def classifier(self):
-        return self.fc
-
     def forward(self, x, exact=False):
         """exact: in fp32 also where training is not."""
         x = (x - self.mean) / self.deviation
         if exact or self.dtype == torch.float32:
-            return self.classifier()(self.features(x))
+            return self.fc(self.features(x))
         with torch.autocast(x.device.type, self.dtype):
             features = self.features(x)
-        return self.classifier()(features.float())  # 16 bits would make ties of logits
+        return self.fc(features.float())  # 16 bits would make ties of logits
 
     def train(self, mode=True):
         """Frozen batch normalisation stays in evaluation mode; its weights are trained."""
@@ -603,7 +600,8 @@ class ConvNext(Network):
     def features(self, x):
         return self.head.norm(self.stages(self.stem(x)).mean((2, 3)))
 
-    def classifier(self):
+    @property
+    def fc(self):
         return self.head.fc
 
 
@@ -651,7 +649,7 @@ def make_network(args, classes, channels, size):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             if is_faster and layer.weight.shape[1] > 1:  # of one channel both layouts are the same
                 layer.to(memory_format=torch.channels_last)
-    nn.init.zeros_(model.classifier().bias)
+    nn.init.zeros_(model.fc.bias)
     return model
 
 
@@ -705,7 +703,7 @@ class Twin:
         for layer in self.model.modules():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 layer.to(model.dtype)
-        self.model.classifier().float()
+        self.model.fc.float()
 
         self.converted = []
         for mine, theirs in zip(tensors(self.model), tensors(model), strict=True):
