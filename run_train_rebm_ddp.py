@@ -16,12 +16,12 @@ tools/evaluate_rebm.py (strong attacks, OOD detection, Frechet distance), tools/
 
 Data: folders of tools/prepare_images.py. Pixels are in [0, 1], and so are the lengths of attacks.
 
-Logged, over all ranks: step, phase (0 standard, 1 at, 2 dat), epoch, lr, loss (its parts clf_loss,
-cross entropy in nats, bce and r1 by image), grad_norm (before clipping), skipped (steps whose
-gradient was not finite), samples_per_s, data_wait (share of the time); in stage 2 T (steps of the
-attack) and auc (real against attacked OOD images, all ranks pooled). val/STAGE/..., of the averaged
-weights on held-out images: clean and robust (accuracy without and under attack), cross_entropy,
-auroc and adv_auroc (images against OOD images, which adv_auroc attacks).
+Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (its parts clf_loss, cross
+entropy in nats, bce and r1 by image), grad_norm (before clipping), skipped (steps whose gradient
+was not finite), samples_per_s, data_wait (share of the time); in stage 2 T (steps of the attack)
+and auc (real against attacked OOD images, all ranks pooled). val/STAGE/..., of the averaged weights
+on held-out images: clean and robust (accuracy without and under attack), cross_entropy, auroc and
+adv_auroc (images against OOD images, which adv_auroc attacks).
 
 Files in --output_dir: at_best.pt (stage 1), best.pt, latest.pt, metrics.jsonl, summary.json.
 
@@ -43,12 +43,14 @@ import logging
 import math
 import os
 import queue
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 import zipfile
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -65,7 +67,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
-STAGES = ["standard", "at", "dat"]  # standard: on clean images, to compare with
+PHASES = {"at": 1, "dat": 2}  # numbers of the stages in the log
 GENERATED = ["noise", "blobs"]  # OOD images that need no files
 
 # --------------------------------------------------------------------------------------------------
@@ -77,7 +79,7 @@ def parse_args():
     add = parser.add_argument_group("data").add_argument
     add("--data", default="data/digits", help="folder of tools/prepare_images.py")
     add("--outdist_data", default="noise", help="OOD images: such a folder, noise or blobs")
-    kinds = ["none", "shift", "original", "autoaugment_cutout", "resized_crop", "resize"]
+    kinds = ["none", "shift", "original", "cutout", "resized_crop", "resize"]
     add("--augm_type_classification", default="shift", choices=kinds, help="of images to classify")
     add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
@@ -87,7 +89,6 @@ def parse_args():
     add("--norm", default="none", choices=["none", "layer", "batch"], help="of SmallNet")
     add("--use_convstem", **FLAG, default=True, help="ConvNeXt: convolutions, not patches")
     add("--normalize_input", **FLAG, default=True, help="subtract mean, divide by deviation")
-    add("--use_batchnorm", **FLAG, default=False, help="batch statistics in stage 2, too")
     add("--ckpt_path", help="weights to start from: a checkpoint or a state_dict")
 
     norms = ["L2", "Linf"]
@@ -99,7 +100,8 @@ def parse_args():
     add("--attack_norm", default="L2", choices=norms, help="of step and ball")
 
     add = parser.add_argument_group("indist_attack_clf, on images to classify").add_argument
-    add("--indist_attack_clf_max_steps", type=count, default=10, help="steps")
+    text = "steps; 0: standard training, to compare with"
+    add("--indist_attack_clf_max_steps", type=int, default=10, help=text)
     add("--indist_attack_clf_step_size", type=positive, default=0.1, help="length of a step")
     add("--indist_attack_clf_eps", type=positive, default=0.5, help="radius of the ball")
     add("--indist_attack_clf_norm", default="L2", choices=norms, help="of step and ball")
@@ -112,8 +114,8 @@ def parse_args():
     add("--min_imgs_per_threshold", type=count, default=1000, help="real images that it is over")
 
     add = parser.add_argument_group("stages").add_argument
-    text = "both: at, then dat; dat alone starts from --ckpt_path; standard: no attack"
-    add("--stage", default="both", choices=["both", *STAGES], help=text)
+    text = "both: at, then dat; dat alone starts from --ckpt_path"
+    add("--stage", default="both", choices=["both", *PHASES], help=text)
     kinds = [*OPTIMIZERS]
     add("--at_epochs", type=count, default=40, help="passes over the images in stage 1")
     add("--at_optimizer", default="adamw", choices=kinds, help="of stage 1")
@@ -121,9 +123,8 @@ def parse_args():
     add("--at_wd", type=float, default=1e-2, help="weight decay of stage 1, of matrices")
     add("--total_epochs", type=count, default=100, help="passes over the images in stage 2")
     add("--optimizer", default="sgd", choices=kinds, help="of stage 2")
-    add("--lr", type=positive, default=1e-3, help="learning rate of stage 2")
+    add("--lr", type=positive, default=1e-3, help="learning rate of stage 2, constant")
     add("--wd", type=float, default=5e-4, help="weight decay of stage 2, of matrices")
-    add("--lr_schedule", default="constant", choices=["constant", "cosine"], help="of stage 2")
     add("--ema", type=float, default=0.999, help="decay of the averaged weights; 0: no average")
     add("--zero", **FLAG, default=False, help="each rank keeps a part of the optimizer's state")
 
@@ -147,42 +148,58 @@ def parse_args():
         args.backend = args.ddp_backend
     if args.stage == "dat" and not args.ckpt_path:
         parser.error("--stage dat starts from the weights of stage 1: give --ckpt_path")
-    if not 0 <= args.attack_start_step <= args.attack_max_steps:
-        text = f"must be from 0 to --attack_max_steps {args.attack_max_steps}"
-        parser.error(f"--attack_start_step {args.attack_start_step}: {text}")
-    for name in ("ema", "AUC_th"):
-        if not 0 <= getattr(args, name) <= 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be from 0 to 1")
-    for name in ("r1reg", "at_wd", "wd", "n_imgs_per_evaluation_log", "monitor_every"):
-        if not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name} {getattr(args, name)}: must be a number from 0 on")
     if args.indist_attack_clf_eps == math.inf:
         parser.error("--indist_attack_clf_eps inf: a ball without end holds images of all classes")
     if not args.use_ddp and (args.zero or args.compile):
         parser.error("--use_ddp False takes no --zero and no --compile")
+    at_most = {"ema": 1, "AUC_th": 1, "attack_start_step": args.attack_max_steps}
+    at_least_0 = ["r1reg", "at_wd", "wd", "n_imgs_per_evaluation_log", "monitor_every"]
+    for name in [*at_most, *at_least_0, "indist_attack_clf_max_steps"]:
+        value = getattr(args, name)
+        most = at_most.get(name, math.inf)
+        if not 0 <= value <= most:
+            parser.error(f"--{name} {value}: must be from 0 to {most}")
     return args
 
 
 def positive(text):
-    """The type of options that are numbers above 0; YAML writes infinity as .inf."""
-    number = float(text.replace(".inf", "inf"))
-    if not number > 0:
+    """The type of options that are numbers above 0."""
+    if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
+    return float(text)
 
 
 # --------------------------------------------------------------------------------------------------
 # Data
 
 
+VERIFIED = 2**28  # bytes; longer files are not read at the start, only their size is compared
+
+
 class Images:
     """A folder of tools/prepare_images.py, mapped into memory that the ranks of a node share."""
 
-    def __init__(self, folder):
+    def __init__(self, name):
+        folder = Path(name)
+        if not (folder / "meta.json").exists():
+            hint = "python tools/prepare_images.py digits makes data/digits; --help shows more"
+            raise InputError(f"no images in {folder}: {hint}")
         text = (folder / "meta.json").read_text()
-        meta = json.loads(text)
+        hint = f"remove {folder} and prepare it anew"
+        try:
+            meta = json.loads(text)
+        except ValueError:
+            raise InputError(f"{folder}/meta.json is damaged: {hint}") from None
+        for file, (size, written) in meta["files"].items():
+            path = folder / file
+            is_same = path.exists() and path.stat().st_size == size
+            if is_same and size <= VERIFIED:
+                is_same = hashlib.sha256(path.read_bytes()).hexdigest() == written
+            if not is_same:
+                raise InputError(f"{path} is missing or damaged: {hint}")
+
+        self.name = str(name)
         self.hash = hashlib.sha256(text.encode()).hexdigest()[:12]
-        self.name = str(folder)
         self.classes = meta["classes"]  # names; [] where images have no labels
         self.size = meta["size"]  # pixels a side, after the augmentation
         # images (N, C, side, side) uint8; a side may be longer than `size`, for random crops
@@ -204,11 +221,8 @@ class Images:
         return np.sort(np.random.default_rng(0).choice(ids, most, replace=False))
 
 
-class GeneratedImages:
+class GeneratedImages(Images):
     """OOD images that need no files: noise, or blobs, which are noise of 4 x 4 places scaled up."""
-
-    part = Images.part
-    some = Images.some
 
     def __init__(self, kind, channels, size):
         self.name = kind
@@ -227,123 +241,35 @@ class GeneratedImages:
             rows[:] = scaled.round().byte().numpy()
 
 
-VERIFIED = 2**30  # bytes; longer files are not read at the start, only their size is compared
-
-
-def check_data(folder):
-    """The arrays of a folder are as they were written. (rank 0)"""
-    if not (folder / "meta.json").exists():
-        make = "python tools/prepare_images.py digits makes data/digits, --help shows other kinds"
-        raise InputError(f"no images in {folder}: {make}")
-    try:
-        files = json.loads((folder / "meta.json").read_text())["files"]
-    except (ValueError, KeyError):
-        raise InputError(f"{folder}/meta.json is damaged: prepare {folder} anew") from None
-    for name, (size, written) in files.items():
-        path = folder / name
-        is_same = path.exists() and path.stat().st_size == size
-        if is_same and size <= VERIFIED:
-            is_same = hashlib.sha256(path.read_bytes()).hexdigest() == written
-        if not is_same:
-            text = f"{path} is missing or damaged"
-            raise InputError(f"{text}: remove {folder} and prepare it anew")
-
-
-def load_images(folder):
-    """Images of a folder, the same on all ranks. (all ranks)"""
-    on_rank0(check_data, folder)
-    if not folder.exists():
-        raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
-    images = Images(folder)
-    if images.hash != on_rank0(str, images.hash):
-        raise InputError(f"{folder} is not the same here as on rank 0")
-    return images
+def load_outside(name, inside):
+    """OOD images that the network of the images `inside` can read."""
+    if name in GENERATED:
+        return GeneratedImages(name, inside.channels, inside.size)
+    outside = Images(name)
+    side = outside.images.shape[2]
+    if outside.channels != inside.channels or side < inside.size:
+        text = f"{name} has images of {outside.channels} x {side} x {side}"
+        expected = f"{inside.channels} channels and {inside.size} pixels a side or more"
+        raise InputError(f"{text}: expected {expected}")
+    return outside
 
 
 def load_data(args):
-    """(images, OOD images), which fit together. (all ranks)"""
-    inside = load_images(Path(args.data))
+    """(images, OOD images), the same on all ranks. (all ranks)"""
+    inside = Images(args.data)
     if not inside.classes:
         raise InputError(f"{args.data} has no labels: it can only be --outdist_data")
-    kinds = [args.augm_type_classification, args.augm_type_generation]
-    if inside.channels != 3 and "autoaugment_cutout" in kinds:
-        raise InputError(f"autoaugment_cutout is of colour images, {args.data} has grey ones")
-    if args.outdist_data in GENERATED:
-        return inside, GeneratedImages(args.outdist_data, inside.channels, inside.size)
-    outside = load_images(Path(args.outdist_data))
-    check_fit(inside, outside)
+    outside = load_outside(args.outdist_data, inside)
+    for images in (inside, outside):
+        if images.hash != on_rank0(str, images.hash):
+            raise InputError(f"{images.name} is not the same here as on rank 0")
     return inside, outside
 
 
-def check_fit(inside, outside):
-    """The network of the images `inside` can read the OOD images `outside`."""
-    side = outside.images.shape[2]
-    if outside.channels != inside.channels or side < inside.size:
-        text = f"{outside.name} has images of {outside.channels} x {side} x {side}"
-        expected = f"{inside.channels} channels and {inside.size} pixels a side or more"
-        raise InputError(f"{text}: expected {expected}")
-
-
-# AutoAugment's policy for CIFAR-10 (Cubuk et al. 2019, table 7): in each line two operations, with
-# their probability and their magnitude, from 0 to 9 (0, too, where there is none).
-POLICIES = [
-    (("Invert", 0.1, 0), ("Contrast", 0.2, 6)),
-    (("Rotate", 0.7, 2), ("TranslateX", 0.3, 9)),
-    (("Sharpness", 0.8, 1), ("Sharpness", 0.9, 3)),
-    (("ShearY", 0.5, 8), ("TranslateY", 0.7, 9)),
-    (("AutoContrast", 0.5, 0), ("Equalize", 0.9, 0)),
-    (("ShearY", 0.2, 7), ("Posterize", 0.3, 7)),
-    (("Color", 0.4, 3), ("Brightness", 0.6, 7)),
-    (("Equalize", 0.6, 0), ("Equalize", 0.5, 0)),
-    (("Sharpness", 0.3, 9), ("Brightness", 0.7, 9)),
-    (("Contrast", 0.6, 7), ("Sharpness", 0.6, 5)),
-    (("Color", 0.7, 7), ("TranslateX", 0.5, 8)),
-    (("Brightness", 0.9, 6), ("Color", 0.2, 8)),
-    (("Equalize", 0.3, 0), ("AutoContrast", 0.4, 0)),
-    (("TranslateY", 0.4, 3), ("Sharpness", 0.2, 6)),
-    (("Solarize", 0.5, 2), ("Invert", 0.0, 0)),
-    (("Color", 0.9, 9), ("Equalize", 0.6, 0)),
-    (("Equalize", 0.2, 0), ("AutoContrast", 0.6, 0)),
-    (("Equalize", 0.2, 0), ("Equalize", 0.6, 0)),
-    (("AutoContrast", 0.8, 0), ("Solarize", 0.2, 8)),
-    (("Equalize", 0.8, 0), ("Invert", 0.1, 0)),
-    (("Brightness", 0.1, 3), ("Color", 0.7, 0)),
-    (("Solarize", 0.4, 5), ("AutoContrast", 0.9, 0)),
-    (("TranslateY", 0.9, 9), ("TranslateY", 0.7, 9)),
-    (("AutoContrast", 0.9, 0), ("Solarize", 0.8, 3)),
-    (("TranslateY", 0.7, 9), ("AutoContrast", 0.9, 0)),
-]
-
-
-def auto_augment(image, policy, chances, signs):
-    """One pair of POLICIES on a Pillow image, as in the authors' program: nearest pixels, black
-    where there is none, shears from the upper left corner. chances, signs (2,): from 0 to 1."""
-    from PIL import Image, ImageEnhance, ImageOps
-
-    for (name, probability, magnitude), chance, draw in zip(policy, chances, signs, strict=True):
-        if chance >= probability:
-            continue
-        share = magnitude / 9
-        signed = -share if draw < 0.5 else share
-        if name in ("Invert", "Equalize", "AutoContrast"):
-            image = getattr(ImageOps, name.lower())(image)
-        elif name == "Posterize":
-            image = ImageOps.posterize(image, 8 - round(4 * share))
-        elif name == "Solarize":
-            image = ImageOps.solarize(image, round(256 * (1 - share)))
-        elif name == "Rotate":
-            image = image.rotate(30 * signed)
-        elif name in ("ShearY", "TranslateX", "TranslateY"):
-            matrix = [1, 0, 0, 0, 1, 0]
-            if name == "ShearY":
-                matrix[3] = 0.3 * signed
-            else:
-                place = 2 if name == "TranslateX" else 5
-                matrix[place] = 150 / 331 * signed * image.width
-            image = image.transform(image.size, Image.Transform.AFFINE, matrix)
-        else:  # Color, Contrast, Brightness, Sharpness
-            image = getattr(ImageEnhance, name)(image).enhance(1 + 0.9 * signed)
-    return image
+def centre(images, size):
+    """(..., side, side) cut to (..., size, size)"""
+    edge = (images.shape[-1] - size) // 2
+    return images[..., edge : edge + size, edge : edge + size]
 
 
 def shifted(image, pad, draws):
@@ -355,31 +281,24 @@ def shifted(image, pad, draws):
     return wide[:, down : down + height, across : across + width]
 
 
-def random_crop(image, size, draws):
-    """8 to 100 % of the area, 3:4 to 4:3, brought to `size`: torchvision's RandomResizedCrop, but
-    that sides which do not fit are cut and not drawn again. draws (4,)"""
-    side = image.shape[1]
-    area = 0.08 + 0.92 * draws[0]
-    ratio = (4 / 3) ** (2 * draws[1] - 1)
-    width = min(1, math.sqrt(area * ratio)) * side
-    height = min(1, math.sqrt(area / ratio)) * side
-    left = (side - width) * draws[2]
-    top = (side - height) * draws[3]
-    return resized(image, size, (left, top, left + width, top + height))
-
-
-def resized(image, size, box=None):
-    """(C, H, W) brought to (C, size, size), by Pillow's bilinear filter."""
+def resized(image, size, draws=None):
+    """(C, side, side) brought to (C, size, size); with draws (4,) a part of it: 8 to 100 % of the
+    area, 3:4 to 4:3. This is torchvision's RandomResizedCrop, but that sides which do not fit are
+    cut and not drawn again."""
     from PIL import Image
 
+    box = None
+    if draws is not None:
+        side = image.shape[1]
+        area = 0.08 + 0.92 * draws[0]
+        ratio = (4 / 3) ** (2 * draws[1] - 1)
+        width = min(1, math.sqrt(area * ratio)) * side
+        height = min(1, math.sqrt(area / ratio)) * side
+        left = (side - width) * draws[2]
+        top = (side - height) * draws[3]
+        box = (left, top, left + width, top + height)
     small = [Image.fromarray(c).resize((size, size), Image.Resampling.BILINEAR, box) for c in image]
     return np.stack([np.asarray(channel) for channel in small])
-
-
-def centre(images, size):
-    """(..., side, side) cut to (..., size, size)"""
-    edge = (images.shape[-1] - size) // 2
-    return images[..., edge : edge + size, edge : edge + size]
 
 
 def augment(image, kind, size, draws):
@@ -390,22 +309,16 @@ def augment(image, kind, size, draws):
         return shifted(centre(image, size), max(1, size // 16), draws[:2])
 
     if kind == "resized_crop":
-        image = random_crop(image, size, draws[:4])
+        image = resized(image, size, draws[:4])
     elif kind == "resize":
         image = resized(image, size)
-    else:  # original, autoaugment_cutout
+    else:  # original, cutout
         image = shifted(centre(image, size), max(1, size // 8), draws[:2])
     if draws[4] < 0.5:
         image = image[:, :, ::-1]
-    if kind == "autoaugment_cutout":
-        from PIL import Image
-
-        policy = POLICIES[int(draws[5] * len(POLICIES))]
-        picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
-        picture = auto_augment(picture, policy, draws[6:8], draws[8:10])
-        image = np.array(picture).transpose(2, 0, 1)
+    if kind == "cutout":
         # a black square of half the side, its centre anywhere (DeVries and Taylor 2017)
-        down, across = (draws[10:12] * size).astype(int)
+        down, across = (draws[5:7] * size).astype(int)
         half = size // 4
         image[:, max(0, down - half) : down + half, max(0, across - half) : across + half] = 0
     return image
@@ -441,7 +354,7 @@ class TrainingData(Dataset):
         ids, whole = item
         # All draws are those of the global batch, of which this micro-batch takes its part: so they
         # do not depend on the number of ranks. No two global batches begin alike.
-        rng = np.random.default_rng([self.args.seed, STAGES.index(self.stage), *whole[:8]])
+        rng = np.random.default_rng([self.args.seed, PHASES[self.stage], *whole[:8]])
         place_of = {number: place for place, number in enumerate(whole.tolist())}
         places = np.array([place_of[number] for number in ids.tolist()])
 
@@ -454,7 +367,7 @@ class TrainingData(Dataset):
 
         x = pictures(self.inside, ids, self.args.augm_type_classification)
         y = torch.from_numpy(self.inside.labels[ids])
-        if self.stage != "dat":
+        if self.stage == "at":
             return Batch(torch.from_numpy(places), x, y)
 
         real_ids = rng.choice(self.real_ids, len(whole))[places]
@@ -491,17 +404,14 @@ class Network(nn.Module):
     frozen = False  # whether batch normalisation keeps its statistics
     dtype = torch.float32  # of the features; bf16 and fp16 by autocast
 
-    def classifier(self):
-        return self.fc
-
     def forward(self, x, exact=False):
         """exact: in fp32 also where training is not."""
         x = (x - self.mean) / self.deviation
         if exact or self.dtype == torch.float32:
-            return self.classifier()(self.features(x))
+            return self.fc(self.features(x))
         with torch.autocast(x.device.type, self.dtype):
             features = self.features(x)
-        return self.classifier()(features.float())  # 16 bits would make ties of logits
+        return self.fc(features.float())  # 16 bits would make ties of logits
 
     def train(self, mode=True):
         """Frozen batch normalisation stays in evaluation mode; its weights are trained."""
@@ -577,7 +487,7 @@ class WideResNet(Network):
         before = 16
         for number, stride in ((1, 1), (2, 2), (3, 2)):
             after = 8 * factor * 2**number
-            group = nn.Module()
+            group = nn.Sequential()
             group.layer = residual_blocks(WideBlock, (depth - 4) // 6, before, after, stride)
             self.add_module(f"block{number}", group)
             before = after
@@ -585,9 +495,7 @@ class WideResNet(Network):
         self.fc = nn.Linear(before, classes)
 
     def features(self, x):
-        x = self.conv1(x)
-        for group in (self.block1, self.block2, self.block3):
-            x = group.layer(x)
+        x = self.block3(self.block2(self.block1(self.conv1(x))))
         return F.relu(self.bn1(x)).mean((2, 3))
 
 
@@ -603,16 +511,15 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, after, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(after)
-        self.downsample = None
+        self.downsample = nn.Identity()
         if before != after:
             shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
             self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(after))
 
     def forward(self, x):
-        shortcut = x if self.downsample is None else self.downsample(x)
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
-        return F.relu(shortcut + self.bn3(self.conv3(y)))
+        return F.relu(self.downsample(x) + self.bn3(self.conv3(y)))
 
 
 class ResNet50(Network):
@@ -630,8 +537,7 @@ class ResNet50(Network):
 
     def features(self, x):
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return x.mean((2, 3))
+        return self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -649,13 +555,13 @@ class ConvNextBlock(nn.Module):
         self.gamma = nn.Parameter(torch.full((width,), 1e-6))
         self.conv_dw = nn.Conv2d(width, width, 7, padding=3, groups=width)
         self.norm = nn.LayerNorm(width, 1e-6)
-        self.mlp = nn.Module()
+        self.mlp = nn.Sequential()
         self.mlp.fc1 = nn.Linear(width, 4 * width)
+        self.mlp.act = nn.GELU()
         self.mlp.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        y = self.norm(self.conv_dw(x).permute(0, 2, 3, 1))
-        y = self.mlp.fc2(F.gelu(self.mlp.fc1(y)))
+        y = self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1)))
         return x + (self.gamma * y).permute(0, 3, 1, 2)
 
 
@@ -675,11 +581,11 @@ class ConvNext(Network):
                 layers.append(conv3x3(channels[number], after, stride, bias=True))
                 layers += [ChannelNorm(after, 1e-6), nn.GELU()]
         else:
-            layers = [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, 1e-6)]
+            layers += [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, 1e-6)]
         self.stem = nn.Sequential(*layers)
-        self.stages = nn.ModuleList()
+        self.stages = nn.Sequential()
         for number, blocks in enumerate((3, 3, depth, 3)):
-            stage = nn.Module()
+            stage = nn.Sequential()
             stage.downsample = nn.Identity()
             if number > 0:
                 smaller = nn.Conv2d(width, 2 * width, 2, 2)
@@ -692,12 +598,10 @@ class ConvNext(Network):
         self.head.fc = nn.Linear(width, classes)
 
     def features(self, x):
-        x = self.stem(x)
-        for stage in self.stages:
-            x = stage.blocks(stage.downsample(x))
-        return self.head.norm(x.mean((2, 3)))
+        return self.head.norm(self.stages(self.stem(x)).mean((2, 3)))
 
-    def classifier(self):
+    @property
+    def fc(self):
         return self.head.fc
 
 
@@ -731,16 +635,13 @@ def make_network(args, classes, channels, size):
         settings.append(args.use_convstem)
     model = kind(classes, *settings)
 
-    statistics = "ImageNet"
+    statistics = "CIFAR" if size <= 64 else "ImageNet"
+    if channels == 1:
+        statistics = "grey"
     if not args.normalize_input:
         statistics = "none"
-    elif channels == 1:
-        statistics = "grey"
-    elif size <= 64:
-        statistics = "CIFAR"
-    mean, deviation = MEAN_AND_DEVIATION[statistics]
-    model.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
-    model.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
+    for name, values in zip(("mean", "deviation"), MEAN_AND_DEVIATION[statistics], strict=True):
+        model.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
     # channels last: convolutions read it faster, except those of small images on a CPU
     is_faster = size >= 16 or args.compile or torch.accelerator.is_available()
     for layer in model.modules():
@@ -748,39 +649,29 @@ def make_network(args, classes, channels, size):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             if is_faster and layer.weight.shape[1] > 1:  # of one channel both layouts are the same
                 layer.to(memory_format=torch.channels_last)
-    nn.init.zeros_(model.classifier().bias)
+    nn.init.zeros_(model.fc.bias)
     return model
 
 
-def read_weights(path):
-    """{name: tensor} of a file: the averaged weights of a checkpoint of ours, those of the
-    original's files, or a plain state_dict; without the prefixes of wrappers."""
+def load_weights(model, path):
+    """The averaged weights of a checkpoint of ours, those of the original's files, or a state_dict:
+    by name; where names are others, by position, since networks that are built in the same order
+    have the same shapes in the same order."""
     try:
         state = load_checkpoint(path)
     except Exception as error:  # torch.load raises many kinds
         reason = str(error).splitlines()[0]
         raise InputError(f"{path} is missing, damaged, or no file of weights: {reason}") from None
-    own = Path(__file__).name
-    if state.get("script", own) not in (own, SCRIPT):
-        raise InputError(f"{path} is a checkpoint of {state['script']}, not of {own}")
     for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
         if key in state:
             state = state[key]
             break
-    weights = {}
+    found = {}
     for name, tensor in state.items():
-        parts = name.split(".")
-        while parts[0] in ("module", "_orig_mod", "base_model"):
-            parts.pop(0)
-        if parts[-1] != "n_averaged":  # a counter of torch.optim.swa_utils
-            weights[".".join(parts)] = tensor
-    return weights
+        name = re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)  # prefixes of wrappers
+        if name != "n_averaged":  # a counter of torch.optim.swa_utils
+            found[name] = tensor
 
-
-def load_weights(model, path):
-    """By name; where names are others, by position, since networks that are built in the same order
-    have the same shapes in the same order."""
-    found = read_weights(path)
     wanted = model.state_dict()
     hint = "give the --model_type and the options that these weights were trained with"
     if len(found) != len(wanted):
@@ -797,7 +688,9 @@ def load_weights(model, path):
 
 
 def tensors(model):
-    return [*model.parameters(), *model.buffers()]
+    """Parameters, and buffers that are no counters."""
+    found = [*model.parameters(), *model.buffers()]
+    return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 class Twin:
@@ -810,22 +703,20 @@ class Twin:
         for layer in self.model.modules():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 layer.to(model.dtype)
-        self.model.classifier().float()
+        self.model.fc.float()
 
-        self.low = []
-        self.high = []
+        self.converted = []
         for mine, theirs in zip(tensors(self.model), tensors(model), strict=True):
             if mine.dtype == theirs.dtype:
                 mine.data = theirs.data
             else:
-                self.low.append(mine)
-                self.high.append(theirs)
+                self.converted.append((mine, theirs))
 
     @torch.no_grad()
     def refresh(self):
         """Take over the weights after an update."""
-        if self.low:
-            torch._foreach_copy_(self.low, self.high)
+        for mine, theirs in self.converted:
+            mine.copy_(theirs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1680,25 +1571,6 @@ def picture_batch(source, ids, size, device):
     return pixels(torch.from_numpy(centre(source.images[ids], size)).to(device))
 
 
-def in_batches(run, ids, function, columns):
-    """The rows function(ids of a batch) (B, columns) of all ids, or None if the ranks agreed to
-    stop. Batch k goes to rank k % world_size: the same on any world size. (all ranks)"""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    table = torch.zeros(len(ids), columns, device=run.device)
-    firsts = range(0, len(ids), run.args.eval_batch_size)
-    for number in range(0, len(firsts), world_size):
-        if run.guard.agree():  # here and not once at the end: an evaluation may take long
-            return None
-        if number + rank < len(firsts):
-            first = firsts[number + rank]
-            rows = slice(first, first + run.args.eval_batch_size)
-            table[rows] = function(ids[rows])
-    if world_size > 1:
-        dist.all_reduce(table)  # each row is zero on all ranks but one
-    return table.cpu().double()
-
-
 @torch.no_grad()
 def evaluate(run):
     """Metrics of the averaged weights on held-out images, in fp32 without torch.compile, whatever
@@ -1709,35 +1581,43 @@ def evaluate(run):
     norm = args.indist_attack_clf_norm
     on_class = Attack(model, cross_entropy, eps / 2, eps, norm)
     on_energy = Attack(model, logsumexp, args.ood_eps / 4, args.ood_eps, norm)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
 
-    def of_images(ids):
-        x = picture_batch(run.inside, ids, run.inside.size, run.device)
-        y = torch.from_numpy(run.inside.labels[ids]).to(run.device)
-        logits = model(x)
-        right = logits.argmax(1) == y
-        worst = best_score(on_class, x, y, args.eval_steps, margin)
-        columns = [right, worst < 0, cross_entropy(logits, y), logsumexp(logits, y)]
-        return torch.stack([column.float() for column in columns], dim=1)
+    tables = []
+    for source in (run.inside, run.outside):
+        ids = source.some("valid", args.eval_images)
+        table = torch.zeros(len(ids), 4, device=run.device)
+        # batch k goes to rank k % world_size: the same batches on any world size
+        for number, first in enumerate(range(0, len(ids), args.eval_batch_size)):
+            # here and not once at the end: an evaluation may take long
+            if number % world_size == 0 and run.guard.agree():
+                return None
+            if number % world_size != rank:
+                continue
+            rows = slice(first, first + args.eval_batch_size)
+            x = picture_batch(source, ids[rows], run.inside.size, run.device)
+            logits = model(x)
+            table[rows, 0] = logsumexp(logits, None)
+            if source is run.outside:
+                table[rows, 1] = best_score(on_energy, x, None, args.eval_steps, logsumexp)
+                continue
+            y = torch.from_numpy(source.labels[ids[rows]]).to(run.device)
+            table[rows, 1] = (logits.argmax(1) == y).float()
+            table[rows, 2] = (best_score(on_class, x, y, args.eval_steps, margin) < 0).float()
+            table[rows, 3] = cross_entropy(logits, y)
+        if world_size > 1:
+            dist.all_reduce(table)  # each row is zero on all ranks but one
+        tables.append(table.cpu().double())
 
-    def of_others(ids):
-        x = picture_batch(run.outside, ids, run.inside.size, run.device)
-        score = logsumexp(model(x), None)
-        highest = best_score(on_energy, x, None, args.eval_steps, logsumexp)
-        return torch.stack([score, highest], dim=1)
-
-    images = in_batches(run, run.inside.some("valid", args.eval_images), of_images, 4)
-    if images is None:
-        return None
-    others = in_batches(run, run.outside.some("valid", args.eval_images), of_others, 2)
-    if others is None:
-        return None
-    clean, robust, loss, _ = images.mean(0).tolist()
+    images, others = tables
+    _, clean, robust, loss = images.mean(0).tolist()
     return {
         "clean": clean,
         "robust": robust,
         "cross_entropy": loss,
-        "auroc": auroc(images[:, 3], others[:, 0]),
-        "adv_auroc": auroc(images[:, 3], others[:, 1]),
+        "auroc": auroc(images[:, 0], others[:, 0]),
+        "adv_auroc": auroc(images[:, 0], others[:, 1]),
     }
 
 
@@ -1760,12 +1640,11 @@ class Zero(ZeroRedundancyOptimizer):
         super().step()
 
     def state_dict(self):
-        """On rank 0 all of it, as a plain optimizer's; on others the options alone. (all ranks)"""
+        """On rank 0 all of it, as a plain optimizer's; on others the options. (all ranks)"""
         self.consolidate_state_dict(0)
         if dist.get_rank() == 0:
             return super().state_dict()
-        groups = torch.optim.Optimizer.state_dict(self)["param_groups"]
-        return {"state": {}, "param_groups": groups}
+        return torch.optim.Optimizer.state_dict(self)
 
 
 def make_optimizer(args, model, stage):
@@ -1779,25 +1658,16 @@ def make_optimizer(args, model, stage):
     ]
     if args.zero and dist.get_world_size() > 1:
         optimizer = Zero(groups, kind, **options)
-        own = optimizer.optim
     else:
         optimizer = kind(groups, **options)
-        own = optimizer
     if name == "sgd":
         # PyTorch makes these buffers in the first step, and if that step is skipped, leaves in them
         # whatever was in the memory. With zeros the first step is the same.
+        own = getattr(optimizer, "optim", optimizer)  # of Zero: that of this rank's part
         for group in own.param_groups:
             for parameter in group["params"]:
                 own.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def rate(args, stage, step, steps):
-    """The learning rate: half a cosine down to 0, or at stage 2 what --lr_schedule says."""
-    peak = args.lr if stage == "dat" else args.at_lr
-    if stage == "dat" and args.lr_schedule == "constant":
-        return peak
-    return peak * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 class AttackLength:
@@ -1810,55 +1680,44 @@ class AttackLength:
     def __init__(self, args, global_batch, device, saved):
         self.args = args
         self.steps = saved.get("T", args.attack_start_step)
-        self.made = saved.get("made", 0)  # steps of training at this T
         needed = math.ceil(args.min_imgs_per_threshold / global_batch)
-        window = saved.get("window", [])
-        if len(window) != needed:  # a new run, or another --min_imgs_per_threshold
-            window = [0] * needed
-            self.made = 0
-        self.window = torch.tensor(window, device=device)  # pairs_in_order of the last steps
-        self.pairs = 2 * global_batch**2  # what one of them can be at most
-        self.total = None  # sum of the window, on its way to the host
-        self.arrived = None  # the event that says that it is there
+        window = torch.tensor(saved.get("window", []), dtype=torch.int64, device=device)
+        self.window = deque(window, maxlen=needed)  # pairs_in_order of the last steps of this T
+        self.most = needed * 2 * global_batch**2  # what their sum can be
         self.ask()
 
     def state(self):
-        return {"T": self.steps, "made": self.made, "window": self.window.tolist()}
+        return {"T": self.steps, "window": [int(pairs) for pairs in self.window]}
 
     def ask(self):
         """Send the sum of the window to the host, if T could grow now."""
         self.total = None
-        if self.made >= len(self.window) and self.steps < self.args.attack_max_steps:
-            self.total = self.window.sum().to("cpu", non_blocking=True)
-            if self.window.device.type != "cpu":
+        is_full = len(self.window) == self.window.maxlen
+        if is_full and self.steps < self.args.attack_max_steps:
+            total = torch.stack([*self.window]).sum()
+            self.total = total.to("cpu", non_blocking=True)
+            if total.device.type != "cpu":
                 self.arrived = torch.accelerator.current_stream().record_event()
 
     def grow(self, pairs):
         """Take in the pairs_in_order of a step, the same on all ranks. (all ranks)"""
         if self.total is not None:
-            if self.arrived is not None:
+            if pairs.device.type != "cpu":
                 self.arrived.synchronize()
-            mean = self.total.item() / (len(self.window) * self.pairs)
-            if mean >= self.args.AUC_th:
+            if self.total.item() / self.most >= self.args.AUC_th:
                 self.steps += 1
-                self.made = 0  # without this step, which had the T before
                 self.total = None
+                self.window.clear()  # and without this step, which had the T before
                 return
-        self.window[self.made % len(self.window)] = pairs
-        self.made += 1
+        self.window.append(pairs)
         self.ask()
-
-
-def averaged_tensors(model):
-    """What the average is of: parameters, and running statistics."""
-    return [tensor for tensor in tensors(model) if tensor.is_floating_point()]
 
 
 @torch.no_grad()
 def update_average(average, model, decay, step):
     """average = d average + (1 - d) weights; d rises from 0.1, so that the start is forgotten."""
     d = min(decay, (1 + step) / (10 + step))
-    torch._foreach_lerp_(averaged_tensors(average), averaged_tensors(model), 1 - d)
+    torch._foreach_lerp_(tensors(average), tensors(model), 1 - d)
 
 
 def share_statistics(model):
@@ -1874,28 +1733,21 @@ def share_statistics(model):
         torch._foreach_copy_(running, [*flat.split([len(tensor) for tensor in running])])
 
 
-@torch.no_grad()
 def compare_ranks(model, average, step):
     """End the run if any tensor is not the same on all ranks, and name it. (all ranks)"""
-    named = {}
-    for name, parameter in model.named_parameters():
-        named[f"parameter {name}"] = parameter
-        named[f"gradient of {name}"] = parameter.grad
-    for name, buffer in model.named_buffers():
-        named[f"buffer {name}"] = buffer
-    for name, tensor in average.named_parameters():
-        named[f"average of {name}"] = tensor
+    named = {f"parameter {name}": p for name, p in model.named_parameters()}
+    named.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
+    named.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
+    named.update({f"average of {name}": p for name, p in average.named_parameters()})
+    hashes = {}
+    for name, tensor in named.items():
+        content = tensor.detach().cpu().numpy().tobytes()
+        hashes[name] = hashlib.sha256(content).hexdigest()
 
-    sums = []
-    for tensor in named.values():
-        bits = tensor.flatten().float().view(torch.int32).long()
-        # of the bits, and of them times odd numbers: no single change leaves both as they were
-        odd = 2 * torch.arange(len(bits), device=bits.device) + 1
-        sums.append(torch.stack([bits.sum(), (bits * odd).sum()]))
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, torch.stack(sums).tolist())
-    for number, name in enumerate(named):
-        ranks = [rank for rank, row in enumerate(found) if row[number] != found[0][number]]
+    dist.all_gather_object(found, hashes)
+    for name in hashes:
+        ranks = [rank for rank, theirs in enumerate(found) if theirs[name] != found[0][name]]
         if ranks:
             text = f"differs from rank 0's on the ranks {ranks}"
             raise RunError(f"step {step}: the {name} {text}: a fault of a device or of the network")
@@ -1903,11 +1755,11 @@ def compare_ranks(model, average, step):
 
 def rank_metrics(device, loss, data_wait):
     """{name/rankN: value} of every rank. (all ranks)"""
-    memory = 0.0
+    own = {"loss": loss, "data_wait": data_wait, "memory_gb": 0.0}
     if device.type != "cpu":
-        memory = torch.accelerator.max_memory_allocated(device) / 2**30
+        own["memory_gb"] = torch.accelerator.max_memory_allocated(device) / 2**30
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {"loss": loss, "data_wait": data_wait, "memory_gb": memory})
+    dist.all_gather_object(found, own)
     row = {}
     for rank, values in enumerate(found):
         for name, value in values.items():
@@ -1929,14 +1781,16 @@ class Run:
         self.args = args
         self.device = device
         logging.info("Preparing data loaders...")
-        self.inside, self.outside = load_data(args)
+        inside, outside = load_data(args)
+        self.inside = inside
+        self.outside = outside
         for name in ("train", "valid", "test"):
-            counts = f"{len(self.inside.part(name)):,} images, {len(self.outside.part(name)):,} OOD"
+            counts = f"{len(inside.part(name)):,} images, {len(outside.part(name)):,} OOD"
             logging.info(f"  {name}: {counts}")
-        labels = self.inside.labels[self.inside.some("valid", args.eval_images)]
+        labels = inside.labels[inside.some("valid", args.eval_images)]
         self.commonest = float(np.bincount(labels).max() / len(labels))  # accuracy of guessing it
 
-        data_hash = f"{self.inside.hash} {self.outside.hash}"
+        data_hash = f"{inside.hash} {outside.hash}"
         self.state = open_run(args, data_hash)  # the checkpoint to go on from, or None
         kept = ["stage", "model_type", "norm", "normalize_input", "optimizer", "at_optimizer"]
         for name in kept:  # weights, or momenta, that fit, but mean something else
@@ -1958,7 +1812,6 @@ class Run:
 
         torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
         default_generator(torch.device("cpu")).manual_seed(args.seed)  # the same on all ranks
-        inside = self.inside
         self.model = make_network(args, len(inside.classes), inside.channels, inside.size)
         if args.ckpt_path and self.state is None:
             load_weights(self.model, args.ckpt_path)
@@ -2019,12 +1872,10 @@ def start_stage(run, stage):
     loop = run.loop
     if stage == "dat" and loop["stage"] == "at":
         path = Path(run.args.output_dir) / "at_best.pt"
-        if on_rank0(is_whole, path):
-            load_weights(run.model, path)
-            logging.info(f"Stage dat starts from {path}")
-        else:
+        if not on_rank0(is_whole, path):  # the disk may have been full
             logging.warning(f"{path} is missing or damaged: stage dat starts from the last weights")
-            run.model.load_state_dict(run.average.state_dict())
+            path = path.with_name("latest.pt")
+        load_weights(run.model, path)
     loop.update(stage=stage, first=loop["step"], validated=0, attack={})
     run.average.load_state_dict(run.model.state_dict())
 
@@ -2039,12 +1890,11 @@ def note_metrics(run, stage, metrics):
     if not math.isfinite(metrics["cross_entropy"]):
         text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
         raise RunError(f"{text}: lower the learning rate")
-    metric = "clean" if stage == "standard" else "robust"
-    value = metrics[metric]
+    value = metrics["robust"]
     # of two that are as good the later one, which has seen a longer attack
     if stage in loop["best"] and value < loop["best"][stage]["value"]:
         return False
-    best = {"metric": f"{stage}/{metric}", "value": value, "better": "higher"}
+    best = {"metric": f"{stage}/robust", "value": value, "better": "higher"}
     loop["best"][stage] = {**best, "step": loop["step"], "metrics": metrics}
     return True
 
@@ -2061,7 +1911,7 @@ def train(run, stage):
     resumed = run.state is not None and run.state["stage"] == stage
     if loop["stage"] != stage:
         start_stage(run, stage)
-    model.frozen = stage == "dat" and not args.use_batchnorm
+    model.frozen = stage == "dat"  # its statistics would harm the energy (the paper)
     model.train()
 
     sampler = GlobalBatchSampler(run.inside.part("train"), args, run.state)
@@ -2144,7 +1994,9 @@ def train(run, stage):
         if position == 0 or batches is None:
             sampler.set_epoch(epoch, start=position)
             batches = iter(loader)
-        lr = rate(args, stage, done, steps)
+        lr = args.lr
+        if stage == "at":
+            lr = args.at_lr * (0.5 + 0.5 * math.cos(math.pi * done / steps))
         for group in optimizer.param_groups:
             group["lr"] = lr
 
@@ -2160,9 +2012,7 @@ def train(run, stage):
                 with without_sync(ddp_model, False):
                     bce, r1, energy_loss, pair = energy_passes(run, batch, T, backward)
                 scores[:, batch.places] = pair
-            x = pixels(batch.x)
-            if stage != "standard":
-                x = run.on_class(x, batch.y, args.indist_attack_clf_max_steps)
+            x = run.on_class(pixels(batch.x), batch.y, args.indist_attack_clf_max_steps)
             with without_sync(ddp_model, micro == sampler.accumulation):
                 loss = backward(cross_entropy(ddp_model(x), batch.y))
             found = [loss]
@@ -2197,7 +2047,7 @@ def train(run, stage):
             *totals, good = sum_over_ranks(sums)
             seconds = time.monotonic() - began
             made = done - since
-            row = {"step": loop["step"], "phase": STAGES.index(stage), "epoch": epoch, "lr": lr}
+            row = {"step": loop["step"], "phase": PHASES[stage], "epoch": epoch, "lr": lr}
             row["skipped"] = made - good / world_size
             if good > 0:
                 for name, total in zip(names, totals, strict=True):

@@ -3,8 +3,6 @@ test_rebm_tools.py."""
 
 import json
 import math
-import shutil
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, call_script, parse_arguments, write_digits
+from helpers import ROOT, call_script, import_tool, parse_arguments, write_digits
 from runs import Server, differences, state_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,11 +96,9 @@ def test_weights_load_by_name_or_by_position(tmp_path):
     state = {name: torch.randn(t.shape).to(t.dtype) for name, t in model.state_dict().items()}
     other = {f"net.{i}": t for i, t in enumerate(state.values())}
     forms = {
-        "plain": other,
-        "ddp": {f"module.module.{name}": t for name, t in state.items()},
+        "plain": {"n_averaged": torch.ones(()), **other},
         "compiled": {"model": {f"module._orig_mod.{name}": t for name, t in state.items()}},
         "ours": {"script": "run_train_rebm_ddp.py", "model": {}, "average": state},
-        "averaged": {"n_averaged": torch.ones(()), **other},
         "original": {
             "ema_state_dict": {f"module.base_model.{name}": t for name, t in other.items()}
         },
@@ -115,13 +111,12 @@ def test_weights_load_by_name_or_by_position(tmp_path):
 
 
 def test_wrong_weights_are_said_before_training(tmp_path, digits):
-    """In one line: a checkpoint of another script, another width, another network, no weights."""
+    """In one line: a checkpoint of another script, another width, no weights."""
     _, model = small_network()
-    state = model.state_dict()
     _, wide = small_network("--width=8")
+    other = {"script": "run_dpo_ddp.py", "model": {"weight": torch.ones(3)}}
     wrong = {
-        "is a checkpoint of run_dpo_ddp.py": {"script": "run_dpo_ddp.py", "model": state},
-        "has 3 tensors, this network": dict([*state.items()][:3]),
+        "has 1 tensors, this network": other,
         "features.0.weight of shape [8, 1, 3, 3], expected [4,": wide.state_dict(),
     }
     path = tmp_path / "weights.pth"
@@ -284,16 +279,19 @@ def test_the_length_of_the_attack():
     #  0.9, 0.4 are too few; 0.4, 0.8 too; 0.8, 0.6 are enough, which the fifth step finds
     assert seen == [0, 0, 0, 0, 1, 1, 1, 2, 2]
     assert reads == [False, False, True, True, True, False, False, True, False]
-    again = script.AttackLength(args, 4, CPU, length.state())
-    assert again.state() == length.state()
+    before = {"T": 1, "window": [3, 4]}
+    again = script.AttackLength(args, 4, CPU, before)
+    assert again.state() == before and again.total == 7
+    args = arguments("attack.max_steps=2", "min_imgs_per_threshold=12")
+    longer = script.AttackLength(args, 4, CPU, before)
+    assert longer.state() == before and longer.total is None
 
 
-@pytest.mark.parametrize("name", script.OPTIMIZERS)
-def test_a_first_step_that_is_skipped(name, group):
+def test_a_first_step_that_is_skipped(group):
     """Leaves no trace, though PyTorch's SGD makes its buffers in it."""
-    args, model = small_network(f"--optimizer={name}", "--max_grad_norm=0")
-    weight = model.classifier().weight
+    args, model = small_network("--optimizer=sgd", "--max_grad_norm=0")
     torch.use_deterministic_algorithms(True)  # fills memory that is not initialised with NaN
+    found = []
     try:
         for gradients in ((1.0,), (math.nan, 1.0)):
             copy = script.copy.deepcopy(model)
@@ -303,22 +301,11 @@ def test_a_first_step_that_is_skipped(name, group):
                 for parameter in copy.parameters():
                     parameter.grad = torch.full_like(parameter, gradient)
                 guard.update(optimizer, torch.amp.GradScaler("cpu", enabled=False))
-            if len(gradients) == 1:
-                expected = copy.state_dict()
+            found.append(copy.state_dict())
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not differences(copy.state_dict(), expected)
-    assert not expected["fc.weight"].equal(weight)
-
-
-def test_another_window_on_resume():
-    """It begins anew at the T that was reached."""
-    before = {"T": 7, "made": 2, "window": [3, 4]}
-    same = arguments("attack.max_steps=9", "min_imgs_per_threshold=6")
-    assert script.AttackLength(same, 4, CPU, before).state() == before
-    other = arguments("attack.max_steps=9", "min_imgs_per_threshold=12")
-    found = script.AttackLength(other, 4, CPU, before).state()
-    assert found == {"T": 7, "made": 0, "window": [0, 0, 0]}
+    assert not differences(*found)
+    assert differences(found[0], model.state_dict())
 
 
 def test_the_average_of_the_weights(group):
@@ -326,7 +313,7 @@ def test_the_average_of_the_weights(group):
     _, model = small_network("--norm=batch")
     average = script.copy.deepcopy(model)
     before = average.state_dict()["features.1.running_var"].clone()
-    for tensor in script.averaged_tensors(model):
+    for tensor in script.tensors(model):
         tensor.data += 1
     script.update_average(average, model, 0.999, 5)
     found = average.state_dict()["features.1.running_var"] - before
@@ -339,65 +326,39 @@ def test_the_average_of_the_weights(group):
 # Data
 
 
-def test_an_augmentation_depends_on_its_draws_alone():
+def test_augmentations_depend_on_their_draws_alone():
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (20, 3, 32, 32), np.uint8)
-    draws = rng.random((20, 12))
-    for kind in ["none", "shift", "original", "autoaugment_cutout", "resized_crop", "resize"]:
-        once, twice, other = (
-            [script.augment(image, kind, 28, row) for image, row in zip(images, rows, strict=True)]
-            for rows in (draws, draws, draws[::-1])
-        )
-        assert all(image.shape == (3, 28, 28) and image.dtype == np.uint8 for image in once)
-        assert np.array_equal(once, twice)
-        assert kind == "none" or not np.array_equal(once, other)
-        if kind == "autoaugment_cutout":
-            assert all((image == 0).mean() > 0.06 for image in once)
+    image = rng.integers(1, 256, (3, 32, 32), np.uint8)
+    for kind in ["none", "shift", "original", "cutout", "resized_crop", "resize"]:
+        found = []
+        for draws in (rng.random(12), rng.random(12)):
+            found.append(script.augment(image, kind, 28, draws))
+            assert found[-1].shape == (3, 28, 28) and found[-1].dtype == np.uint8
+            assert np.array_equal(found[-1], script.augment(image, kind, 28, draws))
+        assert np.array_equal(*found) == (kind == "none")
+        if kind == "cutout":
+            assert (found[0] == 0).mean() > 0.06
 
-
-def test_known_movements():
-    image = np.zeros((1, 16, 16), np.uint8)
-    image[0, 8, 8] = 255
-    ahead = script.augment(image, "shift", 16, np.full(12, 0.99))
+    dot = np.zeros((1, 16, 16), np.uint8)
+    dot[0, 8, 8] = 255
+    ahead = script.augment(dot, "shift", 16, np.full(12, 0.99))
     assert ahead[0, 7, 7] == 255  # up to a sixteenth of the side
-    flipped = script.augment(image, "original", 16, np.array([0.5, 0.5, 0, 0, 0.1, *[0] * 7]))
+    flipped = script.augment(dot, "original", 16, np.array([0.5, 0.5, 0, 0, 0.1, *[0] * 7]))
     assert flipped[0, 8, 7] == 255
-    whole = script.augment(image, "resized_crop", 16, np.array([1, 0.5, 0, 0, 0.9, *[0] * 7]))
-    assert np.array_equal(whole, image)
+    whole = script.augment(dot, "resized_crop", 16, np.array([1, 0.5, 0, 0, 0.9, *[0] * 7]))
+    assert np.array_equal(whole, dot)
 
 
-def test_the_policy_of_autoaugment():
-    """25 pairs; none of them changes an image whose draws are too high, each may change one."""
-    from PIL import Image
-
-    assert len(script.POLICIES) == 25
-    pixels = np.random.default_rng(0).integers(40, 200, (32, 32, 3), np.uint8)
-    image = Image.fromarray(pixels)
-    for policy in script.POLICIES:
-        same = script.auto_augment(image, policy, [1, 1], [0, 0])
-        assert np.array_equal(same, pixels)
-        both = script.auto_augment(image, policy, [-1, -1], [0.9, 0.1])
-        assert not np.array_equal(both, pixels) and both.size == image.size
-
-
-def test_a_batch_does_not_depend_on_the_ranks(digits):
-    args = arguments(f"--data={digits}", "--augm_type_generation=shift")
+def test_real_images_are_drawn_anew_from_the_training_part(digits):
+    args = arguments(f"--data={digits}")
     inside = script.Images(digits)
     outside = script.GeneratedImages("blobs", 1, 8)
     data = script.TrainingData(args, inside, outside, "dat")
     ids = inside.part("train")[:24]
-    whole = data[ids, ids]
-    parts = [data[ids[rank::2], ids] for rank in range(2)]
-    for name in script.Batch._fields:
-        joined = torch.cat([getattr(part, name) for part in parts])
-        order = torch.cat([part.places for part in parts])
-        assert torch.equal(joined, getattr(whole, name)[order]), name
-    assert not torch.equal(whole.real_y, whole.y)
-    train = inside.images[inside.part("train")]
-    shown = {image.tobytes() for image in train}
-    args = arguments(f"--data={digits}")
-    plain = script.TrainingData(args, inside, outside, "dat")[ids, ids]
-    assert {image.numpy().tobytes() for image in plain.real} <= shown  # nothing held out
+    batch = data[ids, ids]
+    assert not torch.equal(batch.real_y, batch.y)
+    shown = {image.tobytes() for image in inside.images[inside.part("train")]}
+    assert {image.numpy().tobytes() for image in batch.real} <= shown
 
 
 def test_some_images_are_of_all_classes(digits):
@@ -409,14 +370,6 @@ def test_some_images_are_of_all_classes(digits):
     assert len(some) == len(part) // 4 and np.isin(some, part).all()
     assert set(images.labels[some]) == set(images.labels[part])
     assert images.some("train", len(part)).tolist() == part.tolist()
-
-
-def test_generated_images():
-    for kind in script.GENERATED:
-        first, second = (script.GeneratedImages(kind, 3, 16) for _ in range(2))
-        assert np.array_equal(first.images, second.images)
-        assert first.images.std() > 20 and len(first.part("train")) == 20_000
-        assert len({image.tobytes() for image in first.images[:500]}) == 500
 
 
 # --------------------------------------------------------------------------------------------------
@@ -441,8 +394,6 @@ def test_one_process(digits, tmp_path, start):
     parallel = start("run_train_rebm_ddp", [*options, "use_ddp=False"], tmp_path / "parallel", 1)
     assert "DataParallel over 1 devices" in parallel.text
     assert len(ddp.losses) == 14 and ddp.losses == parallel.losses
-    run = start("run_train_rebm_ddp", small(digits, "use_ddp=False"), tmp_path / "two", 2)
-    assert "--use_ddp False is one process, 2 were started" in run.text
 
 
 def test_saving_changes_nothing(digits, tmp_path, start):
@@ -458,22 +409,19 @@ def test_saving_changes_nothing(digits, tmp_path, start):
 
 
 def test_zero_is_the_plain_optimizer(digits, tmp_path, start, plain):
-    """Bit by bit; its checkpoint is that of a plain optimizer, and goes on with ZeRO or without."""
-    zero = start("run_train_rebm_ddp", small(digits, "--zero=True"), tmp_path / "zero", 2)
-    assert zero.statuses == [0, 0], zero.text[-3000:]
-    ours = state_of(zero)
+    """Bit by bit, after a stop too; its checkpoint is that of a plain optimizer."""
+    options = small(digits, "--zero=True")
+    stopped = start("run_train_rebm_ddp", options, tmp_path / "zero", 2, [[0, 8, "signal", 15]])
+    assert set(stopped.statuses) == {143}, stopped.text[-3000:]
+    run = start("run_train_rebm_ddp", options, tmp_path / "zero", 2)
+    assert run.statuses == [0, 0], run.text[-3000:]
+    ours = state_of(run)
     expected = state_of(plain)
-    for key in ("model", "average"):
+    for state in (ours, expected):
+        state["optimizer"] = state["optimizer"]["state"]
+    for key in ("model", "average", "optimizer"):
         assert not differences(ours[key], expected[key])
-    assert not differences(ours["optimizer"]["state"], expected["optimizer"]["state"])
-    target = tmp_path / "moved"
-    for attempt, step in enumerate((8, 11)):
-        faults = [[0, step, "signal", 15]]
-        options = small(digits, "--zero=True")
-        stopped = start("run_train_rebm_ddp", options, target, 2, faults, attempt=attempt)
-        assert set(stopped.statuses) == {143}, stopped.text[-3000:]
-    run = start("run_train_rebm_ddp", small(digits), target, 2, attempt=2)
-    assert run.statuses == [0, 0] and run.losses == plain.losses
+    assert run.losses == plain.losses
 
 
 def test_the_monitor_names_the_tensor(digits, tmp_path, start):
@@ -524,7 +472,7 @@ def test_the_commands_of_the_original():
     args = arguments(str(CONFIGS[0]), "use_ddp=False", "attack.max_steps=100", "ddp_backend=gloo")
     assert (args.use_ddp, args.attack_max_steps, args.backend) == (False, 100, "gloo")
     assert args.config == str(CONFIGS[0])
-    args = arguments("attack.step_size=1e-1", "attack.eps=.inf", "indist_attack_clf.eps=0.25")
+    args = arguments("attack.step_size=1e-1", "attack.eps=inf", "indist_attack_clf.eps=0.25")
     assert (args.attack_step_size, args.attack_eps) == (0.1, math.inf)
     assert args.indist_attack_clf_eps == 0.25
 
@@ -542,7 +490,7 @@ def test_configs():
     assert {path.stem for path in CONFIGS} == {*published, "config_rebm_quickstart"}
     for path in CONFIGS:
         args = arguments(str(path))
-        text = path.read_text()
+        text = " ".join(path.read_text().replace("#", "").split())
         assert f"configs/{path.name}" in text
         if path.stem not in published:
             continue
@@ -558,9 +506,9 @@ def test_configs():
 def test_options_that_cannot_be():
     refused = {
         "lr=-1": "-1 is not above 0",
-        "attack_max_step=5": "did you mean attack_max_steps?",
+        "attack.start_step=60": "must be from 0 to 50",
         "stage=dat": "give --ckpt_path",
-        "indist_attack_clf.eps=.inf": "a ball without end",
+        "indist_attack_clf.eps=inf": "a ball without end",
         "attack.attack_type=adam": "there is no option attack.attack_type",
         "use_ddp=False zero=True": "--use_ddp False takes no --zero",
     }
@@ -571,22 +519,14 @@ def test_options_that_cannot_be():
 
 
 def test_data_that_do_not_fit(digits, tmp_path, group):
-    colour = tmp_path / "colour"
     np.savez(tmp_path / "a.npz", x_train=np.zeros((40, 8, 8, 3), np.uint8))
-    sys.path.insert(0, str(ROOT / "tools"))
-    import prepare_images
-
-    prepare_images.main(["arrays", str(tmp_path / "a.npz"), f"--out={colour}"])
+    colour = tmp_path / "colour"
+    import_tool("prepare_images").main(["arrays", f"{tmp_path}/a.npz", f"--out={colour}"])
     wrong = {
         "has no labels": [f"--data={colour}"],
         "has images of 3 x 8 x 8: expected 1 channels and 8": [f"--outdist_data={colour}"],
-        "autoaugment_cutout is of colour": ["--augm_type_classification=autoaugment_cutout"],
         "no images in nowhere": ["--data=nowhere"],
     }
-    damaged = tmp_path / "damaged"
-    shutil.copytree(colour, damaged)
-    (damaged / "meta.json").write_text('{"files": ')
-    wrong["meta.json is damaged"] = [f"--data={damaged}"]
     for message, options in wrong.items():
         with pytest.raises(script.InputError, match=message):
             script.load_data(arguments(f"--data={digits}", *options))

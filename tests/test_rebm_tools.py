@@ -22,7 +22,7 @@ evaluate = importlib.import_module("evaluate_rebm")
 generate = importlib.import_module("generate_rebm")
 
 TRAIN = """--width=8 --attack.max_steps=3 --attack.step_size=0.3 --indist_attack_clf.max_steps=2
-    --at_epochs=6 --total_epochs=3 --at_lr=2e-2 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
+    --at_epochs=4 --total_epochs=1 --at_lr=2e-2 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
     --min_imgs_per_threshold=48 --batch_size=24 --eval_steps=2 --device=cpu""".split()
 
 
@@ -84,23 +84,9 @@ def test_cifar(tmp_path, classes, capsys):
     assert len(data.part("valid")) == len(both) * 7 // 100
 
     damaged = next(folder.glob("test*"))
-    good = damaged.read_bytes()
-    for content in (good[:-7], b"", pickle.dumps({b"data": 3})):
-        damaged.write_bytes(content)
-        refused([name, tmp_path, f"--out={tmp_path}/other"], f"{damaged}: ", capsys)
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    refused([name, tmp_path, f"--out={tmp_path}/other"], f"{damaged}: ", capsys)
     assert not (tmp_path / "other").exists()
-
-
-def test_pickles_run_nothing(tmp_path, capsys):
-    write_cifar(tmp_path, 10)
-
-    class Bad:
-        def __reduce__(self):
-            return (__import__("os").system, (f"touch {tmp_path}/ran",))
-
-    (tmp_path / "test_batch").write_bytes(pickle.dumps(Bad()))
-    refused(["cifar10", tmp_path, f"--out={tmp_path}/out"], "it holds a posix.system", capsys)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_tiny_images(tmp_path, capsys):
@@ -119,12 +105,11 @@ def test_tiny_images(tmp_path, capsys):
     data = script.Images(tmp_path / "out")
     kept = np.setdiff1d(np.arange(60), listed)
     assert data.classes == [] and np.array_equal(data.images, images[kept].transpose(0, 3, 1, 2))
-    words[2:] = [f"--out={tmp_path}/few", "--exclude=none", "--max_images=30"]
-    assert run(prepare, words, capsys)[0] == 0
+    words[2:] = [f"--out={tmp_path}/few", "--exclude=none"]
+    with mock.patch.object(prepare, "TINY_IMAGES", 30):
+        assert run(prepare, words, capsys)[0] == 0
     few = {image.tobytes() for image in script.Images(tmp_path / "few").images}
     assert len(few) == 30 and few <= {x.tobytes() for x in images.transpose(0, 3, 1, 2)}
-    np.savetxt(tmp_path / "a.txt", [60], fmt="%d")
-    refused([*words[:2], f"--out={tmp_path}/x", *lists], "a.txt: index 60", capsys)
     source.write_bytes(b"x" * 5000)
     refused([*words[:2], f"--out={tmp_path}/x", *lists], "has 5000 bytes: expected rows", capsys)
 
@@ -173,48 +158,38 @@ def test_image_folders(tmp_path, capsys):
     words[-1] = f"--out={tmp_path}/x"
     (tmp_path / "raw" / "val" / "dog").rename(tmp_path / "raw" / "val" / "wolf")
     words.append("--skip_bad_data")
-    refused(words, "the training part has no images of wolf (1 of 3 classes)", capsys)
+    refused(words, "the training part has no images of wolf", capsys)
     write_pictures(tmp_path / "one" / "train", 4, ("cat",))
     write_pictures(tmp_path / "one" / "val", 4, ("cat",))
     words[1] = f"{tmp_path}/one"
     refused(words, "1 class: a classifier needs two or more", capsys)
 
 
-X = np.zeros((20, 8, 8), np.uint8)
-Y = np.arange(20) % 4
-BAD_ARRAYS = {
-    "holds x_train, y_train, x_test: expected": {"y_test": None},
-    "x_train is float64": {"x_train": X / 2},
-    "expected uint8 (N, S, S)": {"x_train": X[:, :, :7]},
-    "y_train is int64 [3]": {"y_train": Y[:3]},
-    "the least is -1": {"y_train": Y - 1},
-    "images of [1, 8, 8] and [1, 9, 9]": {"x_test": np.zeros((20, 9, 9), np.uint8)},
-    "the training part has no images of 4, 5, 6 (3": {"y_test": np.full(20, 6)},
-    "1 class: a classifier needs": {"y_train": 0 * Y, "y_test": 0 * Y},
-}
-
-
-def test_bad_arrays(tmp_path, capsys):
+def test_arrays(tmp_path, capsys):
+    x = np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8)
+    y = np.arange(20) % 4
+    good = {"x_train": x, "y_train": y, "x_test": x[:8], "y_test": y[:8]}
     path = tmp_path / "a.npz"
-    for message, change in BAD_ARRAYS.items():
-        content = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y, **change}
+    words = ["arrays", path, f"--out={tmp_path}/out", "--valid=2"]
+    wrong = {
+        "images are float64": {"x_train": x / 2},
+        "not uint8 (N, S, S)": {"x_train": x[:, :, :7]},
+        "y_test is not a file": {"y_test": None},
+        "labels are int64 (11,), not 28 whole numbers": {"y_train": y[:3]},
+        "the training part has no images of 4, 5, 6": {"y_test": np.full(8, 6)},
+    }
+    for message, change in wrong.items():
+        content = {**good, **change}
         np.savez(path, **{name: array for name, array in content.items() if array is not None})
-        refused(["arrays", path, f"--out={tmp_path}/out", "--valid=2"], message, capsys)
+        refused(words, message, capsys)
         assert not (tmp_path / "out").exists()
 
-
-def test_arrays_are_there_whole_or_not(tmp_path, capsys):
-    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8))
-    out = tmp_path / "out"
-    words = ["arrays", tmp_path / "a.npy", f"--out={out}"]
+    np.savez(path, **good)
     assert run(prepare, words, capsys)[0] == 0
+    data = script.Images(tmp_path / "out")
+    assert np.array_equal(data.images[:, 0], np.concatenate([x, x[:8]]))
+    assert len(data.part("test")) == 8 and len(data.part("valid")) == 2
     refused(words, "exists: remove it", capsys)
-    script.check_data(out)
-    content = bytearray((out / "images.npy").read_bytes())
-    content[-5] ^= 1
-    (out / "images.npy").write_bytes(content)
-    with pytest.raises(script.InputError, match="images.npy is missing or damaged"):
-        script.check_data(out)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,15 +255,13 @@ def test_a_network_generates(trained, capsys):
     assert run(generate, words, capsys)[0] == 2  # it does not write over a file
 
 
-def test_checkpoints_that_are_none(trained, capsys, tmp_path):
+def test_checkpoints_that_are_none(capsys, tmp_path):
     torch.save({"script": "train_ddp.py", "format": 2}, tmp_path / "other.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     messages = {"other.pt": "is no checkpoint of run_train_rebm_ddp.py", "text.pt": "is damaged"}
-    messages["nowhere.pt"] = "is not there"
     for name, message in messages.items():
         for tool in (evaluate, generate):
-            words = [tmp_path / name, f"--out={tmp_path}/x"]
-            status, text = run(tool, words, capsys)
+            status, text = run(tool, [tmp_path / name, f"--out={tmp_path}/x"], capsys)
             assert status == 2 and message in text and len(text.splitlines()) == 1
 
 

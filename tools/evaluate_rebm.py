@@ -13,11 +13,10 @@ robust@R          share of the images that are told right at all points that the
                   way counts, not the last one
 auroc KIND        area under the ROC curve of test images against OOD images, by logsumexp f(x)
 adv_auroc KIND    the same where an attack of radius --ood_eps makes the OOD images look real
-frechet_FEATURES  Frechet distance (Heusel et al. 2017) of generated images from training images.
-                  Features: pixels (means of 8 x 8 blocks), a TorchScript FILE (images (B, C, S, S)
-                  in [0, 1] to features (B, D)), or inception, whose distance is called fid; it
-                  needs torch-fidelity and --fid_weights. As far are real test images from them:
-                  frechet_FEATURES real
+frechet_pixels    Frechet distance (Heusel et al. 2017) of generated images from training images,
+                  of the means of 8 x 8 blocks of pixels. As far are real test images from them:
+                  frechet_pixels real. For FID, which needs the weights of an Inception network,
+                  give the images of tools/generate_rebm.py --npz to a program that measures it
 
 In fp32 on one device, with the averaged weights. Writes all figures to --out.
 """
@@ -34,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
-from generate_rebm import add_network_arguments, generate, load_network, load_outside
+from generate_rebm import add_network_arguments, generate, load_network
 from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
@@ -48,6 +47,7 @@ from run_train_rebm_ddp import (
     count,
     cross_entropy,
     in_ball,
+    load_outside,
     logsumexp,
     margin,
     picture_batch,
@@ -68,15 +68,8 @@ def parse_args(words=None):
     text = "more OOD images to detect: noise, blobs or folders"
     add("--outside", nargs="*", default=GENERATED, help=text)
     add("--ood_images", type=count, default=1024, help="OOD images at most, of each kind")
-    add("--ood_eps", type=positive, help="radius of the attack on them; default: that of training")
     add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
-    add("--features", default="pixels", help="pixels, inception or a TorchScript file")
-    add("--fid_weights", help="torch-fidelity's weights of Inception")
-    add("--seed", type=int, default=0, help="of the random starts")
-    args = parser.parse_args(words)
-    if (args.features == "inception") != bool(args.fid_weights):
-        parser.error("--features inception needs --fid_weights, and nothing else takes them")
-    return args
+    return parser.parse_args(words)
 
 
 def batches(source, ids, size, device, args):
@@ -136,7 +129,7 @@ def measure_accuracy(model, options, inside, device, args):
     ids = inside.some("test", args.images)
     radii = dict.fromkeys(args.radii or [options.indist_attack_clf_eps])  # each once
     found = dict.fromkeys(["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"], 0.0)
-    rng = torch.Generator().manual_seed(args.seed)
+    rng = torch.Generator().manual_seed(0)  # of the random starts
     for some, x in batches(inside, ids, inside.size, device, args):
         labels = torch.from_numpy(inside.labels[some]).to(device)
         with torch.no_grad():
@@ -153,7 +146,7 @@ def measure_accuracy(model, options, inside, device, args):
 
 
 def measure_detection(model, options, inside, sources, device, args):
-    eps = args.ood_eps or options.ood_eps
+    eps = options.ood_eps
     attack = Attack(model, logsumexp, eps / 2, eps, options.indist_attack_clf_norm)
 
     def scores(source, ids, steps):
@@ -189,46 +182,31 @@ def frechet(a, b):
     return float(means + of_a.trace() + of_b.trace() - 2 * cross)
 
 
-def feature_network(args, device):
-    """(name of the distance, images (B, C, S, S) in [0, 1] -> features (B, D))"""
-    if args.features == "pixels":
-        return "frechet_pixels", lambda x: F.adaptive_avg_pool2d(x, min(8, x.shape[3])).flatten(1)
-    try:
-        if args.features == "inception":
-            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-
-            net = FeatureExtractorInceptionV3("inception", ["2048"], args.fid_weights)
-            net = net.to(device).eval()
-            return "fid", lambda x: net((x * 255).round().byte().expand(-1, 3, -1, -1))[0]
-        net = torch.jit.load(args.features, map_location=device).eval()
-        return f"frechet_{Path(args.features).stem}", lambda x: net(x).flatten(1)
-    except (ImportError, RuntimeError, ValueError, OSError) as error:
-        text = "expected pixels, a TorchScript file, or inception (pip install torch-fidelity)"
-        stop(2, f"--features {args.features}: {str(error).splitlines()[0]}: {text}")
+def block_means(source, ids, size, device, args):
+    """(n, D) means of 8 x 8 blocks of pixels"""
+    found = []
+    for _, x in batches(source, ids, size, device, args):
+        found.append(F.adaptive_avg_pool2d(x, min(8, size)).flatten(1))
+    return torch.cat(found)
 
 
 def measure_generation(model, options, inside, outside, device, args):
-    name, extract = feature_network(args, device)
     size = inside.size
-    count = max(args.num_samples, 2)
-    made = generate(model, options, outside, len(inside.classes), size, device, args, count)
-
-    @torch.no_grad()
-    def features(source, ids):
-        return torch.cat([extract(x) for _, x in batches(source, ids, size, device, args)])
-
-    real = features(inside, inside.some("train", 50_000))
-    tested = features(inside, inside.some("test", 50_000))
-    generated = features(SimpleNamespace(images=made.numpy()), np.arange(count))
-    return {name: frechet(real, generated), f"{name} real": frechet(real, tested)}
+    made = generate(model, options, outside, len(inside.classes), size, device, args)
+    source = SimpleNamespace(images=made.numpy())
+    generated = block_means(source, np.arange(len(made)), size, device, args)
+    real = block_means(inside, inside.some("train", 50_000), size, device, args)
+    tested = block_means(inside, inside.some("test", 50_000), size, device, args)
+    return {
+        "frechet_pixels": frechet(real, generated),
+        "frechet_pixels real": frechet(real, tested),
+    }
 
 
 def main():
     args = parse_args()
     try:
         device = choose_device(args, local_rank=0)
-        if args.num_samples > 0:
-            feature_network(args, device)  # what is missing is said before the work
         model, options, inside, outside = load_network(args, device)
         sources = {outside.name: outside}
         for name in args.outside:

@@ -25,27 +25,21 @@ from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
 from run_train_rebm_ddp import (
-    FORMAT,
-    GENERATED,
     Attack,
-    GeneratedImages,
     Images,
     InputError,
-    check_data,
-    check_fit,
     choose_device,
     count,
     is_whole,
     label_logit,
     load_checkpoint,
+    load_outside,
     load_weights,
     logsumexp,
     make_network,
     picture_batch,
     positive,
 )
-
-SCRIPT = "run_train_rebm_ddp.py"
 
 
 def add_network_arguments(parser):
@@ -75,52 +69,40 @@ def parse_args(words=None):
     return args
 
 
-def load_folder(folder):
-    check_data(folder)
-    return Images(folder)
-
-
-def load_outside(name, inside):
-    """OOD images for the network of the images `inside`."""
-    if name in GENERATED:
-        return GeneratedImages(name, inside.channels, inside.size)
-    outside = load_folder(Path(name))
-    check_fit(inside, outside)
-    return outside
-
-
 def load_network(args, device):
     """(network in evaluation mode, the options of its run, its images, OOD images)"""
     if not is_whole(args.checkpoint):
-        stop(2, f"{args.checkpoint} is not there, or is damaged: expected best.pt of a run")
+        raise InputError(f"{args.checkpoint} is not there, or is damaged: expected a best.pt")
     torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
+
     state = load_checkpoint(args.checkpoint)
-    if state.get("script") != SCRIPT or state.get("format") != FORMAT:
-        stop(2, f"{args.checkpoint} is no checkpoint of {SCRIPT}, format {FORMAT}")
+    if state.get("script") != "run_train_rebm_ddp.py":
+        raise InputError(f"{args.checkpoint} is no checkpoint of run_train_rebm_ddp.py")
     options = argparse.Namespace(**state["args"])
-    inside = load_folder(Path(args.data or options.data))
+    inside = Images(args.data or options.data)
     if inside.hash != state["data_hash"].split()[0]:
         text = "is not what the network was trained on: its test part may hold training images"
         print(f"{inside.name} {text}")
     outside = load_outside(args.outdist_data or options.outdist_data, inside)
+
     model = make_network(options, len(inside.classes), inside.channels, inside.size)
     load_weights(model, args.checkpoint)
     return model.requires_grad_(False).train(False).to(device), options, inside, outside
 
 
-def generate(model, options, outside, classes, size, device, args, count):
-    """(count, C, size, size) uint8 images; number i is of class i % classes"""
+def generate(model, options, outside, classes, size, device, args):
+    """(--num_samples, C, size, size) uint8 images; number i is of class i % classes"""
     gain = logsumexp if options.logsumexp_sampling else label_logit
     step_size = args.step_size or options.attack_step_size
     climb = Attack(model, gain, step_size, options.attack_eps, options.attack_norm)
     starts = outside.part("test")
+    numbers = np.arange(args.num_samples)
     made = []
-    for first in tqdm(range(0, count, args.batch_size), desc="generating", disable=None):
-        numbers = np.arange(first, min(first + args.batch_size, count))
-        x = picture_batch(outside, starts[numbers % len(starts)], size, device)
-        labels = torch.from_numpy(numbers % classes).to(device)
-        z = climb(x, labels, args.steps)
-        made.append((z * 255).round().byte().cpu())
+    for first in tqdm(range(0, len(numbers), args.batch_size), desc="generating", disable=None):
+        some = numbers[first : first + args.batch_size]
+        x = picture_batch(outside, starts[some % len(starts)], size, device)
+        labels = torch.from_numpy(some % classes).to(device)
+        made.append((climb(x, labels, args.steps) * 255).round().byte().cpu())
     return torch.cat(made)
 
 
@@ -135,7 +117,7 @@ def write_picture(path, images, classes):
             # a grey line around each
             rows.append(torch.cat([*F.pad(row, (1, 1, 1, 1), value=128)], dim=2))
     if not rows:
-        stop(2, f"{len(images)} images are less than one of each class: give more --num_samples")
+        raise InputError(f"--num_samples {len(images)}: expected one of each class or more")
     picture = torch.cat(rows, dim=1).permute(1, 2, 0).expand(-1, -1, 3).numpy()
     scale = -(-480 // picture.shape[1])  # at least 480 pixels wide
     Image.fromarray(np.kron(picture, np.ones((scale, scale, 1), np.uint8))).save(path)
@@ -147,12 +129,10 @@ def main():
         device = choose_device(args, local_rank=0)
         model, options, inside, outside = load_network(args, device)
         classes = len(inside.classes)
-        size = inside.size
-        images = generate(model, options, outside, classes, size, device, args, args.num_samples)
+        images = generate(model, options, outside, classes, inside.size, device, args)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_picture(args.out, images, classes)
         if args.npz:
-            args.npz.parent.mkdir(parents=True, exist_ok=True)
             labels = np.arange(len(images)) % classes
             np.savez_compressed(args.npz, images=images.numpy(), labels=labels)
     except InputError as error:

@@ -13,10 +13,10 @@ cifar10, cifar100    the folder with what tar made of cifar-10-python.tar.gz
 folder      train/CLASS/... and val/CLASS/... (or test/CLASS/...). A folder without train/ holds OOD
             images, in any folders below it. Images are cut to squares of 8/7 --size, so that
             training can crop and a test takes the middle
-tinyimages  tiny_images.bin, rows of 3,072 bytes; --exclude names files with the numbers of the rows
-            that are images of CIFAR, one a line (--exclude none keeps them)
-arrays      .npz with x_train, y_train, x_test, y_test, or with x_train alone (OOD images), or .npy
-            (OOD images); uint8 (N, S, S), (N, S, S, C) or (N, C, S, S)
+tinyimages  a million rows, at random, of tiny_images.bin; --exclude names files with the numbers of
+            the rows that are images of CIFAR, one a line (--exclude none keeps them)
+arrays      .npz with x_train, y_train, x_test, y_test, or with x_train alone (OOD images); uint8
+            (N, S, S), (N, S, S, C) or (N, C, S, S)
 
 Writes a folder of arrays that can be mapped into memory; it is there whole or not at all:
     images.npy (N, C, side, side) uint8
@@ -39,16 +39,16 @@ import numpy as np
 from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
-KINDS = ["digits", "cifar10", "cifar100", "folder", "tinyimages", "arrays"]
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
-ROW = 32 * 32 * 3  # bytes of an image of CIFAR or Tiny Images
+ROW = 32 * 32 * 3  # bytes of an image of Tiny Images
+TINY_IMAGES = 1_000_000  # of them at most
 TRAIN, VALID, TEST, UNREADABLE = range(4)  # in split.npy
 
 
 def parse_args(words=None):
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("kind", choices=KINDS, help="what the images are")
+    add("kind", choices=[*READERS], help="what the images are")
     add("source", nargs="?", type=Path, help="folder or file; none for digits")
     add("--out", type=Path, help="folder to write; default: data/KIND")
     add("--size", type=int, help="side of a network's input; for folders, which need it")
@@ -56,25 +56,19 @@ def parse_args(words=None):
     add("--valid", type=int, help=text)
     text = "files with rows of tinyimages to leave out, or none"
     add("--exclude", nargs="+", default=[], metavar="FILE", help=text)
-    add("--max_images", type=int, default=1_000_000, help="of tinyimages, chosen at random")
     add("--skip_bad_data", action="store_true", help="leave out images that cannot be read")
-    add("--split_seed", type=int, default=0, help="of the split")
-    add("--workers", type=int, default=8, help="threads that read the images of a folder")
     args = parser.parse_args(words)
     args.out = args.out or Path("data") / args.kind
-    return args
-
-
-def check_arguments(args):
     if args.out.exists():
-        stop(2, f"{args.out} exists: remove it, or give another --out")
+        parser.error(f"{args.out} exists: remove it, or give another --out")
     if args.kind != "digits" and not (args.source and args.source.exists()):
-        stop(2, f"there is no {args.source}: {args.kind} needs its folder or file")
+        parser.error(f"there is no {args.source}: {args.kind} needs its folder or file")
     if args.kind == "folder" and not args.size:
-        stop(2, "--size: a folder needs the side of a network's input")
+        parser.error("--size: a folder needs the side of a network's input")
     if args.kind == "tinyimages" and not args.exclude:
         text = "files with the rows that are images of CIFAR, or none"
-        stop(2, f"--exclude: tinyimages needs {text}: what is CIFAR must not be an OOD image")
+        parser.error(f"--exclude: give {text}: what is CIFAR must not be an OOD image")
+    return args
 
 
 # ---- Readers -----------------------------------------------------------------------------------
@@ -87,7 +81,7 @@ def read_digits(args, out):
 
     images, labels = load_digits(return_X_y=True)
     images = np.round(images.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)
-    order = np.random.default_rng(args.split_seed).permutation(len(images))
+    order = np.random.default_rng(0).permutation(len(images))
     order = np.concatenate([order[360:], order[:360]])
     np.save(out / "images.npy", images[order])
     parts = np.full(len(order), TRAIN)
@@ -95,40 +89,31 @@ def read_digits(args, out):
     return labels[order], parts, [str(digit) for digit in range(10)], 8
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Reads arrays, lists and dictionaries; whatever else a file names is not run."""
-
-    KNOWN = {"_reconstruct", "ndarray", "dtype", "encode"}
-
-    def find_class(self, module, name):
-        if module.split(".")[0] not in ("numpy", "_codecs") or name not in self.KNOWN:
-            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
-        return super().find_class(module, name)
-
-
 def read_cifar(args, out):
     classes = int(args.kind.removeprefix("cifar"))
-    files = {"train": TRAIN, "test": TEST}
     if classes == 10:
-        files = {f"data_batch_{number}": TRAIN for number in range(1, 6)}
-        files["test_batch"] = TEST
+        files = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
+        key = b"labels"
+    else:
+        files = ["train", "test"]
+        key = b"fine_labels"
     folder = args.source
-    last = "test_batch" if classes == 10 else "test"
-    for path in args.source.glob(f"cifar-{classes}-*/{last}"):
+    for path in args.source.glob(f"cifar-{classes}-*/{files[-1]}"):
         folder = path.parent
+
     images = []
     labels = []
     parts = []
-    for name, part in files.items():
+    for name in files:
         path = folder / name
         try:
-            with open(path, "rb") as file:
-                table = PlainUnpickler(file, encoding="bytes").load()
+            table = pickle.loads(path.read_bytes(), encoding="bytes")
             images.append(table[b"data"].reshape(-1, 3, 32, 32))
-            labels += table[b"labels" if classes == 10 else b"fine_labels"]
+            labels += table[key]
         except Exception as error:  # damaged pickles raise many kinds
             text = f"expected a file of cifar-{classes}-python.tar.gz"
             stop(2, f"{path}: {type(error).__name__} {error}: {text}")
+        part = TEST if name == files[-1] else TRAIN
         parts += [part] * len(images[-1])
     np.save(out / "images.npy", np.concatenate(images))
     return np.array(labels), np.array(parts), [str(number) for number in range(classes)], 32
@@ -136,17 +121,12 @@ def read_cifar(args, out):
 
 def decode(path, side):
     """The middle of an image as a square (3, side, side), or what is wrong with it."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as image:
-            image = image.convert("RGB")
-        scale = side / min(image.size)
-        size = [max(side, round(length * scale)) for length in image.size]
-        image = image.resize(size, Image.Resampling.BICUBIC)
-        left = (image.width - side) // 2
-        top = (image.height - side) // 2
-        return np.asarray(image.crop((left, top, left + side, top + side))).transpose(2, 0, 1)
+            square = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
+        return np.asarray(square).transpose(2, 0, 1)
     except Exception as error:  # Pillow raises many kinds
         return f"{path}: {error}"
 
@@ -171,7 +151,7 @@ def read_folder(args, out):
     shape = (len(paths), 3, side, side)
     array = np.lib.format.open_memmap(out / "images.npy", "w+", np.uint8, shape)
     problems = []
-    with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(paths), disable=None) as bar:
+    with ThreadPoolExecutor() as pool, tqdm(total=len(paths), disable=None) as bar:
         for first in range(0, len(paths), 256):  # a few at a time: memory has bounds
             some = paths[first : first + 256]
             images = pool.map(decode, some, [side] * len(some))
@@ -182,7 +162,6 @@ def read_folder(args, out):
                 else:
                     array[number] = image
             bar.update(len(some))
-    array.flush()
     if problems and not args.skip_bad_data:
         shown = "\n  ".join(problems[:20])
         text = f"{len(problems)} of {len(paths)} images are bad (--skip_bad_data leaves them out)"
@@ -190,6 +169,7 @@ def read_folder(args, out):
     if problems:
         (out / "bad_images.txt").write_text("\n".join(problems) + "\n")
         print(f"left out {len(problems)} bad images, listed in {args.out}/bad_images.txt")
+
     if len(roots) == 1:
         return np.zeros(len(paths), np.int64), np.array(parts), [], args.size
     classes, labels = np.unique(names, return_inverse=True)
@@ -200,7 +180,7 @@ def read_tiny_images(args, out):
     """Some of the rows, at random, without the excluded ones."""
     size = args.source.stat().st_size
     if size % ROW:
-        stop(2, f"{args.source} has {size} bytes: expected rows of 3,072 bytes")
+        stop(2, f"{args.source} has {size} bytes: expected rows of {ROW:,} bytes")
     keep = np.ones(size // ROW, bool)
     for name in args.exclude:
         if name != "none":
@@ -210,9 +190,10 @@ def read_tiny_images(args, out):
                 stop(2, f"--exclude {name}: {error}: expected row numbers, one a line")
     rows = np.flatnonzero(keep)
     print(f"{len(keep) - len(rows):,} of {len(keep):,} images are excluded")
-    if len(rows) > args.max_images:
-        rows = np.random.default_rng(args.split_seed).choice(rows, args.max_images, replace=False)
+    if len(rows) > TINY_IMAGES:
+        rows = np.random.default_rng(0).choice(rows, TINY_IMAGES, replace=False)
         rows.sort()  # one way through the file
+
     source = np.memmap(args.source, np.uint8, "r").reshape(-1, 3, 32, 32)
     shape = (len(rows), 3, 32, 32)
     array = np.lib.format.open_memmap(out / "images.npy", "w+", np.uint8, shape)
@@ -220,55 +201,41 @@ def read_tiny_images(args, out):
         some = rows[first : first + 10_000]
         # an image of 32 x 32 x 3 stands there with its first index running fastest
         array[first : first + 10_000] = source[some].transpose(0, 1, 3, 2)
-    array.flush()
     return np.zeros(len(rows), np.int64), np.full(len(rows), TRAIN), [], 32
+
+
+def channels_first(x):
+    """(N, S, S), (N, S, S, C) or (N, C, S, S) as the last of them"""
+    if x.ndim == 3:
+        x = x[:, None]
+    if x.ndim == 4 and x.shape[1] not in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3) or x.shape[2] != x.shape[3]:
+        raise ValueError(f"images are {x.dtype} {x.shape}, not uint8 (N, S, S) or (N, S, S, C)")
+    return x
 
 
 def read_arrays(args, out):
     try:
-        found = np.load(args.source)
-        if isinstance(found, np.ndarray):
-            found = {"x_train": found}
-        found = {name: found[name] for name in found}
+        with np.load(args.source) as file:
+            images = channels_first(file["x_train"])
+            is_outside = file.files == ["x_train"]
+            parts = np.full(len(images), TRAIN)
+            labels = np.zeros(len(images), np.int64)
+            if not is_outside:
+                tested = channels_first(file["x_test"])
+                images = np.concatenate([images, tested])
+                parts = np.concatenate([parts, np.full(len(tested), TEST)])
+                labels = np.concatenate([file["y_train"], file["y_test"]])
+        if labels.shape != parts.shape or labels.dtype.kind not in "iu" or labels.min() < 0:
+            expected = f"{len(parts)} whole numbers from 0 on"
+            raise ValueError(f"labels are {labels.dtype} {labels.shape}, not {expected}")
     except Exception as error:  # those of zipfile and zlib, too
-        stop(2, f"{args.source}: {error}: expected a file of numpy's savez or save")
-    is_outside = {*found} == {"x_train"}
-    if is_outside:
-        found["y_train"] = np.zeros(len(found["x_train"]), np.int64)
-    elif {*found} != {"x_train", "y_train", "x_test", "y_test"}:
-        text = f"{args.source} holds {', '.join(found)}"
-        stop(2, f"{text}: expected x_train, y_train, x_test, y_test, or x_train alone")
-
-    images = []
-    labels = []
-    parts = []
-    for name, part in (("train", TRAIN), ("test", TEST)):
-        if f"x_{name}" not in found:
-            continue
-        x = found[f"x_{name}"]
-        y = found[f"y_{name}"]
-        if x.ndim == 3:
-            x = x[:, None]
-        elif x.ndim == 4 and x.shape[1] not in (1, 3):
-            x = x.transpose(0, 3, 1, 2)
-        is_square = x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3]
-        if x.dtype != np.uint8 or not is_square:
-            text = f"x_{name} is {x.dtype} {[*x.shape]}"
-            expected = "uint8 (N, S, S), (N, S, S, C) or (N, C, S, S), with C 1 or 3"
-            stop(2, f"{args.source}: {text}: expected {expected}")
-        if y.shape != (len(x),) or y.dtype.kind not in "iu" or y.min(initial=0) < 0:
-            text = f"y_{name} is {y.dtype} {[*y.shape]}, the least is {y.min(initial=0)}"
-            stop(2, f"{args.source}: {text}: expected {len(x)} whole numbers from 0 on")
-        if images and x.shape[1:] != images[0].shape[1:]:
-            shapes = f"{[*images[0].shape[1:]]} and {[*x.shape[1:]]}"
-            stop(2, f"{args.source}: images of {shapes}: expected the same shape in both parts")
-        images.append(x)
-        labels.append(y)
-        parts += [part] * len(x)
-    np.save(out / "images.npy", np.concatenate(images))
-    labels = np.concatenate(labels).astype(np.int64)
-    classes = [str(number) for number in range(labels.max() + 1)]
-    return labels, np.array(parts), [] if is_outside else classes, images[0].shape[2]
+        expected = "x_train, y_train, x_test, y_test, or x_train alone"
+        stop(2, f"{args.source}: {error}: expected an .npz of {expected}")
+    np.save(out / "images.npy", images)
+    classes = [] if is_outside else [str(number) for number in range(labels.max() + 1)]
+    return labels.astype(np.int64), parts, classes, images.shape[2]
 
 
 READERS = {
@@ -284,26 +251,19 @@ READERS = {
 
 
 def check_classes(args, classes, labels, parts):
-    """Every class is in the training part (of a folder: in the test part, too), and there are two
-    or more."""
+    """There are two or more, and each has images to train on."""
+    counts = np.bincount(labels[parts == TRAIN], minlength=len(classes))
+    missing = [classes[number] for number in np.flatnonzero(counts == 0)]
+    if missing:
+        stop(2, f"{args.source}: the training part has no images of {', '.join(missing[:9])}")
     if len(classes) < 2:
         stop(2, f"{args.source}: {len(classes)} class: a classifier needs two or more")
-    wanted = {"training": TRAIN, "test": TEST}
-    if args.kind != "folder":
-        wanted.pop("test")
-    for name, part in wanted.items():
-        counts = np.bincount(labels[parts == part], minlength=len(classes))
-        missing = [classes[number] for number in np.flatnonzero(counts == 0)]
-        if missing:
-            text = f"the {name} part has no images of {', '.join(missing[:9])}"
-            stop(2, f"{args.source}: {text} ({len(missing)} of {len(classes)} classes)")
 
 
 def make_split(args, parts, is_outside):
     """(N,) uint8: parts, where some of TRAIN became VALID, and TEST if there was none."""
-    rng = np.random.default_rng(args.split_seed + 1)
     split = parts.astype(np.uint8)
-    train = rng.permutation(np.flatnonzero(split == TRAIN))
+    train = np.random.default_rng(1).permutation(np.flatnonzero(split == TRAIN))
     valid = min(1000, len(train) * 7 // 100)
     if is_outside:
         valid = min(1024, len(train) // 10)
@@ -316,19 +276,8 @@ def make_split(args, parts, is_outside):
     return split
 
 
-def write_meta(out, args, classes, size):
-    files = {}
-    for name in ("images.npy", "labels.npy", "split.npy"):
-        content = np.memmap(out / name, np.uint8, "r")  # mapped: it may be larger than memory
-        files[name] = [len(content), hashlib.sha256(content).hexdigest()]
-    options = {"kind": args.kind, "source": str(args.source), "split_seed": args.split_seed}
-    meta = {"classes": classes, "size": size, "files": files, "args": options}
-    (out / "meta.json").write_text(json.dumps(meta, indent=1))
-
-
 def main(words=None):
     args = parse_args(words)
-    check_arguments(args)
     out = args.out.with_name(f"{args.out.name}.tmp")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was killed
     try:
@@ -339,7 +288,12 @@ def main(words=None):
         split = make_split(args, parts, is_outside=not classes)
         np.save(out / "labels.npy", labels)
         np.save(out / "split.npy", split)
-        write_meta(out, args, classes, size)
+        files = {}
+        for name in ("images.npy", "labels.npy", "split.npy"):
+            content = np.memmap(out / name, np.uint8, "r")  # mapped: it may be larger than memory
+            files[name] = [len(content), hashlib.sha256(content).hexdigest()]
+        meta = {"classes": classes, "size": size, "files": files, "source": str(args.source)}
+        (out / "meta.json").write_text(json.dumps(meta, indent=1))
         out.rename(args.out)
     except OSError as error:
         stop(1, f"{error}")
