@@ -254,17 +254,14 @@ class Corpus:
 
 def load_corpus(args):
     """Made once by tools/prepare_texts.py. (all ranks)"""
-    options = []
-    names = ["max_samples_phase1", "max_samples_phase2", "eval_fraction", "eval_samples"]
-    for name in [*names, "eval_distractors"]:
-        options.append(f"--{name}={getattr(args, name)}")
+    names = "max_samples_phase1 max_samples_phase2 eval_fraction eval_samples eval_distractors"
+    options = [f"--{name}={getattr(args, name)}" for name in names.split()]
     if args.skip_bad_data:
         options.append("--skip_bad_data")
     key = [*options]
     for phase in (1, 2):
         name = getattr(args, f"phase{phase}_data")
-        # Both phases are read where they have the same data, even if one is skipped: a later run
-        # of the other one then finds the texts and the vectors that this run made.
+        # where both phases have the same data, a later run of the skipped one finds them here
         if getattr(args, f"skip_phase{phase}") and args.phase1_data != args.phase2_data:
             continue
         if name == "pydocs":
@@ -599,7 +596,7 @@ def local_model(args, name, corpus):
     return str(folder)
 
 
-def load_model(name, what, **options):
+def load_model(name, what, local, **options):
     """A SentenceTransformer, on the CPU."""
     import transformers
     from sentence_transformers import SentenceTransformer
@@ -609,10 +606,8 @@ def load_model(name, what, **options):
     try:
         return SentenceTransformer(name, device="cpu", **options)
     except (OSError, ValueError) as error:
-        local = "builtin:lsa" if what == "teacher" else "builtin:bert"
-        text = f"--{what}_model {name} is no model folder and is not on this machine"
-        reason = str(error).splitlines()[0][:200]
-        raise InputError(f"{text}; without a download: {local} ({reason})") from None
+        text = f"--{what}_model {name} is not on this machine; without a download: builtin:{local}"
+        raise InputError(f"{text} ({str(error).splitlines()[0][:200]})") from None
 
 
 def set_prompts(model, query, document, default=""):
@@ -634,7 +629,7 @@ def load_teacher(args, name, device):
         options["trust_remote_code"] = True
         options["config_kwargs"] = {"use_cache": False}
         prompt = INFLY_PROMPT
-    teacher = load_model(name, "teacher", **options)
+    teacher = load_model(name, "teacher", "lsa", **options)
     set_prompts(teacher, args.teacher_query_prompt, args.teacher_document_prompt, prompt)
     if args.teacher_max_length:
         if teacher.max_seq_length == math.inf:
@@ -647,8 +642,9 @@ def load_student(args, name):
     """A SentenceTransformer that ends in Normalize, without a head."""
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
-    options = {"model_kwargs": {"dtype": torch.float32}}
-    student = load_model(name, "student", trust_remote_code=args.trust_remote_code, **options)
+    options = {"trust_remote_code": args.trust_remote_code}
+    options["model_kwargs"] = {"dtype": torch.float32}
+    student = load_model(name, "student", "bert", **options)
     if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
         raise InputError(f"--student_model {name}: no transformer with a fast tokenizer")
     if len(student) < 2 or not isinstance(student[1], Pooling):
@@ -661,8 +657,7 @@ def load_student(args, name):
         raise InputError(f"--student_model {name} has no maximum length: --student_max_length")
     set_prompts(student, args.student_query_prompt, args.student_document_prompt)
     if any(student.prompts.values()) and not student[1].include_prompt:
-        hint = "--student_query_prompt= --student_document_prompt= leaves them out"
-        raise InputError(f"--student_model {name} pools without its prompts: {hint}")
+        raise InputError(f"--student_model {name} pools without its prompts: make them empty")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     return student
@@ -779,19 +774,13 @@ def choose_groups(student, tokens, device):
         student.in_one_pass = True
         try:
             found = student(texts, head=False, full_precision=True)
-            is_same = (found - expected).abs().max().item() < 1e-4
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # its parts do not know position_ids, or texts
-            is_same = False
-        if not is_same:
+            student.in_one_pass = (found - expected).abs().max().item() < 1e-4
+        except (RuntimeError, TypeError, ValueError):  # it takes no positions, or hands on no texts
             student.in_one_pass = False
+        if not student.in_one_pass:
             network.set_attn_implementation(own_attention)
     student.train()
-    how = "in one pass" if student.in_one_pass else "in a pass for each group of texts"
-    logging.info(f"The student reads a batch {how}")
+    logging.info(f"The student reads a batch in one pass: {student.in_one_pass}")
     if device.type != "cpu":
         return 32, 0.15  # every group costs the time of many small kernels
     return (1, 0.02) if student.in_one_pass else (16, 0.15)
@@ -1661,28 +1650,27 @@ def embed(run, rows, head):
     return vectors
 
 
-def ranks_of_answers(queries, documents, pairs):
-    """The place of the document of each pair (P, 2) in the ranking for its query. Ties count
-    against us, or one vector for all texts would look good. (all ranks)"""
-    places = torch.zeros(len(pairs), dtype=torch.float64, device=queries.device)
-    pairs = torch.from_numpy(pairs.copy()).to(queries.device)
-    for start in range(512 * dist.get_rank(), len(pairs), 512 * dist.get_world_size()):
-        query, document = pairs[start : start + 512].T
-        scores = queries.index_select(0, query) @ documents.T
-        own = scores.gather(1, document[:, None])
-        places[start : start + 512] = (scores >= own).sum(1)
-    dist.all_reduce(places)
-    return places.cpu().numpy()
-
-
 def ranking_metrics(corpus, vectors):
     """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
     held-out queries; nothing if there are none. vectors: of corpus.eval_texts. (all ranks)"""
     pairs = corpus.eval_pairs
     if len(pairs) == 0:
         return {}
-    queries = len(corpus.eval_queries)
-    places = ranks_of_answers(vectors[:queries], vectors[queries:], pairs)
+    queries = vectors[: len(corpus.eval_queries)]
+    documents = vectors[len(queries) :]
+
+    # the place of each pair's document in the ranking for its query; ties count against us, or one
+    # vector for all texts would look good
+    found = torch.zeros(len(pairs), dtype=torch.float64, device=vectors.device)
+    on_device = torch.from_numpy(pairs.copy()).to(vectors.device)
+    for start in range(512 * dist.get_rank(), len(pairs), 512 * dist.get_world_size()):
+        query, document = on_device[start : start + 512].T
+        scores = queries.index_select(0, query) @ documents.T
+        own = scores.gather(1, document[:, None])
+        found[start : start + 512] = (scores >= own).sum(1)
+    dist.all_reduce(found)
+    places = found.cpu().numpy()
+
     query = pairs[:, 0]
     answers = np.bincount(query)
     discounts = 1 / np.log2(np.arange(2, 12))
@@ -2026,8 +2014,7 @@ def save_student(args, student, head, path, corpus, tokens):
     student.train()
     gap = (found.float() - expected).abs().max().item()
     if not gap <= 1e-5:
-        text = "the student, saved and loaded again, gives other vectors"
-        raise RunError(f"{text} than its forward pass: they are apart by {gap:.1e}, limit 1e-5")
+        raise RunError(f"saved and loaded, the student gives vectors that are {gap:.1e} apart")
     logging.info(f"Saved {path}: loaded, it gives the same vectors to {gap:.1e}")
 
 
@@ -2064,16 +2051,12 @@ def compare(run):
         logging.info(f"  {who:18} {as_text(metrics)}")
 
     best = max(loop["best"].values(), key=lambda record: record["value"])
-    reached = f"{best['metric']} {best['value']:.4f}"
     last = loop["best"].get("phase 2", best)
     if last["value"] < best["value"]:
-        text = f"{last['value']:.4f} after {reached}"
-        logging.warning(f"phase 2 made the student worse ({text}): phase 1's is kept")
-    untrained = loop["untrained"].get(best["metric"], -math.inf)
-    if best["value"] <= untrained:
+        logging.warning("phase 2 made the student worse: that of phase 1 is kept")
+    if best["value"] <= loop["untrained"].get(best["metric"], -math.inf):
         hint = "look at the learning rates, the data, and what the teacher itself reaches"
-        text = f"{reached}, untrained {untrained:.4f}"
-        logging.warning(f"training did not make the student better ({text}): {hint}")
+        logging.warning(f"training did not make the student better: {hint}")
     return best
 
 
@@ -2095,8 +2078,7 @@ def prepare(args, device):
     data_hash = f"{corpus.folder.name} {tokens.folder.name} {folder.name}"
     state = open_run(args, data_hash)
     if state and state["phase"] == 2 and args.skip_phase2:
-        text = f"{args.output_dir} holds a run in phase 2"
-        raise InputError(f"{text}: go on without --skip_phase2, or give --fresh")
+        raise InputError(f"--skip_phase2: {args.output_dir} is in phase 2; or give --fresh")
 
     # the student as it will be saved, before the teacher reads for hours
     student = Student(model.to(device), choose_precision(args, device))
@@ -2114,8 +2096,8 @@ def prepare(args, device):
         student.to(device)
         logging.info(f"With a head from {width} to the teacher's {dimensions} dimensions")
     elif dimensions < width:
-        text = f"{width} teacher dimensions for this student, there are {dimensions}"
-        raise InputError(f"--use_projection False needs {text}")
+        text = f"needs {width} teacher dimensions for this student, there are {dimensions}"
+        raise InputError(f"--use_projection False {text}")
     else:
         logging.info(f"No head: the target is the first {width} of {dimensions} dimensions")
     data = TextData(tokens, vectors, limits, student.dimensions)

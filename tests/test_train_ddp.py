@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -223,15 +222,14 @@ def test_ranking_metrics_against_counting(group):
     documents = torch.eye(12)
     second = 0.9 * documents[1] + documents[2]
     queries = torch.stack([documents[0], second, documents[3] - documents[4]])
-    pairs = np.array([[0, 0], [1, 1], [1, 2], [2, 4]])
-    assert script.ranks_of_answers(queries, documents, pairs).tolist() == [1, 2, 1, 12]
+    pairs = np.array([[0, 0], [1, 1], [1, 2], [2, 4]])  # found at the places 1, 2, 1, 12
     corpus = SimpleNamespace(eval_queries=[0, 1, 2], eval_pairs=pairs)
     found = script.ranking_metrics(corpus, torch.cat([queries, documents]))
     assert found["ndcg@10"] == pytest.approx(2 / 3)
     assert found["mrr@10"] == pytest.approx(2 / 3)
     assert found["recall@100"] == 1
-    same = script.ranks_of_answers(torch.ones(1, 12), torch.ones(12, 12), np.array([[0, 5]]))
-    assert same.tolist() == [12]  # one vector for all texts must not look good
+    found = script.ranking_metrics(corpus, torch.ones(15, 12))
+    assert found["mrr@10"] == 0  # one vector for all texts must not look good
 
 
 def test_the_artifact_has_the_figures_of_the_run(trained, corpus, work):
@@ -284,7 +282,7 @@ def test_a_run_learns_and_says_so(trained):
     assert best["value"] == max(values.values()) == values[best["step"]]
     assert torch.load(folder / "best.pt", weights_only=True)["step"] == best["step"]
     assert best["value"] > summary["baselines"]["untrained"]["ndcg@10"] + 0.05
-    assert "reads a batch in one pass" in said
+    assert "reads a batch in one pass: True" in said
     for text in ("untrained student", "after phase 1", "after phase 2", "teacher  "):
         assert said.count(f"  {text}") == 1
     assert "(50%) answer none of them" in said
@@ -351,46 +349,24 @@ def test_a_hub_that_refuses_its_front_page_is_a_hub(monkeypatch):
     assert script.find_hub(arguments()) is True
 
 
-# --------------------------------------------------------------------------------------------------
-# The last word
-
-
-def fake_run(best, untrained, teacher=0.6):
-    corpus = SimpleNamespace(held_out=lambda: "1 query")
-    phases = {}
-    for phase, value in best.items():
-        record = {"metric": "ndcg@10", "value": value, "better": "higher", "step": 7}
-        phases[phase] = {**record, "metrics": {"ndcg@10": value}}
-    loop = {"best": phases, "untrained": {"ndcg@10": untrained}, "teacher": {"ndcg@10": teacher}}
-    return SimpleNamespace(corpus=corpus, loop={**loop, "step": 9, "epoch": 1}, log=mock.Mock())
-
-
-def test_the_best_of_both_phases_is_kept(caplog):
-    cases = [  # values of both phases and of the untrained student, what is said
-        (0.54, 0.40, 0.53, "phase 2 made the student worse"),
-        (0.54, 0.55, 0.56, "training did not make the student better"),
-        (0.54, 0.55, 0.53, ""),
+def test_the_last_word_warns(caplog):
+    """Values of both phases and of the untrained student, and what is said of them."""
+    cases = [
+        (0.54, 0.40, 0.53, ["phase 2 made the student worse"]),
+        (0.54, 0.55, 0.56, ["training did not make the student better"]),
+        (0.54, 0.55, 0.53, []),
     ]
-    for first, second, untrained, warning in cases:
+    for first, second, untrained, expected in cases:
         caplog.clear()
-        best = script.compare(fake_run({"phase 1": first, "phase 2": second}, untrained))
-        assert best["value"] == max(first, second)
+        best = {}
+        for phase, value in {"phase 1": first, "phase 2": second}.items():
+            metrics = {"ndcg@10": value}
+            best[phase] = {"metric": "ndcg@10", "value": value, "metrics": metrics}
+        loop = {"best": best, "untrained": {"ndcg@10": untrained}, "teacher": {"ndcg@10": 0.6}}
+        run = SimpleNamespace(corpus=SimpleNamespace(held_out=lambda: "1 query"), loop=loop)
+        assert script.compare(run)["value"] == max(first, second)
         said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        if warning:
-            assert len(said) == 1 and warning in said[0]
-        else:
-            assert said == []
-
-
-def test_which_checkpoints_are_the_best():
-    run = fake_run({"phase 1": 0.54}, 0.5)
-    assert script.note_metrics(run, 2, {"ndcg@10": 0.40}) == ["phase2_best.pt"]
-    assert script.note_metrics(run, 2, {"ndcg@10": 0.55}) == ["phase2_best.pt", "best.pt"]
-    assert script.note_metrics(run, 2, {"ndcg@10": 0.55}) == []
-    run = fake_run({}, 0.5)
-    assert script.note_metrics(run, 1, {"ndcg@10": math.nan}) == []
-    assert script.note_metrics(run, 1, {"teacher_cosine": 0.5}) == ["phase1_best.pt", "best.pt"]
-    assert script.note_metrics(run, 1, {"teacher_cosine": 0.4}) == []
+        assert [text.split(":")[0] for text in said] == expected
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,41 +375,31 @@ def test_which_checkpoints_are_the_best():
 
 def make_student(folder, kind, target):
     """A small random network with the tokenizer of the student in `folder`."""
+    import transformers
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import (
-        AutoModel,
-        AutoTokenizer,
-        ModernBertConfig,
-        MPNetConfig,
-        Qwen3Config,
-        RobertaConfig,
-    )
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     common = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 6}
     common.update(intermediate_size=64, num_attention_heads=2, max_position_embeddings=64)
     common.update(pad_token_id=0, bos_token_id=2, eos_token_id=3)
-    if kind == "mpnet":
-        config = MPNetConfig(**common)
-    elif kind == "roberta":
-        config = RobertaConfig(**common)
-    elif kind == "modernbert":
-        more = {"cls_token_id": 2, "sep_token_id": 3, "global_attn_every_n_layers": 3}
-        config = ModernBertConfig(**common, **more)
-    else:
-        config = Qwen3Config(**common, num_key_value_heads=1, head_dim=16)
-    network = AutoModel.from_config(config)
-    if kind == "roberta":  # its positions start at 1; with small steps bf16 alone misses that
-        network.embeddings.position_embeddings.weight.data *= 0.1
+    more = {
+        "MPNet": {},
+        "Roberta": {},
+        "ModernBert": {"cls_token_id": 2, "sep_token_id": 3, "global_attn_every_n_layers": 3},
+        "Qwen3": {"num_key_value_heads": 1, "head_dim": 16},
+    }
+    config = getattr(transformers, f"{kind}Config")(**common, **more[kind])
+    network = transformers.AutoModel.from_config(config)
     network.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    pooling = Pooling(32, "lasttoken" if kind == "qwen3" else "mean")
+    pooling = Pooling(32, "lasttoken" if kind == "Qwen3" else "mean")
     modules = [Transformer(target, max_seq_length=24), pooling]
     SentenceTransformer(modules=modules, device="cpu").save(target)
 
 
-IN_ONE_PASS = {"mpnet": False, "roberta": False, "modernbert": True, "qwen3": True}
+# Roberta's positions start behind those of the padding: it would give other vectors
+IN_ONE_PASS = {"MPNet": False, "Roberta": False, "ModernBert": True, "Qwen3": True}
 
 
 def load(args, corpus, folder, dtype=torch.float32):
@@ -451,7 +417,7 @@ def test_students(kind, corpus, student_folder, tmp_path, group):
     make_student(student_folder, kind, str(tmp_path / "student"))
     options = ["--student_max_length=24", "--student_layers=3"]
     args = arguments(*options, f"--cache_dir={tmp_path}", f"--output_dir={tmp_path}")
-    dtype = torch.bfloat16 if kind == "roberta" else torch.float32
+    dtype = torch.bfloat16 if kind == "Roberta" else torch.float32
     student, tokens, _ = load(args, corpus, str(tmp_path / "student"), dtype)
     config = student.model[0].model.config
     assert config.num_hidden_layers == 3
@@ -694,27 +660,20 @@ def test_all_kinds_of_files(work, tmp_path):
 
     rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
     Dataset.from_list(rows).to_parquet(str(tmp_path / "pairs.parquet"))
-    single = [{"anchor": r["query"], "positive": r["positive"][0]} for r in rows]
-    Dataset.from_list(single).to_csv(str(tmp_path / "pairs.csv"))
     expected = prepare(tmp_path / "jsonl", f"--phase2_data={work}/pairs.jsonl")
     found = prepare(tmp_path / "parquet", f"--phase2_data={tmp_path}/pairs.parquet")
     assert decoded(found, found.pairs) == decoded(expected, expected.pairs)
-    found = prepare(tmp_path / "csv", f"--phase2_data={tmp_path}/pairs.csv")
-    assert len(found.pairs) + len(found.eval_queries) == 130
     (tmp_path / "texts.txt").write_text("\n\n".join(f"text {i} of some" for i in range(50)))
     found = prepare(tmp_path / "txt", f"--phase1_data={tmp_path}/texts.txt")
     assert len(found.phase1) + found.eval_answers == 50 and len(found.pairs) == 0
 
-
-def test_csv_as_spreadsheets_write_it(tmp_path):
-    """A byte-order mark, empty cells, a cell of any length."""
-    rows = ["query,positive,negatives"]
-    for i in range(20):
-        rows.append(f"query {i},document {i},")
-    rows.append(f"long,{'word ' * 40_000},wrong")
-    (tmp_path / "pairs.csv").write_text("\n".join(rows), encoding="utf-8-sig")
+    # as spreadsheets write it: a byte-order mark, empty cells, a cell of any length
+    lines = ["anchor,positive,negatives"]
+    lines += [f"query {i},document {i}," for i in range(20)]
+    lines.append(f"long,{'word ' * 40_000},wrong")
+    (tmp_path / "pairs.csv").write_text("\n".join(lines), encoding="utf-8-sig")
     options = ["--eval_fraction=0.5", "--eval_distractors=inf"]
-    found = prepare(tmp_path / "out", f"--phase2_data={tmp_path}/pairs.csv", *options)
+    found = prepare(tmp_path / "csv", f"--phase2_data={tmp_path}/pairs.csv", *options)
     assert len(found.pairs) + len(found.eval_queries) == 21
     assert len(found.eval_documents) == (found.kinds == 1).sum() == 22
 
@@ -808,7 +767,3 @@ def test_learning_rates():
     found = [script.lr_factor(args, step, 8) for step in range(8)]
     fall = [1 - i / 6 for i in range(6)]
     assert found == pytest.approx([1 / 3, 2 / 3, *fall])
-    for steps in (1, 2, 3, 50):
-        for warmup in ("0", "0.3", "1"):
-            args = arguments(f"--warmup_ratio={warmup}")
-            assert all(0 < script.lr_factor(args, step, steps) <= 1 for step in range(steps))
