@@ -350,36 +350,35 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
     if on_rank0(folder.exists):
         done = on_rank0(load_array, folder, "done")
     missing = np.flatnonzero(done == 0)
-    if len(missing) > 0:
-        teacher = load_in_turn(load_teacher, args, name, device)
-        shape = (len(corpus.kinds), teacher.get_embedding_dimension())
-        logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
-        make_once(folder, write_arrays, {"vectors": np.zeros(shape, np.float16), "done": done})
-        longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
-        rank = dist.get_rank()
-        starts = range(0, len(missing), dist.get_world_size())
-        for start in tqdm(starts, "teacher", disable=rank > 0 or not sys.stderr.isatty()):
-            if guard.agree():
-                return None
-            if start + rank < len(missing):
-                block = int(missing[start + rank])
-                first = block * ENCODED_TOGETHER
-                numbers = longest_first[first : first + ENCODED_TOGETHER]
-                texts = corpus.texts(numbers, teacher.prompts)
-                # prompt: the texts have theirs, a model's default would come before it
-                options = {"batch_size": args.teacher_batch_size, "prompt": "", **AS_TENSOR}
-                vectors = teacher.encode(texts, **options)
-                vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
-                if not np.isfinite(vectors).all():
-                    text = f"{args.teacher_model} gives numbers that are not finite"
-                    raise InputError(f"{text}, for {texts[0][:80]!r} or one of the next texts")
-                write_rows(folder / "vectors.npy", numbers, vectors.astype(np.float16))
-                write_rows(folder / "done.npy", [block], np.ones(1, np.uint8))
-        dist.barrier()
-    vectors = load_array(folder, "vectors")
-    reused = "" if len(missing) > 0 else ", of an earlier run: no teacher is needed"
-    logging.info(f"Teacher vectors: {vectors.shape[0]:,} x {vectors.shape[1]}{reused}")
-    return vectors
+    if len(missing) == 0:
+        logging.info("Teacher vectors of an earlier run: no teacher is needed")
+        return load_array(folder, "vectors")
+
+    teacher = load_in_turn(load_teacher, args, name, device)
+    shape = (len(corpus.kinds), teacher.get_embedding_dimension())
+    logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
+    make_once(folder, write_arrays, {"vectors": np.zeros(shape, np.float16), "done": done})
+    # prompt: the texts have theirs, a model's default would come before it
+    options = {"batch_size": args.teacher_batch_size, "prompt": "", **AS_TENSOR}
+    longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
+    rank = dist.get_rank()
+    own = missing[rank :: dist.get_world_size()]
+    turns = range(math.ceil(len(missing) / dist.get_world_size()))
+    for turn in tqdm(turns, "teacher", disable=rank > 0 or not sys.stderr.isatty()):
+        if guard.agree():
+            return None
+        if turn < len(own):
+            first = own[turn] * ENCODED_TOGETHER
+            rows = longest_first[first : first + ENCODED_TOGETHER]
+            vectors = teacher.encode(corpus.texts(rows, teacher.prompts), **options)
+            vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
+            if not np.isfinite(vectors).all():
+                text = corpus.decode(rows[0])[:80]
+                raise InputError(f"the teacher's vectors are not finite, near the text {text!r}")
+            write_rows(folder / "vectors.npy", rows, vectors.astype(np.float16))
+            write_rows(folder / "done.npy", own[turn : turn + 1], np.ones(1, np.uint8))
+    dist.barrier()
+    return load_array(folder, "vectors")
 
 
 def write_rows(path, numbers, rows):

@@ -84,6 +84,7 @@ def added_docstrings(tree):
                     names.append(value)
                 elif isinstance(value, str) and len(value) > 200:
                     texts.append(value)
+
         if names and texts:
             yield names[-1], texts[0]
 
@@ -187,6 +188,7 @@ def make_vocabulary(texts, tokenizer):
     for text in texts:
         text = tokenizer.normalizer.normalize_str(text)
         words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+
     letters = collections.Counter()
     for word, times in words.items():
         for letter in word:

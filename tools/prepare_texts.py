@@ -153,6 +153,7 @@ def parse_row(number, found, phase, held_out=None):
         for text in texts:
             text.encode("utf-8")  # a ValueError where there is half of a character
         fields[field] = texts
+
     if not fields["positives"] or (phase == 2 and len(fields["query"]) != 1):
         raise ValueError(f"found columns {sorted(map(str, found))[:8]}, expected {WANTED}")
     query = fields["query"][0] if fields["query"] else ""
@@ -173,6 +174,7 @@ def read_rows(name, phase, args, problems):
         records = read_hub(name, {"train": limit, "validation": args.eval_samples})
     else:
         records = read_hub(name, {"train": limit})
+
     rows = []
     for number, (place, found) in enumerate(records):
         held_out = None
@@ -194,6 +196,7 @@ def read_sources(args, phases):
     for phase, name in names.items():  # before anything is fetched from a hub
         if Path(name).suffix in FILES and not Path(name).is_file():
             raise ValueError(f"--phase{phase}_data {name}: no such file")
+
     problems = []
     sources = {}
     for phase in reversed(phases):  # phase 2 first: of a source for both it asks for more
@@ -228,6 +231,7 @@ def choose_held_out(rows, args):
             may_be = place_of(row.group) < args.eval_fraction
         if may_be:
             sizes[row.group] += 1
+
     held_out = set()
     room = args.eval_samples
     for group in sorted(sizes, key=place_of):
