@@ -76,7 +76,6 @@ from tqdm import tqdm
 
 LIMITS = {  # of options, from and to
     "num_negatives": (0, 1000),
-    "mine_negatives": (0, 1000),
     "eval_fraction": (0, 0.99),
     "eval_distractors": (0, math.inf),
     "phase1_lr": (0, math.inf),
@@ -97,8 +96,6 @@ def parse_args():
     add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong")
     add("--cache_dir", default="./cache", help="texts, tokens, teacher vectors, of all runs")
     add("--num_negatives", type=int, default=7, help="per query, drawn anew every epoch")
-    add("--mine_negatives", type=int, default=0, help="so many more, by the teacher's scores")
-    add("--mine_margin", type=float, default=0.05, help="they score so much below the positive")
 
     add = parser.add_argument_group("held-out data").add_argument
     add("--eval_fraction", type=float, default=0.05, help="of the queries, that may be held out")
@@ -120,8 +117,6 @@ def parse_args():
     add("--student_max_length", type=count, help="tokens; None: the model's own")
     add("--student_query_prompt", help="text before queries; None: the model's own")
     add("--student_document_prompt", help="text before documents; None: the model's own")
-    text = "None: the model's own; 0 lets GPUs read packed texts with flash attention"
-    add("--student_dropout", type=float, help=text)
     add("--trust_remote_code", **FLAG, default=False, help="run code that comes with the models")
     add("--use_projection", **FLAG, default=True, help="a head; False: MRL")
     add("--projection_hidden", type=count, default=1536, help="hidden width of the head")
@@ -143,9 +138,8 @@ def parse_args():
     add("--phase2_lr", type=float, default=5e-6, help="peak learning rate")
     add("--warmup_ratio", type=float, default=0.1, help="of a phase; then straight down to 0")
     add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
-    add("--skip_phase1", **FLAG, default=False, help="go on from --phase1_checkpoint")
-    text = "None: OUTPUT_DIR/phase1_best.pt, or the raw student if there is none"
-    add("--phase1_checkpoint", help=text)
+    text = "start from OUTPUT_DIR/phase1_best.pt, or from the raw student if there is none"
+    add("--skip_phase1", **FLAG, default=False, help=text)
     add("--skip_phase2", **FLAG, default=False, help="stop after phase 1")
 
     add = parser.add_argument_group("artifacts").add_argument
@@ -172,28 +166,27 @@ def parse_args():
 
 
 def cache_folder(args, kind, *key):
-    """The folder of a thing that is made once, named by a hash of all that went into it."""
+    """The folder of something that is made once, named by a hash of all that went into it."""
     digest = hashlib.sha256(json.dumps([FORMAT, *key]).encode()).hexdigest()
     return Path(args.cache_dir) / f"{kind}-{digest[:16]}"
 
 
-def make_missing(folder, make, *args):
-    """make(folder, *args), unless the folder is there; it is complete or not there. (rank 0)"""
-    if folder.exists():
-        return
-    new = folder.with_name(f"{folder.name}.tmp")
-    try:
-        shutil.rmtree(new, ignore_errors=True)
-        make(new, *args)
-        new.rename(folder)
-    except (OSError, ValueError) as error:
-        hint = "free space there, or give another --cache_dir"
-        raise InputError(f"{folder} cannot be written: {hint} ({error})") from None
-
-
 def make_once(folder, make, *args):
-    """The same, by rank 0 for all ranks. (all ranks)"""
-    on_rank0(make_missing, folder, make, *args)
+    """Let rank 0 call make(folder, *args), unless the folder is there. It is complete or not there.
+    (all ranks)"""
+
+    def make_missing():
+        if folder.exists():
+            return
+        new = folder.with_name(f"{folder.name}.tmp")
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+            make(new, *args)
+            new.rename(folder)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder} cannot be written, see --cache_dir: {error}") from None
+
+    on_rank0(make_missing)
     if not folder.exists():
         raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
 
@@ -206,7 +199,8 @@ def write_arrays(folder, arrays):
 
 
 def load_array(folder, name):
-    return np.load(folder / f"{name}.npy", mmap_mode="r")
+    """Mapped into memory, which the ranks of a machine share."""
+    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
 
 def run_tool(folder, name, *options):
@@ -219,48 +213,27 @@ def run_tool(folder, name, *options):
         raise InputError(done.stderr.strip())
 
 
-def file_hash(path):
+def source_key(name):
+    """A hash of a file with data; a name on the hub as it is."""
+    if not Path(name).is_file():
+        return name
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(name, "rb") as file:
         for part in iter(lambda: file.read(2**20), b""):
             digest.update(part)
     return digest.hexdigest()
 
 
-def choose_texts(args):
-    """The folder of the texts, and the options of the tool that makes it. (rank 0)"""
-    options = []
-    names = ["max_samples_phase1", "max_samples_phase2", "eval_fraction", "eval_samples"]
-    for name in [*names, "eval_distractors"]:
-        options.append(f"--{name}={getattr(args, name)}")
-    if args.skip_bad_data:
-        options.append("--skip_bad_data")
-    key = [*options]
-    for phase in (1, 2):
-        name = getattr(args, f"phase{phase}_data")
-        # Both phases are read where they have the same data, even if one is skipped: a later run
-        # of the other one then finds the texts and the vectors that this run made.
-        if getattr(args, f"skip_phase{phase}") and args.phase1_data != args.phase2_data:
-            continue
-        if name == "pydocs":
-            versions = [sys.version, np.__version__, torch.__version__]
-            folder = cache_folder(args, "pydocs", versions)
-            make_missing(folder, run_tool, "make_builtin_models.py", "pydocs")
-            name = f"{folder}/pairs.jsonl"
-        options.append(f"--phase{phase}_data={name}")
-        key.append([phase, file_hash(name) if Path(name).is_file() else name])
-    return cache_folder(args, "texts", key), options
-
-
 class Corpus:
-    """The arrays of tools/prepare_texts.py, mapped into memory that ranks share."""
+    """The arrays of tools/prepare_texts.py."""
 
     def __init__(self, folder):
         self.folder = folder
         names = ["text", "offsets", "kinds", "phase1", "pairs", "positives", "negatives"]
         for name in [*names, "eval_queries", "eval_documents", "eval_pairs"]:
-            setattr(self, name, np.asarray(load_array(folder, name)))
+            setattr(self, name, load_array(folder, name))
         self.eval_answers = int(load_array(folder, "eval_answers"))
+        self.eval_texts = np.concatenate([self.eval_queries, self.eval_documents])
 
     def decode(self, number):
         start, end = self.offsets[number : number + 2]
@@ -280,8 +253,26 @@ class Corpus:
 
 
 def load_corpus(args):
-    """Made on rank 0, mapped on all ranks."""
-    folder, options = on_rank0(choose_texts, args)
+    """Made once by tools/prepare_texts.py. (all ranks)"""
+    names = "max_samples_phase1 max_samples_phase2 eval_fraction eval_samples eval_distractors"
+    options = [f"--{name}={getattr(args, name)}" for name in names.split()]
+    if args.skip_bad_data:
+        options.append("--skip_bad_data")
+    key = [*options]
+    for phase in (1, 2):
+        name = getattr(args, f"phase{phase}_data")
+        # where both phases have the same data, a later run of the skipped one finds them here
+        if getattr(args, f"skip_phase{phase}") and args.phase1_data != args.phase2_data:
+            continue
+        if name == "pydocs":
+            versions = [sys.version, np.__version__, torch.__version__]
+            folder = cache_folder(args, "pydocs", versions)
+            make_once(folder, run_tool, "make_builtin_models.py", "pydocs")
+            name = f"{folder}/pairs.jsonl"
+        options.append(f"--phase{phase}_data={name}")
+        key.append([phase, on_rank0(source_key, name)])
+
+    folder = cache_folder(args, "texts", key)
     make_once(folder, run_tool, "prepare_texts.py", *options)
     corpus = Corpus(folder)
     bad_rows = (folder / "bad_rows.txt").read_text().count("\n")
@@ -305,7 +296,7 @@ class Tokens(NamedTuple):
 
 
 def load_tokens(args, corpus, student):
-    """Made on rank 0 with the student's tokenizer and prompts, mapped on all ranks."""
+    """Made once with the student's tokenizer and prompts. (all ranks)"""
     tokenizer = student.tokenizer
     length = student.max_seq_length
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -325,26 +316,25 @@ def load_tokens(args, corpus, student):
         write_arrays(folder, {"ids": np.concatenate(pieces), "offsets": offsets})
 
     make_once(folder, tokenize)
-    offsets = np.asarray(load_array(folder, "offsets"))
-    ids = np.asarray(load_array(folder, "ids"))
+    offsets = load_array(folder, "offsets")
+    ids = load_array(folder, "ids")
     return Tokens(folder, ids, offsets, np.diff(offsets), tokenizer.pad_token_id or 0)
 
 
-def teacher_folder(args, corpus, name):
-    """Named by all that the vectors depend on. (rank 0)"""
-    model = [name]
-    if Path(name).is_dir():
-        model = []
-        for path in sorted(Path(name).rglob("*")):
-            if path.is_file() and path.suffix != ".md":
-                size = path.stat().st_size
-                with open(path, "rb") as file:  # both ends of it: such files are large
-                    digest = hashlib.sha256(file.read(2**20))
-                    file.seek(max(0, size - 2**20))
-                    digest.update(file.read())
-                model.append([str(path.relative_to(name)), size, digest.hexdigest()])
-    settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
-    return cache_folder(args, "teacher", corpus.folder.name, model, settings)
+def model_key(name):
+    """What tells a model from others: its name on the hub, or the files of its folder."""
+    if not Path(name).is_dir():
+        return name
+    key = []
+    for path in sorted(Path(name).rglob("*")):
+        if path.is_file() and path.suffix != ".md":
+            size = path.stat().st_size
+            with open(path, "rb") as file:  # both ends of it: such files are large
+                digest = hashlib.sha256(file.read(2**20))
+                file.seek(max(0, size - 2**20))
+                digest.update(file.read())
+            key.append([str(path.relative_to(name)), size, digest.hexdigest()])
+    return key
 
 
 ENCODED_TOGETHER = 512  # texts between two looks at the clock and at signals
@@ -360,37 +350,35 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
     if on_rank0(folder.exists):
         done = on_rank0(load_array, folder, "done")
     missing = np.flatnonzero(done == 0)
-    if len(missing) > 0:
-        teacher = load_in_turn(load_teacher, args, name, device)
-        shape = (len(corpus.kinds), teacher.get_embedding_dimension())
-        logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
-        arrays = {"vectors": np.zeros(shape, np.float16), "done": done}
-        make_once(folder, write_arrays, arrays)
-        longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
-        rank = dist.get_rank()
-        starts = range(0, len(missing), dist.get_world_size())
-        for start in tqdm(starts, "teacher", disable=rank > 0 or not sys.stderr.isatty()):
-            if guard.agree():
-                return None
-            if start + rank < len(missing):
-                block = int(missing[start + rank])
-                first = block * ENCODED_TOGETHER
-                numbers = longest_first[first : first + ENCODED_TOGETHER]
-                texts = corpus.texts(numbers, teacher.prompts)
-                # prompt: the texts have theirs, a model's default would come before it
-                options = {"batch_size": args.teacher_batch_size, "prompt": "", **AS_TENSOR}
-                vectors = teacher.encode(texts, **options)
-                vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
-                if not np.isfinite(vectors).all():
-                    text = f"{args.teacher_model} gives numbers that are not finite"
-                    raise InputError(f"{text}, for {texts[0][:80]!r} or one of the next texts")
-                write_rows(folder / "vectors.npy", numbers, vectors.astype(np.float16))
-                write_rows(folder / "done.npy", [block], np.ones(1, np.uint8))
-        dist.barrier()
-    vectors = load_array(folder, "vectors")
-    reused = "" if len(missing) > 0 else ", of an earlier run: no teacher is needed"
-    logging.info(f"Teacher vectors: {vectors.shape[0]:,} x {vectors.shape[1]}{reused}")
-    return vectors
+    if len(missing) == 0:
+        logging.info("Teacher vectors of an earlier run: no teacher is needed")
+        return load_array(folder, "vectors")
+
+    teacher = load_in_turn(load_teacher, args, name, device)
+    shape = (len(corpus.kinds), teacher.get_embedding_dimension())
+    logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
+    make_once(folder, write_arrays, {"vectors": np.zeros(shape, np.float16), "done": done})
+    # prompt: the texts have theirs, a model's default would come before it
+    options = {"batch_size": args.teacher_batch_size, "prompt": "", **AS_TENSOR}
+    longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
+    rank = dist.get_rank()
+    own = missing[rank :: dist.get_world_size()]
+    turns = range(math.ceil(len(missing) / dist.get_world_size()))
+    for turn in tqdm(turns, "teacher", disable=rank > 0 or not sys.stderr.isatty()):
+        if guard.agree():
+            return None
+        if turn < len(own):
+            first = own[turn] * ENCODED_TOGETHER
+            rows = longest_first[first : first + ENCODED_TOGETHER]
+            vectors = teacher.encode(corpus.texts(rows, teacher.prompts), **options)
+            vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
+            if not np.isfinite(vectors).all():
+                text = corpus.decode(rows[0])[:80]
+                raise InputError(f"the teacher's vectors are not finite, near the text {text!r}")
+            write_rows(folder / "vectors.npy", rows, vectors.astype(np.float16))
+            write_rows(folder / "done.npy", own[turn : turn + 1], np.ones(1, np.uint8))
+    dist.barrier()
+    return load_array(folder, "vectors")
 
 
 def write_rows(path, numbers, rows):
@@ -421,46 +409,6 @@ def load_in_turn(load, *args):
     return model
 
 
-def mine_negatives(args, corpus, vectors, folder, device):
-    """The pairs' negatives (N, K), with mined ones behind those of the data. (all ranks)
-
-    Mined: the documents with the highest teacher scores that are --mine_margin below that of the
-    positive. Blocks of queries meet blocks of documents; no table of all with all is made."""
-    pairs = corpus.pairs
-    wanted = args.mine_negatives
-    if wanted == 0 or len(pairs) == 0:
-        return corpus.negatives
-    mined_folder = cache_folder(args, "mined", folder.name, [wanted, args.mine_margin])
-    if not on_rank0(mined_folder.exists):
-        pool = np.unique(np.concatenate([pairs[:, 1], corpus.negatives.ravel()]))
-        pool = pool[pool >= 0]
-        mined = torch.full((len(pairs), wanted), -1, device=device)
-
-        def load(numbers):
-            return torch.from_numpy(vectors[numbers]).to(device).float()
-
-        for start in range(2048 * dist.get_rank(), len(pairs), 2048 * dist.get_world_size()):
-            part = slice(start, start + 2048)
-            queries = load(pairs[part, 0])
-            limit = (queries * load(pairs[part, 1])).sum(1, keepdim=True) - args.mine_margin
-            positives = torch.from_numpy(corpus.positives[part].copy()).to(device)
-            best = torch.full((len(queries), wanted), -math.inf, device=device)
-            for first in range(0, len(pool), 16384):
-                documents = torch.from_numpy(pool[first : first + 16384]).to(device)
-                scores = queries @ load(pool[first : first + 16384]).T
-                scores = scores.masked_fill(scores > limit, -math.inf)
-                scores = scores.masked_fill(is_among(documents, positives), -math.inf)
-                scores = torch.cat([best, scores], dim=1)
-                numbers = torch.cat([mined[part], documents.expand(len(queries), -1)], dim=1)
-                best, places = scores.topk(wanted)
-                mined[part] = numbers.gather(1, places).masked_fill(best == -math.inf, -1)
-        dist.all_reduce(mined, op=dist.ReduceOp.MAX)  # a row is -1 on all ranks but one
-        make_once(mined_folder, write_arrays, {"mined": mined.cpu().numpy()})
-    mined = load_array(mined_folder, "mined")
-    logging.info(f"Mined {(mined >= 0).sum(1).mean():.1f} negatives for each query")
-    return np.concatenate([corpus.negatives, mined], axis=1)
-
-
 class Texts(NamedTuple):
     """Texts for a forward pass, longest first, in groups of similar length that lie one after the
     other; within a group all are padded to the longest."""
@@ -468,14 +416,8 @@ class Texts(NamedTuple):
     ids: torch.Tensor  # (T,) int64 tokens
     mask: torch.Tensor  # (T,) int64, 0 where there is padding
     positions: torch.Tensor  # (T,) int64 place of a token in its text
-    owner: torch.Tensor  # (T,) int64 the text of a token
-    starts: torch.Tensor  # (B + 1,) int32 where each text starts, and where the last one ends
     order: torch.Tensor  # (B,) int64 which of these texts is the first, the second, ... asked for
     shapes: list  # of (texts, length) for each group
-
-    def to(self, device):
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[:-1]]
-        return Texts(*moved, self.shapes)
 
     def groups(self, tensor):
         """The parts of a tensor (T, ...) that belong to each group, (texts, length, ...)."""
@@ -493,17 +435,16 @@ def lay_out(tokens, rows, least, waste):
         if i - cuts[-1] >= least and lengths[i] < (1 - waste) * lengths[cuts[-1]]:
             cuts.append(i)
     sizes = np.diff([*cuts, len(rows)])
+
+    # of each token, with the padding: its text, its place in it, and where it is among all tokens
     padded = np.repeat(lengths[cuts], sizes)
-    starts = np.cumsum([0, *padded])
-    owner = np.repeat(np.arange(len(rows)), padded)
-    positions = np.arange(len(owner)) - starts[owner]
-    mask = positions < lengths[owner]
-    source = tokens.offsets[rows][by_length][owner] + positions
+    text = np.repeat(np.arange(len(rows)), padded)
+    positions = np.arange(len(text)) - (np.cumsum(padded) - padded)[text]
+    mask = positions < lengths[text]
+    source = tokens.offsets[rows][by_length][text] + positions
     ids = tokens.ids[np.minimum(source, len(tokens.ids) - 1)]
-    arrays = [np.where(mask, ids, tokens.pad), mask, positions, owner]
+    arrays = [np.where(mask, ids, tokens.pad), mask, positions, np.argsort(by_length)]
     tensors = [torch.from_numpy(array.astype(np.int64)) for array in arrays]
-    tensors.append(torch.from_numpy(starts.astype(np.int32)))
-    tensors.append(torch.from_numpy(np.argsort(by_length)))
     return Texts(*tensors, list(zip(sizes.tolist(), lengths[cuts].tolist(), strict=True)))
 
 
@@ -513,10 +454,6 @@ class TextBatch(NamedTuple):
     texts: Texts
     targets: torch.Tensor  # (B, D) float16, the teacher's vectors
     total: int  # texts of the whole step, all ranks
-
-    def to(self, device):
-        targets = self.targets.to(device, non_blocking=True)
-        return TextBatch(self.texts.to(device), targets, self.total)
 
 
 class PairBatch(NamedTuple):
@@ -534,18 +471,26 @@ class PairBatch(NamedTuple):
     documents: torch.Tensor  # (M,) the text of each document, -1: a gap
     total: int  # queries of the whole step, all ranks
 
-    def to(self, device):
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[1:-1]]
-        return PairBatch(self.texts.to(device), *moved, self.total)
+
+def move(batch, device):
+    """A batch with all its tensors on the device."""
+    moved = []
+    for part in batch:
+        if isinstance(part, Texts):
+            part = move(part, device)
+        elif isinstance(part, torch.Tensor):
+            part = part.to(device, non_blocking=True)
+        moved.append(part)
+    return type(batch)(*moved)
 
 
 class TextData(Dataset):
     """Phase 1: item (ids, whole) is a micro-batch of texts, and the global batch it is part of."""
 
-    def __init__(self, tokens, vectors, layout, dimensions):
+    def __init__(self, tokens, vectors, limits, dimensions):
         self.tokens = tokens
         self.vectors = vectors
-        self.layout = layout
+        self.limits = limits  # of groups, for lay_out
         self.dimensions = dimensions  # of the teacher's vectors that the student has, too
 
     def __getitem__(self, item):
@@ -553,7 +498,7 @@ class TextData(Dataset):
         return TextBatch(self.lay_out(ids), self.targets(ids), len(whole))
 
     def lay_out(self, rows):
-        return lay_out(self.tokens, rows, *self.layout)
+        return lay_out(self.tokens, rows, *self.limits)
 
     def targets(self, rows):
         return torch.from_numpy(self.vectors[rows, : self.dimensions])
@@ -562,16 +507,15 @@ class TextData(Dataset):
 class PairData(Dataset):
     """Phase 2: item (ids, whole) is a micro-batch of pairs, and the global batch it is part of."""
 
-    def __init__(self, args, corpus, negatives, data):
+    def __init__(self, args, corpus, data):
         self.args = args
         self.corpus = corpus
-        self.negatives = negatives
         self.data = data
 
     def draw(self, whole):
         """--num_negatives of each pair's negatives (total, K), -1 where there are fewer; as the
         batches are new in every epoch, so are the draws."""
-        negatives = self.negatives[whole]
+        negatives = self.corpus.negatives[whole]
         wanted = self.args.num_negatives
         if negatives.shape[1] > wanted:
             rng = np.random.default_rng([self.args.seed, *whole[:8]])
@@ -589,6 +533,8 @@ class PairData(Dataset):
         places = np.flatnonzero(np.isin(whole, ids))  # they stand there in the same order
         negatives = documents[places, 1:]
         is_there = negatives >= 0
+
+        # the texts of this micro-batch, and where each query finds its documents among them
         rows = np.concatenate([pairs[ids, 0], pairs[ids, 1], negatives[is_there]])
         slots = np.zeros((n, documents.shape[1]), np.int64)
         slots[:, 0] = np.arange(n, 2 * n)
@@ -608,18 +554,12 @@ class PairData(Dataset):
 INFLY_PROMPT = (
     "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 )
-# How a student may read texts: (texts in a group at least, share of padding in it at most) on CPUs
-# and on GPUs, where every group costs the time of many small kernels.
-LAYOUTS = {
-    "flat": {"cpu": (1, 0.0), "cuda": (1, 0.0)},  # no padding: flash attention parts the texts
-    "groups": {"cpu": (1, 0.02), "cuda": (32, 0.15)},  # one pass; attention group by group
-    "padded": {"cpu": (16, 0.15), "cuda": (32, 0.15)},  # a pass for each group
-}
 
 
 def find_hub(args):
     """Whether the hub is needed and cannot be reached: its libraries would try for minutes.
     (rank 0)"""
+    from concurrent.futures import ThreadPoolExecutor, wait
     from urllib.error import HTTPError
     from urllib.request import urlopen
 
@@ -630,23 +570,14 @@ def find_hub(args):
             remote.append(name)
     if not remote or "HF_HUB_OFFLINE" in os.environ:
         return False
-    answers = []
-
-    def ask():
-        url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        try:
-            answers.append(urlopen(url, timeout=4).close())
-        except HTTPError as error:  # a mirror need not have a page there: it is an answer, too
-            answers.append(error.close())
-        except OSError:
-            pass
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(5)  # to look up a name has no time limit of its own
-    if not answers:
-        logging.warning(f"no model hub: {', '.join(remote)} must already be on this machine")
-    return not answers
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    answer = ThreadPoolExecutor(1).submit(urlopen, url, timeout=4)
+    wait([answer], timeout=5)  # to look up a name has no time limit of its own
+    # a mirror need not have a page there: an error over HTTP is an answer, too
+    if answer.done() and isinstance(answer.exception(), HTTPError | None):
+        return False
+    logging.warning(f"no model hub: {', '.join(remote)} must already be on this machine")
+    return True
 
 
 def local_model(args, name, corpus):
@@ -664,7 +595,7 @@ def local_model(args, name, corpus):
     return str(folder)
 
 
-def load_model(name, what, **options):
+def load_model(name, what, local, **options):
     """A SentenceTransformer, on the CPU."""
     import transformers
     from sentence_transformers import SentenceTransformer
@@ -674,10 +605,8 @@ def load_model(name, what, **options):
     try:
         return SentenceTransformer(name, device="cpu", **options)
     except (OSError, ValueError) as error:
-        local = "builtin:lsa" if what == "teacher" else "builtin:bert"
-        text = f"--{what}_model {name} is no model folder and is not on this machine"
-        reason = str(error).splitlines()[0][:200]
-        raise InputError(f"{text}; without a download: {local} ({reason})") from None
+        text = f"--{what}_model {name} is not on this machine; without a download: builtin:{local}"
+        raise InputError(f"{text} ({str(error).splitlines()[0][:200]})") from None
 
 
 def set_prompts(model, query, document, default=""):
@@ -699,7 +628,7 @@ def load_teacher(args, name, device):
         options["trust_remote_code"] = True
         options["config_kwargs"] = {"use_cache": False}
         prompt = INFLY_PROMPT
-    teacher = load_model(name, "teacher", **options)
+    teacher = load_model(name, "teacher", "lsa", **options)
     set_prompts(teacher, args.teacher_query_prompt, args.teacher_document_prompt, prompt)
     if args.teacher_max_length:
         if teacher.max_seq_length == math.inf:
@@ -712,12 +641,9 @@ def load_student(args, name):
     """A SentenceTransformer that ends in Normalize, without a head."""
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
-    config = {}
-    if args.student_dropout is not None:
-        config["hidden_dropout_prob"] = args.student_dropout
-        config["attention_probs_dropout_prob"] = args.student_dropout
-    options = {"config_kwargs": config, "model_kwargs": {"dtype": torch.float32}}
-    student = load_model(name, "student", trust_remote_code=args.trust_remote_code, **options)
+    options = {"trust_remote_code": args.trust_remote_code}
+    options["model_kwargs"] = {"dtype": torch.float32}
+    student = load_model(name, "student", "bert", **options)
     if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
         raise InputError(f"--student_model {name}: no transformer with a fast tokenizer")
     if len(student) < 2 or not isinstance(student[1], Pooling):
@@ -730,8 +656,7 @@ def load_student(args, name):
         raise InputError(f"--student_model {name} has no maximum length: --student_max_length")
     set_prompts(student, args.student_query_prompt, args.student_document_prompt)
     if any(student.prompts.values()) and not student[1].include_prompt:
-        hint = "--student_query_prompt= --student_document_prompt= leaves them out"
-        raise InputError(f"--student_model {name} pools without its prompts: {hint}")
+        raise InputError(f"--student_model {name} pools without its prompts: make them empty")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     return student
@@ -760,88 +685,66 @@ def keep_layers(network, wanted):
 
 
 class Student(nn.Module):
-    """A SentenceTransformer that reads Texts."""
+    """A SentenceTransformer that reads Texts, and a head."""
 
     def __init__(self, model, dtype):
         super().__init__()
         self.model = model
+        self.head = nn.Sequential()
         self.dtype = dtype  # of autocast
-        self.layout = "padded"
-        self.own_modules = len(model)  # what comes behind is the head
+        self.in_one_pass = False
         self.width = model.get_embedding_dimension()  # without the head
+        self.dimensions = self.width
 
     def add_head(self, hidden, dimensions):
         """The original has the norm before GELU, which sentence-transformers has no modules for."""
         from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 
-        self.model.append(Dense(self.width, hidden, activation_function=nn.GELU()))
-        self.model.append(LayerNorm(hidden))
-        self.model.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
-        self.model.append(Normalize())
-
-    def stages(self, head=True):
-        """The modules that a text goes through, with the head or without."""
-        modules = list(self.model)  # a slice of a SentenceTransformer would be another one
-        return modules if head else modules[: self.own_modules]
-
-    def dimensions(self, head=True):
-        return self.model.get_embedding_dimension() if head else self.width
+        self.head.append(Dense(self.width, hidden, activation_function=nn.GELU()))
+        self.head.append(LayerNorm(hidden))
+        self.head.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
+        self.head.append(Normalize())
+        self.dimensions = dimensions
 
     def forward(self, texts, head=True, full_precision=False):
         """Unit vectors (B, D) in float32, in the order in which the texts were asked for.
         full_precision: without autocast, as a saved student is used."""
-        network, pooling, *others = self.stages(head)
+        network, pooling, *others = self.model
         dtype = torch.float32 if full_precision else self.dtype
-        flat = self.layout == "flat" and not full_precision
         masks = texts.groups(texts.mask)
         # one autocast around all groups: it makes copies of all weights, and keeps them to its end
         with torch.autocast(texts.ids.device.type, dtype, enabled=dtype != torch.float32):
-            if self.layout == "padded":
+            if self.in_one_pass:
+                tokens = {"input_ids": texts.ids[None], "position_ids": texts.positions[None]}
+                output = network.model(**tokens, texts=texts)
+                states = texts.groups(output.last_hidden_state[0].float())
+            else:
                 states = []
                 for ids, mask in zip(texts.groups(texts.ids), masks, strict=True):
                     features = network({"input_ids": ids, "attention_mask": mask})
                     states.append(features["token_embeddings"].float())
-            else:
-                tokens = {"input_ids": texts.ids[None], "position_ids": texts.positions[None]}
-                output = network.model(**tokens, texts=texts, flat=flat)
-                states = output.last_hidden_state[0].float()
-                if not flat:
-                    states = texts.groups(states)
-        if flat:
-            features = {"cu_seq_lens_q": texts.starts, "seq_idx": texts.owner[None]}
-            features["token_embeddings"] = states[None]
-            vectors = pooling(features)["sentence_embedding"]
-        else:
-            pooled = []
-            for group, mask in zip(states, masks, strict=True):
-                features = {"token_embeddings": group, "attention_mask": mask}
-                pooled.append(pooling(features)["sentence_embedding"])
-            vectors = torch.cat(pooled)
-        features = {"sentence_embedding": vectors.index_select(0, texts.order)}
+        pooled = []
+        for group, mask in zip(states, masks, strict=True):
+            features = pooling({"token_embeddings": group, "attention_mask": mask})
+            pooled.append(features["sentence_embedding"])
+        features = {"sentence_embedding": torch.cat(pooled).index_select(0, texts.order)}
         for module in others:
             features = module(features)
+        if head:
+            features = self.head(features)
         return features["sentence_embedding"]
 
 
 def attend(module, query, key, value, mask, scaling=None, dropout=0.0, **options):
     """Attention, for transformers' models, within each of the texts that lie one after the other in
-    query, key and value (1, H, T, D). Returns (1, T, H, D)."""
-    from torch.nn.attention.varlen import varlen_attn
+    query, key and value (1, H, T, D): group by group. Returns (1, T, H, D)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     texts = options["texts"]
     causal = getattr(module, "is_causal", False)
-    query, key, value = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, H, D)
-    if options["flat"]:
-        longest = texts.shapes[0][1]
-        window = (-1, 0) if causal else (-1, -1)
-        grouped = query.shape[1] != key.shape[1]
-        where = (texts.starts, texts.starts, longest, longest)
-        heads = {"scale": scaling, "window_size": window, "enable_gqa": grouped}
-        return varlen_attn(query, key, value, *where, **heads)[None], None
+    parts = [texts.groups(tensor[0].transpose(0, 1)) for tensor in (query, key, value)]
     outputs = []
-    parts = [texts.groups(tensor) for tensor in (query, key, value, texts.mask)]
-    for *group, mask in zip(*parts, strict=True):
+    for *group, mask in zip(*parts, texts.groups(texts.mask), strict=True):
         # where tokens see only those before them, padding behind them changes nothing
         seen = None if causal else mask[:, None, None].bool()
         group = [tensor.transpose(1, 2) for tensor in group]
@@ -851,51 +754,35 @@ def attend(module, query, key, value, mask, scaling=None, dropout=0.0, **options
 
 
 @torch.no_grad()
-def choose_layout(student, tokens, device):
-    """How this student reads texts here: without padding, with little, or as all models can. It is
-    tried: what does not give the vectors of the padded texts is not taken."""
+def choose_groups(student, tokens, device):
+    """Let the student read all groups in one pass, with attention group by group, if it gives the
+    same vectors in that way. Else it makes a pass for each group, as all models can. Returns what
+    groups it should get: (texts in a group at least, share of padding in it at most)."""
     from transformers import AttentionInterface
 
     network = student.model[0].model
-    config = network.config
-    kind = "cpu" if device.type == "cpu" else "cuda"
     rows = np.unique(np.linspace(0, len(tokens.lengths) - 1, 16, dtype=np.int64))
     rows = np.concatenate([rows, np.argsort(tokens.lengths)[-8:]])  # and the longest
+    texts = move(lay_out(tokens, rows, 1, 0.02), device)
     student.eval()
-
-    def read(layout):
-        """Vectors as in training, and in full precision."""
-        texts = lay_out(tokens, rows, *LAYOUTS[layout][kind]).to(device)
-        return [student(texts, head=False, full_precision=full) for full in (False, True)]
-
-    expected = read("padded")
-    layouts = []
     if getattr(network, "_supports_attention_backend", False):
-        names = ["attention_probs_dropout_prob", "attention_dropout", "attention_dropout_prob"]
-        dropout = max(getattr(config, name, None) or 0.0 for name in names)
-        if device.type == "cuda" and student.dtype != torch.float32 and dropout == 0:
-            layouts.append("flat")
-        layouts.append("groups")
-    own_attention = config._attn_implementation
-    # bf16 alone would not notice positions that are off by two, as RoBERTa's would be
-    limits = [1e-4 if student.dtype == torch.float32 else 3e-2, 1e-4]
-    for layout in layouts:
+        expected = student(texts, head=False, full_precision=True)
+        own_attention = network.config._attn_implementation
         AttentionInterface.register("within_texts", attend)
         network.set_attn_implementation("within_texts")
-        student.layout = layout
+        student.in_one_pass = True
         try:
-            pairs = zip(read(layout), expected, strict=True)
-            gaps = [(found - wanted).abs().max().item() for found, wanted in pairs]
-        except (RuntimeError, TypeError, ValueError) as error:
-            logging.info(f"layout {layout}: {str(error).splitlines()[0][:120]}")
-            gaps = [math.inf, math.inf]
-        if gaps[0] < limits[0] and gaps[1] < limits[1]:
-            break
-        student.layout = "padded"
-        network.set_attn_implementation(own_attention)
+            found = student(texts, head=False, full_precision=True)
+            student.in_one_pass = (found - expected).abs().max().item() < 1e-4
+        except (RuntimeError, TypeError, ValueError):  # it takes no positions, or hands on no texts
+            student.in_one_pass = False
+        if not student.in_one_pass:
+            network.set_attn_implementation(own_attention)
     student.train()
-    logging.info(f"The student reads texts in the layout {student.layout!r}")
-    return LAYOUTS[student.layout][kind]
+    logging.info(f"The student reads a batch in one pass: {student.in_one_pass}")
+    if device.type != "cpu":
+        return 32, 0.15  # every group costs the time of many small kernels
+    return (1, 0.02) if student.in_one_pass else (16, 0.15)
 
 
 def freeze_unused(student, texts):
@@ -922,20 +809,14 @@ def distance(student, target, l2_weight, cosine_weight):
     return l2_weight * (student - target).square().sum(1) + cosine_weight * (1 - cosine)
 
 
-def is_among(documents, positives):
-    """Which of the documents (M,) are in each row of positives (n, P) -> (n, M)."""
-    found = torch.zeros(len(positives), len(documents), dtype=torch.bool, device=documents.device)
-    for column in positives.unbind(1):
-        found |= documents[None] == column[:, None]
-    return found
-
-
 def not_negatives(documents, positives, labels, teacher_scores, margin):
     """Documents that are no negatives of a query (n, M): gaps, other positives of it, and those for
     which the teacher's score is above that for the positive by more than the margin (Solatorio
     2024). The positive itself is never among them."""
     limit = teacher_scores.gather(1, labels[:, None]) + margin
-    masked = (teacher_scores > limit) | (documents == -1) | is_among(documents, positives)
+    masked = (teacher_scores > limit) | (documents == -1)
+    for column in positives.unbind(1):
+        masked |= documents == column[:, None]
     return masked.scatter(1, labels[:, None], False)
 
 
@@ -1749,41 +1630,46 @@ def embed(run, rows, head):
     goes to rank k % world_size: the batches are the same on any number of ranks. (all ranks)"""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    student = run.student
     by_length = np.argsort(-run.data.tokens.lengths[rows], kind="stable")
     starts = range(0, len(rows), EVALUATED_TOGETHER)
     batches = [by_length[start : start + EVALUATED_TOGETHER] for start in starts]
-    vectors = torch.zeros(len(rows), run.student.dimensions(head), device=run.device)
-    run.student.eval()
+    dimensions = student.dimensions if head else student.width
+    vectors = torch.zeros(len(rows), dimensions, device=run.device)
+    student.eval()
     for first in range(0, len(batches), world_size):
         if run.guard.agree():  # here and not once at the end: an evaluation may take long
             return None
         if first + rank < len(batches):
             part = batches[first + rank]
-            found = run.student(run.data.lay_out(rows[part]).to(run.device), head)
-            vectors[torch.from_numpy(part).to(run.device)] = found
-    run.student.train()
+            texts = move(run.data.lay_out(rows[part]), run.device)
+            vectors[torch.from_numpy(part).to(run.device)] = student(texts, head)
+    student.train()
     dist.all_reduce(vectors)  # each row is zero on all ranks but one
     return vectors
 
 
-def ranks_of_answers(queries, documents, pairs):
-    """The place of the document of each pair (P, 2) in the ranking for its query. Ties count
-    against us, or one vector for all texts would look good. (all ranks)"""
-    places = torch.zeros(len(pairs), dtype=torch.float64, device=queries.device)
-    pairs = torch.from_numpy(pairs.copy()).to(queries.device)
+def ranking_metrics(corpus, vectors):
+    """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
+    held-out queries; nothing if there are none. vectors: of corpus.eval_texts. (all ranks)"""
+    pairs = corpus.eval_pairs
+    if len(pairs) == 0:
+        return {}
+    queries = vectors[: len(corpus.eval_queries)]
+    documents = vectors[len(queries) :]
+
+    # the place of each pair's document in the ranking for its query; ties count against us, or one
+    # vector for all texts would look good
+    found = torch.zeros(len(pairs), dtype=torch.float64, device=vectors.device)
+    on_device = torch.from_numpy(pairs.copy()).to(vectors.device)
     for start in range(512 * dist.get_rank(), len(pairs), 512 * dist.get_world_size()):
-        query, document = pairs[start : start + 512].T
+        query, document = on_device[start : start + 512].T
         scores = queries.index_select(0, query) @ documents.T
         own = scores.gather(1, document[:, None])
-        places[start : start + 512] = (scores >= own).sum(1)
-    dist.all_reduce(places)
-    return places.cpu().numpy()
+        found[start : start + 512] = (scores >= own).sum(1)
+    dist.all_reduce(found)
+    places = found.cpu().numpy()
 
-
-def ranking_metrics(queries, documents, pairs):
-    """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
-    queries. pairs (P, 2): which document answers which query. (all ranks)"""
-    places = ranks_of_answers(queries, documents, pairs)
     query = pairs[:, 0]
     answers = np.bincount(query)
     discounts = 1 / np.log2(np.arange(2, 12))
@@ -1802,18 +1688,14 @@ def evaluate(run, head=True):
     """Held-out metrics of the student, with its head or without; None if the ranks agreed to stop.
     (all ranks)"""
     corpus = run.corpus
-    queries = len(corpus.eval_queries)
-    texts = np.concatenate([corpus.eval_queries, corpus.eval_documents])
-    vectors = embed(run, texts, head)
+    vectors = embed(run, corpus.eval_texts, head)
     if vectors is None:
         return None
     if not vectors.isfinite().all():
         raise RunError("the student's vectors are no longer finite: lower the learning rate")
-    metrics = {}
-    if queries > 0:
-        metrics = ranking_metrics(vectors[:queries], vectors[queries:], corpus.eval_pairs)
+    metrics = ranking_metrics(corpus, vectors)
     if head:  # without the distractors, which may have been trained on
-        rows = texts[: queries + corpus.eval_answers]
+        rows = corpus.eval_texts[: len(corpus.eval_queries) + corpus.eval_answers]
         found = vectors[: len(rows)]
         target = F.normalize(run.data.targets(rows).to(run.device).float(), dim=1)
         weights = (run.args.phase1_l2_weight, run.args.phase1_cosine_weight)
@@ -1823,16 +1705,15 @@ def evaluate(run, head=True):
     return on_rank0(dict, metrics)
 
 
-def evaluate_teacher(run):
-    """The ranking metrics of the teacher's own vectors. (all ranks)"""
-    corpus = run.corpus
-    queries = len(corpus.eval_queries)
-    if queries == 0:
-        return {}
-    texts = np.concatenate([corpus.eval_queries, corpus.eval_documents])
-    vectors = torch.from_numpy(run.data.vectors[texts]).to(run.device).float()
-    vectors = F.normalize(vectors, dim=1)
-    return ranking_metrics(vectors[:queries], vectors[queries:], corpus.eval_pairs)
+def evaluate_baselines(run):
+    """The teacher and the untrained student. (all ranks)"""
+    loop = run.loop
+    vectors = torch.from_numpy(run.data.vectors[run.corpus.eval_texts]).to(run.device)
+    loop["teacher"] = ranking_metrics(run.corpus, F.normalize(vectors.float(), dim=1))
+    logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")
+    # a head with random weights would make the student look worse than it is
+    loop["untrained"] = evaluate(run, head=len(run.corpus.eval_queries) == 0) or {}
+    logging.info(f"Held out, the untrained student: {as_text(loop['untrained'])}")
 
 
 def as_text(metrics):
@@ -1914,7 +1795,6 @@ class Run(NamedTuple):
     device: torch.device
     corpus: Corpus
     data: TextData
-    negatives: np.ndarray  # (N, K) of the pairs
     student: Student
     ddp_model: nn.Module
     guard: StepGuard
@@ -1933,17 +1813,10 @@ def make_sampler(run, phase):
     lengths = run.data.tokens.lengths
     if phase == 1:
         return GlobalBatchSampler(corpus.phase1, args, run.state, lengths), run.data
-    some = run.negatives[:, : args.num_negatives]
+    some = corpus.negatives[:, : args.num_negatives]
     cost = lengths[corpus.pairs].sum(1) + (lengths[some] * (some >= 0)).sum(1)
     sampler = GlobalBatchSampler(np.arange(len(corpus.pairs)), args, run.state, cost)
-    return sampler, PairData(args, corpus, run.negatives, run.data)
-
-
-def is_better(value, best):
-    """Whether a value is better than that of `best`, or of None. NaN is never better."""
-    if best is None:
-        return math.isfinite(value)
-    return value > best["value"]
+    return sampler, PairData(args, corpus, run.data)
 
 
 def note_metrics(run, phase, metrics):
@@ -1953,15 +1826,14 @@ def note_metrics(run, phase, metrics):
     run.log.write({**row, **{f"val/{name}": value for name, value in metrics.items()}})
     metric = "ndcg@10" if "ndcg@10" in metrics else "teacher_cosine"  # where there are no queries
     value = metrics[metric]
-    name = f"phase {phase}"
-    others = [best for key, best in loop["best"].items() if key != name]
+    before = {name: best["value"] for name, best in loop["best"].items()}
     files = []
-    if is_better(value, loop["best"].get(name)):
+    if value > before.get(f"phase {phase}", -math.inf):  # NaN is never better
         files.append(f"phase{phase}_best.pt")
-        if all(is_better(value, best) for best in others):
+        if value > max(before.values(), default=-math.inf):
             files.append("best.pt")
         best = {"metric": metric, "value": value, "better": "higher", "step": loop["step"]}
-        loop["best"][name] = {**best, "metrics": metrics}
+        loop["best"][f"phase {phase}"] = {**best, "metrics": metrics}
     return files
 
 
@@ -2058,7 +1930,7 @@ def train(run, phase):
         asked = time.monotonic()
         step_batches = []
         for _ in range(sampler.accumulation):
-            step_batches.append(next(batches).to(device))
+            step_batches.append(move(next(batches), device))
         data_wait += time.monotonic() - asked
         if phase == 1:
             parts = text_step(args, run.ddp_model, step_batches, scaler)
@@ -2099,33 +1971,26 @@ def train(run, phase):
     bar.close()
 
 
-def load_best(args, student):
-    """The weights that phase 2 starts from: the best of phase 1. (all ranks)"""
-    path = Path(args.phase1_checkpoint or f"{args.output_dir}/phase1_best.pt")
+def load_weights(args, student, name, otherwise):
+    """Those of a checkpoint of this run, or a warning about what is used otherwise. (all ranks)"""
+    path = Path(args.output_dir) / name
     if not on_rank0(is_whole, path):
-        if args.phase1_checkpoint:
-            raise InputError(f"--phase1_checkpoint {path} is missing or damaged")
-        what = "the untrained student" if args.skip_phase1 else "its last weights"
-        logging.warning(f"{path} is missing or damaged: phase 2 starts from {what}")
+        logging.warning(f"{path} is missing or damaged: {otherwise}")
         return
     state = load_checkpoint(path)
     try:
-        for name in ("student_model", "student_layers", "use_projection", "projection_hidden"):
-            if state["args"].get(name) != getattr(args, name):
-                raise InputError(f"{path} was trained with --{name} {state['args'].get(name)}")
         student.load_state_dict(state["model"])
-        logging.info(f"Phase 2 starts from {path}, step {state['step']}")
-    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
-        # of another program, or for a teacher of another width
+    except (KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} does not fit this student: {reason}") from None
+    logging.info(f"Loaded {path}, step {state['step']}")
 
 
 # --------------------------------------------------------------------------------------------------
 # Main
 
 
-def save_student(args, student, head, path, corpus, tokens, card=""):
+def save_student(args, student, head, path, corpus, tokens):
     """Save as a SentenceTransformer of its own modules, with the head or without; load it, and
     compare what it gives with the forward pass. (rank 0)"""
     from sentence_transformers import SentenceTransformer
@@ -2133,84 +1998,65 @@ def save_student(args, student, head, path, corpus, tokens, card=""):
     prompts = student.model.prompts
     device = student.model.device
     options = {"device": str(device), "trust_remote_code": args.trust_remote_code}
-    new = path.with_name(f"{path.name}.tmp")
-    shutil.rmtree(new, ignore_errors=True)
-    model = SentenceTransformer(modules=student.stages(head), prompts=prompts, **options)
-    model.save(str(new), create_model_card=False)
-    (new / "README.md").write_text(card)
+    modules = [*student.model, *student.head] if head else [*student.model]
+    shutil.rmtree(path, ignore_errors=True)
+    model = SentenceTransformer(modules=modules, prompts=prompts, **options)
+    model.save(path, create_model_card=False)
 
-    loaded = SentenceTransformer(str(new), **options)
+    loaded = SentenceTransformer(path, **options)
     rows = np.unique(np.linspace(0, len(corpus.kinds) - 1, 64, dtype=np.int64))
     found = loaded.encode(corpus.texts(rows, prompts), batch_size=8, prompt="", **AS_TENSOR)
     student.eval()
     with torch.no_grad():
-        texts = lay_out(tokens, rows, *LAYOUTS["padded"]["cpu"]).to(device)
+        texts = move(lay_out(tokens, rows, 16, 0.15), device)
         expected = student(texts, head, full_precision=True)
     student.train()
     gap = (found.float() - expected).abs().max().item()
     if not gap <= 1e-5:
-        text = "the student, saved and loaded again, gives other vectors"
-        raise RunError(f"{text} than its forward pass: they are apart by {gap:.1e}, limit 1e-5")
-    if path.exists():
-        shutil.rmtree(path)
-    new.rename(path)
+        raise RunError(f"saved and loaded, the student gives vectors that are {gap:.1e} apart")
     logging.info(f"Saved {path}: loaded, it gives the same vectors to {gap:.1e}")
 
 
 def check_saving(args, student, corpus, tokens):
     """Better known now than after hours: can the student be saved and loaded? (rank 0)"""
     with tempfile.TemporaryDirectory(dir=args.output_dir, prefix="check-") as folder:
-        save_student(args, student, True, Path(folder) / "student", corpus, tokens)
+        save_student(args, student, True, f"{folder}/student", corpus, tokens)
 
 
-def save_artifacts(run, table):
+def save_artifacts(run):
     """The best student as a SentenceTransformer, and beside it without the head. (rank 0)"""
     args = run.args
     student = run.student
     short = re.sub(r"\W+", "-", args.student_model.rstrip("/").rpartition("/")[2]).strip("-")
-    name = f"distilled-{short}-{student.dimensions()}d"
-    paths = {}
+    name = f"{args.artifacts_dir}/distilled-{short}-{student.dimensions}d"
+    paths = {f"{name}-mrl": True}
     if args.use_projection:
-        paths[f"{args.artifacts_dir}/{name}-base-{student.width}d"] = False
-        paths[f"{args.artifacts_dir}/{name}"] = True
-    else:
-        paths[f"{args.artifacts_dir}/{name}-mrl"] = True
-    card = ["---", "library_name: sentence-transformers", "---", f"# {name}", ""]
-    card += [f"`{args.student_model}` distilled from `{args.teacher_model}` by train_ddp.py, on"]
-    card += [f"{args.phase1_data} and {args.phase2_data}. Held out: {run.corpus.held_out()}."]
-    card += ["", "```", *table, "```", ""]
-    Path(args.artifacts_dir).mkdir(parents=True, exist_ok=True)
+        paths = {f"{name}-base-{student.width}d": False, name: True}
     for path, head in paths.items():
-        tokens = run.data.tokens
-        save_student(args, student, head, Path(path), run.corpus, tokens, "\n".join(card))
+        save_student(args, student, head, path, run.corpus, run.data.tokens)
     return list(paths)
 
 
 def compare(run):
     """The last word: the best of each phase beside the untrained student and the teacher. Returns
-    the best of both phases, and the lines of the table. (all ranks)"""
+    the best of both phases. (all ranks)"""
     loop = run.loop
     rows = {"untrained student": loop["untrained"]}
     for phase, best in loop["best"].items():
         rows[f"after {phase}"] = best["metrics"]
     rows["teacher"] = loop["teacher"]
-    table = [f"{who:18} {as_text(metrics)}" for who, metrics in rows.items()]
     logging.info(f"Held out: {run.corpus.held_out()}; the best of each phase:")
-    for line in table:
-        logging.info(f"  {line}")
+    for who, metrics in rows.items():
+        logging.info(f"  {who:18} {as_text(metrics)}")
 
     best = max(loop["best"].values(), key=lambda record: record["value"])
-    reached = f"{best['metric']} {best['value']:.4f}"
     last = loop["best"].get("phase 2", best)
     if last["value"] < best["value"]:
-        text = f"{last['value']:.4f} after {reached}"
-        logging.warning(f"phase 2 made the student worse ({text}): phase 1's is kept")
-    untrained = loop["untrained"].get(best["metric"], -math.inf)
-    if best["value"] <= untrained:
+        logging.warning("phase 2 made the student worse: that of phase 1 is kept")
+    if best["value"] <= loop["untrained"].get(best["metric"], -math.inf):
         hint = "look at the learning rates, the data, and what the teacher itself reaches"
-        text = f"{reached}, untrained {untrained:.4f}"
-        logging.warning(f"training did not make the student better ({text}): {hint}")
-    return best, table
+        logging.warning(f"training did not make the student better: {hint}")
+    return best
 
 
 def prepare(args, device):
@@ -2225,16 +2071,17 @@ def prepare(args, device):
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, student_name)
     tokens = load_tokens(args, corpus, model)
-    folder = on_rank0(teacher_folder, args, corpus, teacher_name)
+    settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
+    key = [corpus.folder.name, on_rank0(model_key, teacher_name), settings]
+    folder = cache_folder(args, "teacher", *key)
     data_hash = f"{corpus.folder.name} {tokens.folder.name} {folder.name}"
     state = open_run(args, data_hash)
     if state and state["phase"] == 2 and args.skip_phase2:
-        text = f"{args.output_dir} holds a run in phase 2"
-        raise InputError(f"{text}: go on without --skip_phase2, or give --fresh")
+        raise InputError(f"--skip_phase2: {args.output_dir} is in phase 2; or give --fresh")
 
     # the student as it will be saved, before the teacher reads for hours
     student = Student(model.to(device), choose_precision(args, device))
-    layout = choose_layout(student, tokens, device)
+    limits = choose_groups(student, tokens, device)
     on_rank0(check_saving, args, student, corpus, tokens)
     guard = StepGuard(args, device)
     vectors = teacher_vectors(args, corpus, teacher_name, folder, device, guard)
@@ -2248,13 +2095,12 @@ def prepare(args, device):
         student.to(device)
         logging.info(f"With a head from {width} to the teacher's {dimensions} dimensions")
     elif dimensions < width:
-        text = f"{width} teacher dimensions for this student, there are {dimensions}"
-        raise InputError(f"--use_projection False needs {text}")
+        text = f"needs {width} teacher dimensions for this student, there are {dimensions}"
+        raise InputError(f"--use_projection False {text}")
     else:
         logging.info(f"No head: the target is the first {width} of {dimensions} dimensions")
-    data = TextData(tokens, vectors, layout, student.dimensions())
-    freeze_unused(student, data.lay_out(np.arange(min(4, len(tokens.lengths)))).to(device))
-    negatives = mine_negatives(args, corpus, vectors, folder, device)
+    data = TextData(tokens, vectors, limits, student.dimensions)
+    freeze_unused(student, move(data.lay_out(np.arange(min(4, len(tokens.lengths)))), device))
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     logging.info(f"{trained:,} parameters are trained")
     loop = {
@@ -2273,7 +2119,7 @@ def prepare(args, device):
         loop = {name: state[name] for name in loop}
     log = RunLog(args, state)
     ddp_model = wrap_ddp(student, args, device)
-    return Run(args, device, corpus, data, negatives, student, ddp_model, guard, log, state, loop)
+    return Run(args, device, corpus, data, student, ddp_model, guard, log, state, loop)
 
 
 def main(args):
@@ -2286,35 +2132,27 @@ def main(args):
     guard = run.guard
     log = run.log
     if run.state is None:
-        loop["teacher"] = evaluate_teacher(run)
-        logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")
-        # a head with random weights would make the student look worse than it is
-        metrics = evaluate(run, head=len(run.corpus.eval_queries) == 0)
-        loop["untrained"] = metrics or {}
-        logging.info(f"Held out, the untrained student: {as_text(loop['untrained'])}")
+        evaluate_baselines(run)
 
     logging.info("Starting distributed training...")
     if not args.skip_phase1 and loop["phase"] < 2:
         train(run, 1)
     if not args.skip_phase2 and not guard.reason:
         if loop["phase"] < 2:
-            load_best(args, run.student)
+            what = "the untrained student" if args.skip_phase1 else "the last weights"
+            load_weights(args, run.student, "phase1_best.pt", f"phase 2 starts from {what}")
         train(run, 2)
     summary = {}
     if not guard.reason:
         logging.info("Training process completed.")
-        best, table = compare(run)
+        best = compare(run)
         summary["best"] = {key: value for key, value in best.items() if key != "metrics"}
         summary["held_out"] = run.corpus.held_out()
         summary["baselines"] = {"untrained": loop["untrained"], "teacher": loop["teacher"]}
         summary["phases"] = {name: best["metrics"] for name, best in loop["best"].items()}
         if args.save_to_artifacts:
-            path = Path(args.output_dir) / "best.pt"
-            if on_rank0(is_whole, path):
-                run.student.load_state_dict(load_checkpoint(path)["model"])
-            else:
-                logging.warning(f"{path} is missing or damaged (a full disk?): saving the last one")
-            summary["artifacts"] = on_rank0(save_artifacts, run, table)
+            load_weights(args, run.student, "best.pt", "the last weights are saved")
+            summary["artifacts"] = on_rank0(save_artifacts, run)
     if run.state and loop["step"] == run.state["step"]:
         logging.info("nothing was left to train; the options are those of then")
         log.args = argparse.Namespace(**run.state["args"])

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 
-PACKAGES = ["numpy", "torch"]
 SKIPPED = {  # tests, demonstrations, and what is not documentation
     *["test", "tests", "testing", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip"],
     *["site-packages", "dist-packages", "config", "__pycache__", "pydoc_data", "antigravity.py"],
@@ -58,30 +57,21 @@ def parse_args():
     return args
 
 
-def docstrings(path):
-    """(name, docstring) of a source file, of its public classes and functions, and of what it adds
-    to those that are written in C."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):
-        return  # sources for other versions of Python lie in the library, too
-    nodes = [(path.parent.name if path.name == "__init__.py" else path.stem, tree)]
-    while nodes:
-        name, node = nodes.pop()
-        text = ast.get_docstring(node, clean=False)
-        if text:
-            yield name, text
-        if isinstance(node, (ast.Module, ast.ClassDef)):
-            for child in reversed(node.body):
-                if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                    if not child.name.startswith("_"):
-                        nodes.append((child.name, child))
-    if "_docs" in path.name or "newdocs" in path.name:
-        yield from added_docstrings(tree)
+def docstrings(name, node):
+    """(name, docstring) of a file's syntax tree, and of its public classes and functions."""
+    text = ast.get_docstring(node, clean=False)
+    if text:
+        yield name, text
+    if isinstance(node, (ast.Module, ast.ClassDef)):
+        for child in node.body:
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                if not child.name.startswith("_"):
+                    yield from docstrings(child.name, child)
 
 
 def added_docstrings(tree):
-    """(name, docstring) of the calls of torch's add_docstr and numpy's add_newdoc in a file."""
+    """(name, docstring) of what is written in C: the calls of torch's add_docstr and numpy's
+    add_newdoc in a file."""
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
@@ -94,6 +84,7 @@ def added_docstrings(tree):
                     names.append(value)
                 elif isinstance(value, str) and len(value) > 200:
                     texts.append(value)
+
         if names and texts:
             yield names[-1], texts[0]
 
@@ -110,12 +101,20 @@ def documentation():
         for name, thing in vars(importlib.import_module(module)).items():
             yield name, thing.__doc__
     roots = [sysconfig.get_path("stdlib")]
-    for package in PACKAGES:  # found, not imported: torch takes seconds
+    for package in ("numpy", "torch"):  # found, not imported: torch takes seconds
         roots += importlib.util.find_spec(package).submodule_search_locations
     for root in map(Path, roots):
         for path in sorted(root.rglob("*.py")):
-            if not SKIPPED.intersection(path.relative_to(root).parts):
-                yield from docstrings(path)
+            if SKIPPED.intersection(path.relative_to(root).parts):
+                continue
+            try:
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError):
+                continue  # sources for other versions of Python lie in the library, too
+            name = path.parent.name if path.name == "__init__.py" else path.stem
+            yield from docstrings(name, tree)
+            if "_docs" in path.name or "newdocs" in path.name:
+                yield from added_docstrings(tree)
 
 
 def make_pydocs(args):
@@ -182,13 +181,14 @@ def make_lsa(args):
     model.save(str(args.out), create_model_card=False)
 
 
-def make_vocabulary(texts, normalizer, splitter):
+def make_vocabulary(texts, tokenizer):
     """The most frequent words whole, all others by their letters. (The library's trainer makes
     another vocabulary every time.)"""
     words = collections.Counter()
     for text in texts:
-        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
-            words[word] += 1
+        text = tokenizer.normalizer.normalize_str(text)
+        words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+
     letters = collections.Counter()
     for word, times in words.items():
         for letter in word:
@@ -197,33 +197,25 @@ def make_vocabulary(texts, normalizer, splitter):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *common]
     pieces += [f"##{letter}" for letter in common]
     others = sorted(words.keys() - set(pieces), key=lambda word: (-words[word], word))
-    return pieces + others[: BERT_PIECES - len(pieces)]
+    pieces += others[: BERT_PIECES - len(pieces)]
+    return {piece: number for number, piece in enumerate(pieces)}
 
 
 def make_bert(args):
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     corpus = open_corpus(args.texts)
     trained = np.unique(np.concatenate([corpus.phase1, corpus.pairs.ravel()]))
     texts = [corpus.decode(number) for number in trained]
-    normalizer = normalizers.BertNormalizer(lowercase=True)
-    splitter = pre_tokenizers.BertPreTokenizer()
-    pieces = make_vocabulary(texts, normalizer, splitter)
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.add_special_tokens(pieces[:5])
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    tokenizer = BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=args.length)
+    vocabulary = make_vocabulary(texts, BertTokenizerFast().backend_tokenizer)
+    tokenizer = BertTokenizerFast(vocab=vocabulary, model_max_length=args.length)
 
     layers, width = map(int, args.size.split("x"))
     config = BertConfig(
-        vocab_size=len(pieces),
+        vocab_size=len(vocabulary),
         hidden_size=width,
         num_hidden_layers=layers,
         intermediate_size=2 * width,

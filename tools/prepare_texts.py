@@ -23,7 +23,6 @@ Writes arrays into --out. Texts are numbered, each distinct one once:
 """
 
 import argparse
-import codecs
 import collections
 import csv
 import hashlib
@@ -34,10 +33,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-
-class InputError(Exception):
-    """What the user gave cannot work."""
 
 
 def parse_args():
@@ -88,88 +83,60 @@ def read_file(path):
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, found in enumerate(rows, start=1):
             yield f"{path} row {number}", found
-    elif path.suffix == ".csv":
-        csv.field_size_limit(sys.maxsize)
-        # -sig: without the mark that Excel writes before the first name
-        with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        return
+
+    # -sig: without the mark that spreadsheets write before the first name; surrogateescape: what is
+    # not UTF-8 is found in its row
+    with open(path, newline="\n", encoding="utf-8-sig", errors="surrogateescape") as file:
+        if path.suffix == ".csv":
+            csv.field_size_limit(sys.maxsize)
             reader = csv.DictReader(file)
-            try:
-                for found in reader:
-                    yield f"{path} line {reader.line_num}", from_csv(found)
-            except csv.Error as error:
-                raise InputError(f"{path} line {reader.line_num}: {error}") from None
-    else:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if not line.strip():
-                    continue
+            for found in reader:
+                cells = {name: cell for name, cell in found.items() if cell}
+                yield f"{path} line {reader.line_num}", cells
+            return
+        for number, line in enumerate(file, start=1):
+            found = {"text": line.strip()}
+            if not found["text"]:
+                continue
+            if path.suffix != ".txt":
                 try:
-                    found = {"text": line.decode("utf-8").strip()}
-                    if path.suffix != ".txt":
-                        found = json.loads(found["text"])
-                except ValueError as error:  # not UTF-8, or not JSON
+                    found = json.loads(line)
+                except ValueError as error:
                     found = error
-                yield f"{path} line {number}", found
+            yield f"{path} line {number}", found
 
 
-def from_csv(row):
-    """Without empty cells, and with held_out as a bool where it is a word for one."""
-    found = {name: cell for name, cell in row.items() if cell}
-    word = found.get("held_out", "").lower()
-    if word in ("true", "false"):
-        found["held_out"] = word == "true"
-    return found
-
-
-def rows_to_read(args, phase):
-    """One source for both phases is read once."""
-    if args.phase1_data == args.phase2_data:
-        return max(args.max_samples_phase1, args.max_samples_phase2)
-    return getattr(args, f"max_samples_phase{phase}")
-
-
-def read_hub(name, phase, args):
-    """(place, record) for each row of a data set of the hub."""
+def read_hub(name, limits):
+    """(place, record) for each row of a data set of the hub, so many of each split."""
     from datasets import load_dataset
 
     path, _, config = name.partition(":")
-    limits = {"train": rows_to_read(args, phase)}
     if name == "ms_marco":
         path = "microsoft/ms_marco"
         config = "v1.1"
-        limits["validation"] = args.eval_samples
     for split, limit in limits.items():
         try:
             rows = load_dataset(path, config or None, split=split)
         except Exception as error:  # the library raises a dozen kinds
             text = f"{path} is not on this machine and could not be fetched"
-            hint = "without a download: pydocs, or a .jsonl file"
-            raise InputError(f"--phase{phase}_data {name}: {text}; {hint} ({error})") from None
+            raise ValueError(
+                f"{text}; without a download: pydocs, or FILE.jsonl ({error})"
+            ) from None
         for number, found in enumerate(itertools.islice(rows, limit)):
-            if name == "ms_marco":
-                found = from_ms_marco(found, split)
-                if not found["positive"]:  # a query without an answer teaches nothing
-                    continue
             yield f"{name} {split} row {number}", found
 
 
-def from_ms_marco(row, split):
+def from_ms_marco(row):
     """MS MARCO's passages as positives (those that were selected as an answer) and negatives."""
-    good = []
-    bad = []
+    record = {"query": row["query"], "positive": [], "negatives": []}
     passages = row["passages"]
     for selected, text in zip(passages["is_selected"], passages["passage_text"], strict=True):
-        if selected:
-            good.append(text)
-        else:
-            bad.append(text)
-    held_out = split == "validation"
-    return {"query": row["query"], "positive": good, "negatives": bad, "held_out": held_out}
+        record["positive" if selected else "negatives"].append(text)
+    return record
 
 
-def parse_row(number, found, phase):
+def parse_row(number, found, phase, held_out=None):
     """A record as a Row. A ValueError says what was found and what was expected."""
     if not isinstance(found, dict):
         raise ValueError(f"found {str(found)[:80]!r}, expected {WANTED}")
@@ -186,39 +153,67 @@ def parse_row(number, found, phase):
         for text in texts:
             text.encode("utf-8")  # a ValueError where there is half of a character
         fields[field] = texts
+
     if not fields["positives"] or (phase == 2 and len(fields["query"]) != 1):
         raise ValueError(f"found columns {sorted(map(str, found))[:8]}, expected {WANTED}")
     query = fields["query"][0] if fields["query"] else ""
     group = found.get("group")
     if group is None:
         group = query or fields["positives"][0]
-    held_out = found.get("held_out")
-    if held_out is not None and not isinstance(held_out, bool):
-        raise ValueError(f"held_out is {held_out!r}, expected true or false")
     return Row(number, query, fields["positives"], fields["negatives"], str(group), held_out)
 
 
 def read_rows(name, phase, args, problems):
     """The rows of a source, and to `problems` a line for each that is wrong."""
+    limit = getattr(args, f"max_samples_phase{phase}")
+    if args.phase1_data == args.phase2_data:  # read once, for both
+        limit = max(args.max_samples_phase1, args.max_samples_phase2)
     if Path(name).suffix in FILES:
-        records = itertools.islice(read_file(Path(name)), rows_to_read(args, phase))
+        records = itertools.islice(read_file(Path(name)), limit)
+    elif name == "ms_marco":
+        records = read_hub(name, {"train": limit, "validation": args.eval_samples})
     else:
-        records = read_hub(name, phase, args)
+        records = read_hub(name, {"train": limit})
+
     rows = []
     for number, (place, found) in enumerate(records):
+        held_out = None
+        if name == "ms_marco":
+            found = from_ms_marco(found)
+            held_out = place.startswith("ms_marco validation")
+            if not found["positive"]:  # a query without an answer teaches nothing
+                continue
         try:
-            rows.append(parse_row(number, found, phase))
+            rows.append(parse_row(number, found, phase, held_out))
         except ValueError as error:
             problems.append(f"{place}: {error}")
     return rows
 
 
-def refuse_rows(problems):
-    lines = problems[:20]
-    if len(problems) > 20:
-        lines.append(f"... and {len(problems) - 20} more")
-    hint = "--skip_bad_data goes on without them"
-    raise InputError("\n  ".join([f"{len(problems)} bad rows ({hint}):", *lines]))
+def read_sources(args, phases):
+    """{name: rows} of the sources, and lines about the bad rows."""
+    names = {phase: getattr(args, f"phase{phase}_data") for phase in phases}
+    for phase, name in names.items():  # before anything is fetched from a hub
+        if Path(name).suffix in FILES and not Path(name).is_file():
+            raise ValueError(f"--phase{phase}_data {name}: no such file")
+
+    problems = []
+    sources = {}
+    for phase in reversed(phases):  # phase 2 first: of a source for both it asks for more
+        name = names[phase]
+        if name in sources:
+            continue
+        try:
+            sources[name] = read_rows(name, phase, args, problems)
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"--phase{phase}_data {name}: {error}") from None
+    if problems and not args.skip_bad_data:
+        lines = problems[:20]
+        if len(problems) > 20:
+            lines.append(f"... and {len(problems) - 20} more")
+        head = f"{len(problems)} bad rows (--skip_bad_data goes on without them):"
+        raise ValueError("\n  ".join([head, *lines]))
+    return sources, problems
 
 
 def place_of(group):
@@ -236,6 +231,7 @@ def choose_held_out(rows, args):
             may_be = place_of(row.group) < args.eval_fraction
         if may_be:
             sizes[row.group] += 1
+
     held_out = set()
     room = args.eval_samples
     for group in sorted(sizes, key=place_of):
@@ -260,24 +256,13 @@ def as_table(lists):
 
 
 def build_corpus(args):
-    """Read, check and split the data: lines about bad rows, and the arrays."""
-    problems = []
-    sources = {}
+    """Read, check and split the data: the arrays, and lines about bad rows."""
     phases = [phase for phase in (1, 2) if getattr(args, f"phase{phase}_data")]
-    for phase in phases:  # before anything is fetched from a hub
-        name = getattr(args, f"phase{phase}_data")
-        if Path(name).suffix in FILES and not Path(name).is_file():
-            raise InputError(f"--phase{phase}_data {name}: no such file")
-    for phase in reversed(phases):  # phase 2 first: of a source for both it asks for more
-        name = getattr(args, f"phase{phase}_data")
-        if name not in sources:
-            sources[name] = read_rows(name, phase, args, problems)
-    if problems and not args.skip_bad_data:
-        refuse_rows(problems)
-    held_out = set().union(*[choose_held_out(rows, args) for rows in sources.values()])
-
+    sources, problems = read_sources(args, phases)
+    held_out = set()
     known_queries = set()
     for rows in sources.values():
+        held_out |= choose_held_out(rows, args)
         known_queries.update(row.query.strip() for row in rows)
 
     numbers = {}  # of each distinct (kind, text)
@@ -317,7 +302,7 @@ def build_corpus(args):
     if not held or (1 in phases and not phase1) or (2 in phases and not pairs):
         found = f"{len(phase1)} texts for phase 1, {len(pairs)} pairs for phase 2"
         hint = "give more data, or another --eval_fraction"
-        raise InputError(f"{found}, {len(held)} held-out texts; none may be 0: {hint}")
+        raise ValueError(f"{found}, {len(held)} held-out texts; none may be 0: {hint}")
 
     positives = {}  # of each query: none of them is a negative of it
     for query, document in pairs:
@@ -341,7 +326,7 @@ def build_corpus(args):
     row_of_document = {number: row for row, number in enumerate(eval_documents)}
     matches = [(row_of_query[query], row_of_document[document]) for query, document in eval_pairs]
     encoded = [text.encode() for _, text in numbers]
-    return problems, {
+    arrays = {
         "text": np.frombuffer(b"".join(encoded), np.uint8),
         "offsets": np.cumsum([0, *map(len, encoded)]),
         "kinds": np.array([kind for kind, _ in numbers], np.uint8),
@@ -354,17 +339,18 @@ def build_corpus(args):
         "eval_answers": np.array(len(answers)),
         "eval_pairs": np.array(sorted(matches), np.int64).reshape(-1, 2),
     }
+    return arrays, problems
 
 
 def main(args):
     try:
-        problems, arrays = build_corpus(args)
+        arrays, problems = build_corpus(args)
         args.out.mkdir(parents=True)
         for name, array in arrays.items():
             np.save(args.out / f"{name}.npy", array)
             # fails where a full disk has cut the file, which np.save does not
             np.load(args.out / f"{name}.npy", mmap_mode="r")
-    except (InputError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(str(error))
     (args.out / "bad_rows.txt").write_text("".join(f"{line}\n" for line in problems))
 
