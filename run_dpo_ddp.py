@@ -570,15 +570,10 @@ class Pairs(Dataset):
     def __getitem__(self, item):
         """item: (ids of a micro-batch, those of the global batch, number of the decoding order)"""
         ids, whole, order = item
+        some = [self.pairs[number] for number in ids]
         numbers = np.unique(self.backbones_of(ids))
-        return self.batch(ids, len(whole), order, numbers, self.structures(numbers))
-
-    def batch(self, ids, whole, order, numbers, structures):
-        """Pairs `ids` on `structures`, which are the backbones `numbers`."""
         sizes = [len(self.backbones[number].atoms) for number in numbers]
         first = dict(zip(numbers, np.cumsum(sizes) - sizes, strict=True))
-        some = [self.pairs[number] for number in ids]
-
         residues = []
         for place, (number, pair) in enumerate(zip(ids, some, strict=True)):
             row = first[pair.backbone] + np.arange(len(pair.designed))
@@ -587,12 +582,12 @@ class Pairs(Dataset):
         designed = np.concatenate([pair.designed for pair in some])
         counts = np.array([np.count_nonzero(pair.designed) for pair in some], np.float32)
         return Batch(
-            structures,
+            self.structures(numbers),
             torch.from_numpy(np.concatenate(residues, axis=1)),
             torch.from_numpy(designed.astype(np.float32)),
             torch.from_numpy(counts),
             torch.from_numpy(np.asarray(ids, np.int64)),
-            1 / whole,
+            1 / len(whole),
         )
 
     def __len__(self):
@@ -1714,10 +1709,9 @@ def score(run, ids, orders):
     """A table (len(orders), len(ids), SCORES + 3) float32, on the device: table_rows of the pairs
     `ids` in each of the decoding orders. Each pair is scored by one rank, whatever the number of
     ranks. Raises Stopped. (all ranks)"""
-    data = run.data
     size = run.args.eval_batch_size
-    backbones = data.backbones_of(ids)
-    places = np.argsort(backbones, kind="stable")  # a backbone is encoded once for its pairs
+    # pairs of one backbone are next to each other: it is encoded once for them, and for all orders
+    places = np.argsort(run.data.backbones_of(ids), kind="stable")
     table = torch.zeros(len(orders), len(ids), SCORES + 3, device=run.device)
     run.model.eval()
     for first in range(0, len(ids), size * dist.get_world_size()):
@@ -1728,13 +1722,14 @@ def score(run, ids, orders):
         if len(part) == 0:
             continue
 
-        numbers = np.unique(backbones[part])
-        structures = data.structures(numbers).to(run.device)
-        encoded = run.model.encode(structures)
         rows = torch.from_numpy(part).to(run.device)
+        encoded = None
         for number, order in enumerate(orders):
-            batch = data.batch(ids[part], len(ids), order, numbers, structures).to(run.device)
-            logits = run.model(structures, batch.residues[:2], *batch.residues[2:4], encoded)
+            batch = run.data[ids[part], ids, order].to(run.device)
+            if encoded is None:
+                encoded = run.model.encode(batch.structures)
+            inputs = (batch.structures, batch.residues[:2], *batch.residues[2:4])
+            logits = run.model(*inputs, encoded)
             table[number, rows] = table_rows(logits, batch, run.args.temperature)
 
     run.model.train()
