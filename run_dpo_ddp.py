@@ -327,21 +327,20 @@ def fits(value, example):
 
 
 def check_fields(row, fields, required):
-    """Raises ValueError with all that is wrong with the fields of a row."""
+    """Raises ValueError with what is wrong with the fields of a row."""
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80}; expected an object with {', '.join(required)}")
-
-    problems = [f"no {name}" for name in required if name not in row]
+    missing = [name for name in required if name not in row]
+    if missing:
+        raise ValueError(f"no {', '.join(missing)}")
     for name, value in row.items():
         if name in ("description", "comment"):
             continue
         if name not in fields:
-            problems.append(f"unknown field {name!r}; expected {', '.join(fields)}")
-        elif not fits(value, fields[name]):
+            raise ValueError(f"unknown field {name!r}; expected {', '.join(fields)}")
+        if not fits(value, fields[name]):
             example = json.dumps(fields[name])
-            problems.append(f"{name} is {value!r:.80}; expected such as {example}")
-    if problems:
-        raise ValueError(*problems)
+            raise ValueError(f"{name} is {value!r:.80}; expected such as {example}")
 
 
 class Complex(NamedTuple):
@@ -401,28 +400,24 @@ def choose_mutable(row, length, total):
 
 def read_letters(row, found, max_length):
     """Letters (2, L) of a row whose fields are right, for a Complex of L residues; in fixed chains
-    the structure's. Raises ValueError with all that is wrong."""
+    the structure's. Raises ValueError."""
     length = found.length
-    problems = []
     if length > max_length:
-        problems.append(f"{length} residues; expected at most --max_length {max_length}")
+        raise ValueError(f"{length} residues; expected at most --max_length {max_length}")
 
     letters = np.stack([found.chain.letters, found.chain.letters])
     for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
         text = row[name].upper()
         other = re.search(f"[^{ALPHABET}]", text)
         if len(text) != length:
-            problems.append(f"{name} has {len(text)} letters; expected {length}, as {found.name}")
+            raise ValueError(f"{name} has {len(text)} letters; expected {length}, as {found.name}")
         if other:
             where = f"{other[0]!r} at position {other.start()}"
-            problems.append(f"{name} has {where}; expected letters of {ALPHABET}")
-        if not problems:
-            letters[number, :length] = [ALPHABET.index(letter) for letter in text]
+            raise ValueError(f"{name} has {where}; expected letters of {ALPHABET}")
+        letters[number, :length] = [ALPHABET.index(letter) for letter in text]
 
-    if not problems and (letters[0] == letters[1])[found.designed].all():
-        problems.append("preferred_seq and unpreferred_seq are the same at the designed residues")
-    if problems:
-        raise ValueError(*problems)
+    if (letters[0] == letters[1])[found.designed].all():
+        raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
     return letters
 
 
@@ -510,7 +505,7 @@ class Pairs(Dataset):
                 text = "expected the same for all pairs on a structure"
                 raise ValueError(f"cluster is {row.get('cluster')}, before {cluster}; {text}")
         except ValueError as error:
-            self.problems += [f"{place}: {problem}" for problem in error.args]
+            self.problems.append(f"{place}: {error}")
             return
 
         key = (path, found.name, *row.get("fixed_chains", []))

@@ -288,19 +288,18 @@ def test_all_problems_are_listed_at_once(tmp_path):
         ({"cluster": "other"}, "cluster is other, before None; expected the same"),
     ]
     bad = [(good | change, text) for change, text in changes]
-    bad.append(({"pdb_file": "a.pdb"}, "no preferred_seq"))
+    bad.append(({"pdb_file": "a.pdb"}, "no preferred_seq, unpreferred_seq"))
     bad.append(([1, 2], r"\[1, 2\]; expected an object with pdb_file, preferred_seq, unpref"))
     rows = [good, *(found for found, _ in bad), row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows).split("\n  ")
-    assert lines[0].startswith("22 problems (--skip_bad_data leaves such rows out): ")
-    assert len(lines) == 21 and lines[-1] == "... and 2 more"
+    assert lines[0].startswith("21 problems (--skip_bad_data leaves such rows out): ")
+    assert len(lines) == 21 and lines[-1] == "... and 1 more"
     pairs = load(tmp_path, rows, skip_bad_data=True)
     assert [pair.name for pair in pairs.pairs] == ["a:A:0", "a:B:22"]
     assert lines[0].endswith(pairs.problems[0]) and pairs.problems[1:20] == lines[1:-1]
     for number, (_, text) in enumerate(bad, start=1):
-        of_row = [line for line in pairs.problems if f"index {number}: " in line]
-        assert len(of_row) == (2 if number == 20 else 1)
-        assert re.search(f"pairs.json: index {number}: .*{text}", of_row[0])
+        (line,) = [line for line in pairs.problems if f"index {number}: " in line]
+        assert re.search(f"pairs.json: index {number}: .*{text}", line)
     text = refused(tmp_path, [good], max_length=5)
     assert "6 residues; expected at most --max_length 5" in text
     assert len(load(tmp_path, [good], max_length=6)) == 1

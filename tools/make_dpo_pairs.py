@@ -149,7 +149,7 @@ def make_pairs(args):
             try:
                 pairs = pairs_of(args, row, path, structures[path])
             except ValueError as error:
-                checker.problems += [f"{place}: {text}" for text in error.args]
+                checker.problems.append(f"{place}: {error}")
                 continue
 
         for pair in pairs:
