@@ -333,6 +333,7 @@ def check_fields(row, fields, required):
     missing = [name for name in required if name not in row]
     if missing:
         raise ValueError(f"no {', '.join(missing)}")
+
     for name, value in row.items():
         if name in ("description", "comment"):
             continue
@@ -574,6 +575,7 @@ class Pairs(Dataset):
             row = first[pair.backbone] + np.arange(len(pair.designed))
             of_pair = np.full(len(row), place)
             residues.append(np.stack([*pair.letters, row, self.ranks(number, order), of_pair]))
+
         designed = np.concatenate([pair.designed for pair in some])
         counts = np.array([np.count_nonzero(pair.designed) for pair in some], np.float32)
         return Batch(
@@ -1755,6 +1757,7 @@ def summarise(run, table, reference):
     counts = [np.count_nonzero(run.data.pairs[number].designed) for number in run.valid_ids]
     entropy, hits, spread = (table[:, SCORES:].sum(0) / sum(counts)).tolist()
     beta = run.args.beta
+
     metrics = {
         "loss": preference_loss(run.args, ratio, torch.tensor(counts)).mean(),
         "rewards/accuracies": (ratio > 0).double().mean(),
@@ -1836,6 +1839,7 @@ def check_start(run, found):
     args = run.args
     expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
     text = f"the first loss is {found:.6f}, that of equal networks is {expected:.6f}"
+
     precision = torch.get_float32_matmul_precision()
     if run.model.dtype != torch.float32 or precision != "highest":
         hint = "rounding may be larger than what is learned: compare a run with --precision fp32"

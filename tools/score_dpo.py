@@ -64,6 +64,7 @@ def parse_args():
     add("--batch_size", type=count, default=16, help="pairs per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
+
     args.max_length = math.inf  # the training has a limit
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
