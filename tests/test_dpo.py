@@ -273,11 +273,9 @@ def test_log_lines_of_the_document(data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--train_data=gone.json"], "gone.json: "),
         (["--base_model_name=v_48_020"], "v_48_020.pt: no such file; the weights are published at"),
         (["--temperature=0"], "--temperature 0.0: must be a finite number above 0"),
         (["--loss_type=ipo", "--label_smoothing=0.1"], "--loss_type ipo has none"),
-        (["--batch_size=40"], "40 samples a step: must be from "),
     ],
 )
 def test_wrong_calls(data, tmp_path, options, text):
@@ -304,46 +302,34 @@ def test_another_split_is_refused_on_resume(data, plain):
 # ---- Tools -----------------------------------------------------------------------------------
 
 
-def table_of(path):
-    """{pair: {column: text}} of a file of score_dpo.py."""
-    return {row.pop("pair"): row for row in csv.DictReader(path.read_text().splitlines())}
-
-
 def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
-    """At the run's own beta and temperature; log-probabilities at temperature 1. From best.pt and
-    from best_model.pt the same; says which it found."""
-    split = json.loads((trained / "split.json").read_text())
-    best = json.loads((trained / "summary.json").read_text())["validation"]
-    tables = {}
-    for name in ("best.pt", "best_model.pt"):
-        out = tmp_path / f"{name}.csv"
-        options = ["--out", out, "--device=cpu", "--temperature=1"]
-        status, said, errors = tool("score_dpo", trained / name, data / "pairs.json", *options)
-        assert status == 0, errors
-        found = "checkpoint of a run" if name == "best.pt" else "ProteinMPNN's own format"
-        assert f"{trained}/{name}: {found}" in said
-        tables[name] = table_of(out)
-    assert tables["best.pt"] == tables["best_model.pt"] and len(tables["best.pt"]) == 20
+    """At the run's own beta and temperature; log-probabilities at temperature 1. Says whether it
+    found best.pt or best_model.pt."""
 
-    held = {name: tables["best.pt"][name] for name in split["valid"]}
-    margins = np.array([float(row["margin"]) for row in held.values()])
+    def scores(name, found, *options):
+        """{pair: {column: number}}"""
+        out = tmp_path / f"{name}.csv"
+        options = [data / "pairs.json", "--out", out, "--device=cpu", *options]
+        status, said, errors = tool("score_dpo", trained / name, *options)
+        assert status == 0, errors
+        assert f"{trained}/{name}: {found}" in said
+        rows = csv.DictReader(out.read_text().splitlines())
+        return {row.pop("pair"): {key: float(row[key]) for key in row} for row in rows}
+
+    held = scores("best.pt", "checkpoint of a run", "--split", trained / "split.json")
+    cold = scores("best_model.pt", "ProteinMPNN's own format", "--temperature=0.1")
+    split = json.loads((trained / "split.json").read_text())
+    assert list(held) == split["valid"] and len(cold) == 20
+    best = json.loads((trained / "summary.json").read_text())["validation"]
+    margins = np.array([row["margin"] for row in held.values()])
     assert margins.mean() == pytest.approx(best["rewards/margins"], abs=1e-4)
     assert (margins > 0).mean() == best["rewards/accuracies"]
-    for row in held.values():
-        reward = 0.1 * (float(row["logp_chosen"]) - float(row["reference_chosen"]))
-        assert float(row["reward_chosen"]) == pytest.approx(reward, abs=2e-6)
 
-    options = ["--split", trained / "split.json", "--out", tmp_path / "held.csv", "--device=cpu"]
-    options += ["--temperature=0.1"]
-    _, said, _ = tool("score_dpo", trained / "best.pt", data / "pairs.json", *options)
-    assert "temperature 0.1, 4 pairs" in said
-    cold = table_of(tmp_path / "held.csv")
-    assert cold.keys() == held.keys()
-    for name, row in cold.items():  # the scores stay those at temperature 1
-        assert float(row["logp_chosen"]) == pytest.approx(
-            float(held[name]["logp_chosen"]), abs=1e-4
-        )
-        assert row["reward_chosen"] != held[name]["reward_chosen"]
+    for name, row in held.items():
+        reward = 0.1 * (row["logp_chosen"] - row["reference_chosen"])
+        assert row["reward_chosen"] == pytest.approx(reward, abs=2e-6)
+        assert cold[name]["logp_chosen"] == pytest.approx(row["logp_chosen"], abs=1e-4)
+        assert cold[name]["reward_chosen"] != row["reward_chosen"]
 
 
 def test_no_checkpoint_is_an_error(data, trained, tmp_path, tool):
