@@ -17,9 +17,7 @@ Data (--train_data): a JSON array, or an object per line, with pdb_file (PDB or 
 path is relative to the data file), preferred_seq, unpreferred_seq, and if needed
     chain_id, or design_chains and fixed_chains    the sequences are the design chains, one after
                 the other; fixed chains are context. Without: the first chain with protein
-    mutable_positions, mutable_ranges    what is designed of them: from 0 on, or residues as B42A
-    weight, residue_weights, margin      of the pair, of each residue, and what beta times the
-                log-ratio must exceed
+    mutable_positions, mutable_ranges    what is designed of them, from 0 on, ends included
     cluster     pairs of a cluster, such as homologous chains, are held out together
 Held out are whole structures or clusters, or the pairs of --val_data.
 
@@ -103,9 +101,7 @@ def parse_args():
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
     add("--label_smoothing", type=float, default=0.0, help="share of wrong labels (sigmoid)")
     add("--sft_weight", type=float, default=0.0, help="of the preferred sequence's cross entropy")
-    kinds = ["random", "left_to_right"]
-    add("--decoding_order", default="random", choices=kinds, help="of the designed residues")
-    add("--num_orders", type=count, default=4, help="random orders of a pair; one for each epoch")
+    add("--num_orders", type=count, default=4, help="decoding orders of a pair; one for each epoch")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=count, default=10, help="passes over the pairs")
@@ -138,8 +134,6 @@ def parse_args():
         parser.error(f"--label_smoothing {args.label_smoothing}: must be from 0 to below 0.5")
     if args.label_smoothing > 0 and args.loss_type == "ipo":
         parser.error("--label_smoothing: --loss_type ipo has none")
-    if args.decoding_order == "left_to_right":
-        args.num_orders = 1
     return args
 
 
@@ -161,11 +155,8 @@ FIELDS = {  # of the data, with an example of each
     "chain_id": "B",
     "design_chains": ["B", "A"],
     "fixed_chains": ["C"],
-    "mutable_positions": [3, "B42A"],
-    "mutable_ranges": [[3, "B42A"]],
-    "weight": 1.0,
-    "residue_weights": [1.0, 0.5],
-    "margin": 0.5,
+    "mutable_positions": [0, 3],
+    "mutable_ranges": [[3, 7]],
     "cluster": "kinases",
 }
 REQUIRED = ["pdb_file", "preferred_seq", "unpreferred_seq"]
@@ -177,7 +168,6 @@ class Chain(NamedTuple):
     letters: np.ndarray  # (L,) uint8
     coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
     numbers: np.ndarray  # (L,) int64: the file's, and one more for each insertion code before
-    labels: np.ndarray  # (L,) texts, chain, number, insertion code: B42, B42A
 
     def whole(self):
         """(L,) bool: which residues have all four atoms."""
@@ -185,7 +175,7 @@ class Chain(NamedTuple):
 
 
 class Structure(NamedTuple):
-    chains: dict  # {name: Chain}
+    chains: dict  # {name: Chain}, those with protein
     digest: str  # of the file's content
     notes: list  # what is odd in it, as lines
 
@@ -199,6 +189,7 @@ def read_structure(path):
     import gemmi
 
     odd = []
+    chains = {}
     try:
         content = Path(path).read_bytes()
         digest = hashlib.sha256(content).hexdigest()
@@ -208,18 +199,19 @@ def read_structure(path):
             raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
         structure = gemmi.read_structure_string(content, format=gemmi.CoorFormat.Detect)
         model = structure[0] if len(structure) > 0 else []
-        chains = {chain.name: read_chain(chain, odd) for chain in model}
-        if not any(len(chain.letters) for chain in chains.values()):
+        for chain in model:
+            found = read_chain(chain, odd)
+            if len(found.letters) > 0:
+                chains[chain.name] = found
+        if not chains:
             raise ValueError("no protein residues (of HETATM records only MSE is read)")
-    except (OSError, EOFError, IndexError, RuntimeError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         expected = "expected a protein structure in PDB or mmCIF format, plain or whole gz"
         raise ValueError(f"{path}: {reason}; {expected}") from None
 
     lines = atom_lines(content) if odd else {}
-    notes = []
-    for serial, text in odd:
-        notes.append(f"{path}, line {lines.get(str(serial), '?')}: {text}")
+    notes = [f"{path}, line {lines.get(str(atom), '?')}: {text}" for atom, text in odd]
     return Structure(chains, digest, notes)
 
 
@@ -235,64 +227,41 @@ def atom_lines(content):
 
 def read_chain(chain, odd):
     """A gemmi chain as a Chain. What is odd about a residue is added to `odd`: (serial number of
-    an atom, text). Raises ValueError where an atom of a residue occurs twice."""
-    residues = {}  # label: (number, name, {atom's name: atom})
-    for residue in chain:
-        label = f"{chain.name}{residue.seqid}"
-        if residue.het_flag == "H" and residue.name != "MSE":
-            if all(name in residue for name in BACKBONE[:3]):
-                text = "is left out: it is a HETATM; as an ATOM it would be read as X"
-                odd.append((residue[0].serial, f"residue {label} {residue.name} {text}"))
-            continue
-        # of two residues in one place the first counts; its atoms come first, whatever follows
-        first = (residue.seqid.num, residue.name, {})
-        _, _, atoms = residues.setdefault(label, first)
-        for atom in residue:
-            if atom.name not in BACKBONE:
-                continue
-            known = atoms.setdefault(atom.name, atom)
-            if known is not atom and not known.has_altloc() and not atom.has_altloc():
-                text = "expected one, or alternatives (do two chains have this name?)"
-                raise ValueError(f"residue {label} has two atoms {atom.name}; {text}")
-
+    its first atom, text)."""
     letters = []
     coords = []
     numbers = []
-    labels = []
+    labels = []  # for messages: (serial number, text)
     shift = 0
-    for label, (number, name, atoms) in residues.items():
-        if name not in LETTERS and len(atoms) < 3:
+    for residue in chain.first_conformer():
+        atoms = [residue.find_atom(name, "*") for name in BACKBONE]  # the first alternatives
+        label = (residue[0].serial, f"residue {chain.name}{residue.seqid} {residue.name}")
+        if residue.het_flag == "H" and residue.name != "MSE":
+            if None not in atoms[:3]:
+                text = "is left out: it is a HETATM; as an ATOM it would be read as X"
+                odd.append((label[0], f"{label[1]} {text}"))
             continue
-        if numbers and number + shift == numbers[-1]:  # an insertion code: A42, A42A
+        if residue.name not in LETTERS and atoms.count(None) > 1:
+            continue
+
+        if numbers and residue.seqid.num + shift == numbers[-1]:  # an insertion code: A42, A42A
             shift += 1
-        letters.append(LETTERS.get(name, UNKNOWN))
-        coords.append(backbone_coords(label, atoms, odd))
-        numbers.append(number + shift)
+        letters.append(LETTERS.get(residue.name, UNKNOWN))
+        coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
+        numbers.append(residue.seqid.num + shift)
         labels.append(label)
-    return Chain(
-        np.array(letters, np.uint8),
-        np.array(coords, np.float32).reshape(-1, 4, 3),
-        np.array(numbers, np.int64),
-        np.array(labels, str),
-    )
 
-
-def backbone_coords(label, atoms, odd):
-    """(4, 3) of a residue, NaN where an atom is missing; all NaN if the bonds cannot be right: a
-    field full of asterisks reads as 0, and coordinates may be in nanometres."""
-    found = np.full((4, 3), math.nan, np.float32)
-    for row, name in enumerate(BACKBONE):
-        if name in atoms:
-            found[row] = atoms[name].pos.tolist()
-
-    for row in range(3):
-        length = np.linalg.norm(found[row + 1] - found[row])
-        if length < 0.8 or length > 2.2:  # neither, where an atom is missing
-            one = BACKBONE[row]
-            text = f"{one} and {BACKBONE[row + 1]} are {length:.3g} Å apart, expected 0.8 to 2.2"
-            odd.append((atoms[one].serial, f"residue {label} counts as missing: {text}"))
-            return np.full_like(found, math.nan)
-    return found
+    # A field full of asterisks reads as 0, and coordinates may be in nanometres. So a residue whose
+    # bonds cannot be right counts as missing.
+    coords = np.array(coords, np.float32).reshape(-1, 4, 3)
+    bonds = np.linalg.norm(np.diff(coords, axis=1), axis=2)  # NaN where an atom is missing
+    wrong = ((bonds < 0.8) | (bonds > 2.2)).any(axis=1)
+    for row in np.flatnonzero(wrong):
+        lengths = ", ".join(f"{bond:.3g}" for bond in bonds[row])
+        text = f"N-CA, CA-C, C-O are {lengths} Å long, expected 0.8 to 2.2"
+        odd.append((labels[row][0], f"{labels[row][1]} counts as missing: {text}"))
+    coords[wrong] = math.nan
+    return Chain(np.array(letters, np.uint8), coords, np.array(numbers, np.int64))
 
 
 def try_structure(path):
@@ -303,16 +272,13 @@ def try_structure(path):
         return str(error)
 
 
-def read_structures(paths):
-    """{path: Structure, or what is wrong with it}; the files are shared out over the ranks, and
-    each rank over its part of the cores. (all ranks)"""
+def read_structures(paths, workers):
+    """{path: Structure, or what is wrong with it}. The files are shared out over the ranks, and
+    each rank's over its `workers`. (all ranks)"""
     mine = paths[dist.get_rank() :: dist.get_world_size()]
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    processes = max(1, len(os.sched_getaffinity(0)) // local_ranks)
     # a DataLoader's workers end with their rank, whatever ends it
-    workers = processes if processes > 1 and len(mine) >= 64 else 0  # fewer are read meanwhile
     options = {"num_workers": workers, "worker_init_fn": ignore_signals}
-    found = list(DataLoader(mine, batch_size=None, collate_fn=try_structure, **options))
+    found = DataLoader(mine, batch_size=None, collate_fn=try_structure, **options)
 
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, dict(zip(mine, found, strict=True)))
@@ -326,7 +292,7 @@ def read_rows(path):
     """[(place, path of its structure, row)] of a JSON array, or of an object per line, told apart
     by content. Fields that are null are left out. A line that is no JSON stays a text. (rank 0)"""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        text = Path(path).read_text(encoding="utf-8-sig")
         is_array = text.lstrip().startswith("[")
         rows = json.loads(text) if is_array else text.split("\n")
     except (ValueError, OSError) as error:
@@ -345,41 +311,37 @@ def read_rows(path):
         structure = ""
         if isinstance(row, dict):
             row = {name: value for name, value in row.items() if value is not None}
-            structure = os.path.abspath(Path(path).parent / str(row.get("pdb_file", "")))
+            if "pdb_file" in row:
+                structure = os.path.abspath(Path(path).parent / str(row["pdb_file"]))
         found.append((place, structure, row))
     return found
 
 
 def fits(value, example):
-    """Whether a value is a text, a finite number, or a list of what the example is a list of."""
+    """Whether a value is a text, a whole or any finite number, or a list, as the example is."""
     if isinstance(example, list):
-        if not isinstance(value, list):
-            return False
-        for part in value:
-            if not any(fits(part, kind) for kind in example):
-                return False
-        return True
-    if isinstance(example, str):
-        return isinstance(value, str) and value != ""
-    return type(value) in (int, float) and abs(value) < 1e30
+        return isinstance(value, list) and all(fits(part, example[0]) for part in value)
+    if isinstance(example, float):
+        return type(value) in (int, float) and abs(value) < math.inf
+    return type(value) is type(example) and value != ""
 
 
 def check_fields(row, fields, required):
-    """Raises ValueError with all that is wrong with the fields of a row."""
+    """Raises ValueError with what is wrong with the fields of a row."""
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80}; expected an object with {', '.join(required)}")
+    missing = [name for name in required if name not in row]
+    if missing:
+        raise ValueError(f"no {', '.join(missing)}")
 
-    problems = [f"no {name}" for name in required if name not in row]
     for name, value in row.items():
         if name in ("description", "comment"):
             continue
         if name not in fields:
-            problems.append(f"unknown field {name!r}; expected {', '.join(fields)}")
-        elif not fits(value, fields[name]):
+            raise ValueError(f"unknown field {name!r}; expected {', '.join(fields)}")
+        if not fits(value, fields[name]):
             example = json.dumps(fields[name])
-            problems.append(f"{name} is {value!r:.80}; expected such as {example}")
-    if problems:
-        raise ValueError(*problems)
+            raise ValueError(f"{name} is {value!r:.80}; expected such as {example}")
 
 
 class Complex(NamedTuple):
@@ -398,8 +360,7 @@ def join_chains(path, structure, row):
     if isinstance(structure, str):
         raise ValueError(structure)
     chains = structure.chains
-    first = next(name for name in chains if len(chains[name].letters) > 0)
-    design = row.get("design_chains") or [row.get("chain_id", first)]
+    design = row.get("design_chains") or [row.get("chain_id", next(iter(chains)))]
     if "chain_id" in row and design != [row["chain_id"]]:
         text = f"chain_id {row['chain_id']} and design_chains {', '.join(design)}"
         raise ValueError(f"{text}: give one of the two")
@@ -415,39 +376,50 @@ def join_chains(path, structure, row):
 
     parts = [chains[name] for name in names]
     joined = Chain(*[np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
-    sizes = [len(part.letters) for part in parts]
-    index = np.repeat(np.arange(len(names)), sizes)
-    length = sum(sizes[: len(design)])
-    designed = joined.whole()
-    designed[:length] &= choose_residues(
-        row.get("mutable_positions"), row.get("mutable_ranges"), joined.labels[:length]
-    )
-    designed[length:] = False
+    index = np.repeat(np.arange(len(names)), [len(part.letters) for part in parts])
+    length = np.count_nonzero(index < len(design))
+    designed = joined.whole() & (index < len(design)) & choose_mutable(row, length, len(index))
     if not designed.any():
         raise ValueError("no residue is both mutable and resolved")
     name = f"{Path(path).name.split('.')[0]}:{'+'.join(design)}"
     return Complex(joined, index, designed, length, name)
 
 
-def choose_residues(positions, ranges, labels):
-    """(len(labels),) bool: positions, and ranges with both ends, of numbers from 0 on or labels
-    such as B42A; all where neither is given. Raises ValueError."""
-    if positions is None and ranges is None:
-        return np.ones(len(labels), bool)
-    # a number is a place; text is a label, or where no label is like it, a place
-    place_of = {str(place): place for place in range(len(labels))}
-    place_of.update({label: place for place, label in enumerate(labels)})
-    place_of.update({place: place for place in range(len(labels))})
+def choose_mutable(row, length, total):
+    """(total,) bool: the row's mutable positions and ranges among the first `length` residues; all
+    where it has neither. Raises ValueError."""
+    ranges = [[place, place] for place in row.get("mutable_positions", [])]
+    ranges += row.get("mutable_ranges", [])
+    mutable = np.full(total, "mutable_positions" not in row and "mutable_ranges" not in row)
+    for ends in ranges:
+        if len(ends) != 2 or not 0 <= ends[0] <= ends[1] < length:
+            hint = f"expected a first and a last residue from 0 to {length - 1}"
+            raise ValueError(f"mutable residues {ends}; {hint}")
+        mutable[ends[0] : ends[1] + 1] = True
+    return mutable
 
-    chosen = np.zeros(len(labels), bool)
-    for ends in [[one, one] for one in positions or []] + list(ranges or []):
-        places = [place_of.get(end, -1) for end in ends]
-        if len(places) != 2 or not 0 <= places[0] <= places[1]:
-            text = "-".join(dict.fromkeys(str(end) for end in ends))
-            hint = f"from 0 to {len(labels) - 1} or {labels[0]} to {labels[-1]}"
-            raise ValueError(f"residues {text}; expected one, or a first and a last one, {hint}")
-        chosen[places[0] : places[1] + 1] = True
-    return chosen
+
+def read_letters(row, found, max_length):
+    """Letters (2, L) of a row whose fields are right, for a Complex of L residues; in fixed chains
+    the structure's. Raises ValueError."""
+    length = found.length
+    if length > max_length:
+        raise ValueError(f"{length} residues; expected at most --max_length {max_length}")
+
+    letters = np.stack([found.chain.letters, found.chain.letters])
+    for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
+        text = row[name].upper()
+        other = re.search(f"[^{ALPHABET}]", text)
+        if len(text) != length:
+            raise ValueError(f"{name} has {len(text)} letters; expected {length}, as {found.name}")
+        if other:
+            where = f"{other[0]!r} at position {other.start()}"
+            raise ValueError(f"{name} has {where}; expected letters of {ALPHABET}")
+        letters[number, :length] = [ALPHABET.index(letter) for letter in text]
+
+    if (letters[0] == letters[1])[found.designed].all():
+        raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
+    return letters
 
 
 class Structures(NamedTuple):
@@ -462,22 +434,23 @@ class Structures(NamedTuple):
         return Structures(*[tensor.to(device, non_blocking=True) for tensor in self])
 
 
-def featurise(coords, numbers, index, k):
-    """One backbone as Structures, from coords (L, 4, 3) of residues that have all of them. To spare
-    memory its neighbours, the k nearest by CA and itself first, are int32."""
-    length = len(coords)
+def featurise(found, k):
+    """The residues of a Complex that have all atoms, as Structures. To spare memory their
+    neighbours, the k nearest by CA and itself first, are int32."""
+    whole = found.chain.whole()
+    coords = found.chain.coords[whole]
     n, ca, c, _ = np.moveaxis(coords, 1, 0)
     normal = np.cross(ca - n, c - ca)
     cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
     atoms = np.concatenate([coords, cb[:, None]], axis=1).astype(np.float32)
 
-    neighbours = np.full((length, k), -1, np.int32)
-    kept = min(k, length)
-    for row in range(length):
+    neighbours = np.full((len(ca), k), -1, np.int32)
+    kept = min(k, len(ca))
+    for row in range(len(ca)):
         squared = np.square(ca[row] - ca).sum(axis=1)
         squared[row] = -1.0  # itself first, whoever else is at its place
         neighbours[row, :kept] = squared.argsort(kind="stable")[:kept]
-    place = np.stack([numbers, index]).astype(np.int64)
+    place = np.stack([found.chain.numbers, found.index]).astype(np.int64)[:, whole]
     return Structures(*[torch.from_numpy(array) for array in (neighbours, atoms, place)])
 
 
@@ -488,9 +461,6 @@ class Pair(NamedTuple):
     backbone: int
     letters: np.ndarray  # (2, L) uint8: preferred, unpreferred; the structure's in the context
     designed: np.ndarray  # (L,) bool
-    weights: np.ndarray  # (L,) float32: 0 where nothing is designed
-    values: np.ndarray  # (3,) float32: weight and margin of the pair, sum of its `weights`
-    digest: str  # of the structure's file
     group: str  # held out together: a cluster, or a structure
 
 
@@ -501,8 +471,8 @@ class Batch(NamedTuple):
     # (5, M) int64: letters of the preferred and of the unpreferred sequence, row of the residue in
     # `structures`, place in the decoding order of its pair, number of its pair in the batch
     residues: torch.Tensor
-    weights: torch.Tensor  # (M,) float32: 0 where nothing is designed
-    values: torch.Tensor  # (3, P) float32: as those of the pairs
+    designed: torch.Tensor  # (M,) float32: 1 or 0
+    counts: torch.Tensor  # (P,) float32: designed residues
     ids: torch.Tensor  # (P,) int64
     share: float  # 1 / pairs of the global batch: what a pair counts in the loss
 
@@ -511,101 +481,58 @@ class Batch(NamedTuple):
         return Batch(self.structures.to(device), *tensors, self.share)
 
 
-def read_pair(args, row, found):
-    """Letters (2, L) and weights (L,) of a row whose fields are right, for a Complex of L residues.
-    Raises ValueError with all that is wrong."""
-    length = found.length
-    problems = []
-    if length > args.max_length:
-        problems.append(f"{length} residues; expected at most --max_length {args.max_length}")
-    if row.get("weight", 1) <= 0:
-        problems.append(f"weight is {row['weight']}; expected a number above 0")
-
-    given = np.array(row.get("residue_weights", [1.0] * length), np.float32)
-    weights = np.zeros(len(found.designed), np.float32)
-    if len(given) != length or given.min() < 0:
-        problems.append(f"{len(given)} residue_weights; expected {length} numbers from 0 up")
-    else:
-        weights[:length] = given
-        weights[~found.designed] = 0
-        if weights.max() == 0:
-            problems.append("residue_weights are 0 where something is designed; expected one above")
-
-    letters = np.stack([found.chain.letters, found.chain.letters])
-    for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
-        text = row[name].upper()
-        other = re.search(f"[^{ALPHABET}]", text)
-        if len(text) != length:
-            problems.append(f"{name} has {len(text)} letters; expected {length}, as {found.name}")
-        if other:
-            where = f"{other[0]!r} at position {other.start()}"
-            problems.append(f"{name} has {where}; expected letters of {ALPHABET}")
-        if not problems:
-            letters[number, :length] = [ALPHABET.index(letter) for letter in text]
-
-    if not problems and (letters[0] == letters[1])[found.designed].all():
-        problems.append("preferred_seq and unpreferred_seq are the same at the designed residues")
-    if problems:
-        raise ValueError(*problems)
-    return letters, weights
-
-
 class Pairs(Dataset):
     """N pairs on backbones that are featurised."""
 
     def __init__(self, args, k):
-        """args: max_length, seed, decoding_order; k: neighbours of the network."""
+        """args: max_length, seed; k: neighbours of the network."""
         self.args = args
         self.k = k
         self.pairs = []
         self.backbones = []
         self.numbers = {}  # of the backbones, by path and chains
         self.clusters = {}  # of each file, by its digest
-        self.problems = []
-        self.other_letters = 0  # pairs that would change what is not designed
+        self.problems = []  # what is wrong with the data, as lines
+        self.notes = []  # what is odd, as lines
 
     def add(self, place, path, row, structure):
         """Take in a row of the data, or note what is wrong with it."""
         try:
             check_fields(row, FIELDS, REQUIRED)
             found = join_chains(path, structure, row)
-            letters, weights = read_pair(self.args, row, found)
+            letters = read_letters(row, found, self.args.max_length)
             cluster = self.clusters.setdefault(structure.digest, row.get("cluster"))
             if cluster != row.get("cluster"):
                 text = "expected the same for all pairs on a structure"
                 raise ValueError(f"cluster is {row.get('cluster')}, before {cluster}; {text}")
         except ValueError as error:
-            self.problems += [f"{place}: {problem}" for problem in error.args]
+            self.problems.append(f"{place}: {error}")
             return
 
-        whole = found.chain.whole()
         key = (path, found.name, *row.get("fixed_chains", []))
         if key not in self.numbers:
             self.numbers[key] = len(self.backbones)
-            parts = (found.chain.coords, found.chain.numbers, found.index)
-            self.backbones.append(featurise(*[part[whole] for part in parts], self.k))
+            self.backbones.append(featurise(found, self.k))
+            self.notes += structure.notes
 
+        whole = found.chain.whole()
         native = found.chain.letters
-        context = ~found.designed
-        if (letters != native)[:, context & whole].any():
-            self.other_letters += 1
-        letters[:, context] = native[context]
-        values = [row.get("weight", 1.0), row.get("margin", 0.0), weights.sum()]
+        if ((letters != native) & whole & ~found.designed).any():
+            text = "has other letters where nothing is designed: the structure's count there"
+            self.notes.append(f"{place}: {text}")
+        letters = np.where(found.designed, letters, native)
         pair = Pair(
             name=f"{found.name}:{place.split()[-1]}",
             backbone=self.numbers[key],
             letters=letters[:, whole],
             designed=found.designed[whole],
-            weights=weights[whole],
-            values=np.array(values, np.float32),
-            digest=structure.digest,
             group=str(row.get("cluster") or structure.digest),
         )
         self.pairs.append(pair)
 
     def cost(self):
         """(N,) time and memory of each pair; those of one backbone are next to each other."""
-        lengths = np.array([pair.letters.shape[1] for pair in self.pairs])
+        lengths = np.array([len(pair.designed) for pair in self.pairs])
         return lengths + self.backbones_of(range(len(self))) / (len(self.backbones) + 1)
 
     def backbones_of(self, ids):
@@ -616,11 +543,10 @@ class Pairs(Dataset):
         """(L,) int64: the place of each residue of a pair in decoding order number `order`, a
         function of the seed, the pair and that number. The context comes first."""
         designed = self.pairs[number].designed
-        context = np.count_nonzero(~designed)
-        ranks = np.where(designed, context + np.cumsum(designed), np.cumsum(~designed)) - 1
-        if self.args.decoding_order == "random":
-            generator = np.random.default_rng([self.args.seed, number, order])
-            ranks[designed] = generator.permutation(ranks[designed])
+        ranks = np.cumsum(~designed) - 1
+        generator = np.random.default_rng([self.args.seed, number, order])
+        shuffled = generator.permutation(np.count_nonzero(designed))
+        ranks[designed] = np.count_nonzero(~designed) + shuffled
         return ranks
 
     def structures(self, numbers):
@@ -640,28 +566,25 @@ class Pairs(Dataset):
     def __getitem__(self, item):
         """item: (ids of a micro-batch, those of the global batch, number of the decoding order)"""
         ids, whole, order = item
+        some = [self.pairs[number] for number in ids]
         numbers = np.unique(self.backbones_of(ids))
-        return self.batch(ids, len(whole), order, numbers, self.structures(numbers))
-
-    def batch(self, ids, whole, order, numbers, structures):
-        """Pairs `ids` on `structures`, which are the backbones `numbers`."""
         sizes = [len(self.backbones[number].atoms) for number in numbers]
         first = dict(zip(numbers, np.cumsum(sizes) - sizes, strict=True))
-        some = [self.pairs[number] for number in ids]
-
         residues = []
         for place, (number, pair) in enumerate(zip(ids, some, strict=True)):
-            length = len(pair.weights)
-            row = first[pair.backbone] + np.arange(length)
-            of_pair = np.full(length, place)
+            row = first[pair.backbone] + np.arange(len(pair.designed))
+            of_pair = np.full(len(row), place)
             residues.append(np.stack([*pair.letters, row, self.ranks(number, order), of_pair]))
+
+        designed = np.concatenate([pair.designed for pair in some])
+        counts = np.array([np.count_nonzero(pair.designed) for pair in some], np.float32)
         return Batch(
-            structures,
+            self.structures(numbers),
             torch.from_numpy(np.concatenate(residues, axis=1)),
-            torch.from_numpy(np.concatenate([pair.weights for pair in some])),
-            torch.from_numpy(np.stack([pair.values for pair in some], axis=1)),
+            torch.from_numpy(designed.astype(np.float32)),
+            torch.from_numpy(counts),
             torch.from_numpy(np.asarray(ids, np.int64)),
-            1 / whole,
+            1 / len(whole),
         )
 
     def __len__(self):
@@ -673,17 +596,13 @@ def load_pairs(args, k):
     InputError with all that is wrong. (all ranks)"""
     pairs = Pairs(args, k)
     counts = {}  # pairs of each file
-    notes = []
     for name in filter(None, [args.train_data, args.val_data]):
         before = len(pairs)
         rows = on_rank0(read_rows, name)
-        paths = {path for _, path, row in rows if path and "pdb_file" in row}
-        structures = read_structures(sorted(paths))
+        paths = {path for _, path, _ in rows if path}
+        structures = read_structures(sorted(paths), args.num_workers)
         for place, path, row in rows:
             pairs.add(place, path, row, structures.get(path))
-        for structure in structures.values():
-            if isinstance(structure, Structure):
-                notes += structure.notes
         counts[name] = len(pairs) - before
 
     if pairs.problems and not args.skip_bad_data:
@@ -691,13 +610,9 @@ def load_pairs(args, k):
     for name, number in counts.items():
         if number == 0:
             raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
-
     left_out = [f"left out: {problem}" for problem in pairs.problems]
-    for note in first_lines(left_out + notes):
+    for note in first_lines(left_out + pairs.notes):
         logging.warning(note)
-    if pairs.other_letters > 0:
-        text = "pairs have other letters where nothing is designed: the structure's count there"
-        logging.warning(f"{pairs.other_letters} {text}")
     return pairs, counts[args.train_data]
 
 
@@ -750,8 +665,8 @@ def split_pairs(args, pairs, trained):
     if len(set(groups)) == 1:
         text = "all pairs are on one structure or cluster: sequences are held out instead"
         logging.warning(f"{text}; the validation tells nothing about other structures")
-        groups = [pair.letters[1].tobytes() for pair in pairs.pairs]
         others = [pair.letters[0].tobytes() for pair in pairs.pairs]
+        groups = [pair.letters[1].tobytes() for pair in pairs.pairs]
         if len(set(groups)) == 1:
             groups = others
     if len(set(groups)) == 1:
@@ -769,14 +684,14 @@ def split_pairs(args, pairs, trained):
     return ids[train], ids[valid]
 
 
-def hash_pairs(pairs, train, valid):
+def hash_pairs(pairs, train_ids, valid_ids):
     """Of all that training depends on."""
     digest = hashlib.sha256()
+    for backbone in pairs.backbones:
+        digest.update(backbone.atoms.numpy().tobytes() + backbone.place.numpy().tobytes())
     for pair in pairs.pairs:
-        digest.update(f"{pair.digest} {pair.group}".encode())
-        for array in (pair.letters, pair.designed, pair.weights, pair.values[:2]):
-            digest.update(array.tobytes())
-    digest.update(train.tobytes() + b"|" + valid.tobytes())
+        digest.update(pair.group.encode() + pair.letters.tobytes() + pair.designed.tobytes())
+    digest.update(train_ids.tobytes() + b"|" + valid_ids.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -984,42 +899,35 @@ def sum_by_pair(values, batch):
     return sums.index_add(1, batch.residues[4], values)
 
 
-def sum_exactly(values, batch):
-    """(C, M) -> (2, C, P): sums over the residues of each pair, as two numbers that belong
-    together.
+def sequence_scores(logits, batch, temperature):
+    """log p of both sequences at a temperature, summed over the designed residues: (2, C, P), two
+    numbers that belong together. No floor: the gradient reaches unlikely letters, too.
 
     At temperature 0.1 a sequence's log-probability is thousands of nats, and what is learned is a
     thousandth of one. float32 cannot hold that, and some devices have no float64. So the whole
     256ths, whose sum is exact, are summed apart from the rest, which is small."""
-    whole = (values.detach() * 256).round() / 256
-    return torch.stack([sum_by_pair(whole, batch), sum_by_pair(values - whole, batch)])
+    logp = log_probabilities(logits / temperature, batch.residues[:2]) * batch.designed
+    whole = (logp.detach() * 256).round() / 256
+    return torch.stack([sum_by_pair(whole, batch), sum_by_pair(logp - whole, batch)])
 
 
-def sequence_scores(logits, letters, batch, temperature):
-    """log p of the sequences at a temperature, summed over residues with their weights: (2, C, P)
-    as sum_exactly gives it. No floor: the gradient reaches unlikely letters, too."""
-    logp = log_probabilities(logits / temperature, letters)
-    return sum_exactly(logp * batch.weights, batch)
-
-
-def preference_loss(args, ratio, residues, margin):
+def preference_loss(args, ratio, counts):
     """Loss (P,) of pairs. ratio (P,): log-ratio of the preferred sequence to the reference, less
-    that of the unpreferred one. residues (P,): sum of the residues' weights. margin (P,): what beta
-    times the ratio must exceed (Touvron et al. 2023).
+    that of the unpreferred one. counts (P,): designed residues.
 
     sigmoid: -log s(beta ratio), with label smoothing e both signs, weighted 1 - e and e (Rafailov
-    et al. 2023, Mitchell 2023). ipo: (ratio / residues - 1 / (2 beta))^2 (Azar et al. 2023)."""
-    z = args.beta * ratio - margin
+    et al. 2023, Mitchell 2023). ipo: (ratio / counts - 1 / (2 beta))^2 (Azar et al. 2023)."""
+    z = args.beta * ratio
     if args.loss_type == "ipo":
-        return (z / residues - 0.5).square() / args.beta**2
+        return (z / counts - 0.5).square() / args.beta**2
     smoothing = args.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
 
 
 def cross_entropy(logits, batch):
-    """(P,) of the preferred sequence, nats per residue, with the residues' weights."""
-    logp = log_probabilities(logits[:1], batch.residues[:1]) * batch.weights
-    return -sum_by_pair(logp, batch)[0] / batch.values[2]
+    """(P,) of the preferred sequence, nats per designed residue."""
+    logp = log_probabilities(logits[:1], batch.residues[:1]) * batch.designed
+    return -sum_by_pair(logp, batch)[0] / batch.counts
 
 
 def pair_loss(args, logits, batch, reference):
@@ -1030,24 +938,22 @@ def pair_loss(args, logits, batch, reference):
     such means is not the mean. So each pair is divided by the pairs of the whole global batch, and
     the shares are summed: over micro-batches by backward(), over ranks by DDP, which takes their
     mean, times the number of ranks (see `train`)."""
-    scores = sequence_scores(logits, batch.residues[:2], batch, args.temperature)
+    scores = sequence_scores(logits, batch, args.temperature)
     ratios = (scores - reference).sum(0)  # the large parts first, without rounding
     ratio = ratios[0] - ratios[1]
-    weight, margin, residues = batch.values
-    losses = preference_loss(args, ratio, residues, margin)
+    losses = preference_loss(args, ratio, batch.counts)
     objective = losses
     if args.sft_weight > 0:
         objective = losses + args.sft_weight * cross_entropy(logits, batch)
     shown = torch.stack([losses.sum(), (ratio > 0).sum(), args.beta * ratio.sum()])
-    return (weight * objective).sum() * batch.share, shown.detach() * batch.share
+    return objective.sum() * batch.share, shown.detach() * batch.share
 
 
 def warm_start_loss(logits, batch):
     """The same of the warm start: cross entropy of the preferred sequence."""
-    losses = cross_entropy(logits, batch)
-    zero = torch.zeros_like(losses.sum())
-    shown = torch.stack([losses.sum(), zero, zero])
-    return (batch.values[0] * losses).sum() * batch.share, shown.detach() * batch.share
+    loss = cross_entropy(logits, batch).sum() * batch.share
+    zero = torch.zeros_like(loss)
+    return loss, torch.stack([loss.detach(), zero, zero])
 
 
 # ==================================================================================================
@@ -1775,8 +1681,7 @@ def draw_curves(path):
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
-SCORES = 4  # the first columns of a table: sequence_scores of both sequences, whole parts first
-COLUMNS = SCORES + 4  # cross entropy, hits and entropy of the preferred sequence; its residues
+SCORES = 4  # the first columns of a table: sequence_scores of both sequences
 
 
 class Stopped(Exception):
@@ -1796,54 +1701,33 @@ class Run(NamedTuple):
     log: RunLog
 
 
-def share_out(run, ids):
-    """Places in `ids`, in parts of whole backbones with --eval_batch_size pairs or a few more: so a
-    backbone is encoded once, however many pairs it has. (If there are very many, all ranks are to
-    have some of them.)"""
-    size = run.args.eval_batch_size
-    backbone = run.data.backbones_of(ids)
-    _, counts = np.unique(backbone, return_counts=True)
-    parts = []
-    part = []
-    for places in np.split(np.argsort(backbone, kind="stable"), np.cumsum(counts)[:-1]):
-        for start in range(0, len(places), 16 * size):
-            part.extend(places[start : start + 16 * size])
-            if len(part) >= size:
-                parts.append(np.array(part))
-                part = []
-    if part:
-        parts.append(np.array(part))
-    return parts
-
-
 @torch.no_grad()
 def score(run, ids, orders):
-    """A table (len(orders), len(ids), COLUMNS) float32, on the device, of the pairs `ids` in each
-    of the decoding orders. Part k goes to rank k % world_size, each pair once: the same on any
-    number of ranks. Raises Stopped. (all ranks)"""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    parts = share_out(run, ids)
-    table = torch.zeros(len(orders), len(ids), COLUMNS, device=run.device)
+    """A table (len(orders), len(ids), SCORES + 3) float32, on the device: table_rows of the pairs
+    `ids` in each of the decoding orders. Each pair is scored by one rank, whatever the number of
+    ranks. Raises Stopped. (all ranks)"""
+    size = run.args.eval_batch_size
+    # pairs of one backbone are next to each other: it is encoded once for them, and for all orders
+    places = np.argsort(run.data.backbones_of(ids), kind="stable")
+    table = torch.zeros(len(orders), len(ids), SCORES + 3, device=run.device)
     run.model.eval()
-
-    for first in range(0, len(parts), world_size):
+    for first in range(0, len(ids), size * dist.get_world_size()):
         if run.guard.agree():  # here and not once at the end: this may take long
             raise Stopped
-        if first + rank < len(parts):
-            part = parts[first + rank]
-            numbers = np.unique(run.data.backbones_of(ids[part]))
-            structures = run.data.structures(numbers).to(run.device)
-            encoded = run.model.encode(structures)
-            for start in range(0, len(part), run.args.eval_batch_size):
-                places = part[start : start + run.args.eval_batch_size]
-                for number, order in enumerate(orders):
-                    batch = run.data.batch(ids[places], len(ids), order, numbers, structures)
-                    batch = batch.to(run.device)
-                    letters = batch.residues[:2]
-                    logits = run.model(structures, letters, *batch.residues[2:4], encoded)
-                    rows = table_rows(logits, batch, run.args.temperature)
-                    table[number, torch.from_numpy(places).to(run.device)] = rows
+        start = first + size * dist.get_rank()
+        part = places[start : start + size]
+        if len(part) == 0:
+            continue
+
+        rows = torch.from_numpy(part).to(run.device)
+        encoded = None
+        for number, order in enumerate(orders):
+            batch = run.data[ids[part], ids, order].to(run.device)
+            if encoded is None:
+                encoded = run.model.encode(batch.structures)
+            inputs = (batch.structures, batch.residues[:2], *batch.residues[2:4])
+            logits = run.model(*inputs, encoded)
+            table[number, rows] = table_rows(logits, batch, run.args.temperature)
 
     run.model.train()
     dist.all_reduce(table)  # each row is zero on all ranks but one
@@ -1851,51 +1735,51 @@ def score(run, ids, orders):
 
 
 def table_rows(logits, batch, temperature):
-    """(P, COLUMNS) of a batch."""
-    letters = batch.residues[:2]
-    scores = sequence_scores(logits, letters, batch, temperature)
+    """(P, SCORES + 3) of a batch: sequence_scores; cross entropy, hits and entropy of the preferred
+    sequence, summed over its designed residues."""
+    scores = sequence_scores(logits, batch, temperature)
+    letters = batch.residues[0]
     logp = F.log_softmax(logits[0], dim=-1)
-    own = log_probabilities(logits[:1], letters[:1])[0]
-    hits = logp.argmax(-1) == letters[0]
+    own = logp.gather(-1, letters.unsqueeze(-1)).squeeze(-1)
+    hits = logp.argmax(-1) == letters
     entropy = -(logp.exp() * logp).sum(-1)
-    designed = (batch.weights > 0).float()
-    sums = sum_by_pair(torch.stack([-own, hits, entropy, torch.ones_like(own)]) * designed, batch)
+    sums = sum_by_pair(torch.stack([-own, hits, entropy]) * batch.designed, batch)
     return torch.cat([scores.flatten(0, 1), sums]).T
 
 
-def summarise(args, table, reference, data, ids):
-    """Metrics of pairs `ids`, from the table (N, COLUMNS) of the network and the reference's scores
-    (N, SCORES), float64 on the host. Means are over pairs, or over designed residues."""
-    scores = (table[:, :SCORES] - reference).view(-1, 2, 2).sum(1)
-    ratio = scores[:, 0] - scores[:, 1]
+def summarise(run, table, reference):
+    """Metrics of the validation pairs, from the table (N, SCORES + 3) of the network and the
+    reference's scores (N, SCORES), float64 on the host. Means are over pairs, or over designed
+    residues."""
     own = table[:, :SCORES].view(-1, 2, 2).sum(1)
-    entropy, hits, spread, residues = table[:, SCORES:].sum(0).tolist()
-    values = np.stack([data.pairs[number].values for number in ids], axis=1)
-    _, margin, weights = torch.from_numpy(values).double()
-    loss = preference_loss(args, ratio, weights, margin)
+    ratios = (table[:, :SCORES] - reference).view(-1, 2, 2).sum(1)
+    ratio = ratios[:, 0] - ratios[:, 1]
+    counts = [np.count_nonzero(run.data.pairs[number].designed) for number in run.valid_ids]
+    entropy, hits, spread = (table[:, SCORES:].sum(0) / sum(counts)).tolist()
+    beta = run.args.beta
 
     metrics = {
-        "loss": loss.mean(),
+        "loss": preference_loss(run.args, ratio, torch.tensor(counts)).mean(),
         "rewards/accuracies": (ratio > 0).double().mean(),
-        "rewards/margins": args.beta * ratio.mean(),
-        "rewards/chosen": args.beta * scores[:, 0].mean(),
-        "rewards/rejected": args.beta * scores[:, 1].mean(),
+        "rewards/margins": beta * ratio.mean(),
+        "rewards/chosen": beta * ratios[:, 0].mean(),
+        "rewards/rejected": beta * ratios[:, 1].mean(),
         "likelihood_accuracy": (own[:, 0] > own[:, 1]).double().mean(),
-        "log_ratio": scores[:, 0].sum() / residues,
-        "recovery": hits / residues,
-        "perplexity": math.exp(min(entropy / residues, 700)),
-        "entropy": spread / residues,
+        "log_ratio": ratios[:, 0].sum() / sum(counts),
+        "recovery": hits,
+        "perplexity": math.exp(min(entropy, 700)),
+        "entropy": spread,
     }
     return {name: float(value) for name, value in metrics.items()}
 
 
 def evaluate(run, reference):
-    """Metrics of the validation pairs. reference (N, SCORES) of all pairs. Raises Stopped.
-    (all ranks)"""
+    """Metrics of the validation pairs. reference (N, SCORES): of all pairs in the order of
+    evaluations. Raises Stopped. (all ranks)"""
     table = score(run, run.valid_ids, [EVALUATION])[0].cpu().double()
     own = reference[torch.from_numpy(run.valid_ids).to(run.device)].cpu().double()
     # by rank 0 for all, who decide by it: another processor might round differently
-    return on_rank0(summarise, run.args, table, own, run.data, run.valid_ids)
+    return on_rank0(summarise, run, table, own)
 
 
 def as_text(metrics):
@@ -1909,16 +1793,11 @@ def as_text(metrics):
 class PairSampler(GlobalBatchSampler):
     """Says also in which decoding order an epoch takes its pairs, which workers need to know."""
 
-    def __init__(self, ids, args, state, cost):
-        super().__init__(ids, args, state, cost)
-        self.args = args
+    order = 0
 
     def __iter__(self):
-        order = (self.epoch - self.args.sft_epochs) % self.args.num_orders
-        if self.epoch < self.args.sft_epochs:  # the warm start needs no reference: any other one
-            order = EVALUATION + 1 + self.epoch
         for ids, whole in super().__iter__():
-            yield ids, whole, order
+            yield ids, whole, self.order
 
 
 def warm_start_factor(step, steps):
@@ -1954,14 +1833,17 @@ def score_reference(run):
     return reference
 
 
-def check_start(run, found, expected):
-    """The first loss of the preferences must be that of equal networks, ln 2 with the sigmoid.
-    Rounding hides that where matrix products are not IEEE fp32. Raises RunError."""
+def check_start(run, found):
+    """The first loss of the preferences must be that of equal networks. Rounding hides that where
+    matrix products are not IEEE fp32. Raises RunError."""
+    args = run.args
+    expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
     text = f"the first loss is {found:.6f}, that of equal networks is {expected:.6f}"
+
     precision = torch.get_float32_matmul_precision()
     if run.model.dtype != torch.float32 or precision != "highest":
         hint = "rounding may be larger than what is learned: compare a run with --precision fp32"
-        logging.warning(f"{text}; --precision {run.args.precision}: {hint}")
+        logging.warning(f"{text}; --precision {args.precision}: {hint}")
     elif not abs(found - expected) <= 1e-4 * max(1.0, expected):
         hint = "network and reference differ before training (weights, decoding order, hardware?)"
         raise RunError(f"{text}: {hint}")
@@ -2014,7 +1896,6 @@ def train(run, state, loop):
     optimizer = make_optimizer(args, model)
     scaler = torch.amp.GradScaler(device.type, enabled=model.dtype == torch.float16)
     ddp_model = wrap_ddp(model, args, device)
-    generator = default_generator(device)
     reference = None  # scores of all pairs, once the warm start is over
     epoch_sums = torch.zeros(2, device=device)  # this rank's share: loss, steps
     if state:
@@ -2029,8 +1910,7 @@ def train(run, state, loop):
 
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
-        content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
-        content.update(global_batch=total, base_hash=data.base_hash)
+        content.update(loop, wandb_id=log.wandb_id, log_size=log.size(), global_batch=total)
         content.update(epoch_sums=sum_over_ranks(epoch_sums), reference=reference)
         content.update(neighbours=model.neighbours, noise_level=model.noise_level)
         content["model"] = model.state_dict()
@@ -2084,17 +1964,18 @@ def train(run, state, loop):
         if step >= steps:
             break
 
+        # the decoding order of this epoch: the reference was scored in --num_orders of them
+        order = (epoch - args.sft_epochs) % args.num_orders
+        if phase == 1:
+            order = EVALUATION + 1 + epoch  # the warm start needs no reference: any other one
         if position == 0 or batches is None:
             if phase == 1:
                 logging.info(f"Warm start, epoch {epoch + 1}/{args.sft_epochs}")
             else:
                 logging.info(f"Epoch {epoch - args.sft_epochs + 1}/{args.num_epochs}")
+            sampler.order = order
             sampler.set_epoch(epoch, start=position)
             batches = iter(loader)
-        # Nothing here draws from this generator, but what you add may: noise, dropout. By (seed,
-        # step, rank) a resumed run then draws the same. (The factors keep steps below 1,000,003 and
-        # ranks below 4,099 apart.)
-        generator.manual_seed((args.seed * 1_000_003 + step) * 4099 + rank)
         if phase == 1:
             lr = args.sft_lr * warm_start_factor(step, warm_steps)
         else:
@@ -2104,7 +1985,6 @@ def train(run, state, loop):
 
         # forward and backward, micro-batch by micro-batch
         step_shown = torch.zeros(3, device=device)
-        expected = torch.zeros((), device=device)
         for micro in range(1, sampler.accumulation + 1):
             asked = time.monotonic()
             batch = next(batches).to(device)
@@ -2119,18 +1999,12 @@ def train(run, state, loop):
                 if phase == 1:
                     loss, shown = warm_start_loss(logits, batch)
                 else:
-                    order = (epoch - args.sft_epochs) % args.num_orders
                     own = reference[order].index_select(0, batch.ids).T.reshape(2, 2, -1)
                     loss, shown = pair_loss(args, logits, batch, own)
                 scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_shown += shown
-            if step == warm_steps:  # what it would be if network and reference were equal
-                _, margin, residues = batch.values
-                losses = preference_loss(args, torch.zeros_like(margin), residues, margin)
-                expected += losses.sum() * batch.share
         if step == warm_steps:
-            found, equal = sum_over_ranks(torch.stack([step_shown[0], expected]))
-            check_start(run, found, equal)
+            check_start(run, sum_over_ranks(step_shown)[0])
 
         # update, unless the gradient is not finite; then the step counts in no mean, either
         norm = guard.update(optimizer, scaler)
@@ -2175,33 +2049,21 @@ def train(run, state, loop):
 # Main
 
 # what the reference's scores, or the best epoch, depend on
-KEPT = """temperature beta loss_type label_smoothing decoding_order num_orders sft_epochs
+KEPT = """base_model_name temperature beta loss_type label_smoothing num_orders sft_epochs
     precision""".split()
 
 
 def load_network(args):
-    """The network to start from, and a hash of its weights. (all ranks)"""
-    torch.manual_seed(args.seed)  # the same on all ranks
+    """The network to start from. (all ranks; DDP then gives all of them the weights of rank 0)"""
     if args.base_model_name == "random":
-        model = ProteinMPNN()
-    else:
-        path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
-        if not path.exists():
-            text = "the weights are published at https://github.com/dauparas/ProteinMPNN"
-            hint = "--base_model_dir names their folder, --base_model_name random needs none"
-            raise InputError(f"{path}: no such file; {text}; {hint}")
-        model = read_model(path)
-
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
-    base_hash = digest.hexdigest()[:16]
-    if base_hash != on_rank0(str, base_hash):
-        raise InputError("the weights to start from are not the same here as on rank 0")
-    noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
-    number = sum(p.numel() for p in model.parameters())
-    logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
-    return model, base_hash
+        torch.manual_seed(args.seed)
+        return ProteinMPNN()
+    path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
+    if not path.exists():
+        text = "the weights are published at https://github.com/dauparas/ProteinMPNN"
+        hint = "--base_model_dir names their folder, --base_model_name random needs none"
+        raise InputError(f"{path}: no such file; {text}; {hint}")
+    return read_model(path)
 
 
 def write_split(folder, data, train_ids, valid_ids):
@@ -2233,19 +2095,19 @@ def main(args):
     rank, world_size, local_rank = find_ranks() or (0, 1, 0)
     logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
     logging.info(f"Using device: {device}")
-    model, base_hash = load_network(args)
+    model = load_network(args)
+    number = sum(p.numel() for p in model.parameters())
+    noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
+    logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
     data, trained = load_pairs(args, model.neighbours)
     train_ids, valid_ids = on_rank0(split_pairs, args, data, trained)
     data.hash = hash_pairs(data, train_ids, valid_ids)
-    data.base_hash = base_hash
     logging.info(f"Loaded {len(train_ids)} training and {len(valid_ids)} validation pairs")
     state = open_run(args, data.hash)
     if state:
         for name in KEPT:
             if state["args"][name] != getattr(args, name):
                 raise InputError(f"--{name}: this run was started with {state['args'][name]}")
-        if state["base_hash"] != base_hash:
-            raise InputError("this run was started from other weights: --fresh starts anew")
     on_rank0(write_split, Path(args.output_dir), data, train_ids, valid_ids)
 
     model.dtype = choose_precision(args, device)

@@ -2,22 +2,20 @@
 
     python tools/design_dpo.py outputs/dpo_ddp/best.pt complex.cif --design_chains B
     python tools/design_dpo.py best_model.pt complex.pdb --design_chains B --fixed_chains A \\
-        --fixed_positions B5 B42A --num_samples 20 --temperature 0.2
-    python tools/design_dpo.py weights/v_48_020.pt complex.pdb --mutable_ranges A5-A12
+        --fixed_positions 4 41 --num_samples 20 --temperature 0.2
+    python tools/design_dpo.py weights/v_48_020.pt complex.pdb --mutable_ranges 4-11 20-25
 
 The network: best.pt or latest.pt of a run, or ProteinMPNN's own format, as best_model.pt and the
 released weights have it. If the weights that training began with are there (--reference, or
 reference_model.pt beside the network), they draw as many, for comparison.
 
 Writes a FASTA file: first the structure's own sequence, then those drawn, with '/' between chains.
-Residues that are not resolved keep their letter. Positions are numbers from 0 on over the design
-chains, or residues of the file, such as B42A. Prints of both networks the recovery (share of the
-designed residues with the structure's letter) and the perplexity of what they drew (at temperature
-1), and the perplexity of the structure's own sequence. Warns of a collapse, where one letter has
+Residues that are not resolved keep their letter. Positions count from 0 on over the design chains.
+Prints of both networks the recovery (share of the designed residues with the structure's letter)
+and the perplexity of what they drew (at temperature 1). Warns of a collapse, where one letter has
 more than half of the designed positions.
 """
 
-import re
 import sys
 from pathlib import Path
 
@@ -37,16 +35,19 @@ from run_dpo_ddp import (
     InputError,
     Parser,
     choose_device,
-    choose_residues,
     count,
     featurise,
     join_chains,
-    log_probabilities,
     read_structure,
 )
 
 
-def parse_args(words=None):
+def span(text):
+    """[first, last] of first-last."""
+    return [int(end) for end in text.split("-")]
+
+
+def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("checkpoint", help="the network")
@@ -54,23 +55,18 @@ def parse_args(words=None):
     add("--reference", help="weights to compare with; None: reference_model.pt beside the network")
     add("--design_chains", nargs="+", help="None: the first chain with protein")
     add("--fixed_chains", nargs="+", default=[], help="context")
-    add("--mutable_positions", nargs="+", help="design these alone")
-    add("--mutable_ranges", nargs="+", help="and these, such as 6-17 or B6-B17")
-    add("--fixed_positions", nargs="+", default=[], help="keep the letters of these")
+    add("--mutable_positions", nargs="+", type=int, help="design these alone")
+    add("--mutable_ranges", nargs="+", type=span, help="and these, such as 6-17")
+    add("--fixed_positions", nargs="+", type=int, default=[], help="keep the letters of these")
     add("--num_samples", type=count, default=8, help="sequences to draw")
     add("--temperature", type=float, default=0.1, help="of the probabilities; 0: the likeliest")
     add("--seed", type=int, default=42, help="of the decoding orders and the letters")
     add("--out", default="designs.fasta", help="file to write")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
-
-
-def split_ranges(texts):
-    """[[first, last]] of texts such as 6-17, B6-B17 or B-3-B6, where a number is negative."""
-    return [re.sub(r"(\d[A-Za-z]?)-", r"\1 ", text, count=1).split() for text in texts]
 
 
 def read_complex(args):
@@ -78,24 +74,26 @@ def read_complex(args):
     structure = read_structure(args.pdb_file)
     for note in structure.notes:
         print(note)
-
-    row = {"design_chains": args.design_chains, "fixed_chains": args.fixed_chains}
-    row["mutable_positions"] = args.mutable_positions
-    if args.mutable_ranges:
-        row["mutable_ranges"] = split_ranges(args.mutable_ranges)
+    row = {}
+    for name in ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges"):
+        if getattr(args, name) is not None:
+            row[name] = getattr(args, name)
     found = join_chains(args.pdb_file, structure, row)
 
-    labels = found.chain.labels[: found.length]
-    found.designed[: found.length] &= ~choose_residues(args.fixed_positions, [], labels)
+    for place in args.fixed_positions:
+        if not 0 <= place < found.length:
+            hint = f"expected a number from 0 to {found.length - 1}"
+            raise ValueError(f"--fixed_positions {place}: {hint}")
+        found.designed[place] = False
     if not found.designed.any():
         raise ValueError("--fixed_positions: nothing is left to design")
     return found
 
 
-def decode(model, structures, encoded, native, designed, orders, temperature, generator):
+def decode(model, structures, native, designed, orders, temperature, generator):
     """Letters (C, N), and log p of each (C, N) at temperature 1, residue by residue in the orders
-    (C, N). encoded: of model.encode. Where `designed` (N,) is False, letters are `native` (N,)."""
-    nodes, edges = encoded
+    (C, N). Where `designed` (N,) is False, letters are `native` (N,)."""
+    nodes, edges = model.encode(structures)
     near = structures.neighbours >= 0
     neighbours = structures.neighbours.clamp(min=0)
     versions, residues = orders.shape
@@ -140,11 +138,9 @@ def draw(logits, temperature, generator):
 
 @torch.no_grad()
 def sample(args, model, found, device):
-    """Letters (C, L) of the whole Complex; perplexity of each (C,), and of its own sequence."""
+    """Letters (C, L) of the whole Complex, and the perplexity of each (C,)."""
     whole = found.chain.whole()
-    k = min(model.neighbours, int(whole.sum()))
-    parts = (found.chain.coords, found.chain.numbers, found.index)
-    backbone = featurise(*[part[whole] for part in parts], k)
+    backbone = featurise(found, min(model.neighbours, int(whole.sum())))
     structures = backbone._replace(neighbours=backbone.neighbours.long()).to(device)
     native = torch.from_numpy(found.chain.letters[whole]).long().to(device)
     designed = torch.from_numpy(found.designed[whole])
@@ -158,23 +154,12 @@ def sample(args, model, found, device):
         orders.append(torch.cat([context, shuffled]))
     orders = torch.stack(orders).to(device)
     designed = designed.to(device)
-    model = model.to(device)
-    encoded = model.encode(structures)
-    inputs = (structures, encoded, native, designed, orders)
-    drawn, logp = decode(model, *inputs, args.temperature, generator)
+    inputs = (structures, native, designed, orders, args.temperature, generator)
+    drawn, logp = decode(model.to(device), *inputs)
+
     letters = np.tile(found.chain.letters, (args.num_samples, 1))
     letters[:, whole] = drawn.cpu().numpy()
-
-    # its own letters are known: all of them in one pass
-    row = torch.arange(len(native), device=device)
-    own = []
-    for order in orders:
-        logits = model(structures, native[None], row, order.argsort(), encoded)
-        own.append(log_probabilities(logits, native[None])[0])
-    perplexity = []
-    for values in (logp, torch.stack(own)):
-        perplexity.append((-values[:, designed].cpu().double().mean(1)).exp().numpy())
-    return letters, perplexity[0], perplexity[1].mean()
+    return letters, (-logp[:, designed].cpu().double().mean(1)).exp().numpy()
 
 
 def text_of(found, letters):
@@ -208,11 +193,9 @@ def run(args):
     title = f">{stem} designed_residues={found.designed.sum()} model={args.checkpoint}"
     lines = [title, text_of(found, native)]
     for who, model in networks.items():
-        letters, perplexity, own = sample(args, model, found, device)
+        letters, perplexity = sample(args, model, found, device)
         recovery = (letters == native)[:, found.designed].mean(1)
-        text = f"recovery {recovery.mean():.4f}, perplexity {perplexity.mean():.3f}"
-        print(f"{who:10} {text}, of the structure's own sequence {own:.3f}")
-
+        print(f"{who:10} recovery {recovery.mean():.4f}, perplexity {perplexity.mean():.3f}")
         if who == "network":
             for number, row in enumerate(letters):
                 score = f"perplexity={perplexity[number]:.4f} recovery={recovery[number]:.4f}"

@@ -19,6 +19,7 @@ true ones: if it does not, the measurement is wrong.
 
 import csv
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -43,11 +44,9 @@ from run_dpo_ddp import (
 )
 
 SCORED = {**FIELDS, "sequences": ["ACD"], "scores": [0.5]}
-for name in ("preferred_seq", "unpreferred_seq"):
-    del SCORED[name]
 
 
-def parse_args(words=None):
+def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("data", help="JSON, JSON lines or CSV")
@@ -56,9 +55,9 @@ def parse_args(words=None):
     add("--score_gap", type=float, default=0.0, help="least difference of the scores of a pair")
     add("--pairs_per_backbone", type=count, default=16, help="pairs of a row, or backbone, at most")
     add("--swap", action="store_true", help="turn round what is preferred")
-    add("--max_length", type=count, default=500, help="residues designed at most")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
+    args.max_length = math.inf  # the training has a limit
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -99,13 +98,11 @@ def choose_pairs(scores, kinds, least, most):
     is_pair = (gaps > 0) & (gaps >= least - 1e-9) & (kinds[:, None] != kinds)
     pairs = np.argwhere(is_pair)
     pairs = pairs[np.argsort(-gaps[is_pair], kind="stable")]
-    if len(pairs) <= most:
-        return pairs.tolist()
 
     taken = []
     used = np.zeros(len(scores))
     free = np.ones(len(pairs), bool)
-    while len(taken) < most:
+    while len(taken) < min(most, len(pairs)):
         often = np.where(free, np.square(used[pairs]).sum(axis=1), np.inf)
         best = often.argmin()  # the first of the least: that with the largest difference
         free[best] = False
@@ -114,63 +111,50 @@ def choose_pairs(scores, kinds, least, most):
     return pairs[sorted(taken)].tolist()
 
 
-def designed_residues(row, path, structure):
-    """(L,) bool of a row with scores. Raises ValueError with all that is wrong."""
+def pairs_of(args, row, path, structure):
+    """The pairs of a row with scores, as rows for the training. Raises ValueError."""
     check_fields(row, SCORED, ["pdb_file", "sequences", "scores"])
-    if len(row["sequences"]) != len(row["scores"]):
-        raise ValueError(f"{len(row['sequences'])} sequences, {len(row['scores'])} scores")
     found = join_chains(path, structure, row)
-
-    problems = []
-    for number, text in enumerate(row["sequences"]):
+    texts = [text.upper() for text in row.pop("sequences")]
+    scores = np.array(row.pop("scores"), np.float64)
+    if len(texts) != len(scores):
+        raise ValueError(f"{len(texts)} sequences, {len(scores)} scores; expected as many")
+    for number, text in enumerate(texts):
         if len(text) != found.length:
             hint = f"expected {found.length}, as {found.name}"
-            problems.append(f"sequence {number} has {len(text)} letters; {hint}")
-    if problems:
-        raise ValueError(*problems)
-    return found.designed[: found.length]
+            raise ValueError(f"sequence {number} has {len(text)} letters; {hint}")
 
-
-def pairs_of(args, row, designed):
-    """The pairs of a row with scores, as rows for the training."""
-    texts = [text.upper() for text in row["sequences"]]
-    letters = np.array([list(text) for text in texts])
-    kinds = np.unique(letters[:, designed], axis=0, return_inverse=True)[1].ravel()
-    scores = np.array(row["scores"], np.float64)
     if args.lower_is_better:
         scores = -scores
-
-    others = {name: value for name, value in row.items() if name not in ("sequences", "scores")}
+    designed = found.designed[: found.length]
+    letters = np.array([list(text) for text in texts])[:, designed]
+    kinds = np.unique(letters, axis=0, return_inverse=True)[1].ravel()
     made = []
     for better, worse in choose_pairs(scores, kinds, args.score_gap, args.pairs_per_backbone):
-        made.append({**others, "preferred_seq": texts[better], "unpreferred_seq": texts[worse]})
+        made.append({**row, "preferred_seq": texts[better], "unpreferred_seq": texts[worse]})
     return made
 
 
 def make_pairs(args):
     """The rows to write, and what is wrong."""
     rows = read_csv(args.data) if args.data.endswith(".csv") else read_rows(args.data)
-    if not rows:
-        raise InputError(f"{args.data}: no rows; expected pdb_file, sequences, scores in each")
-
     checker = Pairs(args, k=1)
     structures = {}
     made = []
     for place, path, row in tqdm(rows, unit=" rows", disable=None):
         if path not in structures:
             structures[path] = try_structure(path) if path else "no pdb_file"
-        structure = structures[path]
-        found = [row]
+        pairs = [row]
         if not isinstance(row, dict) or "preferred_seq" not in row:
             try:
-                found = pairs_of(args, row, designed_residues(row, path, structure))
+                pairs = pairs_of(args, row, path, structures[path])
             except ValueError as error:
-                checker.problems += [f"{place}: {text}" for text in error.args]
+                checker.problems.append(f"{place}: {error}")
                 continue
 
-        for pair in found:
+        for pair in pairs:
             before = len(checker)
-            checker.add(place, path, pair, structure)
+            checker.add(place, path, pair, structures[path])
             if len(checker) > before:
                 folder = Path(args.out).resolve().parent
                 made.append({**pair, "pdb_file": os.path.relpath(path, folder)})

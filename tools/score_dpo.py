@@ -9,13 +9,14 @@ best_model.pt and the released weights have it. The reference: --reference, or r
 beside the network. The pairs: the file that the run was given; --split takes the held-out ones.
 
 Writes a CSV file with a line for each pair: logp_... and reference_..., log-probabilities of both
-sequences at temperature 1, in nats, over designed residues with their weights; reward_... and
-margin, at --beta and --temperature as in training; of the preferred sequence nll (nats), recovery
-and entropy per designed residue. Prints means of these.
+sequences at temperature 1, in nats, over designed residues; reward_... and margin, at --beta and
+--temperature as in training; of the preferred sequence nll (nats), recovery and entropy per
+designed residue. Prints means of these.
 """
 
 import csv
 import json
+import math
 import sys
 import zipfile
 from pathlib import Path
@@ -35,7 +36,6 @@ from run_dpo_ddp import (
     Pairs,
     Parser,
     ProteinMPNN,
-    Structure,
     choose_device,
     count,
     first_lines,
@@ -48,9 +48,10 @@ from run_dpo_ddp import (
 )
 
 SCRIPT = "run_dpo_ddp.py"
+DEFAULTS = {"beta": 0.1, "temperature": 0.1, "seed": 42}  # where the network has no run
 
 
-def parse_args(words=None):
+def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("checkpoint", help="the network")
@@ -60,13 +61,11 @@ def parse_args(words=None):
     add("--split", help="split.json of a run: score the pairs that it held out")
     add("--beta", type=float, help="None: that of the run, or 0.1")
     add("--temperature", type=float, help="of the rewards; None: that of the run, or 0.1")
-    add("--orders", type=count, default=1, help="decoding orders to average over")
-    add("--seed", type=int, help="of the orders; None: that of the run, or 42")
-    add("--max_length", type=count, default=100_000, help="residues designed at most")
     add("--batch_size", type=count, default=16, help="pairs per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
 
+    args.max_length = math.inf  # the training has a limit
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -77,9 +76,8 @@ def load_network(path):
     state = {}
     if zipfile.is_zipfile(path):  # as torch saves, but for old weights
         if not is_whole(path):
-            raise InputError(
-                f"{path} is damaged; expected best.pt of a run, or ProteinMPNN weights"
-            )
+            text = "is damaged; expected best.pt of a run, or ProteinMPNN weights"
+            raise InputError(f"{path} {text}")
         state = load_checkpoint(path)
 
     if "script" not in state:
@@ -107,10 +105,8 @@ def load_pairs(args, k):
         pairs.add(place, path, row, structures[path])
     if pairs.problems:
         raise InputError("\n  ".join(first_lines(pairs.problems)))
-    for structure in structures.values():
-        if isinstance(structure, Structure):
-            for note in structure.notes:
-                print(note)
+    for note in first_lines(pairs.notes):
+        print(note)
 
     ids = np.arange(len(pairs))
     if args.split:
@@ -123,32 +119,22 @@ def load_pairs(args, k):
 
 @torch.no_grad()
 def score(model, pairs, ids, args):
-    """Of pairs under a network, float64 means over decoding orders: log-probabilities of both
-    sequences (2, N, 2), at temperature 1 and at --temperature; and {name: (N,)} per residue."""
-    found = []
+    """Of pairs under a network: log-probabilities of both sequences (2, N, 2), at temperature 1 and
+    at --temperature; and {name: (N,)} per designed residue of the preferred one."""
+    tables = []
     for start in tqdm(range(0, len(ids), args.batch_size), unit=" batches", disable=None):
         some = ids[start : start + args.batch_size]
-        total = 0.0
-        for order in range(EVALUATION, EVALUATION + args.orders):
-            batch = pairs[some, some, order].to(args.device)
-            logits = model(batch.structures, batch.residues[:2], *batch.residues[2:4])
-            rows = [table_rows(logits, batch, heat) for heat in (1.0, args.temperature)]
-            total = total + torch.stack(rows).cpu().double()
-        found.append(total / args.orders)
+        batch = pairs[some, some, EVALUATION].to(args.device)
+        logits = model(batch.structures, batch.residues[:2], *batch.residues[2:4])
+        rows = [table_rows(logits, batch, heat) for heat in (1.0, args.temperature)]
+        rows = torch.stack(rows)
+        rows[..., SCORES:] /= batch.counts[:, None]
+        tables.append(rows.cpu().double())
 
-    table = torch.cat(found, dim=1).numpy()
-    logp = table[..., :SCORES].reshape(2, -1, 2, 2).sum(2)  # see sum_exactly
-    nll, hits, entropy, residues = table[0, :, SCORES:].T
-    each = {"nll": nll / residues, "recovery": hits / residues, "entropy": entropy / residues}
+    table = torch.cat(tables, dim=1).numpy()
+    logp = table[..., :SCORES].reshape(2, -1, 2, 2).sum(2)  # see sequence_scores
+    each = dict(zip(["nll", "recovery", "entropy"], table[0, :, SCORES:].T, strict=True))
     return logp, each
-
-
-def write_csv(path, names, columns):
-    with open(path, "x", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["pair", *columns])
-        for name, *values in zip(names, *columns.values(), strict=True):
-            writer.writerow([name, *[f"{value:.6f}" for value in values]])
 
 
 def run(args):
@@ -158,10 +144,9 @@ def run(args):
     if reference.neighbours != model.neighbours:
         text = f"{model.neighbours} and {reference.neighbours} neighbours"
         raise InputError(f"network and reference are of different kinds: {text}")
-    defaults = {"beta": 0.1, "temperature": 0.1, "seed": 42, "decoding_order": "random"}
-    for name, default in defaults.items():
+    for name in DEFAULTS:
         if getattr(args, name, None) is None:
-            setattr(args, name, (options or defaults).get(name, default))
+            setattr(args, name, (options or DEFAULTS)[name])
     args.device = choose_device(args, local_rank=0)
 
     pairs, ids = load_pairs(args, model.neighbours)
@@ -170,6 +155,7 @@ def run(args):
     rewards = args.beta * (logp[1] - logp_reference[1])
     margin = rewards[:, 0] - rewards[:, 1]
     columns = {
+        "pair": [pairs.pairs[number].name for number in ids],
         "logp_chosen": logp[0, :, 0],
         "logp_rejected": logp[0, :, 1],
         "reference_chosen": logp_reference[0, :, 0],
@@ -179,7 +165,11 @@ def run(args):
         "margin": margin,
         **each,
     }
-    write_csv(args.out, [pairs.pairs[number].name for number in ids], columns)
+    with open(args.out, "x", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for name, *values in zip(*columns.values(), strict=True):
+            writer.writerow([name, *[f"{value:.6f}" for value in values]])
 
     print(f"beta {args.beta:g}, temperature {args.temperature:g}, {len(ids)} pairs")
     print(f"reward accuracy {np.mean(margin > 0):.4f}, margin {margin.mean():.4f}")
