@@ -49,20 +49,14 @@ device that is lost), file systems over a network (stale handles), the signals o
 
 """
 ROWS = []  # of the session: script, fault, outcome, seconds
-RUNNING = []  # the test that runs, last
 
 
-def pytest_runtest_setup(item):
-    RUNNING.append(item)
-
-
-@pytest.fixture(scope="session")
-def matrix():
+@pytest.fixture
+def matrix(record_property):
     """matrix(script, fault, outcome, seconds): a row of the table, kept with the test that runs."""
 
     def record(script, fault, outcome, seconds):
-        row = (f"{script}.py", fault, outcome, round(seconds, 1))
-        RUNNING[-1].user_properties.append(("fault", row))
+        record_property("fault", (f"{script}.py", fault, outcome, round(seconds, 1)))
 
     return record
 

@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import os
-import resource
 import sys
 import time
 from functools import cached_property
@@ -68,7 +67,7 @@ def tiny_run_dpo_ddp(folder):
     write_structures(folder, 10, pairs=8, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --base_model_name=random --val_fraction=0.25
         --sft_epochs=2 --sft_lr=1e-3 --num_epochs=2 --lr=5e-4 --temperature=1 --num_orders=2
-        --global_batch_size=6 --batch_size=1 --eval_batch_size=2 --num_workers=1""".split()
+        --global_batch_size=6 --batch_size=2 --eval_batch_size=3 --num_workers=1""".split()
 
 
 def tiny_run_train_quantumgrav_ddp(folder):
@@ -147,24 +146,6 @@ def sound_loss(number):
     torch.Tensor.backward = PLAIN_BACKWARD
 
 
-def no_memory(megabytes):
-    """The address space of this process may not grow by more than this; then it asks for more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + megabytes * 1_000_000
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    torch.ones(megabytes * 1_000_000)  # 4 bytes each
-
-
-def clock_back(seconds):
-    """The wall clock, not the monotonic one, is set back."""
-    plain = time.time
-
-    def earlier():
-        return plain() - seconds
-
-    time.time = earlier
-
-
 def fill_disk(number):
     """No byte is left where the output folder is."""
     with open(Path(os.environ["OUTPUT"]) / "filler", "wb", buffering=0) as file:
@@ -194,8 +175,6 @@ DO = {
     "sleep": time.sleep,
     "nan": nan_loss,
     "sound": sound_loss,
-    "memory": no_memory,
-    "clock": clock_back,
     "fill": fill_disk,
     "free": free_disk,
     "flip": flip_bit,
