@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers, also with --import-mode=importlib
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is imported: two workers share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # now: torch reads it when it is imported
 
 PREFIXES = "OMPI_ PMI_ PMIX_ MPI_LOCAL PALS_ SLURM_ PBS_ TORCHELASTIC_ WANDB_".split()
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCCL_TIMEOUT".split()
@@ -72,20 +70,17 @@ def pytest_runtest_logreport(report):
         ROWS.append((report.nodeid, report.when, "FAILED", round(report.duration, 1)))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    table = ""
+def pytest_terminal_summary(config):
+    if not config.getoption("--matrix"):
+        return
+    import torch
+
+    text = HEAD.format(cores=os.cpu_count(), torch=torch.__version__)
     # sorted, as workers end in any order
     for row in [("script", "fault", "outcome", "seconds"), ("---",) * 4, *sorted(ROWS)]:
         cells = [str(cell).replace("|", "/") for cell in row]
-        table += f"| {' | '.join(cells)} |\n"
-    if config.getoption("--matrix"):
-        import torch
-
-        head = HEAD.format(cores=os.cpu_count(), torch=torch.__version__)
-        Path(config.getoption("--matrix")).write_text(head + table)
-    if config.getoption("--all-faults"):
-        terminalreporter.write_sep("=", "scripts and faults")
-        terminalreporter.write(table)
+        text += f"| {' | '.join(cells)} |\n"
+    Path(config.getoption("--matrix")).write_text(text)
 
 
 @pytest.fixture(scope="module")

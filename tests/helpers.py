@@ -109,7 +109,7 @@ def call_script(script, *argv, **more):
     return call_program(ROOT / f"{script}.py", *argv, **more)
 
 
-def call_program(path, *argv, seconds=100.0, **changes):
+def call_program(path, *argv, seconds=200.0, **changes):
     """(exit status, output) of `python path argv` on the CPU, without the time of its imports."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
@@ -158,14 +158,14 @@ class Job:
     def text(self):
         return self.output.read_text(errors="replace")
 
-    def wait(self, seconds=100.0):
+    def wait(self, seconds=200.0):
         """The exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
 
-    def wait_for(self, pattern, seconds=100.0):
+    def wait_for(self, pattern, seconds=200.0):
         """Until the output has the pattern."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.text):
@@ -267,7 +267,7 @@ class Ranks:
     def text(self):
         return "".join(output.read_text() for output in self.outputs if output.exists())
 
-    def wait_for(self, words, seconds=100.0):
+    def wait_for(self, words, seconds=200.0):
         """Until the output has these words; wait() comes next."""
         deadline = time.monotonic() + seconds
         while words not in self.text:
@@ -279,7 +279,7 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def wait(self, seconds=100.0):
+    def wait(self, seconds=200.0):
         """The exit statuses. No process may be left."""
         is_late = not self.pipe.poll(seconds)
         if is_late:

@@ -146,6 +146,12 @@ def sound_loss(number):
     torch.Tensor.backward = PLAIN_BACKWARD
 
 
+def wait_to_go_on(number):
+    """Until the test has made a file beside the output folder."""
+    while not Path(f"{os.environ['OUTPUT']}.go").exists():
+        time.sleep(0.02)
+
+
 def fill_disk(number):
     """No byte is left where the output folder is."""
     with open(Path(os.environ["OUTPUT"]) / "filler", "wb", buffering=0) as file:
@@ -173,6 +179,7 @@ DO = {
     "signal": send_signal,
     "evaluation": signal_in_evaluation,
     "sleep": time.sleep,
+    "wait": wait_to_go_on,
     "nan": nan_loss,
     "sound": sound_loss,
     "fill": fill_disk,
@@ -283,12 +290,12 @@ class Run:
         return steps
 
     def refusal(self):
-        """The one line of a run that cannot work."""
+        """The one line of a run that cannot work. (On a busy machine each rank may say it.)"""
         assert set(self.statuses) <= {2, -15}, self.text[-3000:]  # -15: ended by the launcher
         assert "Traceback" not in self.text, self.text[-3000:]
-        said = [line for line in self.text.splitlines() if ": error: " in line]
+        said = {line for line in self.text.splitlines() if ": error: " in line}
         assert len(said) == 1, self.text[-3000:]
-        return said[0].partition(": error: ")[2]
+        return said.pop().partition(": error: ")[2]
 
 
 def differences(a, b, path=""):
@@ -353,7 +360,7 @@ class Server(Ranks):
             variables, [str(ROOT / "tests" / "runs.py"), script, *argv, f"--output_dir={folder}"]
         )
 
-    def end(self, seconds=100.0):
+    def end(self, seconds=200.0):
         """The Run; AssertionError with its output if it goes on longer than that."""
         statuses = self.wait(seconds)
         begin = float(self.fault.read_text()) if self.fault.exists() else self.began_at

@@ -32,7 +32,6 @@ from helpers import (
 )
 from runs import DROPOUT, SCRIPTS, Run, Server, Task, assert_same_end
 
-pytestmark = pytest.mark.timeout(400)
 SIGTERM = signal.SIGTERM
 SIGKILL = signal.SIGKILL
 
@@ -293,7 +292,7 @@ def nan_on_one_rank(case):
 
 def stuck_rank(case):
     server = case.task.server
-    argv = [*case.task.argv, "--timeout_minutes=0.05"]
+    argv = [*case.task.argv, "--timeout_minutes=0.1"]
     server.begin(case.task.name, argv, case.folder, 2, [[1, 9, "sleep", 3600]])
     deadline = time.monotonic() + 60
     while Path(f"/proc/{server.pids[0]}").exists():
@@ -303,11 +302,11 @@ def stuck_rank(case):
     run = server.end()
     case.seconds = run.seconds
     assert run.statuses == [1, -9]
-    assert run.seconds < 3 + 10
+    assert run.seconds < 6 + 10
     assert "[RANK 0]" in run.text
     assert "imed out" in run.text
     case.restart()
-    outcome = "--timeout_minutes 0.05: the others end within 3 + 10 s, status 1"
+    outcome = "--timeout_minutes 0.1: the others end within 6 + 10 s, status 1"
     return f"{outcome}; the same bits after a restart"
 
 
@@ -345,23 +344,20 @@ def read_only_folder(case):
     return "status 2 before training, says so"
 
 
-def slow_steps(rank):
-    """FAULTS that give the test time to do something."""
-    return [[rank, step, "sleep", 0.5] for step in range(9, 30)]
-
-
 def launcher_killed(case):
     """It alone: nobody ends the ranks, they see that they have another parent."""
     launcher = Server()
-    launcher.begin(case.task.name, case.task.argv, case.folder, 2, slow_steps(0))
+    launcher.begin(case.task.name, case.task.argv, case.folder, 2, [[0, 9, "wait", 0]])
     launcher.wait_for("step=9 ")
-    begin = time.monotonic()
     launcher.server.kill()
+    launcher.server.join()
+    begin = time.monotonic()
+    Path(f"{case.folder}.go").touch()
     assert launcher.are_gone(30), launcher.text[-3000:]
     case.seconds = time.monotonic() - begin
     assert "stopped by death of the launcher" in launcher.text
     launcher.folder.cleanup()
-    assert 9 <= Run(case.folder).state["step"] < 20
+    assert 9 <= Run(case.folder).state["step"] <= 12
     case.restart()
     return "by SIGKILL: the ranks save and end; the same bits after a restart"
 
@@ -369,11 +365,12 @@ def launcher_killed(case):
 def started_twice(case):
     """The same command beside a living run."""
     server = case.task.server
-    server.begin(case.task.name, case.task.argv, case.folder, 2, slow_steps(0))
+    server.begin(case.task.name, case.task.argv, case.folder, 2, [[0, 9, "wait", 0]])
     server.wait_for("step=9 ")
     begin = time.monotonic()
     status, text = call_script(case.task.name, *case.task.argv, f"--output_dir={case.folder}")
     case.seconds = time.monotonic() - begin
+    Path(f"{case.folder}.go").touch()
     assert status == 2
     assert text.count(": error: ") == 1
     assert f"another run is at work in {case.folder}" in text
