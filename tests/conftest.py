@@ -35,11 +35,12 @@ def pytest_addoption(parser):
 
 HEAD = """# Every script x every fault
 
-`python -m pytest tests/test_faults.py tests/test_two_hosts.py --all-faults --matrix FILE` writes
-this table; here on {cores} CPU cores with torch {torch}, gloo, Linux, as root. Seconds are from the
-(last) fault to the end of the last rank, or of the whole run where it goes on. In every row no
-process is left; "the same bits" means that weights, optimizer, losses, and the samples of every
-step are those of the run that nothing happened to.
+`python -m pytest tests/test_contract.py tests/test_faults.py tests/test_two_hosts.py --all-faults
+--matrix FILE` writes this table; here on {cores} CPU cores with torch {torch}, gloo, Linux, as
+root. Seconds are from the (last) fault to the end of the last rank, or of the whole run where it
+goes on. In every row no process is left; "the same bits" means that, after a restart where the run
+has ended, weights, optimizer, losses, and the samples of every step are those of the run that
+nothing happened to.
 
 Not tested here, for want of the machines: faults of GPUs and of their networks (NCCL, xccl; a
 device that is lost), file systems over a network (stale handles), the signals of a real batch queue

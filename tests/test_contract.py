@@ -120,16 +120,18 @@ REFUSED = {
 }
 
 
-def test_stopped_and_restarted_equals_undisturbed(task):
+def test_stopped_and_restarted_equals_undisturbed(task, matrix):
     """A rank is killed; all are told to stop; an option is given that cannot change, and the
     checkpoint is damaged; they are told to stop in the evaluation of the end. After the restarts
     every bit is the same, and a restart of the finished run changes nothing."""
     folder = task.folder / "broken"
     latest = folder / "latest.pt"
     faults = [[1, 9, "signal", SIGKILL]]
-    task.run(folder, QUICK_END, faults=faults, statuses={-9, 1})
+    run = task.run(folder, QUICK_END, faults=faults, statuses={-9, 1})
+    matrix(task.name, "rank killed", "the others end with 1; the same bits", run.seconds)
 
     run = task.run(folder, faults=[[0, 15, "signal", SIGTERM]], statuses={143})
+    matrix(task.name, "SIGTERM to one rank", "all save and end; the same bits", run.seconds)
     assert "resuming" in run.text
     assert "stopped by SIGTERM: the same command goes on from the checkpoint" in run.text
     assert run.state["step"] == 16
@@ -144,6 +146,7 @@ def test_stopped_and_restarted_equals_undisturbed(task):
     last = task.whole.summary["steps"]
     faults = [[1, last - 1, "evaluation", SIGTERM]]
     run = task.run(folder, faults=faults, statuses={143})
+    matrix(task.name, "SIGTERM in an evaluation", "all save and end; the same bits", run.seconds)
     assert "latest.pt is damaged: trying the one before it" in run.text
     assert run.state["step"] == last
     assert last not in run.evaluated
@@ -153,6 +156,8 @@ def test_stopped_and_restarted_equals_undisturbed(task):
     assert f"resuming {latest} at step {last}" in run.text
     assert_same_end(run, task.whole)
     assert run.figures == task.whole.figures
+    outcome = "named; the one before it is taken; the same bits"
+    matrix(task.name, "checkpoint damaged", outcome, run.seconds)
 
     rows = run.rows
     run = task.run(folder)

@@ -2,16 +2,14 @@
 leaves no process behind, and that the same command afterwards ends, bit for bit, where the
 undisturbed run does.
 
-The test command has those that no other test shows, with one script each. This has every script x
-every fault, and writes the table:
+The test command has each fault with one script. This has every script x every fault, and writes the
+table, also of the faults of two other files:
 
-    python -m pytest --dist worksteal tests/test_faults.py tests/test_two_hosts.py --all-faults
-        --matrix FILE
+    python -m pytest --dist worksteal tests/test_contract.py tests/test_faults.py
+        tests/test_two_hosts.py --all-faults --matrix FILE
 """
 
 import json
-import os
-import random
 import re
 import shutil
 import signal
@@ -21,19 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import (
-    ROOT,
-    SIGNALS,
-    TWO_RANKS,
-    call_script,
-    on_small_disk,
-    write_causal_sets,
-    write_digits,
-)
+from helpers import call_script, on_small_disk, write_causal_sets, write_digits
 from runs import DROPOUT, SCRIPTS, Run, Server, Task, assert_same_end
-
-SIGTERM = signal.SIGTERM
-SIGKILL = signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +40,9 @@ def find_task(server, tmp_path_factory):
 class Case:
     """A script, the folder of its run, and what is asserted of all runs."""
 
-    def __init__(self, task, fault, folder, start):
+    def __init__(self, task, folder):
         self.task = task
         self.folder = folder / "run"
-        self.start = start
-        self.draw = random.Random(f"{task.name} {fault}")  # the same in every session
         self.seconds = 0.0  # from the fault to the end
 
     def run(self, *faults, more=(), statuses=(0,), within=30):
@@ -67,22 +52,6 @@ class Case:
         assert run.seconds < within, run.text[-3000:]
         self.seconds = max(self.seconds, run.seconds)
         return run
-
-    def torchrun(self, *faults, launcher=()):
-        """The same under torchrun, as the wrappers start it: a Job."""
-        command = [*TWO_RANKS, *SIGNALS, *launcher, ROOT / "tests" / "runs.py", self.task.name]
-        return self.start(
-            [*command, *self.task.argv, f"--output_dir={self.folder}"],
-            PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-            FAULTS=json.dumps(faults),
-            OUTPUT=self.folder,
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-        )
-
-    def check_end(self, job, since, status, within):
-        assert job.wait(within) == status, job.text[-3000:]
-        self.seconds = time.monotonic() - since
-        assert job.is_gone(), job.processes()
 
     def check_same(self):
         run = Run(self.folder)
@@ -158,62 +127,6 @@ def damage(path):
 # Faults: each returns its outcome for the table
 
 
-def rank_killed(case):
-    rank = case.draw.randrange(2)
-    step = case.draw.randrange(9, 30)  # after the first checkpoint
-    case.run([rank, step, "signal", SIGKILL], statuses={-9, 1})
-    case.restart()
-    return f"rank {rank} at step {step}: the other ends with 1; the same bits after a restart"
-
-
-def rank_killed_max_restarts(case):
-    rank = case.draw.randrange(2)
-    step = case.draw.randrange(9, 30)
-    job = case.torchrun([rank, step, "signal", SIGKILL], launcher=["--max-restarts=1"])
-    case.check_end(job, time.monotonic(), 0, 120)
-    assert "resuming" in job.text
-    case.check_same()
-    outcome = "torchrun restarts, status 0, the same bits (seconds: of all)"
-    return f"rank {rank} at step {step}: {outcome}"
-
-
-def signal_to_launcher(case):
-    job = case.torchrun([0, 9, "sleep", 2], [1, 9, "sleep", 2])
-    job.wait_for("step=9 ")
-    begin = time.monotonic()
-    job.process.send_signal(SIGTERM)
-    case.check_end(job, begin, 1, 60)
-    assert "stopped by SIGTERM: " in job.text
-    case.restart()
-    outcome = "checkpoint at the next step, status 1 of torchrun's agent"
-    return f"{outcome}; the same bits after a restart"
-
-
-def signal_to_rank(case):
-    rank = case.draw.randrange(2)
-    step = case.draw.randrange(5, 30)
-    run = case.run([rank, step, "signal", SIGTERM], statuses={143})
-    saved = step if step in case.task.whole.evaluated else step + 1
-    assert run.state["step"] == saved
-    assert saved not in run.evaluated
-    case.restart()
-    outcome = f"all save at step {saved}, status 143; the same bits after a restart"
-    return f"rank {rank} at step {step}: {outcome}"
-
-
-def stopped_in_evaluation(case):
-    evaluated = case.task.whole.evaluated
-    first = evaluated[min(1, len(evaluated) - 2)]
-    last = evaluated[-1]
-    for rank, step in ((1, first), (0, last)):
-        run = case.run([rank, step - 1, "evaluation", SIGTERM], statuses={143})
-        assert run.state["step"] == step
-        assert step not in run.evaluated
-    case.restart()
-    outcome = "checkpoint, 143; the same bits after each restart"
-    return f"SIGTERM after steps {first}, {last}: {outcome}"
-
-
 def wall_clock_limit(case):
     run = case.run([0, 9, "sleep", 3], more=["--max_minutes=0.05"])
     assert run.summary["status"] == "stopped by time limit"
@@ -227,7 +140,7 @@ def disk_full(case):
     with on_small_disk(case.folder, size):
         # full from 9 to 15 and from 17 on: step 12's checkpoint is not written, step 16's is
         faults = [[0, 9, "fill", 0], [0, 15, "free", 0], [0, 17, "fill", 0]]
-        run = case.run(*faults, [1, 22, "signal", SIGKILL], statuses={-9, 1})
+        run = case.run(*faults, [1, 22, "signal", signal.SIGKILL], statuses={-9, 1})
         assert "no latest.pt at step 12, the run goes on: " in run.text
         assert "No space left" in run.text
         assert run.state["step"] == 16
@@ -239,18 +152,8 @@ def disk_full(case):
     return f"{outcome}; killed meanwhile: the same bits after a restart"
 
 
-def checkpoint_damaged(case):
-    latest = case.folder / "latest.pt"
-    case.run([0, 9, "signal", SIGTERM], statuses={143})
-    os.truncate(latest, latest.stat().st_size // 2)
-    run = case.run(within=100)
-    assert "latest.pt is damaged: trying the one before it" in run.text, run.text[-3000:]
-    case.check_same()
-    return "cut: named, the one before it is taken; the same bits"
-
-
 def data_changed(case):
-    case.run([0, 11, "signal", SIGTERM], statuses={143})
+    case.run([0, 11, "signal", signal.SIGTERM], statuses={143})
     before = (case.folder / "latest.pt").read_bytes()
     changed, path = case.copy_task()
     change(path)
@@ -381,16 +284,10 @@ def started_twice(case):
 
 
 FAST = "run_train_quantumgrav_ddp"
-# each fault, and the script with which the test command has it; None: another test shows it
+# each fault, and the script with which the test command has it
 FAULTS = {
-    rank_killed: None,  # test_contract.py has it with every script
-    rank_killed_max_restarts: None,  # its launcher restarts it: torchrun's work
-    signal_to_launcher: None,  # test_launch.py
-    signal_to_rank: None,  # test_contract.py
-    stopped_in_evaluation: None,  # test_contract.py
     wall_clock_limit: FAST,
     disk_full: FAST,
-    checkpoint_damaged: None,  # test_contract.py
     data_changed: "run_train_uniref50_ddp",
     damaged_row: "run_dpo_ddp",
     nan_on_one_rank: "run_train_uniref50_ddp",
@@ -412,7 +309,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("name", "fault"), cases)
 
 
-def test_fault(name, fault, find_task, matrix, tmp_path, start):
-    case = Case(find_task(name), fault.__name__, tmp_path, start)
+def test_fault(name, fault, find_task, matrix, tmp_path):
+    case = Case(find_task(name), tmp_path)
     outcome = fault(case)
     matrix(name, fault.__name__.replace("_", " "), outcome, case.seconds)

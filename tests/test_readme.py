@@ -36,7 +36,6 @@ OURS = (
     r"(?:configs|scripts|tools|docs|tests|benchmarks|data(?!/causal_sets))/[\w./-]+|"
     r"[\w-]+\.(?:py|sh|toml|md)|requirements[\w-]*\.txt|\.ci/run"
 )
-NAMES_SECTION = "## 20. Names in older documents"
 
 # --------------------------------------------------------------------------------------------------
 # Commands in documents
@@ -126,11 +125,8 @@ def commands_of(path):
     else:
         docstring = text.split('"""')[1]
         lines = re.findall(rf"^ {{4}}({START} .*)$", docstring, re.M)
-    found = []
-    for line in lines:
-        if line not in found and find_program(split_commands(line)[0]):
-            found.append(line)
-    return found
+    lines = dict.fromkeys(lines)  # each once
+    return [line for line in lines if find_program(split_commands(line)[0])]
 
 
 def parse(line):
@@ -331,14 +327,11 @@ def test_tables_list_what_exists():
     assert sorted(listed) == CONFIGS
 
 
-def test_readme_is_short_and_has_a_section_per_script():
+def test_readme_is_short():
+    """A section for each script; at the top two commands that need nothing but Python."""
     text = README.read_text()
     assert set(SCRIPTS) <= set(re.findall(r"^## (.*)$", text, re.M))
     assert len(text.splitlines()) <= 200
-
-
-def test_first_commands():
-    """Two commands that need nothing but Python: one trains, one tests."""
     train, test = fenced(README, "bash")[:2]
     environment = "python3 -m venv .venv && . .venv/bin/activate && pip install -r"
     quickstart = "./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml"
@@ -346,27 +339,13 @@ def test_first_commands():
     assert test == f"{environment} requirements-dev.txt && python -m pytest\n"
 
 
-def without_old_names(path):
-    """The lines of a document, without the left column of the table of older names."""
-    lines = []
-    is_old = False
-    for line in path.read_text().splitlines():
-        if line.startswith("## "):
-            is_old = line == NAMES_SECTION
-        if is_old and line.startswith("|"):
-            line = line.split("|", 2)[2]
-        lines.append(line)
-    return lines
-
-
 @pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.name)
 def test_paths(path):
-    """Files of the repository that the text names are there."""
-    lines = without_old_names(path)
-    assert path == README or NAMES_SECTION in lines
-    for line in lines:
-        for name in re.findall(rf"`(?:python |\./)?({OURS})(?: [^`]*)?`", line):
-            assert (ROOT / name).exists(), f"no {name}: {line}"
+    """Files of the repository that the text names are there. (The guide's last section has names
+    of other repositories.)"""
+    text = path.read_text().split("\n## 20. Names in older documents\n")[0]
+    for name in re.findall(rf"`(?:python |\./)?({OURS})(?: [^`\n]*)?`", text):
+        assert (ROOT / name).exists(), f"no {name}"
 
 
 def slugs(path):
