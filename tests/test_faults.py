@@ -137,6 +137,7 @@ def wall_clock_limit(case):
 def disk_full(case):
     size = 6 * (case.task.whole.folder / "latest.pt").stat().st_size + (2 << 20)
     case.folder.mkdir()
+
     with on_small_disk(case.folder, size):
         # full from 9 to 15 and from 17 on: step 12's checkpoint is not written, step 16's is
         faults = [[0, 9, "fill", 0], [0, 15, "free", 0], [0, 17, "fill", 0]]
@@ -145,9 +146,11 @@ def disk_full(case):
         assert "No space left" in run.text
         assert run.state["step"] == 16
         assert run.rows, "each line is whole"
+
         (case.folder / "filler").unlink()
         case.task.run(case.folder)
         assert_same_end(Run(case.folder), case.task.whole)  # rows of some steps are lost
+
     outcome = "a warning, the old checkpoint is whole, training goes on"
     return f"{outcome}; killed meanwhile: the same bits after a restart"
 
@@ -155,11 +158,13 @@ def disk_full(case):
 def data_changed(case):
     case.run([0, 11, "signal", signal.SIGTERM], statuses={143})
     before = (case.folder / "latest.pt").read_bytes()
+
     changed, path = case.copy_task()
     change(path)
     said = changed.run(case.folder, statuses={2, -15}).refusal()
     assert "latest.pt was trained on other data: --fresh moves" in said
     assert (case.folder / "latest.pt").read_bytes() == before
+
     case.restart()
     outcome = "an error that says so, status 2, the run is untouched"
     return f"{outcome}; with the old data the same bits"
@@ -201,6 +206,7 @@ def stuck_rank(case):
     while Path(f"/proc/{server.pids[0]}").exists():
         assert time.monotonic() < deadline, server.text[-3000:]
         time.sleep(0.05)
+
     server.kill()  # as a launcher does
     run = server.end()
     case.seconds = run.seconds
@@ -224,6 +230,7 @@ def wandb_without_network(case):
             "WANDB_INIT_TIMEOUT": 10,
             "HOME": case.folder.parent,
         }
+
         server = case.task.server
         argv = [*case.task.argv, "--wandb_mode=online"]
         server.begin(case.task.name, argv, case.folder, 2, **variables)
@@ -231,6 +238,7 @@ def wandb_without_network(case):
         begin = time.monotonic()
         run = server.end()
         case.seconds = time.monotonic() - begin
+
     assert run.statuses == [0, 0]
     assert case.seconds < 15
     assert "wandb is off, metrics.jsonl goes on" in run.text
@@ -252,11 +260,13 @@ def launcher_killed(case):
     launcher = Server()
     launcher.begin(case.task.name, case.task.argv, case.folder, 2, [[0, 9, "wait", 0]])
     launcher.wait_for("step=9 ")
+
     launcher.server.kill()
     launcher.server.join()
     begin = time.monotonic()
     Path(f"{case.folder}.go").touch()
     assert launcher.are_gone(30), launcher.text[-3000:]
+
     case.seconds = time.monotonic() - begin
     assert "stopped by death of the launcher" in launcher.text
     launcher.folder.cleanup()
@@ -274,6 +284,7 @@ def started_twice(case):
     status, text = call_script(case.task.name, *case.task.argv, f"--output_dir={case.folder}")
     case.seconds = time.monotonic() - begin
     Path(f"{case.folder}.go").touch()
+
     assert status == 2
     assert text.count(": error: ") == 1
     assert f"another run is at work in {case.folder}" in text
