@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers, also with --import-mode=importlib
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is imported: two workers share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # now: torch reads it when it is imported
 
 PREFIXES = "OMPI_ PMI_ PMIX_ MPI_LOCAL PALS_ SLURM_ PBS_ TORCHELASTIC_ WANDB_".split()
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCCL_TIMEOUT".split()
@@ -37,11 +35,12 @@ def pytest_addoption(parser):
 
 HEAD = """# Every script x every fault
 
-`python -m pytest tests/test_faults.py tests/test_two_hosts.py --all-faults --matrix FILE` writes
-this table; here on {cores} CPU cores with torch {torch}, gloo, Linux, as root. Seconds are from the
-(last) fault to the end of the last rank, or of the whole run where it goes on. In every row no
-process is left; "the same bits" means that weights, optimizer, losses, and the samples of every
-step are those of the run that nothing happened to.
+`python -m pytest tests/test_contract.py tests/test_faults.py tests/test_two_hosts.py --all-faults
+--matrix FILE` writes this table; here on {cores} CPU cores with torch {torch}, gloo, Linux, as
+root. Seconds are from the (last) fault to the end of the last rank, or of the whole run where it
+goes on. In every row no process is left; "the same bits" means that, after a restart where the run
+has ended, weights, optimizer, losses, and the samples of every step are those of the run that
+nothing happened to.
 
 Not tested here, for want of the machines: faults of GPUs and of their networks (NCCL, xccl; a
 device that is lost), file systems over a network (stale handles), the signals of a real batch queue
@@ -49,20 +48,14 @@ device that is lost), file systems over a network (stale handles), the signals o
 
 """
 ROWS = []  # of the session: script, fault, outcome, seconds
-RUNNING = []  # the test that runs, last
 
 
-def pytest_runtest_setup(item):
-    RUNNING.append(item)
-
-
-@pytest.fixture(scope="session")
-def matrix():
+@pytest.fixture
+def matrix(record_property):
     """matrix(script, fault, outcome, seconds): a row of the table, kept with the test that runs."""
 
     def record(script, fault, outcome, seconds):
-        row = (f"{script}.py", fault, outcome, round(seconds, 1))
-        RUNNING[-1].user_properties.append(("fault", row))
+        record_property("fault", (f"{script}.py", fault, outcome, round(seconds, 1)))
 
     return record
 
@@ -78,20 +71,17 @@ def pytest_runtest_logreport(report):
         ROWS.append((report.nodeid, report.when, "FAILED", round(report.duration, 1)))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    table = ""
+def pytest_terminal_summary(config):
+    if not config.getoption("--matrix"):
+        return
+    import torch
+
+    text = HEAD.format(cores=os.cpu_count(), torch=torch.__version__)
     # sorted, as workers end in any order
     for row in [("script", "fault", "outcome", "seconds"), ("---",) * 4, *sorted(ROWS)]:
         cells = [str(cell).replace("|", "/") for cell in row]
-        table += f"| {' | '.join(cells)} |\n"
-    if config.getoption("--matrix"):
-        import torch
-
-        head = HEAD.format(cores=os.cpu_count(), torch=torch.__version__)
-        Path(config.getoption("--matrix")).write_text(head + table)
-    if config.getoption("--all-faults"):
-        terminalreporter.write_sep("=", "scripts and faults")
-        terminalreporter.write(table)
+        text += f"| {' | '.join(cells)} |\n"
+    Path(config.getoption("--matrix")).write_text(text)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,14 @@
-"""What several test files use: scripts called in processes that have their imports behind them,
-small data, and a disk that fills."""
+"""What several test files use: programs called in processes that have their imports behind them,
+small data, and a small disk."""
 
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
 import re
-import resource
-import runpy
 import signal
 import socket
 import subprocess
@@ -26,9 +25,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = """torch torch.distributed torch._dynamo torch.nn.parallel pytest train_ddp run_dpo_ddp
-    run_train_uniref50_ddp run_train_quantumgrav_ddp run_train_rebm_ddp helpers matplotlib.pyplot
-    sklearn.decomposition sklearn.metrics sentence_transformers""".split()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 SIGNALS = [  # as run_ddp.sh has them
@@ -44,9 +40,9 @@ PLAIN_RUN = subprocess.run
 
 @cache
 def forkserver():
-    """Starts processes in 0.1 s, with PRELOAD imported; itself once for all tests."""
+    """Starts processes in 0.1 s, with preload.py imported; itself once for all tests."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["preload"])
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     with mock.patch.dict(os.environ, variables):
@@ -74,9 +70,12 @@ def run_program(argv, env, output):
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
     subprocess.run = run_tool
+
     status = 0
     try:
-        runpy.run_path(argv[0], run_name="__main__")
+        spec = importlib.util.spec_from_file_location("__main__", argv[0])
+        sys.modules["__main__"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["__main__"])
     except SystemExit as end:
         status = end.code or 0
         if isinstance(end.code, str):
@@ -110,7 +109,7 @@ def call_script(script, *argv, **more):
     return call_program(ROOT / f"{script}.py", *argv, **more)
 
 
-def call_program(path, *argv, seconds=100.0, **changes):
+def call_program(path, *argv, seconds=200.0, **changes):
     """(exit status, output) of `python path argv` on the CPU, without the time of its imports."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
@@ -159,14 +158,14 @@ class Job:
     def text(self):
         return self.output.read_text(errors="replace")
 
-    def wait(self, seconds=100.0):
+    def wait(self, seconds=200.0):
         """The exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
 
-    def wait_for(self, pattern, seconds=100.0):
+    def wait_for(self, pattern, seconds=200.0):
         """Until the output has the pattern."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.text):
@@ -268,27 +267,37 @@ class Ranks:
     def text(self):
         return "".join(output.read_text() for output in self.outputs if output.exists())
 
+    def wait_for(self, words, seconds=200.0):
+        """Until the output has these words; wait() comes next."""
+        deadline = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"no {words!r}:\n{self.text[-3000:]}"
+            time.sleep(0.05)
+
     def kill(self):
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def wait(self, seconds=100.0):
+    def wait(self, seconds=200.0):
         """The exit statuses. No process may be left."""
         is_late = not self.pipe.poll(seconds)
         if is_late:
             self.kill()
         statuses, self.ended_at = self.pipe.recv()
         assert not is_late, f"still running after {seconds} s:\n{self.text[-3000:]}"
-        deadline = time.monotonic() + 5
-        while self.left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not self.left()
+        assert self.are_gone()
         self.pids = []
         return statuses
 
+    def are_gone(self, seconds=5.0):
+        """Whether no process of the ranks' sessions is left, now or within some seconds."""
+        deadline = time.monotonic() + seconds
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.left()
+
     def left(self):
-        """Living processes of the ranks' sessions."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
@@ -308,20 +317,16 @@ class Ranks:
 
 @contextlib.contextmanager
 def on_small_disk(folder, size):
-    """The folder takes `size` bytes: a tmpfs, or, where none can be mounted, a limit for files."""
+    """The folder is a file system of its own, of `size` bytes ("1m,ro": which cannot be written).
+    The test is skipped where none may be mounted."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    is_mounted = subprocess.run(command, capture_output=True).returncode == 0
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"needs the right to mount a file system ({done.stderr.strip()})")
     try:
-        if not is_mounted:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         yield
-    except OSError as error:
-        pytest.skip(f"neither a tmpfs nor a limit for files: {error}")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        if is_mounted:
-            subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def import_tool(name):
@@ -375,6 +380,7 @@ def write_structures(folder, count, pairs=6, least=18, most=40):
     for number in range(count):
         length = int(rng.integers(least, most + 1))
         own = rng.choice([0, 3, 9, 14, 17], length)
+
         turn = np.arange(length) * 1.745
         ca = np.c_[2.3 * np.cos(turn), 2.3 * np.sin(turn), 1.5 * np.arange(length)]
         ca += rng.normal(0, 0.2, (length, 3))
@@ -386,6 +392,7 @@ def write_structures(folder, count, pairs=6, least=18, most=40):
                 place = f"{x:8.3f}{y:8.3f}{z:8.3f}"
                 lines.append(f"ATOM  {name}    {place}  1.00  0.00           {atom[0]}")
         (folder / f"helix{number}.pdb").write_text("\n".join([*lines, "END"]) + "\n")
+
         for _ in range(pairs):
             other = own.copy()
             places = rng.choice(length, length // 3, replace=False)

@@ -3,15 +3,12 @@
 import json
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT, call_program, write_causal_sets
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "run_train_quantumgrav_ddp.py"
-DATA = "--samples 60 --min_size 8 --max_size 16 --workers 1 --out"
-TRAIN = "--num_epochs 1 --batch_size 12 --hidden_dim 8 --head_dim 8 --log_every 1 --device cpu"
+TRAIN = "--num_epochs=1 --batch_size=12 --hidden_dim=8 --head_dim=8 --log_every=1 --device=cpu"
 
 
 def changes():
@@ -26,17 +23,13 @@ def changes():
     return found
 
 
-def run(program, options, folder):
-    command = [sys.executable, str(program), *options.split()]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def train(script, data, options=""):
+def train(script, data, *options):
     """(number of parameters, rows of metrics.jsonl) of a short run in the folder of the script."""
-    text = run(script, f"--data {data} --output_dir run {TRAIN} {options}", script.parent)
-    lines = (script.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    output = script.parent / "run"
+    argv = [*TRAIN.split(), f"--data={data}", f"--output_dir={output}", *options]
+    status, text = call_program(script, *argv)
+    assert status == 0, text
+    lines = (output / "metrics.jsonl").read_text().splitlines()
     parameters = re.search(r"([\d,]+) parameters", text)[1]
     return int(parameters.replace(",", "")), [json.loads(line) for line in lines]
 
@@ -55,7 +48,7 @@ def changed_script(folder, name):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "sets"
-    run(ROOT / "tools" / "make_causal_sets.py", f"{DATA} {folder}", ROOT)
+    write_causal_sets(folder, "--samples=60", "--min_size=8", "--max_size=16")
     return folder
 
 
@@ -75,7 +68,7 @@ def test_changes_are_small():
 
 def test_network(data, unchanged, tmp_path):
     script = changed_script(tmp_path, "Another network")
-    parameters, rows = train(script, data, "--messages sum")
+    parameters, rows = train(script, data, "--messages=sum")
     # a layer of i inputs has maps from 3 i to 16 and from 16 to 8, instead of one from 3 i to 8
     more = [16 * 3 * i + 16 + 8 * 16 + 8 - (8 * 3 * i + 8) for i in (4, 8, 8)]
     assert parameters - unchanged[0] == sum(more)
@@ -84,7 +77,7 @@ def test_network(data, unchanged, tmp_path):
 
 def test_metric(data, unchanged, tmp_path):
     script = changed_script(tmp_path, "Another metric")
-    _, rows = train(script, data, "--stop_metrics cls/balanced_accuracy")
+    _, rows = train(script, data, "--stop_metrics=cls/balanced_accuracy")
     assert rows[0]["loss"] == unchanged[1][0]["loss"]
     assert "val/cls/balanced_accuracy" not in unchanged[1][-1]
     value = rows[-1]["val/cls/balanced_accuracy"]

@@ -9,8 +9,8 @@ import shutil
 import pytest
 from helpers import ROOT
 
-nbclient = pytest.importorskip("nbclient", reason="pip install -r requirements-dev.txt")
-nbformat = pytest.importorskip("nbformat", reason="pip install -r requirements-dev.txt")
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
 
 
 def changed_at(folder):
