@@ -94,12 +94,14 @@ class Job:
                     env=env,
                     stdout=file,
                     stderr=subprocess.STDOUT,
+                    start_new_session=True,  # with the processes that it starts itself
                 )
                 self.processes.append(process)
 
     def send(self, number):
         for process in self.processes:
-            process.send_signal(number)
+            if process.poll() is None:
+                os.killpg(process.pid, number)
 
     def fail(self):
         sys.exit(f"{self.log.name} ends with\n{self.log.read_text()[-3000:]}")
@@ -144,8 +146,6 @@ class Job:
     def end_round(self):
         clock, lines = self.first
         last_clock, last_lines = self.last
-        if last_lines == lines:
-            sys.exit(f"{self.log.stem} made no step in a round: give more --seconds")
         self.speeds.append((last_lines - lines) * self.amount / (last_clock - clock))
 
         clock, seconds = self.at_begin
@@ -153,7 +153,7 @@ class Job:
         self.busy.append((self.processor_seconds() - seconds) / worked)
 
 
-def script_job(script, side, folder, options, amount, processes=1, counted='"lr"'):
+def script_job(script, side, folder, options, amount=1, processes=1, counted='"lr"'):
     """A new run of a training script. side: "replaced" for the program replaced; anything else is
     ours. `folder` is that of workplace()."""
     program = folder / "replaced-program" if side == "replaced" else ROOT
@@ -218,6 +218,13 @@ def take_turn(jobs):
         job.note_turn(begin)
 
 
+def work_until_a_line(jobs_of):
+    """A side that has written none since the begin of the round takes some turns more."""
+    for side in jobs_of.values():
+        while any(job.last == job.first for job in side):
+            take_turn(side)
+
+
 def measure(jobs_of, rounds, seconds):
     """jobs_of: {side: its jobs}. Returns {side: its samples per second in each round}, and ends
     the jobs."""
@@ -225,16 +232,14 @@ def measure(jobs_of, rounds, seconds):
     for side in jobs_of.values():
         jobs += side
     warm_up(jobs)
-    for side in jobs_of.values():
-        while not all(job.last for job in side):
-            take_turn(side)
-
+    work_until_a_line(jobs_of)
     for _ in range(rounds):
         for job in jobs:
             job.begin_round()
         for _ in range(math.ceil(seconds / TURN)):
             for side in jobs_of.values():
                 take_turn(side)
+        work_until_a_line(jobs_of)
         for job in jobs:
             job.end_round()
     end_all()
