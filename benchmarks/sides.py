@@ -13,6 +13,7 @@ last one in it: a step that was stopped in the middle counts as long as it worke
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -60,6 +61,11 @@ def run_tool(name, *options):
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def end_with_parent():
+    """In a new process: Linux ends it, stopped or not, however this program ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 class Job:
     """A run of a program, a process for each rank. Its clock runs while it works."""
 
@@ -94,14 +100,13 @@ class Job:
                     env=env,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # with the processes that it starts itself
+                    preexec_fn=end_with_parent,
                 )
                 self.processes.append(process)
 
     def send(self, number):
         for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, number)
+            process.send_signal(number)
 
     def fail(self):
         sys.exit(f"{self.log.name} ends with\n{self.log.read_text()[-3000:]}")
