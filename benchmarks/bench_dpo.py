@@ -293,6 +293,7 @@ def main():
     add("--lengths", type=int, nargs="+", default=[20, 100, 300], help="residues")
     add("--flush_denormal", action="store_true", help="the port rounds them to zero")
     args = sides.parse_args(parser, port)
+
     records = []
     print(f"1 process x 1 thread, {args.rounds} rounds of {args.seconds:g} s\n")
     sides.print_comparison_head(UNIT)

@@ -221,6 +221,7 @@ def main():
     add("--batch", type=int, default=64, help="samples per process and step [64]")
     add("--teacher", action="store_true", help="see above")
     args = sides.parse_args(parser, port)
+
     with sides.workplace() as folder:
         prepare(args.rows, folder)
         turns = f"{args.rounds} rounds of {args.seconds:g} s"

@@ -181,6 +181,7 @@ def port(fasta):
     average = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=5e-5, weight_decay=0.01)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 0.9 * step / 5000)
+
     rows = port_rows(fasta)[rank :: dist.get_world_size()]
     torch.manual_seed(42 + rank)
     numbers = itertools.count()  # of the micro-batches
@@ -214,6 +215,7 @@ def make_sequences(count, folder):
     draw = np.random.default_rng(42)
     lengths = np.exp(draw.normal(0, 0.8, count))
     lengths = np.maximum(20, np.round(lengths * 286 / lengths.mean())).astype(int)
+
     residues = np.frombuffer(LETTERS.encode(), np.uint8)
     records = []
     for number, length in enumerate(lengths):
@@ -234,7 +236,7 @@ def start(folder, residues):
         --samples_per_eval=0"""
     ours = sides.script_job(SCRIPT, "ours", folder, options.split(), amount, PROCESSES)
     settings = {"fasta": f"{folder}/sequences.fasta"}
-    port = sides.port_job(__file__, "port", folder, settings, amount, PROCESSES)
+    original = sides.port_job(__file__, "port", folder, settings, amount, PROCESSES)
 
     # a sequence has two tokens more; padding is taken off at the end
     rows = max(1, round(BATCH * (residues + 2) / LENGTH))
@@ -242,7 +244,7 @@ def start(folder, residues):
     options = f"""{OPTIONS} --datafile={folder}/data-replaced --batch_size={rows} --log_freq=1
         --snapshot_sampling=False"""
     replaced = sides.script_job(SCRIPT, "replaced", folder, options.split(), amount, PROCESSES)
-    return {"ours": [ours], "replaced": [replaced], "port": [port]}
+    return {"ours": [ours], "replaced": [replaced], "port": [original]}
 
 
 def main():
@@ -250,12 +252,14 @@ def main():
     add = parser.add_argument
     add("--sequences", type=int, default=20_000, help="how many are drawn")
     args = sides.parse_args(parser, port)
+
     with sides.workplace() as folder:
         lengths = make_sequences(args.sequences, folder)
         residues = np.minimum(lengths, LENGTH - 2).mean()
         jobs = start(folder, residues)
         found = sides.measure(jobs, args.rounds, args.seconds)
         padding = statistics.mean(row["padding"] for row in jobs["replaced"][0].rows())
+
     found["replaced"] = [speed * (1 - padding) for speed in found["replaced"]]
     print(
         f"{PROCESSES} processes x 1 thread, {BATCH} x {ACCUMULATION} sequences per process and "

@@ -117,6 +117,7 @@ def run_part(name):
     """Runs a part; returns what RESULTS.json says of it."""
     command = f"python benchmarks/{PARTS[name].command}"
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+
     found = {"machine": machine(), "commit": commit(), "date": date, "command": command}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +125,7 @@ def run_part(name):
         words = [sys.executable, *command.split()[1:], f"--json={records}"]
         done = subprocess.run(words, cwd=sides.ROOT, capture_output=True, text=True)
         found["records"] = json.loads(records.read_text()) if records.exists() else []
+
     found["seconds"] = round(time.monotonic() - begin)
     found["status"] = done.returncode
     found["output"] = without_paths(done.stdout)
@@ -186,6 +188,7 @@ def main():
     text = f"these parts, of {', '.join(PARTS)}"
     parser.add_argument("--only", nargs="*", choices=PARTS, metavar="NAME", help=text)
     args = parser.parse_args()
+
     parts = {}
     names = PARTS
     if args.only is not None:
