@@ -109,7 +109,9 @@ class Job:
             process.send_signal(number)
 
     def fail(self):
-        sys.exit(f"{self.log.name} ends with\n{self.log.read_text()[-3000:]}")
+        statuses = [process.poll() for process in self.processes]
+        text = self.log.read_text()[-3000:]
+        sys.exit(f"a process of {self.log.stem} ended, {statuses}; its last words:\n{text}")
 
     def wait(self):
         """Until all processes have ended, and well."""
