@@ -2,28 +2,29 @@
 step of the program that its document describes.
 
     python benchmarks/bench_dpo.py
-    python benchmarks/bench_dpo.py --rounds 1 --seconds 20 --lengths 20
+    python benchmarks/bench_dpo.py --rounds 1 --seconds 3 --lengths 20
 
-Pairs per second: the same pairs and structures, fp32 on a CPU, one process and one thread each. The
-structures are bundles of helices, written as PDB files; each has one pair, the worst case for a
-program that encodes a structure once for all its sequences.
+Pairs per second: the same pairs and structures, batches of one pair, fp32 on a CPU, one process and
+one thread each. The structures are bundles of helices, written as PDB files; each has one pair, the
+worst case for a program that encodes a structure once for all its sequences.
 
-ours       the script, for --seconds with its start; the time of validations does not count, nor
-           what is done once per run: parsing, features, the scores of the reference
+ours       the script. What is done once per run is not measured: parsing, features, the scores of
+           the reference
 replaced   the program that it replaces (commit e7785a5), likewise
-port       what the original program did. Batches of one pair. In each step the PDB file is parsed
-           and made into tensors, of which some are never used. Four full forward passes, policy and
-           frozen reference on both sequences: 25 distance matrices [L, L], the order mask by an
-           einsum of one-hot matrices, concatenations [L, K, 384] and [L, K, 512]; dropout 0.1 in
-           the policy. Logits over the temperature 0.1, log(p + 1e-20), left-to-right order, Adam,
-           the loss read by `.item()` three times. To its advantage: the parser is a few lines of
-           slicing where that program had a general one (14 ms for 106 residues), there is no
-           progress bar, and both sequences share one parse. Its radial functions are often denormal
-           numbers, whose products take a CPU many times as long; ours avoids them.
-           --flush_denormal takes that away from the port
+port       what the original program did. In each step the PDB file is parsed and made into tensors,
+           of which some are never used. Four full forward passes, policy and frozen reference on
+           both sequences: 25 distance matrices [L, L], the order mask by an einsum of one-hot
+           matrices, concatenations [L, K, 384] and [L, K, 512]; dropout 0.1 in the policy. Logits
+           over the temperature 0.1, log(p + 1e-20), left-to-right order, Adam, the loss read by
+           `.item()` three times. To its advantage: the parser is a few lines of slicing where that
+           program had a general one (14 ms for 106 residues), there is no progress bar, and both
+           sequences share one parse. Its radial functions are often denormal numbers, whose
+           products take a CPU many times as long; ours avoids them. --flush_denormal takes that
+           away from the port
 """
 
 import copy
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ BETA = 0.1
 TEMPERATURE = 0.1
 RATE = 3e-7
 OPTIONS = f"""--base_model_name=random --lr={RATE} --beta={BETA} --temperature={TEMPERATURE}
-    --decoding_order=left_to_right --num_epochs=100000 --log_every=1"""
+    --decoding_order=left_to_right --num_epochs=100000 --log_every=1 --batch_size=1
+    --val_fraction=0.02"""
 
 
 # ---- Structures ----------------------------------------------------------------------------------
@@ -79,14 +81,11 @@ def write_pdb(path, coords, sequence):
     path.write_text("".join(lines) + "END\n")
 
 
-def letters_of(ids):
-    return "".join(ALPHABET[i] for i in ids)
-
-
 def make_pairs(length, count, folder):
     """A file of pairs, each of a structure of its own: random residues, preferred to the same with
     about a tenth replaced. Returns its path."""
     draw = np.random.default_rng(length)
+    letters = np.array(list(ALPHABET))
     rows = []
     for i in range(count):
         ids = draw.integers(0, 20, length)
@@ -94,8 +93,8 @@ def make_pairs(length, count, folder):
         is_other = draw.random(length) < 0.1
         is_other[0] = True  # at least one
         path = folder / f"chain{length}_{i}.pdb"
-        row = {"pdb_file": str(path), "preferred_seq": letters_of(ids)}
-        row["unpreferred_seq"] = letters_of(np.where(is_other, others, ids))
+        row = {"pdb_file": str(path), "preferred_seq": "".join(letters[ids])}
+        row["unpreferred_seq"] = "".join(letters[np.where(is_other, others, ids)])
         rows.append(row)
         write_pdb(path, build_backbone(length, draw), row["preferred_seq"])
     path = folder / f"pairs{length}.json"
@@ -261,8 +260,7 @@ def port_step(row, policy, reference, optimizer):
         loss.item()
 
 
-def port(pairs, seconds, flush_denormal):
-    """Pairs per second."""
+def port(pairs, flush_denormal):
     sys.path.insert(0, str(sides.ROOT))
     import run_dpo_ddp as script
 
@@ -271,55 +269,41 @@ def port(pairs, seconds, flush_denormal):
     policy = script.ProteinMPNN()
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
     optimizer = torch.optim.Adam(policy.parameters(), lr=RATE)
-    rows = json.loads(Path(pairs).read_text())
-
-    def step():
-        row = rows.pop(0)
-        rows.append(row)
-        port_step(row, policy, reference, optimizer)
-
-    return sides.steps_per_second(step, seconds)
+    rows = itertools.cycle(json.loads(Path(pairs).read_text()))
+    sides.repeat(lambda: port_step(next(rows), policy, reference, optimizer))
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------
 
 
-def run_side(side, folder, pairs, batch, args):
-    """Pairs per second."""
-    if side == "port":
-        settings = {"pairs": str(pairs), "seconds": args.seconds / 2}
-        settings["flush_denormal"] = args.flush_denormal
-        return sides.run_port(__file__, folder, settings)
-    options = f"{OPTIONS} --train_data={pairs} --batch_size={batch}"
-    options += f" --max_minutes={args.seconds / 60}"
-    if side == "replaced":
-        options += f" --cache_dir={folder}/cache"
-    rows = sides.run_script(SCRIPT, side, folder, options.split())
-    return sides.steady(sides.speeds_of(rows, "samples_per_s", "samples/s"))
+def start(folder, pairs, args):
+    """{side: its job}"""
+    options = f"{OPTIONS} --train_data={pairs}".split()
+    jobs = {"ours": [sides.script_job(SCRIPT, "ours", folder, options, 1)]}
+    options.append(f"--cache_dir={folder}/cache")
+    jobs["replaced"] = [sides.script_job(SCRIPT, "replaced", folder, options, 1)]
+    settings = {"pairs": str(pairs), "flush_denormal": args.flush_denormal}
+    jobs["port"] = [sides.port_job(__file__, "port", folder, settings, 1)]
+    return jobs
 
 
 def main():
-    parser = sides.make_parser(__doc__)
+    parser = sides.make_parser(__doc__, seconds=15.0)
     add = parser.add_argument
-    add("--seconds", type=float, default=25.0, help="of a turn")
     add("--lengths", type=int, nargs="+", default=[20, 100, 300], help="residues")
-    add("--batch", type=int, nargs="+", default=[1], help="pairs per step, but for the port")
     add("--flush_denormal", action="store_true", help="the port rounds them to zero")
     args = sides.parse_args(parser, port)
+
     records = []
     print(f"1 process x 1 thread, {args.rounds} rounds of {args.seconds:g} s\n")
     sides.print_comparison_head(UNIT)
     with sides.workplace() as folder:
         for length in args.lengths:
-            pairs = make_pairs(length, max(16, 4000 // length), folder)
-            for batch in args.batch:
-
-                def turn(side, pairs=pairs, batch=batch):
-                    return run_side(side, folder, pairs, batch, args)
-
-                found = sides.in_rounds(["ours", *NAMES], args.rounds, turn)
-                work = f"{length} residues, batch {batch}"
-                records += sides.compare(work, UNIT, found, NAMES)
+            # so many that no epoch ends meanwhile: validation is not measured
+            pairs = make_pairs(length, max(64, 20000 // length), folder)
+            jobs = start(folder, pairs, args)
+            found = sides.measure(jobs, args.rounds, args.seconds)
+            records += sides.compare(f"{length} residues, batch 1", UNIT, found, NAMES)
     sides.write_json(args.json, records)
 
 

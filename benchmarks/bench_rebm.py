@@ -2,12 +2,12 @@
 a port of the original's step.
 
     python benchmarks/bench_rebm.py
-    python benchmarks/bench_rebm.py --rounds 1 --steps 3 --settings SmallNet,8,16,2
+    python benchmarks/bench_rebm.py --rounds 1 --seconds 3 --networks SmallNet
 
 Images per second of whole training steps, one process, one thread, fp32 on a CPU, the same network
-and the same lengths of the attacks: T steps on OOD images, 10 on images to classify.
+and the same lengths of the attacks: T = 20 steps on OOD images, 10 on images to classify.
 
-ours         the script, for an epoch of stage 2
+ours         the script, in stage 2
 compiled     the same with --compile
 replaced     the program that it replaces (commit e7785a5), which makes an epoch of stage 1 before
 original     xuwangyin/DAT fb2ffc7, from a description of it: attacks through the
@@ -23,6 +23,7 @@ decodes and augments in other processes.
 import copy
 import itertools
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import sides
@@ -34,31 +35,30 @@ from torch.nn.parallel import DistributedDataParallel
 SCRIPT = "run_train_rebm_ddp.py"
 UNIT = "images/s"
 NAMES = {"replaced": sides.REPLACED, "original": "the original's step"}
+T = 20
 CLF_STEPS = 10
 STEP = 0.1
 CLF_EPS = 0.5
 RATE = 1e-5
 DECAY = 0.999
 HELD_OUT = 20  # images to validate on, and to test on: what is not measured shall be short
-OPTIONS = f"""--total_epochs=1 --AUC_th=1 --attack.step_size={STEP}
-    --indist_attack_clf.max_steps={CLF_STEPS} --indist_attack_clf.step_size={STEP}
-    --indist_attack_clf.eps={CLF_EPS} --lr={RATE} --ema={DECAY} --max_grad_norm=5 --log_every=1
-    --augm_type_classification=shift --n_imgs_per_evaluation_log=0 --eval_steps=1
-    --eval_images={HELD_OUT}"""
+EPOCH = 15  # steps
+OPTIONS = f"""--total_epochs=100000 --AUC_th=1 --attack.step_size={STEP}
+    --attack.max_steps={T} --attack.start_step={T} --indist_attack_clf.max_steps={CLF_STEPS}
+    --indist_attack_clf.step_size={STEP} --indist_attack_clf.eps={CLF_EPS} --lr={RATE}
+    --ema={DECAY} --max_grad_norm=5 --log_every=1 --augm_type_classification=shift
+    --n_imgs_per_evaluation_log=0 --eval_steps=1 --eval_images={HELD_OUT}"""
 REPLACED_OPTIONS = f"""--stage=both --at_epochs=1 --indist_dataset=file --eval_restarts=1
     --valid_images={HELD_OUT} --image_log.num_samples={HELD_OUT} --image_log.num_steps=1"""
 
 
-class Setting:
-    """model.model_type, side of the images, batch, T"""
+class Setting(NamedTuple):
+    channels: int
+    size: int  # side of the images
+    batch: int
 
-    def __init__(self, text):
-        self.model, *numbers = text.split(",")
-        self.size, self.batch, self.T = map(int, numbers)
-        self.channels = 1 if self.model == "SmallNet" and self.size < 28 else 3
-        self.name = f"{self.model}, {self.size} px, batch {self.batch}, T {self.T}"
-        self.options = f"""--model_type={self.model} --batch_size={self.batch}
-            --attack.max_steps={self.T} --attack.start_step={self.T}"""
+
+SETTINGS = {"SmallNet": Setting(1, 8, 128), "WideResNet28x2": Setting(3, 32, 8)}  # by --model_type
 
 
 # ---- The port ------------------------------------------------------------------------------------
@@ -103,34 +103,32 @@ def make_batches(setting):
     return itertools.cycle(batches)
 
 
-def make_network(setting):
+def make_network(name):
     """That of the script, with random weights."""
     sys.path.insert(0, str(sides.ROOT))
-    sys.argv = [SCRIPT, *setting.options.split()]
+    sys.argv = [SCRIPT, f"--model_type={name}"]
     import run_train_rebm_ddp as script
 
     torch.manual_seed(0)
+    setting = SETTINGS[name]
     return script.make_network(script.parse_args(), 10, setting.channels, setting.size)
 
 
-def port(setting, seconds):
-    """Images per second."""
-    setting = Setting(setting)
-    plain = make_network(setting).to(memory_format=torch.contiguous_format).train()
+def port(network):
+    plain = make_network(network).to(memory_format=torch.contiguous_format).train()
     plain.frozen = True
     average = copy.deepcopy(plain)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(plain, broadcast_buffers=False)
     options = {"lr": RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     optimizer = torch.optim.SGD(model.parameters(), **options)
-    batches = make_batches(setting)
+    batches = make_batches(SETTINGS[network])
     numbers = itertools.count()
 
     def step():
         x, y, real, real_y, outside = next(batches)
         model.eval()
-        steps = setting.T
-        fake = climb(model, outside, lambda z: of_class(z, real_y).sum(), steps, float("inf"))
+        fake = climb(model, outside, lambda z: of_class(z, real_y).sum(), T, float("inf"))
         with torch.no_grad():
             logits = model(torch.cat([real, outside, fake]))
             scores = of_class(logits, real_y.repeat(3)).chunk(3)
@@ -156,68 +154,64 @@ def port(setting, seconds):
                 if mean.is_floating_point():
                     mean.copy_(mean * decay + new * (1 - decay))
 
-    return setting.batch * sides.steps_per_second(step, seconds)
+    sides.repeat(step)
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------
 
 
-def prepare(setting, steps, folder):
-    """Noisy images for so many steps an epoch, as each side reads them, and weights for ours."""
-    torch.save(make_network(setting).state_dict(), folder / f"{setting.name}.pt")
+def prepare(network, folder):
+    """Noisy images, as each side reads them, and weights for ours to start from."""
+    torch.save(make_network(network).state_dict(), folder / f"{network}.pt")
+    setting = SETTINGS[network]
     rng = np.random.default_rng(0)
     arrays = {}
-    for part, count in (("train", setting.batch * steps + HELD_OUT), ("test", HELD_OUT)):
+    for part, count in (("train", setting.batch * EPOCH + HELD_OUT), ("test", HELD_OUT)):
         shape = (count, setting.channels, setting.size, setting.size)
         labels = np.arange(count) % 10
         brightness = (25 * labels).astype(np.uint8)  # or stage 1 would end: it would learn nothing
         arrays[f"x_{part}"] = brightness[:, None, None, None] + rng.integers(0, 25, shape, np.uint8)
         arrays[f"y_{part}"] = labels
-    path = folder / f"{setting.name}.npz"
+    path = folder / f"{network}.npz"
     np.savez(path, **arrays)
-    out = f"--out={folder / setting.name}"
+    out = f"--out={folder / network}"
     sides.run_tool("prepare_images.py", "arrays", path, f"--valid={HELD_OUT}", out)
 
 
-def run_side(side, folder, text, seconds):
-    """Images per second."""
+def start(side, folder, network):
+    """The job of a side."""
+    batch = SETTINGS[network].batch
     if side == "original":
-        return sides.run_port(__file__, folder, {"setting": text, "seconds": seconds})
-    setting = Setting(text)
-    options = f"{OPTIONS} {setting.options}"
-    data = folder / setting.name
+        return sides.port_job(__file__, side, folder, {"network": network}, batch)
+    options = f"{OPTIONS} --model_type={network} --batch_size={batch} "
+    data = folder / network
     if side == "replaced":
-        options = [*f"{options} {REPLACED_OPTIONS}".split(), f"--indist_ds_dir={data}.npz"]
+        options += f"{REPLACED_OPTIONS} --indist_ds_dir={data}.npz"
     else:
-        options = [*options.split(), f"--data={data}", f"--compile={side == 'compiled'}"]
-        options += ["--stage=dat", f"--ckpt_path={data}.pt"]
-    rows = sides.run_script(SCRIPT, side, folder, options)
-    rows = [row for row in rows if "T" in row]  # of stage 2
-    return sides.steady(sides.speeds_of(rows, "samples_per_s", "samples/s"))
+        options += f"--data={data} --stage=dat --ckpt_path={data}.pt --compile={side == 'compiled'}"
+    # lines with a T are of stage 2
+    return sides.script_job(SCRIPT, side, folder, options.split(), batch, counted='"T"')
 
 
 def main():
     parser = sides.make_parser(__doc__)
-    add = parser.add_argument
-    add("--steps", type=int, default=15, help="of a turn of a script")
-    add("--seconds", type=float, default=8.0, help="of a turn of the original")
-    default = ["SmallNet,8,128,20", "WideResNet28x2,32,8,20"]
-    add("--settings", nargs="+", default=default, help=Setting.__doc__)
+    names = list(SETTINGS)
+    parser.add_argument("--networks", nargs="+", default=names, choices=names)
     args = sides.parse_args(parser, port)
     records = []
-    print(f"one thread, {args.rounds} rounds of {args.steps} steps\n")
+    print(f"one thread, {args.rounds} rounds of {args.seconds:g} s\n")
     sides.print_comparison_head(UNIT)
     with sides.workplace() as folder:
-        for text in args.settings:
-            setting = Setting(text)
-            prepare(setting, args.steps, folder)
-
-            def turn(side, text=text):
-                return run_side(side, folder, text, args.seconds)
-
-            found = sides.in_rounds(["ours", "compiled", *NAMES], args.rounds, turn)
+        for network in args.networks:
+            prepare(network, folder)
+            jobs = {}
+            for side in ["ours", "compiled", *NAMES]:
+                jobs[side] = [start(side, folder, network)]
+            found = sides.measure(jobs, args.rounds, args.seconds)
+            setting = SETTINGS[network]
+            work = f"{network}, {setting.size} px, batch {setting.batch}, T {T}"
             for side in ("ours", "compiled"):
-                records += sides.compare(f"{setting.name}: {side}", UNIT, found, NAMES, side)
+                records += sides.compare(f"{work}: {side}", UNIT, found, NAMES, side)
     sides.write_json(args.json, records)
 
 

@@ -2,13 +2,13 @@
 sentence-transformers.
 
     pip install "accelerate>=1.10"
-    python benchmarks/bench_train_ddp.py --teacher 1
-    python benchmarks/bench_train_ddp.py --rounds 1 --rows 300 --batch 8
+    python benchmarks/bench_train_ddp.py --teacher
+    python benchmarks/bench_train_ddp.py --rounds 1 --seconds 3 --rows 300 --batch 8
 
 The same student, texts, batch, processes (two, one thread each) and fp32 on a CPU. The student is a
 BERT with random weights in the shape of 3 layers of all-MiniLM (384 wide), the teacher one of 6
 layers: what they cost is real, what they know does not matter. The texts are the documentation that
-comes with Python. A turn of a side is two epochs, of which the first warms up.
+comes with Python.
 
 ours         train_ddp.py; phase 1 by the cosine alone, phase 2 by InfoNCE alone
 replaced     the same of the program that it replaces (commit e7785a5)
@@ -17,14 +17,14 @@ default      SentenceTransformerTrainer as its documentation writes it: EmbedDis
 best         the Trainer with what we found to help it: texts of similar length share a batch, and
              the C library keeps freed memory, as in train_ddp.py
 
---teacher also measures three epochs of phase 1 in wall seconds, with start and the teacher. Its
-vectors are computed once by all ranks here and in best; in default by `Dataset.map`, by each.
+--teacher also measures three epochs of phase 1 in wall seconds, one run of each side, with start
+and the teacher. Its vectors are computed once by all ranks here and in best; in default by
+`Dataset.map`, by each.
 """
 
 import ctypes
 import json
 import shutil
-import statistics
 import time
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def make_labels(texts, side, with_teacher):
 
 
 def port(side, phase, epochs, batch, with_teacher):
-    """Samples per second of a training of SentenceTransformerTrainer. (each rank)"""
+    """A training of SentenceTransformerTrainer. (each rank)"""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
@@ -133,14 +133,13 @@ def port(side, phase, epochs, batch, with_teacher):
         keep_freed_memory()
         ids = student.tokenizer(texts, truncation=True, max_length=2 * LENGTH)["input_ids"]
         options["batch_sampler"] = similar_lengths(torch.tensor([len(tokens) for tokens in ids]))
-    ends = []  # of the steps
 
-    class Clock(TrainerCallback):
+    class Steps(TrainerCallback):
         def on_step_end(self, *others, **more):
-            ends.append(time.monotonic())
+            sides.note_step()
 
     settings = Arguments(
-        output_dir="trainer",
+        output_dir=f"trainer-{side}",
         per_device_train_batch_size=batch,
         learning_rate=2e-5,
         warmup_steps=0.1,
@@ -154,9 +153,7 @@ def port(side, phase, epochs, batch, with_teacher):
         **options,
     )
     names = {"model": student, "args": settings, "train_dataset": data, "loss": loss}
-    SentenceTransformerTrainer(**names, callbacks=[Clock()]).train()
-    ends = ends[len(ends) // epochs - 1 :]  # from the end of the first epoch on
-    return (len(ends) - 1) * batch * PROCESSES / (ends[-1] - ends[0])
+    SentenceTransformerTrainer(**names, callbacks=[Steps()]).train()
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------
@@ -175,61 +172,60 @@ def prepare(rows, folder):
         sides.run_tool("make_builtin_models.py", "bert", *options)
 
 
-def run_side(side, folder, batch, phase, epochs, cache):
-    """Samples per second after the first epoch. cache: folder of the teacher's vectors; None: they
-    are not in it yet, and computed."""
+def start(side, folder, batch, phase, epochs, cache):
+    """The job of a side. cache: folder of the teacher's vectors; None: they are not in it yet, and
+    computed."""
+    amount = batch * PROCESSES
     if side in ("default", "best"):
         settings = {"side": side, "phase": phase, "epochs": epochs, "batch": batch}
         settings["with_teacher"] = cache is None
-        return sides.run_port(__file__, folder, settings, PROCESSES)
+        return sides.port_job(__file__, side, folder, settings, amount, PROCESSES)
     if cache is None:
         cache = folder / "empty-cache"
         shutil.rmtree(cache, ignore_errors=True)
     options = f"""{OPTIONS} --skip_phase{3 - phase} --phase{phase}_epochs={epochs}
         --phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --batch_size={batch}
         --student_model={folder}/student --teacher_model={folder}/teacher --cache_dir={cache}"""
-    rows = sides.run_script("train_ddp.py", side, folder, options.split(), PROCESSES)
-    speeds = sides.speeds_of(rows, "samples_per_s", "samples/s")
-    return statistics.harmonic_mean(speeds[len(speeds) // epochs :])
+    return sides.script_job("train_ddp.py", side, folder, options.split(), amount, PROCESSES)
 
 
 def measure_steps(args, folder):
-    for side in ("ours", "replaced"):
-        run_side(side, folder, args.batch, 1, 2, folder / "cache")  # fills it
     records = []
     sides.print_comparison_head(UNIT)
     for phase, loss in LOSSES.items():
-
-        def turn(side, phase=phase):
-            return run_side(side, folder, args.batch, phase, 2, folder / "cache")
-
-        found = sides.in_rounds(["ours", *NAMES], args.rounds, turn)
+        jobs = {}
+        for side in ["ours", *NAMES]:
+            cache = folder / f"cache-{side}"
+            jobs[side] = [start(side, folder, args.batch, phase, 100_000, cache)]
+        found = sides.measure(jobs, args.rounds, args.seconds)
         records += sides.compare(f"phase {phase}: {loss}", UNIT, found, NAMES)
     return records
 
 
 def measure_with_teacher(args, folder):
-    def turn(side):
+    """Wall seconds of whole runs, one after the other."""
+    found = {}
+    for side in ["ours", *NAMES]:
         begin = time.monotonic()
-        run_side(side, folder, args.batch, 1, 3, None)
-        return time.monotonic() - begin
-
+        start(side, folder, args.batch, 1, 3, None).wait()
+        found[side] = [time.monotonic() - begin]
     print()
     sides.print_comparison_head("seconds")
-    found = sides.in_rounds(["ours", *NAMES], args.teacher, turn)
     return sides.compare("three epochs of phase 1", "seconds", found, NAMES)
 
 
 def main():
-    parser = sides.make_parser(__doc__)
+    parser = sides.make_parser(__doc__, seconds=18.0)
     add = parser.add_argument
-    add("--rows", type=int, default=1000, help="queries with a document")
-    add("--batch", type=int, default=64, help="samples per process and step")
-    add("--teacher", type=int, default=0, metavar="ROUNDS", help="see above")
+    add("--rows", type=int, default=600, help="queries with a document [600]")
+    add("--batch", type=int, default=64, help="samples per process and step [64]")
+    add("--teacher", action="store_true", help="see above")
     args = sides.parse_args(parser, port)
+
     with sides.workplace() as folder:
         prepare(args.rows, folder)
-        text = f"batch {args.batch} each, {args.rows} rows, {args.rounds} rounds"
+        turns = f"{args.rounds} rounds of {args.seconds:g} s"
+        text = f"batch {args.batch} each, {args.rows} rows, {turns}"
         print(f"{PROCESSES} processes x 1 thread, {text}\n")
         records = measure_steps(args, folder)
         if args.teacher:

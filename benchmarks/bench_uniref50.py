@@ -1,14 +1,15 @@
 """run_train_uniref50_ddp.py beside the program it replaced, and a port of the original's step.
 
     python benchmarks/bench_uniref50.py
-    python benchmarks/bench_uniref50.py --rounds 1 --steps 2 --sequences 400
+    python benchmarks/bench_uniref50.py --rounds 1 --seconds 3 --sequences 400
 
 All sides: a model of the same width, depth and heads, the same sequences, two processes of one
 thread each, 16 sequences x 4 micro-batches per process, fp32 on a CPU. Real residues per second of
-whole optimizer steps, over all processes; the first step is left out.
+whole optimizer steps, over all processes: steps by the mean number of residues of a step.
 
 Our steps and those of the program replaced (commit e7785a5) are made of the same number of
-sequences on average; there all those of a step had one length, ours are a random sample.
+sequences on average; there all those of a step had one length, ours are a random sample. Its batch
+is in rows of 512 tokens, each for 512 / mean length sequences.
 
 The port does what the original did. Rows of 512 int64 tokens, padded, the first 510 residues of a
 sequence. Attention in a Python loop over the sequences: start and end by `.item()`, scores in
@@ -61,17 +62,6 @@ OPTIONS = f"""--hidden_size={WIDTH} --n_blocks_prot={BLOCKS} --n_heads={HEADS} -
 # ---- The port: model, loss and step --------------------------------------------------------------
 
 
-class PortNorm(nn.Module):
-    """LayerNorm without bias, its weight by a product."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return F.layer_norm(x.float(), [WIDTH]) * self.weight
-
-
 def port_rotation():
     """cos and sin [1, length, 3, 1, head]: rotation for q and k, 1 and 0 for v."""
     head = WIDTH // HEADS
@@ -103,8 +93,8 @@ def port_attention(qkv):
 class PortBlock(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1 = PortNorm()
-        self.norm2 = PortNorm()
+        self.norm1 = nn.LayerNorm(WIDTH, bias=False)
+        self.norm2 = nn.LayerNorm(WIDTH, bias=False)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         wide = 4 * WIDTH
@@ -133,7 +123,7 @@ class PortModel(nn.Module):
         self.rotation = port_rotation()
         self.time = nn.Sequential(nn.Linear(COND, COND), nn.SiLU(), nn.Linear(COND, COND))
         self.blocks = nn.ModuleList(PortBlock() for _ in range(BLOCKS))
-        self.norm = PortNorm()
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
         self.ada = nn.Linear(COND, 2 * WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         nn.init.zeros_(self.ada.weight)
@@ -181,8 +171,8 @@ def port_rows(fasta):
     return rows[order]
 
 
-def port(fasta, steps):
-    """(real residues per second over all processes, share of padding) (each rank)"""
+def port(fasta):
+    """(each rank)"""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(42)
@@ -191,16 +181,15 @@ def port(fasta, steps):
     average = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=5e-5, weight_decay=0.01)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 0.9 * step / 5000)
+
     rows = port_rows(fasta)[rank :: dist.get_world_size()]
     torch.manual_seed(42 + rank)
-    counts = torch.zeros(2)  # residues, tokens
     numbers = itertools.count()  # of the micro-batches
 
     def step():
         for _ in range(ACCUMULATION):
             places = torch.arange(BATCH) + BATCH * next(numbers)
             batch = rows[places % len(rows)]
-            counts.add_(torch.tensor([(batch != PAD).sum(), batch.numel()]))
             loss = port_loss(model, batch) / ACCUMULATION
             loss.backward()
             if not math.isfinite(loss.item()):
@@ -208,20 +197,13 @@ def port(fasta, steps):
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         rate.step()
-        update_average(average, parameters, rate.last_epoch)
+        rest = 1 - min(0.9995, (1 + rate.last_epoch) / (10 + rate.last_epoch))
+        with torch.no_grad():
+            for mean, parameter in zip(average, parameters, strict=True):
+                mean.sub_(rest * (mean - parameter))
         optimizer.zero_grad()
 
-    speed = sides.steps_per_second(step, steps=steps)
-    dist.all_reduce(counts)
-    residues, tokens = counts.tolist()
-    return speed * residues / (steps + 1), 1 - residues / tokens
-
-
-@torch.no_grad()
-def update_average(average, parameters, updates):
-    rest = 1 - min(0.9995, (1 + updates) / (10 + updates))
-    for mean, parameter in zip(average, parameters, strict=True):
-        mean.sub_(rest * (mean - parameter))
+    sides.repeat(step)
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------
@@ -229,10 +211,11 @@ def update_average(average, parameters, updates):
 
 def make_sequences(count, folder):
     """Random residues, log-normal lengths (the mean of UniRef50, 286, median about 208), as each
-    side reads them. Returns the mean length, as tokens of a row too."""
+    side reads them. Returns the lengths."""
     draw = np.random.default_rng(42)
     lengths = np.exp(draw.normal(0, 0.8, count))
     lengths = np.maximum(20, np.round(lengths * 286 / lengths.mean())).astype(int)
+
     residues = np.frombuffer(LETTERS.encode(), np.uint8)
     records = []
     for number, length in enumerate(lengths):
@@ -242,56 +225,51 @@ def make_sequences(count, folder):
     sides.run_tool("prepare_uniref50.py", fasta, folder / "data")
     old = [sys.executable, folder / "replaced-program" / SCRIPT, "--prepare", fasta]
     subprocess.run([*old, folder / "data-replaced"], check=True, stdout=subprocess.DEVNULL)
-    return lengths.mean(), np.minimum(lengths + 2, LENGTH).mean()
+    return lengths
 
 
-def run_side(side, folder, steps, mean_tokens):
-    """(real residues per second, share of padding)"""
-    if side == "port":
-        settings = {"fasta": f"{folder}/sequences.fasta", "steps": steps}
-        return sides.run_port(__file__, folder, settings, PROCESSES)
-    options = f"{OPTIONS} --n_iters={steps + 1} "
-    if side == "ours":
-        options += f"--datafile={folder}/data --batch_size={BATCH} --log_every=1"
-        options += " --samples_per_eval=0"
-    else:
-        # its batch is in rows of 512 tokens, each for 512 / mean length sequences
-        rows = max(1, round(BATCH * mean_tokens / LENGTH))
-        options += f"--datafile={folder}/data-replaced --batch_size={rows} --log_freq=1"
-        options += " --snapshot_sampling=False"
-    rows = sides.run_script(SCRIPT, side, folder, options.split(), PROCESSES)
-    speed = sides.steady(sides.speeds_of(rows, "residues_per_s", "tokens/s"))
-    padding = sides.speeds_of(rows, "padding")  # ours has none
-    return speed, statistics.mean(padding) if padding else 0.0
+def start(folder, residues):
+    """{side: its job}. residues: the mean number that a side sees of a sequence."""
+    sequences = BATCH * ACCUMULATION * PROCESSES  # of a step
+    amount = sequences * residues
+    options = f"""{OPTIONS} --datafile={folder}/data --batch_size={BATCH} --log_every=1
+        --samples_per_eval=0"""
+    ours = sides.script_job(SCRIPT, "ours", folder, options.split(), amount, PROCESSES)
+    settings = {"fasta": f"{folder}/sequences.fasta"}
+    original = sides.port_job(__file__, "port", folder, settings, amount, PROCESSES)
+
+    # a sequence has two tokens more; padding is taken off at the end
+    rows = max(1, round(BATCH * (residues + 2) / LENGTH))
+    amount = rows * ACCUMULATION * PROCESSES * LENGTH * residues / (residues + 2)
+    options = f"""{OPTIONS} --datafile={folder}/data-replaced --batch_size={rows} --log_freq=1
+        --snapshot_sampling=False"""
+    replaced = sides.script_job(SCRIPT, "replaced", folder, options.split(), amount, PROCESSES)
+    return {"ours": [ours], "replaced": [replaced], "port": [original]}
 
 
 def main():
-    parser = sides.make_parser(__doc__)
+    parser = sides.make_parser(__doc__, seconds=18.0)
     add = parser.add_argument
-    add("--steps", type=int, default=4, help="optimizer steps that are timed in a turn")
     add("--sequences", type=int, default=20_000, help="how many are drawn")
     args = sides.parse_args(parser, port)
+
     with sides.workplace() as folder:
-        mean_length, mean_tokens = make_sequences(args.sequences, folder)
+        lengths = make_sequences(args.sequences, folder)
+        residues = np.minimum(lengths, LENGTH - 2).mean()
+        jobs = start(folder, residues)
+        found = sides.measure(jobs, args.rounds, args.seconds)
+        padding = statistics.mean(row["padding"] for row in jobs["replaced"][0].rows())
 
-        def turn(side):
-            return run_side(side, folder, args.steps, mean_tokens)
-
-        found = sides.in_rounds(["ours", *NAMES], args.rounds, turn)
+    found["replaced"] = [speed * (1 - padding) for speed in found["replaced"]]
     print(
         f"{PROCESSES} processes x 1 thread, {BATCH} x {ACCUMULATION} sequences per process and "
-        f"step, {args.steps} steps, {args.rounds} rounds\n"
-        f"{args.sequences:,} sequences, mean length {mean_length:.0f}\n"
+        f"step, {args.rounds} rounds of {args.seconds:g} s\n"
+        f"{args.sequences:,} sequences, mean length {lengths.mean():.0f}\n"
     )
     sides.print_comparison_head(UNIT)
-    speeds = {}
-    for side, turns in found.items():
-        speeds[side] = [speed for speed, _ in turns]
-    records = sides.compare("small model, lengths of uniref50", UNIT, speeds, NAMES)
-    print("\npadding: ", end="")
-    for side, turns in found.items():
-        print(f"{side} {statistics.mean(padding for _, padding in turns):.1%}", end="  ")
-    print()
+    records = sides.compare("small model, lengths of uniref50", UNIT, found, NAMES)
+    of_port = 1 - residues / LENGTH
+    print(f"\npadding: ours 0.0%  replaced {padding:.1%}  port {of_port:.1%}")
     sides.write_json(args.json, records)
 
 

@@ -112,7 +112,8 @@ def train(args, work, name, sequences):
         --batch_size={48 // args.nproc} --n_iters={args.steps} --epochs=1000 --lr=4e-3 --warmup=100
         --ema=0.999 --log_every=100 --eval_freq={args.steps} --eval_sequences=100000
         --samples_per_eval=0"""
-    sides.run_script("run_train_uniref50_ddp.py", name, work, options.split(), args.nproc)
+    script = "run_train_uniref50_ddp.py"
+    sides.script_job(script, name, work, options.split(), processes=args.nproc).wait()
     return json.loads((work / f"run-{name}" / "summary.json").read_text())["val"]
 
 

@@ -20,7 +20,9 @@ Of run_train_rebm_ddp.py the share of its attacks, too.
 
 import importlib
 import json
+import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -63,40 +65,33 @@ COLUMNS = ["data", *KINDS, "optimizer", "python"]
 # ---- One run, in a process of its own ------------------------------------------------------------
 
 
-def mark(owner, name, region):
-    """Let the profiler see when a function runs."""
+def mark(owner, name, label):
+    """Let the profiler see when a method runs. label: a text, or a function of its object."""
     plain = getattr(owner, name)
 
-    def marked(*args, **options):
-        with torch.profiler.record_function(f"region: {region}"):
-            return plain(*args, **options)
+    def marked(this, *args):
+        text = label(this) if callable(label) else label
+        with torch.profiler.record_function(text):
+            return plain(this, *args)
 
     setattr(owner, name, marked)
 
 
-def mark_attacks(script):
-    """The same for both attacks of run_train_rebm_ddp.py."""
-    plain = script.Attack.__call__
-
-    def marked(attack, *args):
-        on_class = attack.gain is script.cross_entropy
-        part = "attack on images to classify" if on_class else "attack on OOD images"
-        with torch.profiler.record_function(f"part: {part}"):
-            return plain(attack, *args)
-
-    script.Attack.__call__ = marked
-
-
-def port(script, options, warm, steps):
-    """Runs main() of a script, which ends after so many steps; leaves answer.json."""
+def port(script, options, warm, steps, answer):
+    """Runs main() of a script, which ends after so many steps; writes the file `answer`."""
     sys.path.insert(0, str(sides.ROOT))
     sys.argv = [f"{script}.py", *options]
     module = importlib.import_module(script)
-    mark(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data")
-    mark(module.StepGuard, "update", "optimizer")
-    mark(module.StepGuard, "agree", "optimizer")
-    if hasattr(module, "Attack"):
-        mark_attacks(module)
+    mark(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "region: data")
+    mark(module.StepGuard, "update", "region: optimizer")
+    mark(module.StepGuard, "agree", "region: optimizer")
+    if script == "run_train_rebm_ddp":
+
+        def which(attack):
+            is_on_class = attack.gain is module.cross_entropy
+            return f"part: attack on {'images to classify' if is_on_class else 'OOD images'}"
+
+        mark(module.Attack, "__call__", which)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     plain_update = module.StepGuard.update
     begins = []  # of steps: a step is from update to update here
@@ -113,8 +108,8 @@ def port(script, options, warm, steps):
             profiler.stop()
             found["profiled"] = begins[-1] - begins[warm + steps - 1]
             found.update(add_up(profiler.events()))
-            Path("answer.json").write_text(json.dumps(found))
-            guard.deadline = 0  # the run saves its weights and ends
+            Path(answer).write_text(json.dumps(found))
+            os.kill(os.getpid(), signal.SIGUSR1)  # the run saves its weights and ends
         return result
 
     module.StepGuard.update = update
@@ -156,19 +151,15 @@ def kind_of(event):
 # ---- All runs and the tables ---------------------------------------------------------------------
 
 
-def prepare(script, folder):
-    if script == "run_train_quantumgrav_ddp":
-        sides.run_tool("make_causal_sets.py", "--samples=3000", f"--out={folder}/sets")
-    elif script == "run_train_rebm_ddp":
-        sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
-
-
 def profile(name, folder, args):
     script, _, stage = name.partition(", ")
     out = f"run-{stage.replace(' ', '-') or script}"
+    answer = folder / "answer.json"
     options = [*RUNS[name].split(), *sides.COMMON.split(), f"--output_dir={out}"]
-    settings = {"script": script, "options": options, "warm": args.warm, "steps": args.steps}
-    return sides.run_port(__file__, folder, settings)
+    settings = {"script": script, "options": options, "answer": str(answer)}
+    settings.update(warm=args.warm, steps=args.steps)
+    sides.port_job(__file__, "profile", folder, settings, 1).wait()
+    return json.loads(answer.read_text())
 
 
 def shares(found):
@@ -187,6 +178,13 @@ def print_operators(name, found, steps):
         share = f"{seconds / found['profiled']:.1%}"
         cells = [kind, operator, f"{calls / steps:,.1f}", f"{1000 * seconds / steps:.3f}", share]
         sides.print_row(name, *cells)
+
+
+def prepare(script, folder):
+    if script == "run_train_quantumgrav_ddp":
+        sides.run_tool("make_causal_sets.py", "--samples=3000", f"--out={folder}/sets")
+    elif script == "run_train_rebm_ddp":
+        sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
 
 
 def main():

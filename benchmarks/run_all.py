@@ -3,7 +3,7 @@
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only dpo rebm
 
-Let nothing else run meanwhile; on two cores it takes about 80 minutes. Where a part fails, its
+Let nothing else run meanwhile; on two cores it takes about 60 minutes. Where a part fails, its
 section shows how, the others run all the same, and the exit status is 1.
 
 RESULTS.json has all that was measured; RESULTS.md is made from it alone (--only without a name
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 PARTS = {
     "train_ddp": Part(
         "train_ddp.py",
-        "bench_train_ddp.py --rows 600 --teacher 1",
+        "bench_train_ddp.py --teacher",
         {
             "^phase.*, default": 2.4,
             "^phase.*, at its best": 1.6,
@@ -51,17 +51,17 @@ PARTS = {
     ),
     "uniref50": Part(
         "run_train_uniref50_ddp.py",
-        "bench_uniref50.py --rounds 5",
+        "bench_uniref50.py",
         {"original": 3.5, "the program replaced": 0.9},
     ),
     "dpo": Part(
         "run_dpo_ddp.py",
-        "bench_dpo.py --seconds 15",
+        "bench_dpo.py",
         {"^100 residues.*port": 6.0, "the program replaced": 0.97},
     ),
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py",
-        "bench_quantumgrav.py --sizes 32-128 --networks default 1x32",
+        "bench_quantumgrav.py",
         {"^32-128 elements, 1x32.*in files": 4.0, "the program replaced": 0.97},
     ),
     "rebm": Part(
@@ -74,33 +74,36 @@ PARTS = {
         },
     ),
     "profile": Part("all", "profile_steps.py"),
-    "scaling": Part("all", "scaling.py --seconds 21", {"larger accumulation": 0.95}),
+    "scaling": Part("all", "scaling.py", {"larger accumulation": 0.95}),
 }
 PACKAGES = ["torch", "numpy", "sentence-transformers", "transformers", "accelerate"]
 PACKAGES += ["torch_geometric", "scikit-learn"]
 CODE = ["*.py", "configs", "tools", "benchmarks/*.py"]  # what figures depend on
+RESULTS = sides.ROOT / "benchmarks" / "RESULTS.json"
 
 
 # ---- A part --------------------------------------------------------------------------------------
 
 
 def machine():
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    cpu = found[1] if found else platform.processor()
+    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    cpu = name[1] if name else platform.processor()
     found = {"CPU": f"{cpu}, {len(os.sched_getaffinity(0))} cores", "OS": platform.platform()}
     found["Python"] = platform.python_version()
-    for name in PACKAGES:
-        found[name] = importlib.metadata.version(name)
+    for package in PACKAGES:
+        found[package] = importlib.metadata.version(package)
     return found
+
+
+def output_of(*command):
+    done = subprocess.run(command, cwd=sides.ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def commit():
     """The last commit that changed the code, and whether there are changes beside it."""
-    git = ["git", "-C", sides.ROOT]
-    command = [*git, "log", "-1", "--format=%h", "--abbrev=12", "--", *CODE]
-    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    command = [*git, "status", "--porcelain", "--", *CODE]
-    if subprocess.run(command, capture_output=True, text=True).stdout:
+    found = output_of("git", "log", "-1", "--format=%h", "--abbrev=12", "--", *CODE)
+    if output_of("git", "status", "--porcelain", "--", *CODE):
         found += " with changes"
     return found
 
@@ -114,31 +117,23 @@ def run_part(name):
     """Runs a part; returns what RESULTS.json says of it."""
     command = f"python benchmarks/{PARTS[name].command}"
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+
     found = {"machine": machine(), "commit": commit(), "date": date, "command": command}
-    found["records"] = []
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         records = Path(folder, "records.json")
         words = [sys.executable, *command.split()[1:], f"--json={records}"]
         done = subprocess.run(words, cwd=sides.ROOT, capture_output=True, text=True)
-        if records.exists():
-            found["records"] = json.loads(records.read_text())
+        found["records"] = json.loads(records.read_text()) if records.exists() else []
+
     found["seconds"] = round(time.monotonic() - begin)
     found["status"] = done.returncode
     found["output"] = without_paths(done.stdout)
-    if done.returncode != 0:
-        found["errors"] = without_paths(done.stderr[-2500:])
+    found["errors"] = without_paths(done.stderr[-2500:]) if done.returncode else ""
     return found
 
 
 # ---- RESULTS.md ----------------------------------------------------------------------------------
-
-
-def wanted_ratio(name, work, other):
-    for pattern, wanted in PARTS[name].wanted.items():
-        if re.search(pattern, f"{work} | {other}"):
-            return wanted
-    return None
 
 
 def ratio_rows(name, part):
@@ -149,30 +144,31 @@ def ratio_rows(name, part):
             groups.setdefault((record["work"], record["with"]), []).append(record["ratio"])
     rows = []
     for (work, other), ratios in groups.items():
-        wanted = wanted_ratio(name, work, other)
+        wanted = ""
         reached = ""
-        if wanted is not None:
-            reached = "yes" if statistics.median(ratios) >= wanted else "no"
-        cells = [PARTS[name].script, other, work, sides.spread(ratios), wanted or "", reached]
+        for pattern, ratio in PARTS[name].wanted.items():
+            if re.search(pattern, f"{work} | {other}"):
+                wanted = ratio
+                reached = "yes" if statistics.median(ratios) >= ratio else "no"
+                break
+        cells = [PARTS[name].script, other, work, sides.spread(ratios), wanted, reached]
         rows.append(f"| {' | '.join(map(str, cells))} | {part['commit']} |")
     return rows
 
 
 def section(name, part):
     machine = ", ".join(f"{key} {value}" for key, value in part["machine"].items())
-    lines = [f"## {name}", "", f"`{part['command']}`", ""]
     text = f"Commit {part['commit']}, {part['date']}, {part['seconds']} s. {machine}"
-    # headings of the output stand below that of the section
-    lines += [text, "", re.sub("^#", "##", part["output"], flags=re.MULTILINE), ""]
+    lines = [f"## {name}", "", f"`{part['command']}`", "", text, "", part["output"], ""]
     if part["status"] != 0:
         lines += [f"**Failed, exit status {part['status']}.** Its last messages:", ""]
         lines += ["```", part["errors"], "```", ""]
     return lines
 
 
-def write(parts, path):
+def write(parts):
     """RESULTS.json and RESULTS.md."""
-    path.with_suffix(".json").write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
     parts = {name: parts[name] for name in PARTS if name in parts}
     names = ["script", "compared with", "work", "ratio: median (smallest to largest)"]
     names += ["wanted", "reached", "commit"]
@@ -183,7 +179,7 @@ def write(parts, path):
     lines.append("")
     for name, part in parts.items():
         lines += section(name, part)
-    path.write_text("\n".join(lines))
+    RESULTS.with_suffix(".md").write_text("\n".join(lines))
 
 
 def main():
@@ -192,18 +188,18 @@ def main():
     text = f"these parts, of {', '.join(PARTS)}"
     parser.add_argument("--only", nargs="*", choices=PARTS, metavar="NAME", help=text)
     args = parser.parse_args()
-    path = sides.ROOT / "benchmarks" / "RESULTS.md"
+
     parts = {}
     names = PARTS
     if args.only is not None:
-        parts = json.loads(path.with_suffix(".json").read_text())["parts"]
+        parts = json.loads(RESULTS.read_text())["parts"]
         names = args.only
     failed = False
-    write(parts, path)
+    write(parts)
     for name in names:
         print(f"{name}: begins at {time.strftime('%H:%M:%S')}", flush=True)
         parts[name] = run_part(name)
-        write(parts, path)
+        write(parts)
         failed = failed or parts[name]["status"] != 0
         print(f"{name}: {parts[name]['seconds']} s, exit status {parts[name]['status']}")
     return 1 if failed else 0

@@ -1,16 +1,25 @@
-"""What the benchmarks of this folder share: runs that take turns, and what is made of their speeds.
+"""What the benchmarks share: sides that take turns, and what is made of their speeds.
 
 A side is one of the programs that are compared: ours, the program that it replaces, a port of the
-step of another program. A turn of a side is a run of it, under torchrun, with one thread a process.
-All sides have a turn in each round, in an order that rotates. Ratios are of turns of the same
-round, as the speed of a shared machine drifts.
+step of another program. All sides are started together, with one thread a process. Then they work
+in turns of a few seconds: while one side works, the processes of the others are stopped (SIGSTOP).
+So all see the same moods of a shared machine, and each is started and warmed up only once. A round
+is so many turns that each side has worked for --seconds; a ratio is of speeds of the same round.
+
+Each side writes a line into its metrics.jsonl after a step, or after every so many. Its speed in a
+round is the number of lines by the time that it worked, from the last line before the round to the
+last one in it: a step that was stopped in the middle counts as long as it worked.
 """
 
 import argparse
 import contextlib
+import ctypes
 import json
+import math
 import os
 import shutil
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +32,10 @@ COMMIT = "e7785a5"
 REPLACED = f"the program replaced ({COMMIT})"
 COMMON = "--device=cpu --precision=fp32 --wandb_mode=disabled --save_every=1000000"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+TURN = 3.0  # seconds
+WARM = 2  # lines that a side writes before it is measured
+
+running = []  # jobs
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -37,7 +50,10 @@ def workplace():
         command = ["git", "-C", ROOT, "archive", COMMIT]
         archive = subprocess.run(command, check=True, stdout=subprocess.PIPE)
         subprocess.run(["tar", "-x", "-C", program], check=True, input=archive.stdout)
-        yield Path(name)
+        try:
+            yield Path(name)
+        finally:
+            end_all()
 
 
 def run_tool(name, *options):
@@ -45,106 +61,225 @@ def run_tool(name, *options):
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def run(command, folder, processes, log):
-    """Runs a program under torchrun in `folder`. Where it fails, this program ends, too."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher.append(f"--nproc_per_node={processes}")
-    log = folder / log
-    with open(log, "w") as file:
-        done = subprocess.run(
-            [*launcher, *map(str, command)],
-            cwd=folder,
-            env=os.environ | ENVIRONMENT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    if done.returncode != 0:
-        words = log.read_text().partition("] failed (exitcode: ")[0]  # of the ranks, not torchrun's
-        sys.exit(f"exit status {done.returncode}: {command[0]} ends with\n{words[-3000:]}")
+def end_with_parent():
+    """In a new process: Linux ends it, stopped or not, however this program ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def run_script(script, side, folder, options, processes=1):
-    """The rows of metrics.jsonl of a new run of a training script. side: "replaced" for the program
-    replaced; anything else is ours. `folder` is that of workplace()."""
+class Job:
+    """A run of a program, a process for each rank. Its clock runs while it works."""
+
+    def __init__(self, command, out, amount=1, processes=1, counted='"lr"'):
+        self.metrics = out / "metrics.jsonl"
+        self.log = Path(f"{out}.log")
+        self.amount = amount  # samples that a line of metrics.jsonl stands for
+        self.counted = counted  # what is in each of these lines, and in no other
+        self.clock = 0.0
+        self.last = None  # (clock, lines) at the last line
+        self.first = None  # that at the begin of the round
+        self.at_begin = None  # (clock, processor seconds) then
+        self.speeds = []  # samples per second, in each round
+        self.busy = []  # the share of the round in which a process was working, 0 to 1
+        self.processes = []
+        running.append(self)
+
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        env = os.environ | ENVIRONMENT | {"METRICS": str(self.metrics)}
+        env.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        env.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+        with open(self.log, "w") as file:
+            for rank in range(processes):
+                env.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                process = subprocess.Popen(
+                    [sys.executable, *map(str, command)],
+                    cwd=out.parent,
+                    env=env,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=end_with_parent,
+                )
+                self.processes.append(process)
+
+    def send(self, number):
+        for process in self.processes:
+            process.send_signal(number)
+
+    def fail(self):
+        statuses = [process.poll() for process in self.processes]
+        text = self.log.read_text()[-3000:]
+        sys.exit(f"a process of {self.log.stem} ended, {statuses}; its last words:\n{text}")
+
+    def wait(self):
+        """Until all processes have ended, and well."""
+        for process in self.processes:
+            if process.wait() != 0:
+                self.fail()
+
+    def rows(self):
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        return [json.loads(line) for line in lines if self.counted in line]
+
+    def lines(self):
+        """How many there are. If a process has ended, this program ends, too."""
+        for process in self.processes:
+            if process.poll() is not None:
+                self.fail()
+        return self.metrics.read_text().count(self.counted) if self.metrics.exists() else 0
+
+    def processor_seconds(self):
+        """That all threads of its processes have used since they started (Linux)."""
+        ticks = 0
+        for process in self.processes:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # in the program and in the kernel
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def note_turn(self, begin):
+        """After a turn that began then."""
+        lines = self.lines()
+        written_at = self.metrics.stat().st_mtime
+        if written_at > begin:
+            self.last = (self.clock + written_at - begin, lines)
+        self.clock += time.time() - begin
+
+    def begin_round(self):
+        self.first = self.last
+        self.at_begin = (self.clock, self.processor_seconds())
+
+    def end_round(self):
+        clock, lines = self.first
+        last_clock, last_lines = self.last
+        self.speeds.append((last_lines - lines) * self.amount / (last_clock - clock))
+
+        clock, seconds = self.at_begin
+        worked = (self.clock - clock) * len(self.processes)
+        self.busy.append((self.processor_seconds() - seconds) / worked)
+
+
+def script_job(script, side, folder, options, amount=1, processes=1, counted='"lr"'):
+    """A new run of a training script. side: "replaced" for the program replaced; anything else is
+    ours. `folder` is that of workplace()."""
     program = folder / "replaced-program" if side == "replaced" else ROOT
     out = folder / f"run-{side}"
-    shutil.rmtree(out, ignore_errors=True)
     command = [program / script, *COMMON.split(), f"--output_dir={out}", *options]
-    run(command, folder, processes, f"{side}.log")
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Job(command, out, amount, processes, counted)
 
 
-def speeds_of(rows, *names):
-    """The speed in each log line, which ours and the program replaced give by two names."""
-    speeds = []
-    for row in rows:
-        for name in names:
-            if name in row:
-                speeds.append(row[name])
-    return speeds
-
-
-def steady(speeds):
-    """The median of the log lines but the first, in which the run warms up. A line in which a
-    checkpoint was written changes no median."""
-    if len(speeds) < 2:
-        sys.exit("a run made fewer than two log lines: give it more time")
-    return statistics.median(speeds[1:])
-
-
-def run_port(file, folder, settings, processes=1):
-    """What port(**settings) of the program `file` of this folder returns, in a run of its own."""
+def port_job(file, side, folder, settings, amount, processes=1):
+    """port(**settings) of the program `file` of this folder."""
     command = [Path(file).resolve(), f"--port={json.dumps(settings)}"]
-    run(command, folder, processes, "port.log")
-    return json.loads((folder / "answer.json").read_text())
+    return Job(command, folder / f"run-{side}", amount, processes)
+
+
+def end_all():
+    for job in running:
+        job.send(signal.SIGKILL)
+        for process in job.processes:
+            process.wait()
+    running.clear()
+
+
+# ---- In a run of a port --------------------------------------------------------------------------
+
+
+def note_step():
+    """After each step of a port. (each rank)"""
+    if os.environ["RANK"] == "0":
+        with open(os.environ["METRICS"], "a") as file:
+            file.write('{"lr": 0}\n')
+
+
+def repeat(step):
+    """A port's training, until this process is killed."""
+    while True:
+        step()
+        note_step()
+
+
+# ---- Turns and rounds ----------------------------------------------------------------------------
+
+
+def warm_up(jobs):
+    """Each works until it has written WARM lines, and is stopped."""
+    waiting = list(jobs)
+    while waiting:
+        time.sleep(0.1)
+        for job in list(waiting):
+            if job.lines() >= WARM:
+                job.send(signal.SIGSTOP)
+                waiting.remove(job)
+
+
+def take_turn(jobs):
+    begin = time.time()
+    for job in jobs:
+        job.send(signal.SIGCONT)
+    time.sleep(TURN)
+    for job in jobs:
+        job.send(signal.SIGSTOP)
+    for job in jobs:
+        job.note_turn(begin)
+
+
+def work_until_a_line(jobs_of):
+    """A side that has written none since the begin of the round takes some turns more."""
+    for side in jobs_of.values():
+        while any(job.last == job.first for job in side):
+            take_turn(side)
+
+
+def measure(jobs_of, rounds, seconds):
+    """jobs_of: {side: its jobs}. Returns {side: its samples per second in each round}, and ends
+    the jobs."""
+    jobs = []
+    for side in jobs_of.values():
+        jobs += side
+    warm_up(jobs)
+    work_until_a_line(jobs_of)
+    for _ in range(rounds):
+        for job in jobs:
+            job.begin_round()
+        for _ in range(math.ceil(seconds / TURN)):
+            for side in jobs_of.values():
+                take_turn(side)
+        work_until_a_line(jobs_of)
+        for job in jobs:
+            job.end_round()
+    end_all()
+
+    found = {}
+    for name, side in jobs_of.items():
+        found[name] = [sum(job.speeds[i] for job in side) for i in range(rounds)]
+    return found
+
+
+# ---- Arguments, ratios, tables -------------------------------------------------------------------
+
+
+def make_parser(doc, seconds=12.0):
+    """With the options that all programs of this folder have."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    text = f"that each side works in a round [{seconds:g}]"
+    parser.add_argument("--seconds", type=float, default=seconds, help=text)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
+    parser.add_argument("--port", type=json.loads, help=argparse.SUPPRESS)  # a run of a port
+    return parser
 
 
 def parse_args(parser, port):
     """The arguments; in a run of a port (each rank) this program ends here."""
     args = parser.parse_args()
     if args.port:
-        found = port(**args.port)
-        if os.environ["RANK"] == "0":
-            Path("answer.json").write_text(json.dumps(found))
+        port(**args.port)
         sys.stdout.flush()
         os._exit(0)  # while DDP's objects live, gloo's threads abort some processes that end well
     return args
-
-
-def steps_per_second(step, seconds=0.0, steps=1):
-    """Of calls of step(), the median, after one that warms up: so many at least, and so long."""
-    step()
-    speeds = []
-    end = time.monotonic() + seconds
-    while len(speeds) < steps or time.monotonic() < end:
-        begin = time.monotonic()
-        step()
-        speeds.append(1 / (time.monotonic() - begin))
-    return statistics.median(speeds)
-
-
-# ---- Rounds, ratios, tables ----------------------------------------------------------------------
-
-
-def make_parser(doc):
-    """With the options that all programs of this folder have."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
-    parser.add_argument("--port", type=json.loads, help=argparse.SUPPRESS)  # a run of a port
-    return parser
-
-
-def in_rounds(sides, rounds, turn):
-    """{side: what turn(side) returned in each round}"""
-    sides = list(sides)
-    found = {side: [] for side in sides}
-    for number in range(rounds):
-        first = number % len(sides)
-        for side in sides[first:] + sides[:first]:
-            found[side].append(turn(side))
-    return found
 
 
 def spread(values, digits=2):
@@ -168,7 +303,7 @@ def print_comparison_head(unit):
 
 def compare(work, unit, found, names, mine="ours"):
     """Prints a row for each of the others, {side: its name}, beside ours; `found` is that of
-    in_rounds(). Returns a record for each round. ratio: how many times faster ours is."""
+    measure(). Returns a record for each round. ratio: how many times faster ours is."""
     records = []
     for side, name in names.items():
         rounds = []
