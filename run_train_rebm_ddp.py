@@ -79,7 +79,7 @@ def parse_args():
     add = parser.add_argument_group("data").add_argument
     add("--data", default="data/digits", help="folder of tools/prepare_images.py")
     add("--outdist_data", default="noise", help="OOD images: such a folder, noise or blobs")
-    kinds = ["none", "shift", "original", "cutout", "resized_crop", "resize"]
+    kinds = ["none", "shift", "original", "autoaugment_cutout", "resized_crop", "resize"]
     add("--augm_type_classification", default="shift", choices=kinds, help="of images to classify")
     add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
@@ -259,11 +259,76 @@ def load_data(args):
     inside = Images(args.data)
     if not inside.classes:
         raise InputError(f"{args.data} has no labels: it can only be --outdist_data")
+    kinds = [args.augm_type_classification, args.augm_type_generation]
+    if inside.channels != 3 and "autoaugment_cutout" in kinds:
+        raise InputError(f"autoaugment_cutout is of colour images, {args.data} has grey ones")
     outside = load_outside(args.outdist_data, inside)
     for images in (inside, outside):
         if images.hash != on_rank0(str, images.hash):
             raise InputError(f"{images.name} is not the same here as on rank 0")
     return inside, outside
+
+
+# AutoAugment's policy for CIFAR-10 (Cubuk et al. 2019, table 7): in each line two operations, with
+# their probability and their magnitude, from 0 to 9 (0, too, where there is none).
+POLICIES = [
+    (("Invert", 0.1, 0), ("Contrast", 0.2, 6)),
+    (("Rotate", 0.7, 2), ("TranslateX", 0.3, 9)),
+    (("Sharpness", 0.8, 1), ("Sharpness", 0.9, 3)),
+    (("ShearY", 0.5, 8), ("TranslateY", 0.7, 9)),
+    (("AutoContrast", 0.5, 0), ("Equalize", 0.9, 0)),
+    (("ShearY", 0.2, 7), ("Posterize", 0.3, 7)),
+    (("Color", 0.4, 3), ("Brightness", 0.6, 7)),
+    (("Equalize", 0.6, 0), ("Equalize", 0.5, 0)),
+    (("Sharpness", 0.3, 9), ("Brightness", 0.7, 9)),
+    (("Contrast", 0.6, 7), ("Sharpness", 0.6, 5)),
+    (("Color", 0.7, 7), ("TranslateX", 0.5, 8)),
+    (("Brightness", 0.9, 6), ("Color", 0.2, 8)),
+    (("Equalize", 0.3, 0), ("AutoContrast", 0.4, 0)),
+    (("TranslateY", 0.4, 3), ("Sharpness", 0.2, 6)),
+    (("Solarize", 0.5, 2), ("Invert", 0.0, 0)),
+    (("Color", 0.9, 9), ("Equalize", 0.6, 0)),
+    (("Equalize", 0.2, 0), ("AutoContrast", 0.6, 0)),
+    (("Equalize", 0.2, 0), ("Equalize", 0.6, 0)),
+    (("AutoContrast", 0.8, 0), ("Solarize", 0.2, 8)),
+    (("Equalize", 0.8, 0), ("Invert", 0.1, 0)),
+    (("Brightness", 0.1, 3), ("Color", 0.7, 0)),
+    (("Solarize", 0.4, 5), ("AutoContrast", 0.9, 0)),
+    (("TranslateY", 0.9, 9), ("TranslateY", 0.7, 9)),
+    (("AutoContrast", 0.9, 0), ("Solarize", 0.8, 3)),
+    (("TranslateY", 0.7, 9), ("AutoContrast", 0.9, 0)),
+]
+
+
+def auto_augment(image, policy, chances, signs):
+    """One pair of POLICIES on a Pillow image, as in the authors' program: nearest pixels, black
+    where there is none, shears from the upper left corner. chances, signs (2,): from 0 to 1."""
+    from PIL import Image, ImageEnhance, ImageOps
+
+    for (name, probability, magnitude), chance, draw in zip(policy, chances, signs, strict=True):
+        if chance >= probability:
+            continue
+        share = magnitude / 9
+        signed = -share if draw < 0.5 else share
+        pixels = 150 / 331 * signed * image.width
+        moves = {  # as matrices
+            "ShearY": [1, 0, 0, 0.3 * signed, 1, 0],
+            "TranslateX": [1, 0, pixels, 0, 1, 0],
+            "TranslateY": [1, 0, 0, 0, 1, pixels],
+        }
+        if name in moves:
+            image = image.transform(image.size, Image.Transform.AFFINE, moves[name])
+        elif name == "Rotate":
+            image = image.rotate(30 * signed)
+        elif name == "Posterize":
+            image = ImageOps.posterize(image, 8 - round(4 * share))
+        elif name == "Solarize":
+            image = ImageOps.solarize(image, round(256 * (1 - share)))
+        elif name in ("Invert", "Equalize", "AutoContrast"):
+            image = getattr(ImageOps, name.lower())(image)
+        else:  # Color, Contrast, Brightness, Sharpness
+            image = getattr(ImageEnhance, name)(image).enhance(1 + 0.9 * signed)
+    return image
 
 
 def centre(images, size):
@@ -312,13 +377,19 @@ def augment(image, kind, size, draws):
         image = resized(image, size, draws[:4])
     elif kind == "resize":
         image = resized(image, size)
-    else:  # original, cutout
+    else:  # original, autoaugment_cutout
         image = shifted(centre(image, size), max(1, size // 8), draws[:2])
     if draws[4] < 0.5:
         image = image[:, :, ::-1]
-    if kind == "cutout":
+    if kind == "autoaugment_cutout":
+        from PIL import Image
+
+        policy = POLICIES[int(draws[5] * len(POLICIES))]
+        picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+        picture = auto_augment(picture, policy, draws[6:8], draws[8:10])
+        image = np.array(picture).transpose(2, 0, 1)
         # a black square of half the side, its centre anywhere (DeVries and Taylor 2017)
-        down, across = (draws[5:7] * size).astype(int)
+        down, across = (draws[10:12] * size).astype(int)
         half = size // 4
         image[:, max(0, down - half) : down + half, max(0, across - half) : across + half] = 0
     return image
