@@ -89,6 +89,18 @@ def test_cifar(tmp_path, classes, capsys):
     assert not (tmp_path / "other").exists()
 
 
+def test_pickles_run_nothing(tmp_path, capsys):
+    write_cifar(tmp_path, 10)
+
+    class Bad:
+        def __reduce__(self):
+            return (__import__("os").system, (f"touch {tmp_path}/ran",))
+
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(Bad()))
+    refused(["cifar10", tmp_path, f"--out={tmp_path}/out"], "it holds a posix.system", capsys)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_tiny_images(tmp_path, capsys):
     """Fortran order within a row; the rows that are CIFAR's are left out, or it is said."""
     rng = np.random.default_rng(0)
