@@ -3,8 +3,8 @@
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only dpo rebm
 
-Let nothing else run meanwhile; on two cores it takes about 60 minutes. Where a part fails, its
-section shows how, the others run all the same, and the exit status is 1.
+Let nothing else run meanwhile; on two cores it takes about 60 minutes and 12 GB. Where a part
+fails, its section shows how, the others run all the same, and the exit status is 1.
 
 RESULTS.json has all that was measured; RESULTS.md is made from it alone (--only without a name
 makes it again). Both are written anew after each part; --only keeps the other parts. Each part says
