@@ -130,10 +130,12 @@ def count_reads(script):
     script.train = counted_train
     args = script.parse_args()
     if args.compile:
+        script.train = train  # the counters would switch the compiler off
         compile_twice(script)
     script.main(args)
     script.cleanup()
-    return reads.found
+    reads.found["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return +reads.found  # without what is 0
 
 
 def compile_twice(script):
@@ -149,6 +151,8 @@ def compile_twice(script):
         made.append(1)
         if len(made) == 2:
             torch.compiler.set_stance("fail_on_recompile")
+        if len(made) == 7:  # the evaluation without gradients has a program of its own
+            torch.compiler.set_stance("default")
         return update(guard, optimizer, scaler)
 
     torch.nn.Module.compile = compile_quickly
@@ -309,8 +313,7 @@ STEPS = {
         ],
     ),
 }
-# options of a run of seven steps; of train_ddp: three of each phase; of uniref50: compiled, each
-# step with other numbers of tokens
+# options of a run of seven steps; of train_ddp: three of each phase
 SEVEN_STEPS = {
     "train_ddp": """--phase1_data={0}/rows.jsonl --phase2_data={0}/rows.jsonl --cache_dir={0}/cache
         --teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
@@ -320,7 +323,7 @@ SEVEN_STEPS = {
         --num_epochs=1 --batch_size=3""",
     "run_train_uniref50_ddp": """--datafile={} --n_iters=7 --batch_size=3 --accum=2 --hidden_size=32
         --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --samples_per_eval=0
-        --dropout=0.1 --compile""",
+        --dropout=0.1""",
     "run_train_rebm_ddp": """--data={} --at_epochs=1 --total_epochs=1 --batch_size=8 --AUC_th=0
         --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16 --width=4
         --eval_steps=2 --n_imgs_per_evaluation_log=0""",
@@ -376,6 +379,16 @@ def step_on_meta(script, model, batch, loss_function):
     return copies.found
 
 
+def count_in_program(name, folder, tmp_path, *more):
+    """What count_reads() finds in a run of a script."""
+    out = tmp_path / "reads.json"
+    options = [*SEVEN_STEPS[name].format(folder).split(), *more]
+    options += ["--log_every=3", f"--output_dir={tmp_path}/run", "--device=cpu"]
+    status, text = call_program(__file__, ROOT / f"{name}.py", out, *options)
+    assert status == 0, text
+    return json.loads(out.read_text())
+
+
 def test_a_step_on_the_meta_device(prepared):
     name, folder = prepared
     if name not in STEPS:
@@ -391,13 +404,16 @@ def test_a_step_on_the_meta_device(prepared):
 def test_steps_read_nothing(prepared, tmp_path):
     """Seven steps, logged at 3, 6 and 7. Signals are read once a step, but one step late."""
     name, folder = prepared
-    out = tmp_path / "reads.json"
-    options = SEVEN_STEPS[name].format(folder).split()
-    options += ["--log_every=3", f"--output_dir={tmp_path}/run", "--device=cpu"]
-    status, text = call_program(__file__, ROOT / f"{name}.py", out, *options)
-    assert status == 0, text
-    found = json.loads(out.read_text())
+    found = count_in_program(name, folder, tmp_path)
     assert found == READS.get(name, {"agree: tolist": 6, "sum_over_ranks: tolist": 3})
+
+
+def test_compiled_steps_of_uniref50(tmp_path):
+    """Each step has other numbers of tokens, and all use the programs of the first two."""
+    make_proteins(tmp_path / "data")
+    name = "run_train_uniref50_ddp"
+    found = count_in_program(name, tmp_path / "data", tmp_path, "--compile")
+    assert found["graphs"] > 0
 
 
 BAD_STEPS = {
