@@ -38,19 +38,20 @@ COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=dis
 
 
 def tiny_train_ddp(folder):
-    """260 generated pairs: both phases, several epochs, mined negatives."""
+    """260 generated pairs, of three negatives two are drawn: both phases, several epochs."""
     with open(folder / "pairs.jsonl", "w") as file:
         for i in range(260):
             words = f"thing {i} in room {i % 7} of house {i % 13}"
             color = f"tone {i * 37 % 101} and keeper {i % 11}"
             positive = f"{words} has the color {color}" + " indeed" * (i % 9)
             row = {"query": f"what is the color of {words}", "positive": positive}
+            row["negatives"] = [f"{words} is {kind}" for kind in ("old", "new", "large")]
             file.write(json.dumps(row) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
         --cache_dir={folder}/cache --teacher_model=builtin:lsa:32
         --student_model=builtin:bert:1x32 --student_max_length=24 --projection_hidden=32
         --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
-        --phase2_lr=1e-3 --mine_negatives=3 --num_negatives=2""".split()
+        --phase2_lr=1e-3 --num_negatives=2""".split()
 
 
 def tiny_run_train_uniref50_ddp(folder):
