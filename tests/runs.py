@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import os
+import resource
 import sys
 import time
 from functools import cached_property
@@ -168,6 +169,24 @@ def free_disk(number):
     (Path(os.environ["OUTPUT"]) / "filler").unlink()
 
 
+def no_memory(megabytes):
+    """The address space of this process may not grow by more than this; then it asks for more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + megabytes * 1_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.ones(megabytes * 1_000_000)  # 4 bytes each
+
+
+def set_clock_back(seconds):
+    """The wall clock, not the monotonic one."""
+    plain = time.time
+
+    def earlier():
+        return plain() - seconds
+
+    time.time = earlier
+
+
 def flip_bit(number):
     """One weight of this rank's network is another from now on."""
     for thing in gc.get_objects():
@@ -185,6 +204,8 @@ DO = {
     "sound": sound_loss,
     "fill": fill_disk,
     "free": free_disk,
+    "memory": no_memory,
+    "clock": set_clock_back,
     "flip": flip_bit,
 }
 

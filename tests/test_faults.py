@@ -2,8 +2,8 @@
 leaves no process behind, and that the same command afterwards ends, bit for bit, where the
 undisturbed run does.
 
-The test command has each fault with one script. This has every script x every fault, and writes the
-table, also of the faults of two other files:
+The test command has most faults with one script. This has every script x every fault, and writes
+the table, also of the faults of two other files:
 
     python -m pytest --dist worksteal tests/test_contract.py tests/test_faults.py
         tests/test_two_hosts.py --all-faults --matrix FILE
@@ -219,6 +219,33 @@ def stuck_rank(case):
     return f"{outcome}; the same bits after a restart"
 
 
+def slow_rank(case):
+    case.run([1, 9, "sleep", 2], [0, 13, "sleep", 1], within=100)
+    case.check_same()
+    return "the others wait, status 0, the same bits"
+
+
+def out_of_memory(case):
+    run = case.run([1, 9, "memory", 64], statuses={1})
+    assert re.search(r"\[RANK 1\] .* ERROR: Traceback", run.text)
+    assert "allocate memory" in run.text
+    case.restart()
+    return "rlimit on rank 1: status 1 with its number; the same bits after a restart"
+
+
+def clock_set_back(case):
+    begin = time.monotonic()
+    faults = [[0, 9, "clock", 7200], [1, 9, "clock", 7200]]
+    run = case.run(*faults, more=["--max_minutes=30"], within=100)
+    assert 0 < run.summary["seconds"] < time.monotonic() - begin
+    for row in run.rows:
+        if "lr" in row:
+            assert row["samples_per_s"] > 0
+            assert 0 <= row["data_wait"] <= 1
+    case.check_same()
+    return "two hours back: times stay positive, no early stop, the same bits"
+
+
 def wandb_without_network(case):
     with socket.socket() as silent:  # accepts and never answers
         silent.bind(("localhost", 0))
@@ -295,7 +322,7 @@ def started_twice(case):
 
 
 FAST = "run_train_quantumgrav_ddp"
-# each fault, and the script with which the test command has it
+# each fault, and the script with which the test command has it, if any
 FAULTS = {
     wall_clock_limit: FAST,
     disk_full: FAST,
@@ -303,6 +330,9 @@ FAULTS = {
     damaged_row: "run_dpo_ddp",
     nan_on_one_rank: "run_train_uniref50_ddp",
     stuck_rank: FAST,
+    slow_rank: None,  # behind --all-faults only
+    out_of_memory: FAST,
+    clock_set_back: None,
     wandb_without_network: FAST,
     read_only_folder: "run_dpo_ddp",
     launcher_killed: FAST,
