@@ -345,6 +345,8 @@ def load_data(args):
     train = Proteins(folder, "train", args.max_protein_len)
     valid = Proteins(folder, "valid", args.max_protein_len)
     logging.info(f"  sequences to train on: {len(train):,}; held out: {len(valid):,}")
+    if meta["val_ratio"] != args.val_ratio:
+        logging.info(f"  {folder} was prepared with --val_ratio {meta['val_ratio']}, which counts")
     return train, valid, meta, data_hash
 
 
