@@ -74,8 +74,10 @@ def run_program(argv, env, output):
     status = 0
     try:
         spec = importlib.util.spec_from_file_location("__main__", argv[0])
-        sys.modules["__main__"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["__main__"])
+        program = importlib.util.module_from_spec(spec)
+        program.__spec__ = None  # as in a real process; spawned workers then find the file
+        sys.modules["__main__"] = program
+        spec.loader.exec_module(program)
     except SystemExit as end:
         status = end.code or 0
         if isinstance(end.code, str):

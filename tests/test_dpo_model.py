@@ -277,8 +277,18 @@ def settings(kind, smoothing=0.0, **more):
     return Namespace(loss_type=kind, label_smoothing=smoothing, beta=0.3, temperature=1.0, **more)
 
 
-@pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
-def test_as_trl_computes_it(kind, smoothing):
+def test_label_smoothing_is_a_mean_over_both_labels():
+    """Of cross entropies (Mitchell 2023). TRL has it for another loss only."""
+    ratio = torch.tensor([-3.0, 0.0, 0.7], dtype=torch.float64)
+    plain = settings("sigmoid")
+    right = script.preference_loss(plain, ratio, None)
+    swapped = script.preference_loss(plain, -ratio, None)
+    ours = script.preference_loss(settings("sigmoid", 0.2), ratio, None)
+    assert torch.allclose(ours, 0.8 * right + 0.2 * swapped)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_as_trl_computes_it(kind):
     """TRL's DPOTrainer._compute_loss, fed a model that gives fixed log-probabilities."""
     reason = "TRL is in requirements-dev.txt"
     dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason=reason)
@@ -305,7 +315,7 @@ def test_as_trl_computes_it(kind, smoothing):
         beta=0.3,
         loss_types=[kind],
         loss_weights=[1.0],
-        label_smoothing=smoothing,
+        label_smoothing=0.0,
         use_weighting=False,
         _total_train_tokens=0,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
@@ -318,7 +328,7 @@ def test_as_trl_computes_it(kind, smoothing):
     theirs = dpo_trainer.DPOTrainer._compute_loss(trainer, trainer.model, inputs, False)
     chosen, rejected = (logps - reference).sum(1).chunk(2)
     counts = length + 1.0  # what TRL divides by in IPO: all of the completion mask
-    ours = script.preference_loss(settings(kind, smoothing), chosen - rejected, counts).mean()
+    ours = script.preference_loss(settings(kind), chosen - rejected, counts).mean()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-9)
     margins = trainer._metrics["eval"]["rewards/margins"]
     assert margins == [pytest.approx(0.3 * (chosen - rejected).mean().item())]

@@ -46,4 +46,5 @@ def test_notebook_runs(tmp_path, monkeypatch):
             same += 1
     assert same == 1
     assert changed_at(clone) == before, "it wrote into the repository"
-    assert list(temporary.iterdir()) == []
+    left = {path.name.split("_")[0] for path in temporary.iterdir()}
+    assert left <= {"torchelastic"}  # torchrun leaves its empty folders of logs

@@ -59,10 +59,6 @@ def parse_args(words=None):
     add("--skip_bad_data", action="store_true", help="leave out images that cannot be read")
     args = parser.parse_args(words)
     args.out = args.out or Path("data") / args.kind
-    if args.out.exists():
-        parser.error(f"{args.out} exists: remove it, or give another --out")
-    if args.kind != "digits" and not (args.source and args.source.exists()):
-        parser.error(f"there is no {args.source}: {args.kind} needs its folder or file")
     if args.kind == "folder" and not args.size:
         parser.error("--size: a folder needs the side of a network's input")
     if args.kind == "tinyimages" and not args.exclude:
@@ -290,6 +286,10 @@ def make_split(args, parts, is_outside):
 
 def main(words=None):
     args = parse_args(words)
+    if args.out.exists():
+        stop(2, f"{args.out} exists: remove it, or give another --out")
+    if args.kind != "digits" and not (args.source and args.source.exists()):
+        stop(2, f"there is no {args.source}: {args.kind} needs its folder or file")
     out = args.out.with_name(f"{args.out.name}.tmp")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was killed
     try:
