@@ -963,7 +963,7 @@ def warm_start_loss(logits, batch):
 START = time.monotonic()
 PARENT = os.getppid()
 SCRIPT = Path(sys.argv[0]).name
-FORMAT = 2  # of checkpoints
+FORMAT = 3  # of checkpoints
 
 # In these variables launchers tell a process its rank, the number of ranks, and its rank on this
 # machine.

@@ -896,7 +896,7 @@ def pairs_in_order(real, fake):
 START = time.monotonic()
 PARENT = os.getppid()
 SCRIPT = Path(sys.argv[0]).name
-FORMAT = 2  # of checkpoints
+FORMAT = 3  # of checkpoints
 
 # In these variables launchers tell a process its rank, the number of ranks, and its rank on this
 # machine.

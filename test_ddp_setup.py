@@ -243,7 +243,7 @@ ENVIRONMENT = {
 START = time.monotonic()
 PARENT = os.getppid()
 SCRIPT = Path(sys.argv[0]).name
-FORMAT = 2  # of checkpoints
+FORMAT = 3  # of checkpoints
 
 # In these variables launchers tell a process its rank, the number of ranks, and its rank on this
 # machine.

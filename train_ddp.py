@@ -138,7 +138,8 @@ def parse_args():
     add("--phase2_lr", type=float, default=5e-6, help="peak learning rate")
     add("--warmup_ratio", type=float, default=0.1, help="of a phase; then straight down to 0")
     add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
-    text = "start from OUTPUT_DIR/phase1_best.pt, or from the raw student if there is none"
+    text = "start from OUTPUT_DIR/phase1_best.pt, or from the raw student if there is none; if "
+    text += "phase 1 had other data: a new OUTPUT_DIR, with a copy of that file in it"
     add("--skip_phase1", **FLAG, default=False, help=text)
     add("--skip_phase2", **FLAG, default=False, help="stop after phase 1")
 
@@ -266,6 +267,7 @@ def load_corpus(args):
             continue
         if name == "pydocs":
             versions = [sys.version, np.__version__, torch.__version__]
+            versions = on_rank0(list, versions)  # another machine may have others
             folder = cache_folder(args, "pydocs", versions)
             make_once(folder, run_tool, "make_builtin_models.py", "pydocs")
             name = f"{folder}/pairs.jsonl"
@@ -605,7 +607,7 @@ def load_model(name, what, local, **options):
     try:
         return SentenceTransformer(name, device="cpu", **options)
     except (OSError, ValueError) as error:
-        text = f"--{what}_model {name} is not on this machine; without a download: builtin:{local}"
+        text = f"--{what}_model {name} cannot be loaded; without a download: builtin:{local}"
         raise InputError(f"{text} ({str(error).splitlines()[0][:200]})") from None
 
 
@@ -656,7 +658,8 @@ def load_student(args, name):
         raise InputError(f"--student_model {name} has no maximum length: --student_max_length")
     set_prompts(student, args.student_query_prompt, args.student_document_prompt)
     if any(student.prompts.values()) and not student[1].include_prompt:
-        raise InputError(f"--student_model {name} pools without its prompts: make them empty")
+        hint = "--student_query_prompt= --student_document_prompt= leaves them out"
+        raise InputError(f"--student_model {name} pools without its prompts: {hint}")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     return student
@@ -903,7 +906,7 @@ def pair_loss(args, batches, vectors):
 START = time.monotonic()
 PARENT = os.getppid()
 SCRIPT = Path(sys.argv[0]).name
-FORMAT = 2  # of checkpoints
+FORMAT = 3  # of checkpoints
 
 # In these variables launchers tell a process its rank, the number of ranks, and its rank on this
 # machine.
@@ -1978,6 +1981,9 @@ def load_weights(args, student, name, otherwise):
         logging.warning(f"{path} is missing or damaged: {otherwise}")
         return
     state = load_checkpoint(path)
+    trained = state["args"]["student_model"]
+    if name == "phase1_best.pt" and trained != args.student_model:
+        raise InputError(f"{path} was trained with --student_model {trained}")
     try:
         student.load_state_dict(state["model"])
     except (KeyError, RuntimeError) as error:
@@ -1999,11 +2005,12 @@ def save_student(args, student, head, path, corpus, tokens):
     device = student.model.device
     options = {"device": str(device), "trust_remote_code": args.trust_remote_code}
     modules = [*student.model, *student.head] if head else [*student.model]
-    shutil.rmtree(path, ignore_errors=True)
+    new = f"{path}.tmp"
+    shutil.rmtree(new, ignore_errors=True)
     model = SentenceTransformer(modules=modules, prompts=prompts, **options)
-    model.save(path, create_model_card=False)
+    model.save(new, create_model_card=False)
 
-    loaded = SentenceTransformer(path, **options)
+    loaded = SentenceTransformer(new, **options)
     rows = np.unique(np.linspace(0, len(corpus.kinds) - 1, 64, dtype=np.int64))
     found = loaded.encode(corpus.texts(rows, prompts), batch_size=8, prompt="", **AS_TENSOR)
     student.eval()
@@ -2014,6 +2021,8 @@ def save_student(args, student, head, path, corpus, tokens):
     gap = (found.float() - expected).abs().max().item()
     if not gap <= 1e-5:
         raise RunError(f"saved and loaded, the student gives vectors that are {gap:.1e} apart")
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(new, path)  # complete and compared, or not there
     logging.info(f"Saved {path}: loaded, it gives the same vectors to {gap:.1e}")
 
 
@@ -2077,7 +2086,8 @@ def prepare(args, device):
     data_hash = f"{corpus.folder.name} {tokens.folder.name} {folder.name}"
     state = open_run(args, data_hash)
     if state and state["phase"] == 2 and args.skip_phase2:
-        raise InputError(f"--skip_phase2: {args.output_dir} is in phase 2; or give --fresh")
+        text = f"--skip_phase2: {args.output_dir} is in phase 2"
+        raise InputError(f"{text}: go on without it, or give --fresh")
 
     # the student as it will be saved, before the teacher reads for hours
     student = Student(model.to(device), choose_precision(args, device))

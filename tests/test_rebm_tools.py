@@ -268,7 +268,7 @@ def test_a_network_generates(trained, capsys):
 
 
 def test_checkpoints_that_are_none(capsys, tmp_path):
-    torch.save({"script": "train_ddp.py", "format": 2}, tmp_path / "other.pt")
+    torch.save({"script": "train_ddp.py", "format": 3}, tmp_path / "other.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     messages = {"other.pt": "is no checkpoint of run_train_rebm_ddp.py", "text.pt": "is damaged"}
     for name, message in messages.items():

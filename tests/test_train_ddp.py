@@ -312,6 +312,20 @@ def test_a_rate_changed_on_resume_is_applied(work, tmp_path, trained):
     assert [row["step"] for row in rows] == [*range(1, 9)]
     assert rows[0]["lr"] == 5e-3 and rows[4]["lr"] == pytest.approx(0.5e-4)
 
+    run(*small(work, *options, "--max_steps=8", "--phase1_lr=7"))  # nothing is left to train
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["args"]["phase1_lr"] == 1e-4
+    said = run(*small(work, *options, "--teacher_query_prompt=find: "), status=2)
+    assert "was trained on other data" in said and "--fresh" in said
+
+
+def test_which_checkpoints_are_the_best():
+    loop = {"step": 9, "epoch": 1, "best": {"phase 1": {"value": 0.54}}}
+    train = SimpleNamespace(loop=loop, log=mock.Mock())
+    assert script.note_metrics(train, 2, {"ndcg@10": float("nan")}) == []
+    assert script.note_metrics(train, 2, {"ndcg@10": 0.40}) == ["phase2_best.pt"]
+    assert script.note_metrics(train, 2, {"ndcg@10": 0.55}) == ["phase2_best.pt", "best.pt"]
+
 
 def test_skip_phase1(work, tmp_path, trained, group, caplog):
     """From the checkpoint in the folder, or from the raw student."""
@@ -324,6 +338,8 @@ def test_skip_phase1(work, tmp_path, trained, group, caplog):
     args = arguments(*options)
     with pytest.raises(script.InputError, match="does not fit this student: Error"):
         script.load_weights(args, torch.nn.Linear(2, 2), "phase1_best.pt", "")
+    with pytest.raises(script.InputError, match="was trained with --student_model builtin:bert"):
+        script.load_weights(arguments(*options, "--student_model=x"), None, "phase1_best.pt", "")
     script.load_weights(args, None, "none.pt", "phase 2 starts from the untrained student")
     assert "none.pt is missing or damaged: phase 2 starts from the untrained" in caplog.text
 

@@ -87,7 +87,8 @@ def read_file(path):
 
     # -sig: without the mark that spreadsheets write before the first name; surrogateescape: what is
     # not UTF-8 is found in its row
-    with open(path, newline="\n", encoding="utf-8-sig", errors="surrogateescape") as file:
+    newline = "" if path.suffix == ".csv" else "\n"  # csv finds the ends of its lines itself
+    with open(path, newline=newline, encoding="utf-8-sig", errors="surrogateescape") as file:
         if path.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)
             reader = csv.DictReader(file)
@@ -150,8 +151,10 @@ def parse_row(number, found, phase, held_out=None):
         if not are_texts or not all(text.strip() for text in texts):
             expected = "expected a text or a list of texts, none empty"
             raise ValueError(f"{field} is {str(texts)[:80]!r}, {expected}")
-        for text in texts:
-            text.encode("utf-8")  # a ValueError where there is half of a character
+        try:
+            "".join(texts).encode("utf-8")
+        except UnicodeEncodeError:  # bytes of another encoding, or half of a character
+            raise ValueError(f"{field} is {str(texts)[:80]!r}, which is not UTF-8") from None
         fields[field] = texts
 
     if not fields["positives"] or (phase == 2 and len(fields["query"]) != 1):
