@@ -227,13 +227,15 @@ def atom_lines(content):
 
 def read_chain(chain, odd):
     """A gemmi chain as a Chain. What is odd about a residue is added to `odd`: (serial number of
-    its first atom, text)."""
+    its first atom, text). Raises ValueError where an atom occurs twice."""
     letters = []
     coords = []
     numbers = []
     labels = []  # for messages: (serial number, text)
+    places = set()  # numbers with insertion codes
+    once = set()  # atoms that are no alternatives
     shift = 0
-    for residue in chain.first_conformer():
+    for residue in chain:
         atoms = [residue.find_atom(name, "*") for name in BACKBONE]  # the first alternatives
         label = (residue[0].serial, f"residue {chain.name}{residue.seqid} {residue.name}")
         if residue.het_flag == "H" and residue.name != "MSE":
@@ -243,6 +245,17 @@ def read_chain(chain, odd):
             continue
         if residue.name not in LETTERS and atoms.count(None) > 1:
             continue
+
+        place = str(residue.seqid)
+        for atom in residue:
+            if atom.name in BACKBONE and not atom.has_altloc():
+                if (place, atom.name) in once:
+                    text = f"has two atoms {atom.name}; expected one, or alternatives"
+                    raise ValueError(f"{label[1]} {text} (do two chains have this name?)")
+                once.add((place, atom.name))
+        if place in places:
+            continue  # of alternative residues in one place the first counts
+        places.add(place)
 
         if numbers and residue.seqid.num + shift == numbers[-1]:  # an insertion code: A42, A42A
             shift += 1
@@ -494,6 +507,7 @@ class Pairs(Dataset):
         self.clusters = {}  # of each file, by its digest
         self.problems = []  # what is wrong with the data, as lines
         self.notes = []  # what is odd, as lines
+        self.other_letters = 0  # pairs with other letters where nothing is designed
 
     def add(self, place, path, row, structure):
         """Take in a row of the data, or note what is wrong with it."""
@@ -513,13 +527,12 @@ class Pairs(Dataset):
         if key not in self.numbers:
             self.numbers[key] = len(self.backbones)
             self.backbones.append(featurise(found, self.k))
-            self.notes += structure.notes
+            self.notes += [note for note in structure.notes if note not in self.notes]
 
         whole = found.chain.whole()
         native = found.chain.letters
         if ((letters != native) & whole & ~found.designed).any():
-            text = "has other letters where nothing is designed: the structure's count there"
-            self.notes.append(f"{place}: {text}")
+            self.other_letters += 1
         letters = np.where(found.designed, letters, native)
         pair = Pair(
             name=f"{found.name}:{place.split()[-1]}",
@@ -600,6 +613,7 @@ def load_pairs(args, k):
         before = len(pairs)
         rows = on_rank0(read_rows, name)
         paths = {path for _, path, _ in rows if path}
+        logging.info(f"Reading {len(paths)} structures (more processes do it: --num_workers)")
         structures = read_structures(sorted(paths), args.num_workers)
         for place, path, row in rows:
             pairs.add(place, path, row, structures.get(path))
@@ -613,6 +627,9 @@ def load_pairs(args, k):
     left_out = [f"left out: {problem}" for problem in pairs.problems]
     for note in first_lines(left_out + pairs.notes):
         logging.warning(note)
+    if pairs.other_letters > 0:
+        text = "pairs have other letters where nothing is designed: the structure's count there"
+        logging.warning(f"{pairs.other_letters} {text}")
     return pairs, counts[args.train_data]
 
 
@@ -690,7 +707,8 @@ def hash_pairs(pairs, train_ids, valid_ids):
     for backbone in pairs.backbones:
         digest.update(backbone.atoms.numpy().tobytes() + backbone.place.numpy().tobytes())
     for pair in pairs.pairs:
-        digest.update(pair.group.encode() + pair.letters.tobytes() + pair.designed.tobytes())
+        digest.update(f"{pair.backbone} {pair.group}".encode())
+        digest.update(pair.letters.tobytes() + pair.designed.tobytes())
     digest.update(train_ids.tobytes() + b"|" + valid_ids.tobytes())
     return digest.hexdigest()[:16]
 
@@ -1707,7 +1725,7 @@ def score(run, ids, orders):
     `ids` in each of the decoding orders. Each pair is scored by one rank, whatever the number of
     ranks. Raises Stopped. (all ranks)"""
     size = run.args.eval_batch_size
-    # pairs of one backbone are next to each other: it is encoded once for them, and for all orders
+    # pairs of one backbone are next to each other: a batch encodes it once, and for all orders
     places = np.argsort(run.data.backbones_of(ids), kind="stable")
     table = torch.zeros(len(orders), len(ids), SCORES + 3, device=run.device)
     run.model.eval()
@@ -1911,6 +1929,7 @@ def train(run, state, loop):
     def save(name):
         content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
         content.update(loop, wandb_id=log.wandb_id, log_size=log.size(), global_batch=total)
+        content["base_hash"] = data.base_hash
         content.update(epoch_sums=sum_over_ranks(epoch_sums), reference=reference)
         content.update(neighbours=model.neighbours, noise_level=model.noise_level)
         content["model"] = model.state_dict()
@@ -2049,8 +2068,7 @@ def train(run, state, loop):
 # Main
 
 # what the reference's scores, or the best epoch, depend on
-KEPT = """base_model_name temperature beta loss_type label_smoothing num_orders sft_epochs
-    precision""".split()
+KEPT = "temperature beta loss_type label_smoothing num_orders sft_epochs precision".split()
 
 
 def load_network(args):
@@ -2064,6 +2082,13 @@ def load_network(args):
         hint = "--base_model_dir names their folder, --base_model_name random needs none"
         raise InputError(f"{path}: no such file; {text}; {hint}")
     return read_model(path)
+
+
+def hash_weights(model):
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def write_split(folder, data, train_ids, valid_ids):
@@ -2102,12 +2127,15 @@ def main(args):
     data, trained = load_pairs(args, model.neighbours)
     train_ids, valid_ids = on_rank0(split_pairs, args, data, trained)
     data.hash = hash_pairs(data, train_ids, valid_ids)
+    data.base_hash = hash_weights(model)
     logging.info(f"Loaded {len(train_ids)} training and {len(valid_ids)} validation pairs")
     state = open_run(args, data.hash)
     if state:
         for name in KEPT:
             if state["args"][name] != getattr(args, name):
                 raise InputError(f"--{name}: this run was started with {state['args'][name]}")
+        if state["base_hash"] != data.base_hash:
+            raise InputError("this run was started from other weights: --fresh starts anew")
     on_rank0(write_split, Path(args.output_dir), data, train_ids, valid_ids)
 
     model.dtype = choose_precision(args, device)

@@ -108,7 +108,8 @@ ZOO = "".join(
         residue("GLY", 2, code="A", shift=1),
         residue("GLY", 2, code="B", shift=2),
         residue("MSE", 3, record="HETATM"),
-        residue("SER", 4, alternative="B", shift=3),  # two residues in one place
+        residue("SEP", 4, record="HETATM", alternative="C"),  # three residues in one place
+        residue("SER", 4, alternative="B", shift=3),
         residue("THR", 4, alternative="A"),
         residue("LYS", 5, atoms="N CA C CB"),  # no O
         residue("TRP", 9, atoms="CA CB"),  # after a gap
@@ -156,8 +157,8 @@ def test_structure_zoo(tmp_path):
             assert a.coords[i, 1] == pytest.approx(place("A", number) + [shift, 0, 0], abs=2e-3)
         assert np.isnan(a.coords[6]).all(1).tolist() == [False, False, False, True]
         # the modified residue that is a HETATM is left out, and not without a word
-        (note,) = structure.notes
-        assert "residue A11 SEP is left out: it is a HETATM" in note
+        for note, number in zip(structure.notes, [4, 11], strict=True):
+            assert f"residue A{number} SEP is left out: it is a HETATM" in note
 
 
 def test_structures_that_are_refused(tmp_path):
@@ -172,8 +173,11 @@ def test_structures_that_are_refused(tmp_path):
     # formats that are none of the two
     (tmp_path / "binary.bcif").write_bytes(b"\x83\xa7encoder\0" * 9)
     (tmp_path / "xml.xml").write_text("<?xml version='1.0'?><PDBx:datablock/>")
+    twice = residue("ALA", 7, "B") + "TER\n" + residue("GLY", 7, "B") + "END\n"
+    (tmp_path / "twice.pdb").write_text(twice)  # two chains of one name
     expected = {
         "gone.pdb": "No such file",
+        "twice.pdb": "residue B7 GLY has two atoms N; expected one",
         "water.pdb": "no protein residues",
         "short.pdb.gz": r"\w+",
         "broken.cif": "Wrong number of values in loop",
@@ -347,8 +351,7 @@ def test_chains_and_positions(tmp_path):
     for pair, (_, chosen, rejected, designed) in zip(pairs.pairs, cases, strict=True):
         assert [letters_of(letters) for letters in pair.letters] == [chosen, rejected]
         assert pair.designed.tolist() == [sign == "X" for sign in designed]
-    assert len(pairs.notes) == 2
-    assert "index 1: has other letters where nothing is designed" in pairs.notes[0]
+    assert pairs.other_letters == 2
     backbone = pairs.backbones[0]
     numbers = " ".join(map(str, backbone.place[0].tolist()))
     assert numbers == "1 3 4 1 2 3 5 6 1 2 3 4"  # the gap of A4 counts

@@ -11,7 +11,7 @@ cluster, are fields, too, and lines that agree in all of them are scored togethe
 
 Of a backbone's sequences the pairs with the largest differences of the score are taken, but each
 sequence once before any is taken twice. Sequences that are the same where something is designed
-make no pair. Every pair is checked as the training checks it.
+make no pair. Every pair is checked as the training checks it, but for its --max_length.
 
 --swap turns pairs round. A network that was trained on such pairs must do worse than chance on the
 true ones: if it does not, the measurement is wrong.
@@ -117,8 +117,8 @@ def pairs_of(args, row, path, structure):
     found = join_chains(path, structure, row)
     texts = [text.upper() for text in row.pop("sequences")]
     scores = np.array(row.pop("scores"), np.float64)
-    if len(texts) != len(scores):
-        raise ValueError(f"{len(texts)} sequences, {len(scores)} scores; expected as many")
+    if len(texts) != len(scores) or not texts:
+        raise ValueError(f"{len(texts)} sequences, {len(scores)} scores; expected as many, not 0")
     for number, text in enumerate(texts):
         if len(text) != found.length:
             hint = f"expected {found.length}, as {found.name}"
@@ -138,6 +138,8 @@ def pairs_of(args, row, path, structure):
 def make_pairs(args):
     """The rows to write, and what is wrong."""
     rows = read_csv(args.data) if args.data.endswith(".csv") else read_rows(args.data)
+    if not rows:
+        raise InputError(f"{args.data}: no rows; expected pdb_file, sequences, scores in each")
     checker = Pairs(args, k=1)
     structures = {}
     made = []
