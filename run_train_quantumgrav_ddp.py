@@ -232,6 +232,8 @@ def check_data(folder):
             found = str(error)
         if found != written:
             raise InputError(f"{path} is missing or damaged: remove {folder}, and make it again")
+    if not (folder / "baselines.json").exists():
+        raise InputError(f"{folder}/baselines.json is missing: remove {folder}, and make it again")
     return data_hash
 
 

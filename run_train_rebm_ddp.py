@@ -153,8 +153,9 @@ def parse_args():
     if not args.use_ddp and (args.zero or args.compile):
         parser.error("--use_ddp False takes no --zero and no --compile")
     at_most = {"ema": 1, "AUC_th": 1, "attack_start_step": args.attack_max_steps}
-    at_least_0 = ["r1reg", "at_wd", "wd", "n_imgs_per_evaluation_log", "monitor_every"]
-    for name in [*at_most, *at_least_0, "indist_attack_clf_max_steps"]:
+    at_least_0 = ["attack_max_steps", "indist_attack_clf_max_steps", "r1reg", "at_wd", "wd"]
+    at_least_0 += ["n_imgs_per_evaluation_log", "monitor_every"]
+    for name in [*at_least_0, *at_most]:
         value = getattr(args, name)
         most = at_most.get(name, math.inf)
         if not 0 <= value <= most:
@@ -188,9 +189,13 @@ class Images:
         hint = f"remove {folder} and prepare it anew"
         try:
             meta = json.loads(text)
-        except ValueError:
-            raise InputError(f"{folder}/meta.json is damaged: {hint}") from None
-        for file, (size, written) in meta["files"].items():
+            files = meta["files"]
+        except (ValueError, KeyError):
+            expected = "expected a folder of tools/prepare_images.py"
+            raise InputError(
+                f"{folder}/meta.json is damaged or another tool's: {expected}"
+            ) from None
+        for file, (size, written) in files.items():
             path = folder / file
             is_same = path.exists() and path.stat().st_size == size
             if is_same and size <= VERIFIED:
@@ -1943,10 +1948,11 @@ def start_stage(run, stage):
     loop = run.loop
     if stage == "dat" and loop["stage"] == "at":
         path = Path(run.args.output_dir) / "at_best.pt"
-        if not on_rank0(is_whole, path):  # the disk may have been full
+        if on_rank0(is_whole, path):
+            load_weights(run.model, path)
+        else:  # the disk may have been full; in memory the averages of the last step are whole
             logging.warning(f"{path} is missing or damaged: stage dat starts from the last weights")
-            path = path.with_name("latest.pt")
-        load_weights(run.model, path)
+            run.model.load_state_dict(run.average.state_dict())
     loop.update(stage=stage, first=loop["step"], validated=0, attack={})
     run.average.load_state_dict(run.model.state_dict())
 
@@ -1961,11 +1967,13 @@ def note_metrics(run, stage, metrics):
     if not math.isfinite(metrics["cross_entropy"]):
         text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
         raise RunError(f"{text}: lower the learning rate")
-    value = metrics["robust"]
+    # training without attacks does not make a network robust: it is chosen by its clean accuracy
+    metric = "robust" if run.args.indist_attack_clf_max_steps > 0 else "clean"
+    value = metrics[metric]
     # of two that are as good the later one, which has seen a longer attack
     if stage in loop["best"] and value < loop["best"][stage]["value"]:
         return False
-    best = {"metric": f"{stage}/robust", "value": value, "better": "higher"}
+    best = {"metric": f"{stage}/{metric}", "value": value, "better": "higher"}
     loop["best"][stage] = {**best, "step": loop["step"], "metrics": metrics}
     return True
 
@@ -1982,7 +1990,8 @@ def train(run, stage):
     resumed = run.state is not None and run.state["stage"] == stage
     if loop["stage"] != stage:
         start_stage(run, stage)
-    model.frozen = stage == "dat"  # its statistics would harm the energy (the paper)
+    # batch normalisation keeps stage 1's statistics: those of OOD images would harm the energy
+    model.frozen = stage == "dat"
     model.train()
 
     sampler = GlobalBatchSampler(run.inside.part("train"), args, run.state)

@@ -318,7 +318,8 @@ def find_data(args):
     tool = Path(__file__).parent / "tools" / "prepare_uniref50.py"
     done = subprocess.run([sys.executable, tool, *words], stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        raise InputError(done.stderr.strip())
+        said = done.stderr.strip() or f"{tool.name} ended with status {done.returncode}"
+        raise InputError(said)
     return folder
 
 
@@ -339,6 +340,8 @@ def read_meta(folder):
 def load_data(args):
     """(training part, validation part, meta.json, hash), the same on all ranks. (all ranks)"""
     folder = on_rank0(find_data, args)
+    if not folder.exists():
+        raise InputError(f"rank 0 has {folder}, this machine has not: all must see it")
     meta, data_hash = read_meta(folder)
     if data_hash != on_rank0(read_meta, folder)[1]:
         raise InputError(f"{folder} is not the same here as on rank 0")
@@ -388,16 +391,15 @@ class Block(nn.Module):
 
 def spread(rows, owners):
     """The row of each token's sequence (T, D). The product with a matrix of zeros and ones is
-    exact. Its gradient is a product, too: faster than the sum token by token that an index would
-    need, and the same bits each time."""
+    exact (--precision tf32 rounds it). Its gradient is a product, too: faster than the sum token by
+    token that an index would need, and the same bits each time."""
     return rows if owners is None else owners @ rows
 
 
 def add_scaled(x, rows, owners, y):
     """x + y times the row of each token's sequence (T, D)."""
-    if owners is None:
-        return x + rows * y
-    return torch.addcmul(x, spread(rows, owners), y)
+    # not addcmul: its backward pass multiplies by 1, and under autocast it keeps the rows in fp32
+    return x + spread(rows, owners) * y
 
 
 def rotate(x, turns):

@@ -222,6 +222,7 @@ WRONG = {  # what is given: a part of the message
     "padded.npz --labels kind": "padded.npz: has adjacency_matrix; expected atomcount or cset_size",
     "missing.zarr --labels kind": "missing.zarr",
     "good.zarr --labels colour": "colour",
+    "good.zarr --labels one": "--labels one: 1 different values",
     "empty --labels kind": "has nothing; expected",
     "text.npz --labels kind": "text.npz: ",
     "good.zarr --labels kind --split 0.9 0.1 0.1": "with the sum 1",
@@ -232,7 +233,7 @@ WRONG = {  # what is given: a part of the message
 
 def test_what_cannot_be_is_one_line(refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_flat(tmp_path / "good.zarr", flat_arrays())
+    write_flat(tmp_path / "good.zarr", {**flat_arrays(), "one": np.ones(SETS, int)})
     # without sizes the padding would be read as elements
     padded = {"adjacency_matrix": flat_arrays()["adjacency_matrix"]}
     write_flat(tmp_path / "padded.zarr", padded)

@@ -584,10 +584,11 @@ def test_a_finished_run_given_again_keeps_its_options(folder, trained, tmp_path)
     assert json.loads((out / "summary.json").read_text())["args"]["lr"] == 1e-2
 
 
-def test_another_network_is_refused(folder, trained):
+@pytest.mark.parametrize("option", ["--messages sum", "--tasks dim cls"])
+def test_another_network_is_refused(folder, trained, option):
     """Also where its weights fit."""
-    said = run(folder, trained[0], *trained[1], "--messages=sum", status=2)
-    assert "--messages: this run was started with mean" in said
+    said = run(folder, trained[0], *trained[1], *option.split(), status=2)
+    assert f"{option.split()[0]}: this run was started with" in said
 
 
 OWN = """

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 import torch.nn.functional as F
@@ -338,6 +339,10 @@ def test_augmentations_depend_on_their_draws_alone():
         assert np.array_equal(*found) == (kind == "none")
         if kind == "autoaugment_cutout":
             assert (found[0] == 0).mean() > 0.06
+    picture = PIL.Image.fromarray(image.transpose(1, 2, 0))
+    for policy in script.POLICIES:
+        made = script.auto_augment(picture, policy, [-1, -1], [0.9, 0.1])
+        assert not np.array_equal(made, picture)
 
     dot = np.zeros((1, 16, 16), np.uint8)
     dot[0, 8, 8] = 255

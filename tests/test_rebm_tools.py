@@ -187,7 +187,7 @@ def test_arrays(tmp_path, capsys):
         "images are float64": {"x_train": x / 2},
         "not uint8 (N, S, S)": {"x_train": x[:, :, :7]},
         "y_test is not a file": {"y_test": None},
-        "labels are int64 (11,), not 28 whole numbers": {"y_train": y[:3]},
+        "have [3, 8] labels, not [20, 8]": {"y_train": y[:3]},
         "the training part has no images of 4, 5, 6": {"y_test": np.full(8, 6)},
     }
     for message, change in wrong.items():

@@ -139,6 +139,7 @@ def test_hidden_residues_times_and_weights(tmp_path):
     data = script.NoisySequences(arguments(), proteins)
     whole = np.arange(600)
     batch = data[whole, whole, 3]
+    assert not torch.equal(data[whole, whole, 4].noisy, batch.noisy)  # another step, another noise
     times = -torch.expm1(-batch.sigma.double()) / 0.999
     assert torch.allclose(times.sort().values.diff(), torch.tensor(0.999 / 600).double(), rtol=1e-2)
     hidden = torch.zeros(600).index_add(

@@ -53,8 +53,11 @@ def read_runs(folders):
             continue
         status = "no summary.json, so it is not finished"
         if (folder / "summary.json").exists():
-            summary = json.loads((folder / "summary.json").read_text())
-            status = summary["status"]
+            try:
+                summary = json.loads((folder / "summary.json").read_text())
+                status = summary["status"]
+            except (ValueError, KeyError) as error:
+                status = f"its summary.json is damaged ({error!r})"
         if ".old-" in folder.name:
             status = "--fresh has moved it aside"
         if status == "finished":

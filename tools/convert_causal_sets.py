@@ -259,8 +259,10 @@ def read_sources(args, labels):
             sets += found
             problems += wrong
 
-    if problems and not args.skip_bad_data:
-        hint = "cannot be read (--skip_bad_data leaves them out)"
+    if problems and not (args.skip_bad_data and sets):
+        hint = "cannot be read"
+        if sets:
+            hint += " (--skip_bad_data leaves them out)"
         total = len(sets) + len(problems)
         stop(2, f"{len(problems)} of {total} sets {hint}:\n  {list_of(problems)}")
     if not sets:
@@ -301,6 +303,9 @@ def main():
     print(f"{len(sets)} sets are read, {len(problems)} left out")
     split = split_sets(len(sets), args.split, args.split_seed)
     classes = number_classes(sets, args.labels)
+    for name, values in classes.items():
+        if len(values) < 2:
+            stop(2, f"--labels {name}: {len(values)} different values; expected 2 or more")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "skipped.txt").write_text("".join(f"{problem}\n" for problem in problems))
     write_folder(args.out, sets, classes, split, vars(args))

@@ -69,7 +69,10 @@ def parse_args(words=None):
     add("--outside", nargs="*", default=GENERATED, help=text)
     add("--ood_images", type=count, default=1024, help="OOD images at most, of each kind")
     add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.num_samples == 1:
+        parser.error("--num_samples 1: a Frechet distance needs two or more; 0: none")
+    return args
 
 
 def batches(source, ids, size, device, args):

@@ -129,8 +129,9 @@ def main():
         device = choose_device(args, local_rank=0)
         model, options, inside, outside = load_network(args, device)
         classes = len(inside.classes)
+        for path in (args.out, args.npz or args.out):
+            path.parent.mkdir(parents=True, exist_ok=True)
         images = generate(model, options, outside, classes, inside.size, device, args)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         write_picture(args.out, images, classes)
         if args.npz:
             labels = np.arange(len(images)) % classes

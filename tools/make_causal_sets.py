@@ -116,6 +116,8 @@ def parse_args(words=None):
         sizes = f"--min_size {args.min_size} --max_size {args.max_size}"
         parser.error(f"{sizes}: expected 2 <= min_size <= max_size <= 32767")
     check_split(args.split)
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed}: must not be below 0")
     return args
 
 
@@ -202,12 +204,13 @@ def percolate(rng, n, fraction):
         middle = (low + high) // 2
         order = closure(draws <= trials[middle])
         excess = ordering_fraction(order) - fraction
-        found.append((abs(excess), order))
+        found.append((abs(excess), trials[middle]))
         if excess < 0:
             low = middle + 1
         else:
             high = middle - 1
-    return min(found, key=lambda trial: trial[0])[1]
+    _, p = min(found, key=lambda trial: trial[0])
+    return closure(draws <= p)
 
 
 def layered(rng, layer, p):

@@ -232,6 +232,10 @@ def read_arrays(args, out):
             labels = np.zeros(len(images), np.int64)
             if not is_outside:
                 tested = channels_first(file["x_test"])
+                found = [len(file["y_train"]), len(file["y_test"])]
+                if found != [len(images), len(tested)]:
+                    expected = [len(images), len(tested)]
+                    raise ValueError(f"y_train and y_test have {found} labels, not {expected}")
                 images = np.concatenate([images, tested])
                 parts = np.concatenate([parts, np.full(len(tested), TEST)])
                 labels = np.concatenate([file["y_train"], file["y_test"]])
@@ -259,11 +263,15 @@ READERS = {
 
 
 def check_classes(args, classes, labels, parts):
-    """There are two or more, and each has images to train on."""
-    counts = np.bincount(labels[parts == TRAIN], minlength=len(classes))
-    missing = [classes[number] for number in np.flatnonzero(counts == 0)]
-    if missing:
-        stop(2, f"{args.source}: the training part has no images of {', '.join(missing[:9])}")
+    """There are two or more, and each has images to train on, in a folder also to test on."""
+    wanted = {"training": TRAIN}
+    if args.kind == "folder":
+        wanted["test"] = TEST
+    for name, part in wanted.items():
+        counts = np.bincount(labels[parts == part], minlength=len(classes))
+        missing = [classes[number] for number in np.flatnonzero(counts == 0)]
+        if missing:
+            stop(2, f"{args.source}: the {name} part has no images of {', '.join(missing[:9])}")
     if len(classes) < 2:
         stop(2, f"{args.source}: {len(classes)} class: a classifier needs two or more")
 
