@@ -23,7 +23,8 @@ and auc (real against attacked OOD images, all ranks pooled). val/STAGE/..., of 
 on held-out images: clean and robust (accuracy without and under attack), cross_entropy, auroc and
 adv_auroc (images against OOD images, which adv_auroc attacks).
 
-Files in --output_dir: at_best.pt (stage 1), best.pt, latest.pt, metrics.jsonl, summary.json.
+Files in --output_dir: at_best.pt (stage 1), best.pt, latest.pt, previous.pt, metrics.jsonl,
+curves.png, summary.json.
 
 Unlike the original (xuwangyin/DAT) stage 1 is included; all ranks validate; the AUC is pooled;
 weight decay leaves out biases and norms; the best weights are chosen on images held out of the

@@ -25,6 +25,9 @@ bound, nats per residue), nelbo_se (its standard error), bits, perplexity, unigr
 the residues' shares in the training data), below_unigram, below_unigram_se, ce@0.15 ... (cross
 entropy where 15 % is hidden).
 
+Files in --output_dir: latest.pt, previous.pt, best.pt, samples/*.fasta, metrics.jsonl, curves.png,
+summary.json.
+
 The best prediction of hidden residues does not depend on the noise level (Ou et al. 2024), but the
 original shows it to the network, and so does this one. It costs 5 to 10 % of a step's time on CPUs;
 on GPUs not measured. --time_conditioning False saves it.
