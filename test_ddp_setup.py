@@ -137,8 +137,10 @@ def check_devices(args):
         if args.device not in ("auto", "cpu"):
             return FAIL, f"no {args.device} device that this torch can use; give --device cpu"
         if args.device == "auto" and shutil.which("nvidia-smi"):
-            text = "there is an NVIDIA driver: install PyTorch's CUDA build"
-            return WARN, f"this torch finds no accelerator; {text}"
+            text = "install PyTorch's CUDA build"
+            if torch.version.cuda:
+                text = f"are the GPUs hidden, or is it too old for CUDA {torch.version.cuda}?"
+            return WARN, f"no accelerator, but there is an NVIDIA driver: {text}"
         return OK, "no accelerator, the CPU is used"
 
     devices = torch.accelerator.device_count()
@@ -153,7 +155,10 @@ def check_backend(args):
     wanted = dist.get_default_backend_for_device(kind)
     backend = wanted if args.backend == "auto" else args.backend
     if not dist.is_backend_available(backend):
-        return FAIL, f"this torch has no {backend}; give --backend {wanted}, or install another"
+        other = "gloo" if backend == wanted else wanted
+        return FAIL, f"this torch has no {backend}; give --backend {other}, or install another"
+    if kind == "cpu" and backend in ("nccl", "xccl"):
+        return FAIL, f"{backend} needs GPUs; give --backend gloo"
     if backend != wanted:
         return WARN, f"{backend} for {kind}; {wanted} is made for it: give --backend {wanted}"
     return OK, f"{backend} for {kind}"
@@ -197,9 +202,10 @@ def check_disk(args):
     folder = Path(args.output_dir).resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        content = os.urandom(32_000_000)
         with tempfile.TemporaryFile(dir=folder) as file:
             begin = time.monotonic()
-            file.write(os.urandom(32_000_000))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
             rate = 32 / (time.monotonic() - begin)
@@ -1006,12 +1012,15 @@ def check_sums(args, device):
     """All-reduces with known results."""
     n = dist.get_world_size()
     expected = n * (n + 1) // 2
+    wrong = []  # all ranks make all sums, or they would wait for each other
     for dtype in (torch.float32, torch.int64):
         values = torch.full((1000,), dist.get_rank() + 1, dtype=dtype, device=device)
         dist.all_reduce(values)
         if (values != expected).any():
-            found = f"1 + ... + {n} in {dtype} is {values[0].item()}, not {expected}"
-            return FAIL, f"{found}; give another --backend, or install another build of torch"
+            wrong.append(f"1 + ... + {n} in {dtype} is {values[0].item()}, not {expected}")
+    if wrong:
+        text = "give another --backend, or install another build of torch"
+        return FAIL, f"{'; '.join(wrong)}; {text}"
     return OK, f"1 + ... + {n} is {expected} on all ranks"
 
 
@@ -1038,9 +1047,10 @@ def check_step(args, device):
     error = ((weights[1] - weights[0]).norm() / expected.norm()).item()
     found = f"the update differs from that of one process by {error:.0e} of its length"
     hint = "give another --backend, or install another build of torch"
+    versions = set(gather(weights[1].cpu().numpy().tobytes()))  # before a rank returns
     if not error < 1e-4:
         return FAIL, f"{found}; {hint}"
-    if len(set(gather(weights[1].cpu().numpy().tobytes()))) > 1:
+    if len(versions) > 1:
         return FAIL, f"{found}, but the ranks have different weights; {hint}"
     return OK, f"{found}, all ranks have the same weights"
 
@@ -1221,7 +1231,10 @@ def check_ranks(results, args):
         for name, check in RANK_CHECKS.items():
             rows = gather(check(args, device))
             if rank == 0:
-                report(results, name, *max(rows, key=lambda row: STATUSES.index(row[0])))
+                status, found = max(rows, key=lambda row: STATUSES.index(row[0]))
+                if len({row[0] for row in rows}) > 1:  # not all ranks found the same
+                    found = f"rank {rows.index((status, found))}: {found}"
+                report(results, name, status, found)
         name = "speed-up"
         measured = {} if args.quick else measure(args, device)
         if rank == 0:
@@ -1253,6 +1266,7 @@ def start_ranks(results, args, role):
         env=env,
     )
     timer = threading.Timer(60 + 120 * args.timeout_minutes, job.terminate)
+    timer.daemon = True  # or Ctrl-C would wait for it
     timer.start()
 
     lines = []
@@ -1277,7 +1291,9 @@ def check_failing_rank(args):
         return FAIL, f"the job ended before that, with status {status}: {' | '.join(lines[-3:])}"
     seconds = time.time() - float(raised[1])
     found = f"rank {args.ranks - 1} raised, the job ended after {seconds:.1f} s, status {status}"
-    if status == 0 or seconds > 20:
+    # NCCL does not see that a rank is gone: the others wait until the limit of a collective
+    waits = 0 if find_device(args) == "cpu" else min(120, 60 * args.timeout_minutes)
+    if status == 0 or seconds > 20 + waits:
         return FAIL, f"{found}; jobs with a failed rank would go on: install the pinned torch"
     return OK, found
 
@@ -1337,9 +1353,12 @@ def main(args):
         report(results, "end of the ranks", OK, f"all {args.ranks} ended with status 0")
         if not args.quick and args.ranks > 1:
             report(results, "failing rank", *check_failing_rank(args))
-    elif not has_failed(results):
-        text = "\n    ".join(["their last lines are these:", *lines[-15:]])
-        report(results, "end of the ranks", FAIL, f"status {status}; {text}")
+    else:
+        words = "\n".join(lines).partition("] failed (exitcode: ")[0]  # then torchrun's own report
+        said = [line for line in words.splitlines() if not re.match(r"[EW]\d{4} ", line)]
+        if not has_failed(results) or any(": error: " in line for line in said):
+            text = "\n    ".join(["their last lines are these:", *said[-15:]])
+            report(results, "end of the ranks", FAIL, f"status {status}; {text}")
     return finish(results, args)
 
 

@@ -299,7 +299,7 @@ def main():
     sides.print_comparison_head(UNIT)
     with sides.workplace() as folder:
         for length in args.lengths:
-            # so many that no epoch ends meanwhile: validation is not measured
+            # so many that hardly an epoch ends meanwhile: validation is hardly measured
             pairs = make_pairs(length, max(64, 20000 // length), folder)
             jobs = start(folder, pairs, args)
             found = sides.measure(jobs, args.rounds, args.seconds)

@@ -123,7 +123,8 @@ def run_part(name):
     with tempfile.TemporaryDirectory() as folder:
         records = Path(folder, "records.json")
         words = [sys.executable, *command.split()[1:], f"--json={records}"]
-        done = subprocess.run(words, cwd=sides.ROOT, capture_output=True, text=True)
+        options = {"cwd": sides.ROOT, "preexec_fn": sides.end_with_parent}
+        done = subprocess.run(words, **options, capture_output=True, text=True)
         found["records"] = json.loads(records.read_text()) if records.exists() else []
 
     found["seconds"] = round(time.monotonic() - begin)

@@ -128,6 +128,7 @@ def test_stopped_and_restarted_equals_undisturbed(task, matrix):
     latest = folder / "latest.pt"
     faults = [[1, 9, "signal", SIGKILL]]
     run = task.run(folder, QUICK_END, faults=faults, statuses={-9, 1})
+    assert run.seconds < 30, run.text[-3000:]
     matrix(task.name, "rank killed", "the others end with 1; the same bits", run.seconds)
 
     run = task.run(folder, faults=[[0, 15, "signal", SIGTERM]], statuses={143})

@@ -151,6 +151,12 @@ def test_python_in_an_sbatch_file_is_one_process(server, driver):
     check_ranks(server.text, 1)
 
 
+def test_a_rank_without_a_world_size(server, driver):
+    server.start([{"RANK": 0}], [str(driver), "--device=cpu"])
+    assert server.wait() == [2], server.text
+    assert "RANK is set, but not WORLD_SIZE" in server.text
+
+
 def family(name):
     """The mpiexec of a family, and how it places two ranks on this machine."""
     if name == "MPICH":
@@ -171,7 +177,7 @@ def test_mpiexec(name, tmp_path):
     command += [f"--output_dir={tmp_path}/out", "--base_model_name=random", "--num_epochs=1"]
     command += ["--backend", "ccl", "--num_orders=1", "--device=cpu"]
     env = os.environ | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    options = {"env": env, "capture_output": True, "text": True, "timeout": 90}
+    options = {"env": env, "capture_output": True, "text": True, "timeout": 200}
     result = subprocess.run([mpiexec, *placed, *command], **options)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     for rank in range(2):
