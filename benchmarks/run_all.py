@@ -173,7 +173,8 @@ def write(parts):
     parts = {name: parts[name] for name in PARTS if name in parts}
     names = ["script", "compared with", "work", "ratio: median (smallest to largest)"]
     names += ["wanted", "reached", "commit"]
-    lines = ["# Results of the benchmarks", "", "`python benchmarks/run_all.py`", ""]
+    text = "Each part names its commit; its command is that commit's."
+    lines = ["# Results of the benchmarks", "", f"`python benchmarks/run_all.py`. {text}", ""]
     lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for name, part in parts.items():
         lines += ratio_rows(name, part)
