@@ -1271,8 +1271,10 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:  # whatever it is, the other ranks are waiting for this one
+    except Exception as error:  # whatever it is, the other ranks are waiting for this one
         logging.error(traceback.format_exc())
+        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
+            logging.error("another rank has died; the same command, given again, goes on")
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
     sys.stdout.flush()
@@ -1551,7 +1553,8 @@ def prepare_folder(folder, fresh):
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         if fresh and first_start and folder.exists():
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"the run in {folder} is now in {old}")
         folder.mkdir(exist_ok=True)
         (folder / "new.tmp").touch()  # can we write here? better known now than after hours
         (folder / "new.tmp").unlink()
@@ -1667,7 +1670,8 @@ class RunLog:
         summary.update(torch=torch.__version__, args=vars(self.args))
         try:
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            draw_curves(self.path)
+            if self.path.exists():
+                draw_curves(self.path)
         except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.thread.is_alive():
@@ -2079,7 +2083,7 @@ def load_network(args):
     path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
     if not path.exists():
         text = "the weights are published at https://github.com/dauparas/ProteinMPNN"
-        hint = "--base_model_dir names their folder, --base_model_name random needs none"
+        hint = "--base_model_dir names their folder; none: --base_model_name random --sft_epochs 2"
         raise InputError(f"{path}: no such file; {text}; {hint}")
     return read_model(path)
 

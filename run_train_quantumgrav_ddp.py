@@ -68,8 +68,10 @@ from tqdm import tqdm
 def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument_group("task").add_argument
-    add("--data", default="data/causal_sets", help="folder of tools/make_causal_sets.py")
-    add("--tasks", nargs="+", default=["cls"], help="labels to learn: cls, dim, manifold")
+    text = "folder of tools/make_causal_sets.py, or of tools/convert_causal_sets.py"
+    add("--data", default="data/causal_sets", help=text)
+    text = "labels to learn: cls, dim, manifold, or those of your own data"
+    add("--tasks", nargs="+", default=["cls"], help=text)
     kinds = range(6)
     text = "columns: in_degree out_degree past_height future_height past_size future_size"
     add("--features", nargs="+", type=int, default=[0, 1, 2, 3], choices=kinds, help=text)
@@ -216,9 +218,15 @@ def ragged_rows(ptr, ids):
 def read_meta(folder):
     """(hash of the folder, content of its meta.json)"""
     if not (folder / "meta.json").exists():
-        raise InputError(f"no data in {folder}: python tools/make_causal_sets.py --out {folder}")
+        hint = "for sets of your own: tools/convert_causal_sets.py"
+        text = f"no data in {folder}: python tools/make_causal_sets.py --out {folder}; {hint}"
+        raise InputError(text)
     text = (folder / "meta.json").read_text()
-    return hashlib.sha256(text.encode()).hexdigest()[:12], json.loads(text)
+    try:
+        return hashlib.sha256(text.encode()).hexdigest()[:12], json.loads(text)
+    except ValueError:
+        text = f"{folder}/meta.json is damaged: remove {folder}, and make it again"
+        raise InputError(text) from None
 
 
 def check_data(folder):
@@ -742,8 +750,10 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:  # whatever it is, the other ranks are waiting for this one
+    except Exception as error:  # whatever it is, the other ranks are waiting for this one
         logging.error(traceback.format_exc())
+        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
+            logging.error("another rank has died; the same command, given again, goes on")
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
     sys.stdout.flush()
@@ -1022,7 +1032,8 @@ def prepare_folder(folder, fresh):
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         if fresh and first_start and folder.exists():
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"the run in {folder} is now in {old}")
         folder.mkdir(exist_ok=True)
         (folder / "new.tmp").touch()  # can we write here? better known now than after hours
         (folder / "new.tmp").unlink()
@@ -1138,7 +1149,8 @@ class RunLog:
         summary.update(torch=torch.__version__, args=vars(self.args))
         try:
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            draw_curves(self.path)
+            if self.path.exists():
+                draw_curves(self.path)
         except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.thread.is_alive():
@@ -1529,7 +1541,8 @@ def main(args):
     # with others the weights, or their momenta, would fit, but mean something else
     for name in ("tasks", "features", "messages", "pooling"):
         if state and state["args"][name] != getattr(args, name):
-            raise InputError(f"--{name}: this run was started with {state['args'][name]}")
+            text = f"this run was started with {state['args'][name]}"
+            raise InputError(f"--{name}: {text}; --fresh moves the old run aside")
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = CausalSetNet(args, data.classes).to(device)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")

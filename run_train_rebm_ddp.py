@@ -184,8 +184,10 @@ class Images:
     def __init__(self, name):
         folder = Path(name)
         if not (folder / "meta.json").exists():
-            hint = "python tools/prepare_images.py digits makes data/digits; --help shows more"
-            raise InputError(f"no images in {folder}: {hint}")
+            text = f"{folder} is not there: python tools/prepare_images.py digits makes data/digits"
+            if folder.exists():
+                text = f"{folder} is not prepared: python tools/prepare_images.py --help shows how"
+            raise InputError(text)
         text = (folder / "meta.json").read_text()
         hint = f"remove {folder} and prepare it anew"
         try:
@@ -252,10 +254,9 @@ def load_outside(name, inside):
     if name in GENERATED:
         return GeneratedImages(name, inside.channels, inside.size)
     outside = Images(name)
-    side = outside.images.shape[2]
-    if outside.channels != inside.channels or side < inside.size:
-        text = f"{name} has images of {outside.channels} x {side} x {side}"
-        expected = f"{inside.channels} channels and {inside.size} pixels a side or more"
+    if (outside.channels, outside.size) != (inside.channels, inside.size):
+        text = f"{name} has {outside.channels} channels and {outside.size} pixels a side"
+        expected = f"{inside.channels} and {inside.size}, as {inside.name} has"
         raise InputError(f"{text}: expected {expected}")
     return outside
 
@@ -1192,8 +1193,10 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:  # whatever it is, the other ranks are waiting for this one
+    except Exception as error:  # whatever it is, the other ranks are waiting for this one
         logging.error(traceback.format_exc())
+        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
+            logging.error("another rank has died; the same command, given again, goes on")
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
     sys.stdout.flush()
@@ -1472,7 +1475,8 @@ def prepare_folder(folder, fresh):
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         if fresh and first_start and folder.exists():
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"the run in {folder} is now in {old}")
         folder.mkdir(exist_ok=True)
         (folder / "new.tmp").touch()  # can we write here? better known now than after hours
         (folder / "new.tmp").unlink()
@@ -1588,7 +1592,8 @@ class RunLog:
         summary.update(torch=torch.__version__, args=vars(self.args))
         try:
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            draw_curves(self.path)
+            if self.path.exists():
+                draw_curves(self.path)
         except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.thread.is_alive():

@@ -352,7 +352,7 @@ def load_data(args):
     valid = Proteins(folder, "valid", args.max_protein_len)
     logging.info(f"  sequences to train on: {len(train):,}; held out: {len(valid):,}")
     if meta["val_ratio"] != args.val_ratio:
-        logging.info(f"  {folder} was prepared with --val_ratio {meta['val_ratio']}, which counts")
+        logging.info(f"  {folder} was prepared with --val_ratio {meta['val_ratio']}: that holds")
     return train, valid, meta, data_hash
 
 
@@ -826,8 +826,10 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:  # whatever it is, the other ranks are waiting for this one
+    except Exception as error:  # whatever it is, the other ranks are waiting for this one
         logging.error(traceback.format_exc())
+        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
+            logging.error("another rank has died; the same command, given again, goes on")
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
     sys.stdout.flush()
@@ -1106,7 +1108,8 @@ def prepare_folder(folder, fresh):
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         if fresh and first_start and folder.exists():
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"the run in {folder} is now in {old}")
         folder.mkdir(exist_ok=True)
         (folder / "new.tmp").touch()  # can we write here? better known now than after hours
         (folder / "new.tmp").unlink()
@@ -1222,7 +1225,8 @@ class RunLog:
         summary.update(torch=torch.__version__, args=vars(self.args))
         try:
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            draw_curves(self.path)
+            if self.path.exists():
+                draw_curves(self.path)
         except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.thread.is_alive():
@@ -1778,9 +1782,9 @@ def report(loop):
     """The last word: the best bound beside that of the residues' shares."""
     metrics = loop["metrics"]
     bound = f"{metrics['nelbo']:.4f} ± {metrics['nelbo_se']:.4f}"
-    gain = f"{metrics['below_unigram']:.4f} ± {metrics['below_unigram_se']:.4f}"
+    gain = f"{metrics['below_unigram']:+.4f} ± {metrics['below_unigram_se']:.4f}"
     logging.info(f"best at step {loop['best']['step']}: held-out bound {bound} nats per residue")
-    logging.info(f"  by the residues' shares: {metrics['unigram']:.4f}; {gain} below")
+    logging.info(f"  by the residues' shares: {metrics['unigram']:.4f}; gain {gain}")
     if metrics["below_unigram"] <= 0:
         logging.warning("the network is no better than the residues' shares: train longer")
     return {"baselines": {"unigram": metrics["unigram"]}, "val": metrics}

@@ -568,7 +568,10 @@ def find_hub(args):
     names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
     remote = []
     for name in sorted(names):
-        if not name.startswith(("builtin:", "pydocs")) and not Path(name).exists():
+        # a missing ./model or texts.txt is no name of the hub, either
+        is_local = name.startswith(("builtin:", "pydocs", ".", "/"))
+        is_file = name.endswith((".txt", ".jsonl", ".json", ".csv", ".parquet"))
+        if not (is_local or is_file or Path(name).exists()):
             remote.append(name)
     if not remote or "HF_HUB_OFFLINE" in os.environ:
         return False
@@ -1196,8 +1199,10 @@ def launch(parse_args, main):
 
     try:
         status = run()
-    except Exception:  # whatever it is, the other ranks are waiting for this one
+    except Exception as error:  # whatever it is, the other ranks are waiting for this one
         logging.error(traceback.format_exc())
+        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
+            logging.error("another rank has died; the same command, given again, goes on")
         os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
     cleanup()
     sys.stdout.flush()
@@ -1476,7 +1481,8 @@ def prepare_folder(folder, fresh):
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         if fresh and first_start and folder.exists():
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"the run in {folder} is now in {old}")
         folder.mkdir(exist_ok=True)
         (folder / "new.tmp").touch()  # can we write here? better known now than after hours
         (folder / "new.tmp").unlink()
@@ -1592,7 +1598,8 @@ class RunLog:
         summary.update(torch=torch.__version__, args=vars(self.args))
         try:
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            draw_curves(self.path)
+            if self.path.exists():
+                draw_curves(self.path)
         except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.thread.is_alive():
@@ -2063,7 +2070,9 @@ def compare(run):
     if last["value"] < best["value"]:
         logging.warning("phase 2 made the student worse: that of phase 1 is kept")
     if best["value"] <= loop["untrained"].get(best["metric"], -math.inf):
-        hint = "look at the learning rates, the data, and what the teacher itself reaches"
+        hint = (
+            "look at --phase1_lr, --phase2_lr, the epochs, the data, and what the teacher reaches"
+        )
         logging.warning(f"training did not make the student better: {hint}")
     return best
 

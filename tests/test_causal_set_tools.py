@@ -222,7 +222,7 @@ WRONG = {  # what is given: a part of the message
     "padded.npz --labels kind": "padded.npz: has adjacency_matrix; expected atomcount or cset_size",
     "missing.zarr --labels kind": "missing.zarr",
     "good.zarr --labels colour": "colour",
-    "good.zarr --labels one": "--labels one: 1 different values",
+    "good.zarr --labels one": "--labels one: expected 2 values or more from 0 on, found ",
     "empty --labels kind": "has nothing; expected",
     "text.npz --labels kind": "text.npz: ",
     "good.zarr --labels kind --split 0.9 0.1 0.1": "with the sum 1",

@@ -129,6 +129,7 @@ def test_stopped_and_restarted_equals_undisturbed(task, matrix):
     faults = [[1, 9, "signal", SIGKILL]]
     run = task.run(folder, QUICK_END, faults=faults, statuses={-9, 1})
     assert run.seconds < 30, run.text[-3000:]
+    assert "another rank has died; the same command, given again, goes on" in run.text
     matrix(task.name, "rank killed", "the others end with 1; the same bits", run.seconds)
 
     run = task.run(folder, faults=[[0, 15, "signal", SIGTERM]], statuses={143})

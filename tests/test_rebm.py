@@ -529,9 +529,9 @@ def test_data_that_do_not_fit(digits, tmp_path, group):
     import_tool("prepare_images").main(["arrays", f"{tmp_path}/a.npz", f"--out={colour}"])
     wrong = {
         "has no labels": [f"--data={colour}"],
-        "has images of 3 x 8 x 8: expected 1 channels and 8": [f"--outdist_data={colour}"],
+        "has 3 channels and 8 pixels a side: expected 1 and 8": [f"--outdist_data={colour}"],
         "autoaugment_cutout is of colour": ["--augm_type_classification=autoaugment_cutout"],
-        "no images in nowhere": ["--data=nowhere"],
+        "nowhere is not there: python tools/prepare_images.py digits": ["--data=nowhere"],
     }
     for message, options in wrong.items():
         with pytest.raises(script.InputError, match=message):

@@ -363,6 +363,7 @@ def test_wrong_uses_of_the_sampler(trained, tmp_path):
         f"--infill={tmp_path}/words.fasta": "with `>` as its first character",
         f"--infill={tmp_path}/long.fasta": "a has 71 residues; the network knows at most 62",
         "--infill=x --length=5": "give one of the two",
+        "--infill=x": "no such file",
         "--length=63": "trained on at most 62 residues",
         f"--compare={tmp_path}": "no folder of tools/prepare_uniref50.py",
         "--temperature=0": "must be above 0",

@@ -69,7 +69,8 @@ def read_runs(folders):
     for key in ("script", "best/metric"):
         found = {run.get(key) for run in runs}
         if len(found) > 1:
-            stop(2, f"runs of different {key}: {', '.join(map(str, found))}")
+            text = ", ".join(f"{run['run']} {run.get(key)}" for run in runs)
+            stop(2, f"runs of different {key}, compare them apart: {text}")
     return runs
 
 

@@ -232,8 +232,9 @@ def find_pieces(paths, labels):
             source = open_source(path, labels)
         except ImportError:
             stop(2, f"{path}: pip install zarr, which reads such stores")
-        except (OSError, KeyError, ValueError) as error:
-            problems.append(f"{path}: {' '.join(str(error).split())}")
+        except Exception as error:  # of damaged files: many kinds, as in read_piece
+            reason = " ".join(str(error).split()) or type(error).__name__
+            problems.append(f"{path}: {reason}")
             continue
         for first in range(0, source.count, source.piece):
             pieces.append((path, first, min(first + source.piece, source.count)))
@@ -305,7 +306,8 @@ def main():
     classes = number_classes(sets, args.labels)
     for name, values in classes.items():
         if len(values) < 2:
-            stop(2, f"--labels {name}: {len(values)} different values; expected 2 or more")
+            found = ", ".join(values) or "none"
+            stop(2, f"--labels {name}: expected 2 values or more from 0 on, found {found}")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "skipped.txt").write_text("".join(f"{problem}\n" for problem in problems))
     write_folder(args.out, sets, classes, split, vars(args))

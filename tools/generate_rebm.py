@@ -71,8 +71,11 @@ def parse_args(words=None):
 
 def load_network(args, device):
     """(network in evaluation mode, the options of its run, its images, OOD images)"""
+    if not args.checkpoint.exists():
+        text = f"{args.checkpoint} is not there: expected best.pt, of stage 1 at_best.pt"
+        raise InputError(text)
     if not is_whole(args.checkpoint):
-        raise InputError(f"{args.checkpoint} is not there, or is damaged: expected a best.pt")
+        raise InputError(f"{args.checkpoint} is damaged")
     torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
 
     state = load_checkpoint(args.checkpoint)

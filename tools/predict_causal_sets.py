@@ -180,9 +180,14 @@ def main():
         stop(2, error)
 
     model = CausalSetNet(options, known)
-    model.load_state_dict(state["model"])
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError:
+        stop(2, f"{args.checkpoint}: its network is not that of the script: was one changed?")
     model.eval().to(device)
     labels = labels_of_tasks(arrays["labels"][ids], classes, known)
+    if classes and not labels:
+        print(f"no metrics: the labels are {', '.join(classes)}, the tasks {', '.join(known)}")
     logp = predict(model, NewSets(arrays, options.features), ids, options.eval_edges, device)
     write_csv(args.out, origins, logp, labels, known)
     print_metrics(logp, labels)

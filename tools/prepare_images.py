@@ -24,7 +24,8 @@ Writes a folder of arrays that can be mapped into memory; it is there whole or n
     split.npy (N,) uint8    0 train, 1 valid, 2 test, 3 images that could not be read
     meta.json               names of the classes ([] of OOD images), size of a network's input,
                             bytes and checksum of each file
-Held out of the training images are --valid for validation. OOD images, which come without a test
+Held out of the training images are --valid for validation. The folder val/ is the test part, unless
+there is test/, too: then val/ is the validation part. OOD images, which come without a test
 part, are split at random: a tenth, at most 1,024 and 10,000, to validate and to test.
 """
 
@@ -142,8 +143,12 @@ def decode(path, side):
 def read_folder(args, out):
     roots = {args.source: TRAIN}
     if (args.source / "train").is_dir():
-        test = "val" if (args.source / "val").is_dir() else "test"
-        roots = {args.source / "train": TRAIN, args.source / test: TEST}
+        tested = [args.source / name for name in ("test", "val") if (args.source / name).is_dir()]
+        if not tested:
+            stop(2, f"{args.source} has train/, but neither val/ nor test/, images to test on")
+        roots = {args.source / "train": TRAIN, tested[0]: TEST}
+        if len(tested) == 2:  # then val/ is what its name says
+            roots[tested[1]] = VALID
     paths = []
     names = []
     parts = []
@@ -227,6 +232,8 @@ def read_arrays(args, out):
     try:
         with np.load(args.source) as file:
             images = channels_first(file["x_train"])
+            if "x_train" not in file.files:
+                raise ValueError(f"there are {', '.join(file.files)}")
             is_outside = file.files == ["x_train"]
             parts = np.full(len(images), TRAIN)
             labels = np.zeros(len(images), np.int64)
@@ -239,9 +246,11 @@ def read_arrays(args, out):
                 images = np.concatenate([images, tested])
                 parts = np.concatenate([parts, np.full(len(tested), TEST)])
                 labels = np.concatenate([file["y_train"], file["y_test"]])
-        if labels.shape != parts.shape or labels.dtype.kind not in "iu" or labels.min() < 0:
+        if labels.shape != parts.shape or labels.dtype.kind not in "iu":
             expected = f"{len(parts)} whole numbers from 0 on"
             raise ValueError(f"labels are {labels.dtype} {labels.shape}, not {expected}")
+        if labels.min() < 0:
+            raise ValueError(f"label {labels.argmin()} (of train, then test) is {labels.min()}")
     except Exception as error:  # those of zipfile and zlib, too
         expected = "x_train, y_train, x_test, y_test, or x_train alone"
         stop(2, f"{args.source}: {error}: expected an .npz of {expected}")
@@ -279,6 +288,8 @@ def check_classes(args, classes, labels, parts):
 def make_split(args, parts, is_outside):
     """(N,) uint8: parts, where some of TRAIN became VALID, and TEST if there was none."""
     split = parts.astype(np.uint8)
+    if VALID in split:
+        return split
     train = np.random.default_rng(1).permutation(np.flatnonzero(split == TRAIN))
     valid = min(1000, len(train) * 7 // 100)
     if is_outside:
@@ -318,7 +329,11 @@ def main(words=None):
     except OSError as error:
         stop(1, f"{error}")
     train, valid, test, _ = np.bincount(split, minlength=4)
-    what = f"{len(classes)} classes" if classes else "OOD images, without classes"
+    what = f"{len(classes)} classes"
+    if not classes:
+        what = "OOD images, without classes"
+        if args.kind == "folder":
+            what += " (there is no train/)"
     print(f"{args.out}: {what}; images to train, validate, test: {train}, {valid}, {test}")
 
 

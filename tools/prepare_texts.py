@@ -179,6 +179,7 @@ def read_rows(name, phase, args, problems):
         records = read_hub(name, {"train": limit})
 
     rows = []
+    names = set()
     for number, (place, found) in enumerate(records):
         held_out = None
         if name == "ms_marco":
@@ -188,8 +189,15 @@ def read_rows(name, phase, args, problems):
                 continue
         try:
             rows.append(parse_row(number, found, phase, held_out))
+            names.update(found)
         except ValueError as error:
             problems.append(f"{place}: {error}")
+    if Path(name).suffix in FILES:
+        if not rows and not problems:
+            problems.append(f"{name}: there are no rows")
+        others = sorted(map(str, names.difference(["group", *itertools.chain(*COLUMNS.values())])))
+        if others:
+            print(f"{name}: these columns are not read: {', '.join(others)}")
     return rows
 
 

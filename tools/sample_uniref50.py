@@ -86,6 +86,8 @@ def load(path, device):
 
 def read_templates(path, copies, most):
     """(templates, names): `copies` of each record of a FASTA file, `?` to be drawn."""
+    if not path.is_file():
+        raise InputError(f"--infill {path}: no such file")
     before, *records = ("\n" + path.read_text(errors="replace")).split("\n>")
     if before.strip() or not records:
         raise InputError(f"{path}: expected FASTA, with `>` as its first character")
