@@ -225,6 +225,8 @@ WRONG = {  # what is given: a part of the message
     "good.zarr --labels one": "--labels one: expected 2 values or more from 0 on, found ",
     "empty --labels kind": "has nothing; expected",
     "text.npz --labels kind": "text.npz: ",
+    "cut.npz --labels kind": "cut.npz: ",
+    "nothing.npz --labels kind": "nothing.npz: ",
     "good.zarr --labels kind --split 0.9 0.1 0.1": "with the sum 1",
     "good.zarr --labels kind --split 0.98 0.01 0.01": "too few",
     "good.zarr --labels kind --out full": "full holds a data set",
@@ -242,6 +244,8 @@ def test_what_cannot_be_is_one_line(refusal, tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "meta.json").write_text("{}")
     (tmp_path / "text.npz").write_text("text")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "padded.npz").read_bytes()[:-100])
+    (tmp_path / "nothing.npz").write_bytes(b"")
     for words, text in WRONG.items():
         said = refusal("--out=out", "--workers=1", *words.split())
         assert text in said, words

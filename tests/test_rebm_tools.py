@@ -176,6 +176,16 @@ def test_image_folders(tmp_path, capsys):
     words[1] = f"{tmp_path}/one"
     refused(words, "1 class: a classifier needs two or more", capsys)
 
+    write_pictures(tmp_path / "three" / "train", 6)
+    words = ["folder", f"{tmp_path}/three", "--size=28", f"--out={tmp_path}/all"]
+    refused(words, "has train/, but neither val/ nor test/", capsys)
+    write_pictures(tmp_path / "three" / "val", 3)
+    write_pictures(tmp_path / "three" / "test", 4)
+    refused([*words, "--valid=2"], "has val/ and test/, leave it out", capsys)
+    assert run(prepare, words, capsys)[0] == 0
+    data = script.Images(tmp_path / "all")
+    assert [len(data.part(name)) for name in ("train", "valid", "test")] == [12, 6, 8]
+
 
 def test_arrays(tmp_path, capsys):
     x = np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8)

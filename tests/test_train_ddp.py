@@ -740,6 +740,18 @@ def test_bad_rows_are_all_named(work, tmp_path):
     assert len((tmp_path / "out" / "bad_rows.txt").read_text().splitlines()) == 38
     said = prepare(tmp_path / "none", "--phase2_data=nowhere.jsonl", status=1)
     assert said == "--phase2_data nowhere.jsonl: no such file\n"
+    (tmp_path / "empty.txt").write_text("")
+    said = prepare(tmp_path / "none", f"--phase1_data={tmp_path}/empty.txt", status=1)
+    assert "empty.txt: there are no rows" in said
+
+
+def test_columns_that_are_not_read_are_named(tmp_path):
+    rows = [f"query {i},text {i},other {i}" for i in range(40)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["query,positive,hard_negatives", *rows]))
+    options = [f"--phase2_data={tmp_path}/pairs.csv", "--eval_fraction=0.2", f"--out={tmp_path}/out"]
+    done = subprocess.run([sys.executable, PREPARE, *options], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "pairs.csv: these columns are not read: hard_negatives" in done.stdout
 
 
 def test_ms_marco_rows():

@@ -289,6 +289,8 @@ def make_split(args, parts, is_outside):
     """(N,) uint8: parts, where some of TRAIN became VALID, and TEST if there was none."""
     split = parts.astype(np.uint8)
     if VALID in split:
+        if args.valid is not None:
+            stop(2, f"--valid {args.valid}: {args.source} has val/ and test/, leave it out")
         return split
     train = np.random.default_rng(1).permutation(np.flatnonzero(split == TRAIN))
     valid = min(1000, len(train) * 7 // 100)
