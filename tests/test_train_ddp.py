@@ -748,8 +748,8 @@ def test_bad_rows_are_all_named(work, tmp_path):
 def test_columns_that_are_not_read_are_named(tmp_path):
     rows = [f"query {i},text {i},other {i}" for i in range(40)]
     (tmp_path / "pairs.csv").write_text("\n".join(["query,positive,hard_negatives", *rows]))
-    options = [f"--phase2_data={tmp_path}/pairs.csv", "--eval_fraction=0.2", f"--out={tmp_path}/out"]
-    done = subprocess.run([sys.executable, PREPARE, *options], capture_output=True, text=True)
+    command = [sys.executable, PREPARE, "--phase2_data=pairs.csv", "--eval_fraction=0.2"]
+    done = subprocess.run([*command, "--out=out"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0
     assert "pairs.csv: these columns are not read: hard_negatives" in done.stdout
 
