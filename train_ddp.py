@@ -2070,9 +2070,7 @@ def compare(run):
     if last["value"] < best["value"]:
         logging.warning("phase 2 made the student worse: that of phase 1 is kept")
     if best["value"] <= loop["untrained"].get(best["metric"], -math.inf):
-        hint = (
-            "look at --phase1_lr, --phase2_lr, the epochs, the data, and what the teacher reaches"
-        )
+        hint = "look at --phase1_lr, --phase2_lr, the epochs, the data, and the teacher's figures"
         logging.warning(f"training did not make the student better: {hint}")
     return best
 

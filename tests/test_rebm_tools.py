@@ -197,6 +197,8 @@ def test_arrays(tmp_path, capsys):
         "images are float64": {"x_train": x / 2},
         "not uint8 (N, S, S)": {"x_train": x[:, :, :7]},
         "y_test is not a file": {"y_test": None},
+        "there are y_train, x_test, y_test": {"x_train": None},
+        "label 3 (of train, then test) is -1": {"y_train": np.where(np.arange(20) == 3, -1, y)},
         "have [3, 8] labels, not [20, 8]": {"y_train": y[:3]},
         "the training part has no images of 4, 5, 6": {"y_test": np.full(8, 6)},
     }

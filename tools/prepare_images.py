@@ -231,9 +231,9 @@ def channels_first(x):
 def read_arrays(args, out):
     try:
         with np.load(args.source) as file:
-            images = channels_first(file["x_train"])
             if "x_train" not in file.files:
                 raise ValueError(f"there are {', '.join(file.files)}")
+            images = channels_first(file["x_train"])
             is_outside = file.files == ["x_train"]
             parts = np.full(len(images), TRAIN)
             labels = np.zeros(len(images), np.int64)
