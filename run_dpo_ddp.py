@@ -2083,7 +2083,7 @@ def load_network(args):
     path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
     if not path.exists():
         text = "the weights are published at https://github.com/dauparas/ProteinMPNN"
-        hint = "--base_model_dir names their folder; none: --base_model_name random --sft_epochs 2"
+        hint = "give --base_model_dir; without weights: --base_model_name random --sft_epochs 2"
         raise InputError(f"{path}: no such file; {text}; {hint}")
     return read_model(path)
 
