@@ -57,7 +57,8 @@ PARTS = {
     "dpo": Part(
         "run_dpo_ddp.py",
         "bench_dpo.py",
-        {"^100 residues.*port": 6.0, "the program replaced": 0.97},
+        # on AMD; on Intel 6.0, where denormal numbers cost the port more
+        {"^100 residues.*port": 5.0, "the program replaced": 0.97},
     ),
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py",
