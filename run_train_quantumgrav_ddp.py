@@ -223,10 +223,13 @@ def read_meta(folder):
         raise InputError(text)
     text = (folder / "meta.json").read_text()
     try:
-        return hashlib.sha256(text.encode()).hexdigest()[:12], json.loads(text)
-    except ValueError:
-        text = f"{folder}/meta.json is damaged: remove {folder}, and make it again"
+        meta = json.loads(text)
+        if "classes" not in meta or "sha256" not in meta:
+            raise ValueError
+    except (TypeError, ValueError):
+        text = f"{folder}/meta.json is damaged, or another tool's: make the folder again"
         raise InputError(text) from None
+    return hashlib.sha256(text.encode()).hexdigest()[:12], meta
 
 
 def check_data(folder):
