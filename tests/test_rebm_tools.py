@@ -94,7 +94,7 @@ def test_tiny_images(tmp_path, refused):
     source.write_bytes(b"".join(image.tobytes(order="F") for image in images))
     (tmp_path / "a.txt").write_text("0\n39\n")
     (tmp_path / "b.txt").write_text("17\n")
-    refused("what is CIFAR must not be an OOD image", "tinyimages", source)
+    refused("give files with the rows that are images of CIFAR", "tinyimages", source)
     lists = [tmp_path / "a.txt", tmp_path / "b.txt"]
     data = prepared(tmp_path / "out", "tinyimages", source, "--exclude", *lists)
     kept = np.setdiff1d(np.arange(60), [0, 17, 39])
@@ -200,25 +200,20 @@ def trained(tmp_path_factory):
 
 
 def test_a_network_is_measured(trained):
-    """Accuracy under attack falls with the radius, to 0; figures are the same each time."""
-    found = []
-    for out in (trained / "first.json", trained / "second.json"):
-        options = (
-            "--radii 0.1 0.5 6 --attack_steps=10 --starts=3 --num_samples=40 --steps=5".split()
-        )
-        words = [trained / "out/best.pt", *options, f"--out={out}", "--device=cpu"]
-        status, text = call_program(ROOT / "tools/evaluate_rebm.py", *words)
-        assert status == 0, text
-        found.append(json.loads(out.read_text()))
-    assert found[0] == found[1]
-    figures = found[0]
-    order = [figures[name] for name in ("clean", "robust@0.1", "robust@0.5", "robust@6")]
+    """Accuracy under attack falls with the radius, to 0."""
+    out = trained / "figures.json"
+    words = [trained / "out/best.pt", "--radii", "0.1", "0.5", "6", "--attack_steps=10"]
+    words += ["--starts=3", "--num_samples=40", "--steps=5", f"--out={out}", "--device=cpu"]
+    status, text = call_program(ROOT / "tools/evaluate_rebm.py", *words)
+    assert status == 0, text
+    found = json.loads(out.read_text())
+    order = [found[name] for name in ("clean", "robust@0.1", "robust@0.5", "robust@6")]
     assert order == sorted(order, reverse=True)
     assert order[0] > 0.5
     assert order[-1] == 0
     for kind in script.GENERATED:
-        assert 0 <= figures[f"adv_auroc {kind}"] <= figures[f"auroc {kind}"] <= 1
-    assert 0 < figures["frechet_pixels real"] < figures["frechet_pixels"]
+        assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
+    assert 0 < found["frechet_pixels real"] < found["frechet_pixels"]
 
 
 def test_a_network_generates(trained):

@@ -24,9 +24,9 @@ Writes a folder of arrays that can be mapped into memory; it is there whole or n
     split.npy (N,) uint8    0 train, 1 valid, 2 test, 3 images that could not be read
     meta.json               names of the classes ([] of OOD images), size of a network's input,
                             bytes and checksum of each file
-Held out of the training images are --valid for validation. The folder val/ is the test part, unless
-there is test/, too: then val/ is the validation part. OOD images, which come without a test
-part, are split at random: a tenth, at most 1,024 and 10,000, to validate and to test.
+Of the training images --valid are held out for validation. The folder val/ is the test part, unless
+there is test/, too: then val/ is the validation part. OOD images are split at random: a tenth to
+validate (at most 1,024), and a tenth to test (at most 10,000).
 """
 
 import hashlib
@@ -53,8 +53,7 @@ def parse_args(words=None):
     add("source", nargs="?", type=Path, help="folder or file; none for digits")
     add("--out", type=Path, help="folder to write; default: data/KIND")
     add("--size", type=int, help="side of a network's input; for folders, which need it")
-    text = "images held out of the training part; default: 7 %%, at most 1,000"
-    add("--valid", type=int, help=text)
+    add("--valid", type=int, help="training images to hold out; default: 7 %%, at most 1,000")
     text = "files with rows of tinyimages to leave out, or none"
     add("--exclude", nargs="+", default=[], metavar="FILE", help=text)
     add("--skip_bad_data", action="store_true", help="leave out images that cannot be read")
@@ -63,8 +62,7 @@ def parse_args(words=None):
     if args.kind == "folder" and not args.size:
         parser.error("--size: a folder needs the side of a network's input")
     if args.kind == "tinyimages" and not args.exclude:
-        text = "files with the rows that are images of CIFAR, or none"
-        parser.error(f"--exclude: give {text}: what is CIFAR must not be an OOD image")
+        parser.error("--exclude: give files with the rows that are images of CIFAR, or none")
     return args
 
 
@@ -259,8 +257,8 @@ def make_split(args, labels, parts, classes):
     """(N,) uint8: parts, where some of TRAIN became VALID, and TEST if there was none."""
     split = parts.astype(np.uint8)
     if classes:
-        trained = set(labels[split == TRAIN].tolist())
-        missing = [name for number, name in enumerate(classes) if number not in trained]
+        counts = np.bincount(labels[split == TRAIN], minlength=len(classes))
+        missing = [classes[number] for number in np.flatnonzero(counts == 0)]
         if missing:
             stop(2, f"{args.source}: the training part has no images of {', '.join(missing[:9])}")
         if len(classes) == 1:
