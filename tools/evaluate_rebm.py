@@ -24,6 +24,7 @@ In fp32 on one device, with the averaged weights. Writes all figures to --out.
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,22 +38,8 @@ from generate_rebm import add_network_arguments, generate, load_network
 from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
-from run_train_rebm_ddp import (
-    GENERATED,
-    Attack,
-    InputError,
-    auroc,
-    best_score,
-    choose_device,
-    count,
-    cross_entropy,
-    in_ball,
-    load_outside,
-    logsumexp,
-    margin,
-    picture_batch,
-    positive,
-)
+import run_train_rebm_ddp as script
+from run_train_rebm_ddp import Attack, InputError, best_score, count, cross_entropy, margin
 
 
 def parse_args(words=None):
@@ -62,24 +49,22 @@ def parse_args(words=None):
     add("--out", type=Path, default=Path("evaluation.json"), help="file to write; may be there")
     add("--images", type=count, default=10_000, help="test images at most")
     text = "radii of robust accuracy; default: that of training"
-    add("--radii", type=positive, nargs="+", default=[], help=text)
+    add("--radii", type=script.positive, nargs="+", default=[], help=text)
     add("--attack_steps", type=count, default=50, help="steps of each attack")
     add("--starts", type=count, default=5, help="starts of the attack on each image")
     text = "more OOD images to detect: noise, blobs or folders"
-    add("--outside", nargs="*", default=GENERATED, help=text)
+    add("--outside", nargs="*", default=script.GENERATED, help=text)
     add("--ood_images", type=count, default=1024, help="OOD images at most, of each kind")
-    add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
-    args = parser.parse_args(words)
-    if args.num_samples == 1:
-        parser.error("--num_samples 1: a Frechet distance needs two or more; 0: none")
-    return args
+    text = "images to generate; below 2, which have no Frechet distance: none"
+    add("--num_samples", type=int, default=1000, help=text)
+    return parser.parse_args(words)
 
 
 def batches(source, ids, size, device, args):
     """(numbers, images (B, C, S, S)), some of `ids` at a time"""
     for first in tqdm(range(0, len(ids), args.batch_size), disable=None):
         some = ids[first : first + args.batch_size]
-        yield some, picture_batch(source, some, size, device)
+        yield some, script.picture_batch(source, some, size, device)
 
 
 # ---- Robust accuracy ---------------------------------------------------------------------------
@@ -94,7 +79,12 @@ def random_points(x, eps, norm, rng):
         move = torch.randn(x.shape, generator=rng)
         length = torch.linalg.vector_norm(move, dim=(1, 2, 3), keepdim=True)
         move = move / length * torch.rand(len(x), 1, 1, 1, generator=rng)
-    return in_ball(x + eps * move.to(x.device), x, eps, norm)
+    return script.in_ball(x + eps * move.to(x.device), x, eps, norm)
+
+
+def towards(target, logits, labels):
+    """(B,) the logit of a wrong class minus that of the right one"""
+    return script.label_logit(logits, target) - script.label_logit(logits, labels)
 
 
 def survivors(model, x, labels, options, eps, args, rng):
@@ -110,20 +100,13 @@ def survivors(model, x, labels, options, eps, args, rng):
         left = alive.nonzero()[:, 0]
         if len(left) == 0:
             break
-        images = x[left]
         start = None
         gain = cross_entropy
         if number > 0:
-            start = random_points(images, eps, norm, rng)
-            target = ranking[left, (number - 1) % ranking.shape[1]]
-
-            def gain(logits, labels, target=target):
-                rows = torch.stack([target, labels], dim=1)
-                towards, away = logits.gather(1, rows).unbind(1)
-                return towards - away
-
+            start = random_points(x[left], eps, norm, rng)
+            gain = partial(towards, ranking[left, (number - 1) % ranking.shape[1]])
         attack = Attack(model, gain, eps / 2, eps, norm)
-        worst = best_score(attack, images, labels[left], args.attack_steps, margin, start)
+        worst = best_score(attack, x[left], labels[left], args.attack_steps, margin, start)
         alive[left] = worst < 0
     return alive
 
@@ -131,7 +114,8 @@ def survivors(model, x, labels, options, eps, args, rng):
 def measure_accuracy(model, options, inside, device, args):
     ids = inside.some("test", args.images)
     radii = dict.fromkeys(args.radii or [options.indist_attack_clf_eps])  # each once
-    found = dict.fromkeys(["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"], 0.0)
+    names = ["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"]
+    found = dict.fromkeys(names, 0.0)
     rng = torch.Generator().manual_seed(0)  # of the random starts
     for some, x in batches(inside, ids, inside.size, device, args):
         labels = torch.from_numpy(inside.labels[some]).to(device)
@@ -150,22 +134,22 @@ def measure_accuracy(model, options, inside, device, args):
 
 def measure_detection(model, options, inside, sources, device, args):
     eps = options.ood_eps
-    attack = Attack(model, logsumexp, eps / 2, eps, options.indist_attack_clf_norm)
+    attack = Attack(model, script.logsumexp, eps / 2, eps, options.indist_attack_clf_norm)
 
     def scores(source, ids, steps):
         """(n,) logsumexp f(x), the highest on the way of an attack of so many steps"""
         found = []
         for _, x in batches(source, ids, inside.size, device, args):
-            found.append(best_score(attack, x, None, steps, logsumexp))
+            found.append(best_score(attack, x, None, steps, script.logsumexp))
         return torch.cat(found)
 
     real = scores(inside, inside.some("test", args.images), 0)
     found = {}
     for name, source in sources.items():
         ids = source.some("test", args.ood_images)
-        found[f"auroc {Path(name).name}"] = auroc(real, scores(source, ids, 0))
+        found[f"auroc {Path(name).name}"] = script.auroc(real, scores(source, ids, 0))
         attacked = scores(source, ids, args.attack_steps)
-        found[f"adv_auroc {Path(name).name}"] = auroc(real, attacked)
+        found[f"adv_auroc {Path(name).name}"] = script.auroc(real, attacked)
     return found
 
 
@@ -209,17 +193,17 @@ def measure_generation(model, options, inside, outside, device, args):
 def main():
     args = parse_args()
     try:
-        device = choose_device(args, local_rank=0)
+        device = script.choose_device(args, local_rank=0)
         model, options, inside, outside = load_network(args, device)
         sources = {outside.name: outside}
         for name in args.outside:
             if name not in sources:
-                sources[name] = load_outside(name, inside)
+                sources[name] = script.load_outside(name, inside)
         args.out.parent.mkdir(parents=True, exist_ok=True)
 
         found = measure_accuracy(model, options, inside, device, args)
         found.update(measure_detection(model, options, inside, sources, device, args))
-        if args.num_samples > 0:
+        if args.num_samples > 1:
             found.update(measure_generation(model, options, inside, outside, device, args))
         tested = inside.some("test", args.images)
         found["commonest class"] = np.bincount(inside.labels[tested]).max() / len(tested)

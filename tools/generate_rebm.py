@@ -24,22 +24,8 @@ import torch.nn.functional as F
 from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
-from run_train_rebm_ddp import (
-    Attack,
-    Images,
-    InputError,
-    choose_device,
-    count,
-    is_whole,
-    label_logit,
-    load_checkpoint,
-    load_outside,
-    load_weights,
-    logsumexp,
-    make_network,
-    picture_batch,
-    positive,
-)
+import run_train_rebm_ddp as script
+from run_train_rebm_ddp import InputError, count
 
 
 def add_network_arguments(parser):
@@ -50,7 +36,7 @@ def add_network_arguments(parser):
     text = "OOD images to start from: noise, blobs or a folder; default: those of the run"
     add("--outdist_data", help=text)
     add("--steps", type=count, default=60, help="steps of the way that images are generated on")
-    add("--step_size", type=positive, help="length of a step; default: that of training")
+    add("--step_size", type=script.positive, help="length of a step; default: that of training")
     add("--batch_size", type=count, default=256, help="images at a time")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
 
@@ -61,7 +47,7 @@ def parse_args(words=None):
     add = parser.add_argument
     add("--out", type=Path, default=Path("samples.png"), help="picture to write")
     add("--npz", type=Path, help="file to write all images to")
-    add("--num_samples", type=int, default=100, help="images to generate")
+    add("--num_samples", type=count, default=100, help="images to generate")
     args = parser.parse_args(words)
     for path in (args.out, args.npz):
         if path is not None and path.exists():
@@ -71,39 +57,36 @@ def parse_args(words=None):
 
 def load_network(args, device):
     """(network in evaluation mode, the options of its run, its images, OOD images)"""
-    if not args.checkpoint.exists():
-        text = f"{args.checkpoint} is not there: expected best.pt, of stage 1 at_best.pt"
-        raise InputError(text)
-    if not is_whole(args.checkpoint):
-        raise InputError(f"{args.checkpoint} is damaged")
     torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
-
-    state = load_checkpoint(args.checkpoint)
+    if not script.is_whole(args.checkpoint):
+        text = "is missing or damaged: expected best.pt, of stage 1 at_best.pt"
+        raise InputError(f"{args.checkpoint} {text}")
+    state = script.load_checkpoint(args.checkpoint)
     if state.get("script") != "run_train_rebm_ddp.py":
         raise InputError(f"{args.checkpoint} is no checkpoint of run_train_rebm_ddp.py")
     options = argparse.Namespace(**state["args"])
-    inside = Images(args.data or options.data)
+    inside = script.Images(args.data or options.data)
     if inside.hash != state["data_hash"].split()[0]:
         text = "is not what the network was trained on: its test part may hold training images"
         print(f"{inside.name} {text}")
-    outside = load_outside(args.outdist_data or options.outdist_data, inside)
+    outside = script.load_outside(args.outdist_data or options.outdist_data, inside)
 
-    model = make_network(options, len(inside.classes), inside.channels, inside.size)
-    load_weights(model, args.checkpoint)
+    model = script.make_network(options, len(inside.classes), inside.channels, inside.size)
+    script.load_weights(model, args.checkpoint)
     return model.requires_grad_(False).train(False).to(device), options, inside, outside
 
 
 def generate(model, options, outside, classes, size, device, args):
     """(--num_samples, C, size, size) uint8 images; number i is of class i % classes"""
-    gain = logsumexp if options.logsumexp_sampling else label_logit
+    gain = script.logsumexp if options.logsumexp_sampling else script.label_logit
     step_size = args.step_size or options.attack_step_size
-    climb = Attack(model, gain, step_size, options.attack_eps, options.attack_norm)
+    climb = script.Attack(model, gain, step_size, options.attack_eps, options.attack_norm)
     starts = outside.part("test")
     numbers = np.arange(args.num_samples)
     made = []
     for first in tqdm(range(0, len(numbers), args.batch_size), desc="generating", disable=None):
         some = numbers[first : first + args.batch_size]
-        x = picture_batch(outside, starts[some % len(starts)], size, device)
+        x = script.picture_batch(outside, starts[some % len(starts)], size, device)
         labels = torch.from_numpy(some % classes).to(device)
         made.append((climb(x, labels, args.steps) * 255).round().byte().cpu())
     return torch.cat(made)
@@ -113,14 +96,15 @@ def write_picture(path, images, classes):
     """A class in each column, ten rows at most."""
     from PIL import Image
 
+    columns = min(classes, 10)
+    if len(images) < columns:
+        raise InputError(f"--num_samples {len(images)}: expected one of each class or more")
     rows = []
     for first in range(0, min(len(images), 10 * classes), classes):
-        row = images[first : first + min(classes, 10)]
-        if len(row) == min(classes, 10):
+        row = images[first : first + columns]
+        if len(row) == columns:
             # a grey line around each
             rows.append(torch.cat([*F.pad(row, (1, 1, 1, 1), value=128)], dim=2))
-    if not rows:
-        raise InputError(f"--num_samples {len(images)}: expected one of each class or more")
     picture = torch.cat(rows, dim=1).permute(1, 2, 0).expand(-1, -1, 3).numpy()
     scale = -(-480 // picture.shape[1])  # at least 480 pixels wide
     Image.fromarray(np.kron(picture, np.ones((scale, scale, 1), np.uint8))).save(path)
@@ -129,7 +113,7 @@ def write_picture(path, images, classes):
 def main():
     args = parse_args()
     try:
-        device = choose_device(args, local_rank=0)
+        device = script.choose_device(args, local_rank=0)
         model, options, inside, outside = load_network(args, device)
         classes = len(inside.classes)
         for path in (args.out, args.npz or args.out):

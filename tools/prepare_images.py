@@ -24,16 +24,16 @@ Writes a folder of arrays that can be mapped into memory; it is there whole or n
     split.npy (N,) uint8    0 train, 1 valid, 2 test, 3 images that could not be read
     meta.json               names of the classes ([] of OOD images), size of a network's input,
                             bytes and checksum of each file
-Held out of the training images are --valid for validation. The folder val/ is the test part, unless
-there is test/, too: then val/ is the validation part. OOD images, which come without a test
-part, are split at random: a tenth, at most 1,024 and 10,000, to validate and to test.
+Of the training images --valid are held out for validation. The folder val/ is the test part, unless
+there is test/, too: then val/ is the validation part. OOD images are split at random: a tenth to
+validate (at most 1,024), and a tenth to test (at most 10,000).
 """
 
 import hashlib
 import json
 import pickle
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +53,7 @@ def parse_args(words=None):
     add("source", nargs="?", type=Path, help="folder or file; none for digits")
     add("--out", type=Path, help="folder to write; default: data/KIND")
     add("--size", type=int, help="side of a network's input; for folders, which need it")
-    text = "images held out of the training part; default: 7 %%, at most 1,000"
-    add("--valid", type=int, help=text)
+    add("--valid", type=int, help="training images to hold out; default: 7 %%, at most 1,000")
     text = "files with rows of tinyimages to leave out, or none"
     add("--exclude", nargs="+", default=[], metavar="FILE", help=text)
     add("--skip_bad_data", action="store_true", help="leave out images that cannot be read")
@@ -63,14 +62,13 @@ def parse_args(words=None):
     if args.kind == "folder" and not args.size:
         parser.error("--size: a folder needs the side of a network's input")
     if args.kind == "tinyimages" and not args.exclude:
-        text = "files with the rows that are images of CIFAR, or none"
-        parser.error(f"--exclude: give {text}: what is CIFAR must not be an OOD image")
+        parser.error("--exclude: give files with the rows that are images of CIFAR, or none")
     return args
 
 
 # ---- Readers -----------------------------------------------------------------------------------
 # Each writes images.npy (N, C, side, side) uint8 into the folder `out`, and returns labels (N,),
-# parts (N,): TRAIN, TEST or UNREADABLE, the names of the classes, and the size of a network's input
+# parts (N,) as in split.npy, the names of the classes, and the size of a network's input
 
 
 def read_digits(args, out):
@@ -78,8 +76,7 @@ def read_digits(args, out):
 
     images, labels = load_digits(return_X_y=True)
     images = np.round(images.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)
-    order = np.random.default_rng(0).permutation(len(images))
-    order = np.concatenate([order[360:], order[:360]])
+    order = np.roll(np.random.default_rng(0).permutation(len(images)), -360)
     np.save(out / "images.npy", images[order])
     parts = np.full(len(order), TRAIN)
     parts[-360:] = TEST
@@ -98,11 +95,12 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_cifar(args, out):
-    classes = int(args.kind.removeprefix("cifar"))
-    if classes == 10:
+    if args.kind == "cifar10":
+        classes = 10
         files = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
         key = b"labels"
     else:
+        classes = 100
         files = ["train", "test"]
         key = b"fine_labels"
     folder = args.source
@@ -111,70 +109,59 @@ def read_cifar(args, out):
 
     images = []
     labels = []
-    parts = []
     for name in files:
-        path = folder / name
         try:
-            with open(path, "rb") as file:
+            with open(folder / name, "rb") as file:
                 table = PlainUnpickler(file, encoding="bytes").load()
             images.append(table[b"data"].reshape(-1, 3, 32, 32))
             labels += table[key]
         except Exception as error:  # damaged pickles raise many kinds
             text = f"expected a file of cifar-{classes}-python.tar.gz"
-            stop(2, f"{path}: {type(error).__name__} {error}: {text}")
-        part = TEST if name == files[-1] else TRAIN
-        parts += [part] * len(images[-1])
+            stop(2, f"{folder / name}: {type(error).__name__} {error}: {text}")
     np.save(out / "images.npy", np.concatenate(images))
-    return np.array(labels), np.array(parts), [str(number) for number in range(classes)], 32
-
-
-def decode(path, side):
-    """The middle of an image as a square (3, side, side), or what is wrong with it."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            square = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
-        return np.asarray(square).transpose(2, 0, 1)
-    except Exception as error:  # Pillow raises many kinds
-        return f"{path}: {error}"
+    parts = np.full(len(labels), TRAIN)
+    parts[-len(images[-1]) :] = TEST
+    return np.array(labels), parts, [str(number) for number in range(classes)], 32
 
 
 def read_folder(args, out):
-    roots = {args.source: TRAIN}
-    if (args.source / "train").is_dir():
-        tested = [args.source / name for name in ("test", "val") if (args.source / name).is_dir()]
-        if not tested:
-            stop(2, f"{args.source} has train/, but neither val/ nor test/, images to test on")
-        roots = {args.source / "train": TRAIN, tested[0]: TEST}
-        if len(tested) == 2:  # then val/ is what its name says
-            roots[tested[1]] = VALID
+    from PIL import Image, ImageOps
+
+    folders = [args.source / name for name in ("train", "test", "val")]
+    folders = [folder for folder in folders if folder.is_dir()]
+    is_outside = not (args.source / "train").is_dir()
+    if is_outside:
+        folders = [args.source]
+    elif len(folders) == 1:
+        stop(2, f"{args.source} has train/, but neither val/ nor test/, images to test on")
     paths = []
     names = []
     parts = []
-    for root, part in roots.items():
-        found = sorted(path for path in root.rglob("*") if path.suffix.lower() in ENDINGS)
+    for folder, part in zip(folders, [TRAIN, TEST, VALID], strict=False):
+        found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
         if not found:
-            stop(2, f"{root}: no images there: expected {', '.join(sorted(ENDINGS))}")
+            stop(2, f"{folder}: no images there: expected {', '.join(sorted(ENDINGS))}")
         paths += found
-        names += [path.relative_to(root).parts[0] for path in found]
+        names += [path.relative_to(folder).parts[0] for path in found]
         parts += [part] * len(found)
 
     side = args.size * 8 // 7
     shape = (len(paths), 3, side, side)
     array = np.lib.format.open_memmap(out / "images.npy", "w+", np.uint8, shape)
-    problems = []
-    with ThreadPoolExecutor() as pool, tqdm(total=len(paths), disable=None) as bar:
-        for first in range(0, len(paths), 256):  # a few at a time: memory has bounds
-            some = paths[first : first + 256]
-            images = pool.map(decode, some, [side] * len(some))
-            for number, image in enumerate(images, start=first):
-                if isinstance(image, str):
-                    problems.append(image)
-                    parts[number] = UNREADABLE
-                else:
-                    array[number] = image
-            bar.update(len(some))
+
+    def copy(number):
+        """Write the middle of an image, as a square. Returns what is wrong with it, or nothing."""
+        try:
+            with Image.open(paths[number]) as image:
+                square = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
+            array[number] = np.asarray(square).transpose(2, 0, 1)
+        except Exception as error:  # Pillow raises many kinds
+            parts[number] = UNREADABLE
+            return f"{paths[number]}: {error}"
+
+    with ThreadPool() as pool:
+        results = pool.imap(copy, range(len(paths)), chunksize=64)
+        problems = [text for text in tqdm(results, total=len(paths), disable=None) if text]
     if problems and not args.skip_bad_data:
         shown = "\n  ".join(problems[:20])
         text = f"{len(problems)} of {len(paths)} images are bad (--skip_bad_data leaves them out)"
@@ -183,7 +170,7 @@ def read_folder(args, out):
         (out / "bad_images.txt").write_text("\n".join(problems) + "\n")
         print(f"left out {len(problems)} bad images, listed in {args.out}/bad_images.txt")
 
-    if len(roots) == 1:
+    if is_outside:
         return np.zeros(len(paths), np.int64), np.array(parts), [], args.size
     classes, labels = np.unique(names, return_inverse=True)
     return labels, np.array(parts), classes.tolist(), args.size
@@ -210,10 +197,9 @@ def read_tiny_images(args, out):
     source = np.memmap(args.source, np.uint8, "r").reshape(-1, 3, 32, 32)
     shape = (len(rows), 3, 32, 32)
     array = np.lib.format.open_memmap(out / "images.npy", "w+", np.uint8, shape)
-    for first in tqdm(range(0, len(rows), 10_000), unit="0,000", disable=None):
-        some = rows[first : first + 10_000]
+    for number, row in enumerate(tqdm(rows, disable=None)):
         # an image of 32 x 32 x 3 stands there with its first index running fastest
-        array[first : first + 10_000] = source[some].transpose(0, 1, 3, 2)
+        array[number] = source[row].transpose(0, 2, 1)
     return np.zeros(len(rows), np.int64), np.full(len(rows), TRAIN), [], 32
 
 
@@ -229,34 +215,30 @@ def channels_first(x):
 
 
 def read_arrays(args, out):
+    images = []
+    labels = []
+    parts = []
     try:
         with np.load(args.source) as file:
-            if "x_train" not in file.files:
-                raise ValueError(f"there are {', '.join(file.files)}")
-            images = channels_first(file["x_train"])
             is_outside = file.files == ["x_train"]
-            parts = np.full(len(images), TRAIN)
-            labels = np.zeros(len(images), np.int64)
-            if not is_outside:
-                tested = channels_first(file["x_test"])
-                found = [len(file["y_train"]), len(file["y_test"])]
-                if found != [len(images), len(tested)]:
-                    expected = [len(images), len(tested)]
-                    raise ValueError(f"y_train and y_test have {found} labels, not {expected}")
-                images = np.concatenate([images, tested])
-                parts = np.concatenate([parts, np.full(len(tested), TEST)])
-                labels = np.concatenate([file["y_train"], file["y_test"]])
-        if labels.shape != parts.shape or labels.dtype.kind not in "iu":
-            expected = f"{len(parts)} whole numbers from 0 on"
-            raise ValueError(f"labels are {labels.dtype} {labels.shape}, not {expected}")
-        if labels.min() < 0:
-            raise ValueError(f"label {labels.argmin()} (of train, then test) is {labels.min()}")
+            names = {"train": TRAIN} if is_outside else {"train": TRAIN, "test": TEST}
+            for name, part in names.items():
+                x = channels_first(file[f"x_{name}"])
+                y = np.zeros(len(x), np.int64) if is_outside else file[f"y_{name}"]
+                if y.shape != (len(x),) or y.dtype.kind not in "iu" or y.min() < 0:
+                    text = f"not {len(x)} whole numbers from 0 on"
+                    raise ValueError(f"y_{name} is {y.dtype} {y.shape}, {text}")
+                images.append(x)
+                labels.append(y)
+                parts.append(np.full(len(x), part))
+        images = np.concatenate(images)
+        labels = np.concatenate(labels).astype(np.int64)
     except Exception as error:  # those of zipfile and zlib, too
         expected = "x_train, y_train, x_test, y_test, or x_train alone"
         stop(2, f"{args.source}: {error}: expected an .npz of {expected}")
     np.save(out / "images.npy", images)
     classes = [] if is_outside else [str(number) for number in range(labels.max() + 1)]
-    return labels.astype(np.int64), parts, classes, images.shape[2]
+    return labels, np.concatenate(parts), classes, images.shape[2]
 
 
 READERS = {
@@ -271,30 +253,24 @@ READERS = {
 # ---- The folder --------------------------------------------------------------------------------
 
 
-def check_classes(args, classes, labels, parts):
-    """There are two or more, and each has images to train on, in a folder also to test on."""
-    wanted = {"training": TRAIN}
-    if args.kind == "folder":
-        wanted["test"] = TEST
-    for name, part in wanted.items():
-        counts = np.bincount(labels[parts == part], minlength=len(classes))
-        missing = [classes[number] for number in np.flatnonzero(counts == 0)]
-        if missing:
-            stop(2, f"{args.source}: the {name} part has no images of {', '.join(missing[:9])}")
-    if len(classes) < 2:
-        stop(2, f"{args.source}: {len(classes)} class: a classifier needs two or more")
-
-
-def make_split(args, parts, is_outside):
+def make_split(args, labels, parts, classes):
     """(N,) uint8: parts, where some of TRAIN became VALID, and TEST if there was none."""
     split = parts.astype(np.uint8)
+    if classes:
+        counts = np.bincount(labels[split == TRAIN], minlength=len(classes))
+        missing = [classes[number] for number in np.flatnonzero(counts == 0)]
+        if missing:
+            stop(2, f"{args.source}: the training part has no images of {', '.join(missing[:9])}")
+        if len(classes) == 1:
+            stop(2, f"{args.source}: 1 class: a classifier needs two or more")
     if VALID in split:
         if args.valid is not None:
             stop(2, f"--valid {args.valid}: {args.source} has val/ and test/, leave it out")
         return split
+
     train = np.random.default_rng(1).permutation(np.flatnonzero(split == TRAIN))
     valid = min(1000, len(train) * 7 // 100)
-    if is_outside:
+    if not classes:
         valid = min(1024, len(train) // 10)
         split[train[valid : valid + min(10_000, len(train) // 10)]] = TEST
     elif args.valid is not None:
@@ -316,9 +292,7 @@ def main(words=None):
     try:
         out.mkdir(parents=True)
         labels, parts, classes, size = READERS[args.kind](args, out)
-        if classes:
-            check_classes(args, classes, labels, parts)
-        split = make_split(args, parts, is_outside=not classes)
+        split = make_split(args, labels, parts, classes)
         np.save(out / "labels.npy", labels)
         np.save(out / "split.npy", split)
         files = {}
@@ -329,13 +303,9 @@ def main(words=None):
         (out / "meta.json").write_text(json.dumps(meta, indent=1))
         out.rename(args.out)
     except OSError as error:
-        stop(1, f"{error}")
+        stop(1, str(error))
     train, valid, test, _ = np.bincount(split, minlength=4)
-    what = f"{len(classes)} classes"
-    if not classes:
-        what = "OOD images, without classes"
-        if args.kind == "folder":
-            what += " (there is no train/)"
+    what = f"{len(classes)} classes" if classes else "OOD images, without classes"
     print(f"{args.out}: {what}; images to train, validate, test: {train}, {valid}, {test}")
 
 
