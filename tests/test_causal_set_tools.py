@@ -61,6 +61,7 @@ def flat_arrays(size="atomcount", matrix="adjacency_matrix", room=SETS):
     arrays = {matrix: np.zeros((room, ROOM, ROOM), np.float32)}
     for name in (size, "kind", "flat"):
         arrays[name] = np.zeros(room, np.int32)
+
     for i, (order, labels) in enumerate(ORIGINALS):
         n = len(order)
         arrays[matrix][i, :n, :n] = make.links(order) if matrix == "link_matrix" else order
@@ -145,6 +146,7 @@ def test_what_is_no_order():
         ({"adj": chain, "atomcount": 4}, "4 elements"),
         ({"adj": np.zeros((4, 4))}, "no pairs at all"),
     ]
+
     for arrays, text in cases:
         with pytest.raises(ValueError) as raised:
             convert.order_of(arrays)

@@ -393,6 +393,7 @@ def test_a_device_for_each_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     args = SimpleNamespace(device="auto")
     gpu = torch.device("cuda", 0)
+
     assert script.choose_device(args, 2) == gpu
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # torchrun shows all GPUs to all
     assert script.choose_device(args, 0) == gpu
