@@ -58,16 +58,16 @@ def write_grouped(path, zarr_format=2, matrices=("adj", "linkmat"), sets=ORIGINA
 
 
 def flat_arrays(size="atomcount", matrix="adjacency_matrix", room=SETS):
-    orders = [order for order, _ in ORIGINALS]
-    if matrix == "link_matrix":
-        orders = [make.links(order) for order in orders]
-    arrays = {matrix: np.zeros((room, ROOM, ROOM), np.float32), size: np.zeros(room, np.int32)}
-    for i, order in enumerate(orders):
-        arrays[matrix][i, : len(order), : len(order)] = order
-        arrays[size][i] = len(order)
-    for name in ("kind", "flat"):
-        values = [labels[name] for _, labels in ORIGINALS]
-        arrays[name] = np.array(values + [0] * (room - SETS), np.int32)
+    arrays = {matrix: np.zeros((room, ROOM, ROOM), np.float32)}
+    for name in (size, "kind", "flat"):
+        arrays[name] = np.zeros(room, np.int32)
+
+    for i, (order, labels) in enumerate(ORIGINALS):
+        n = len(order)
+        arrays[matrix][i, :n, :n] = make.links(order) if matrix == "link_matrix" else order
+        arrays[size][i] = n
+        for name, value in labels.items():
+            arrays[name][i] = value
     return arrays
 
 
@@ -85,38 +85,36 @@ def forget_groups(path):
     for file in [*path.rglob(".zgroup"), *path.rglob("zarr.json")]:
         if file.name == ".zgroup" or json.loads(file.read_text())["node_type"] == "group":
             file.unlink()
+    return path
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     """{name: path}, the same sets in every layout"""
     folder = tmp_path_factory.mktemp("stores")
-    transposed = flat_arrays()
-    transposed["adjacency_matrix"] = transposed["adjacency_matrix"].transpose(0, 2, 1)
+    arrays = flat_arrays()
+    transposed = {**arrays, "adjacency_matrix": arrays["adjacency_matrix"].transpose(0, 2, 1)}
     more = {**flat_arrays(room=SETS + 3), "num_samples": np.array([SETS])}
     links = flat_arrays("cset_size", "link_matrix")
     paths = []
     for number in (2, 3):  # zarr format
         paths.append(write_grouped(folder / f"grouped{number}.zarr", number))
         paths.append(write_grouped(folder / f"linkmat{number}.zarr", number, ["linkmat"]))
-        paths.append(write_grouped(folder / f"no_root{number}.zarr", number))
-        forget_groups(paths[-1])
-        paths.append(write_flat(folder / f"flat{number}.zarr", flat_arrays(), number))
+        paths.append(forget_groups(write_grouped(folder / f"no_root{number}.zarr", number)))
         paths.append(write_flat(folder / f"links{number}.zarr", links, number))
         paths.append(write_flat(folder / f"transposed{number}.zarr", transposed, number))
-        paths.append(write_flat(folder / f"in_group{number}.zarr", flat_arrays(), number, "all"))
+        paths.append(write_flat(folder / f"in_group{number}.zarr", arrays, number, "all"))
         paths.append(write_flat(folder / f"more{number}.zarr", more, number))
-        paths.append(write_flat(folder / f"flat_no_root{number}.zarr", flat_arrays(), number))
-        forget_groups(paths[-1])
+        paths.append(forget_groups(write_flat(folder / f"flat{number}.zarr", arrays, number)))
     paths.append(folder / "flat.npz")
-    np.savez_compressed(paths[-1], **flat_arrays())
-    return {path.stem: path for path in paths}
+    np.savez_compressed(paths[-1], **arrays)
+    return {path.name: path for path in paths}
 
 
 def test_every_layout_set_by_set(stores):
     args = SimpleNamespace(sources=[*stores.values()], skip_bad_data=False, workers=2)
     sets, problems = convert.read_sources(args, ["kind", "flat"])
-    assert len(stores) == 19 and len(sets) == 19 * SETS and not problems
+    assert len(stores) == 17 and len(sets) == 17 * SETS and not problems
     for number, (path, name, arrays) in enumerate(sets):
         assert path == args.sources[number // SETS]
         i = number % SETS
@@ -131,38 +129,34 @@ def test_every_layout_set_by_set(stores):
 # What is no set
 
 
-def chain(n):
-    return np.triu(np.ones((n, n)), 1)
+def test_what_is_no_order():
+    chain = np.triu(np.ones((3, 3)), 1)
+    cycle = chain.copy()
+    cycle[2, 0] = 1
+    cases = [  # arrays of a set: a part of the message
+        ({"adj": cycle}, "has a cycle"),
+        ({"adj": np.diag([1, 0, 0]) + chain}, "has a cycle"),
+        ({"linkmat": np.array([[0, 1, 0], [0, 0, 0], [0, 1, 0]])}, "not sorted in time"),
+        ({"adj": np.diag([1, 1], 1)}, "not transitive"),
+        ({"linkmat": chain}, "nothing between them"),
+        ({"adj": 2 * chain}, "other entries than 0 and 1"),
+        ({"adj": np.zeros((3, 4))}, "shape (3, 4)"),
+        ({"adj": np.zeros((1, 1))}, "expected 2 to 32767"),
+        ({"adj": chain, "atomcount": 2}, "pairs beyond its 2 elements"),
+        ({"adj": chain, "atomcount": 4}, "4 elements"),
+        ({"adj": np.zeros((4, 4))}, "no pairs at all"),
+    ]
 
-
-NOT_AN_ORDER = {  # arrays of a set: a part of the message
-    "cycle": ({"adj": chain(3) + chain(3).T * [[0, 0, 1], [0, 0, 0], [1, 0, 0]]}, "has a cycle"),
-    "itself": ({"adj": np.diag([1, 0, 0]) + chain(3)}, "has a cycle"),
-    "unsorted": ({"linkmat": np.array([[0, 1, 0], [0, 0, 0], [0, 1, 0]])}, "not sorted in time"),
-    "not transitive": ({"adj": np.diag([1, 1], 1)}, "not transitive"),
-    "no links": ({"linkmat": chain(3)}, "nothing between them"),
-    "numbers": ({"adj": 2 * chain(3)}, "other entries than 0 and 1"),
-    "no number": ({"adj": np.nan * chain(3)}, "other entries than 0 and 1"),
-    "shape": ({"adj": np.zeros((3, 4))}, "shape (3, 4)"),
-    "one element": ({"adj": np.zeros((1, 1))}, "expected 2 to 32767"),
-    "beyond": ({"adj": chain(4), "atomcount": 3}, "pairs beyond its 3 elements"),
-    "too large": ({"adj": chain(4), "atomcount": 5}, "5 elements"),
-    "missing": ({"adj": np.zeros((4, 4))}, "no pairs at all"),
-}
-
-
-@pytest.mark.parametrize("case", NOT_AN_ORDER)
-def test_what_is_no_order(case):
-    arrays, text = NOT_AN_ORDER[case]
-    with pytest.raises(ValueError) as raised:
-        convert.order_of(arrays)
-    assert text in str(raised.value)
+    for arrays, text in cases:
+        with pytest.raises(ValueError) as raised:
+            convert.order_of(arrays)
+        assert text in str(raised.value)
 
 
 def test_labels():
     values = [3, 3.0, True, np.int8(3), np.array([3]), -5]
     assert [convert.label_of(value, "kind") for value in values] == [3, 3, 1, 3, 3, -1]
-    for value in (0.5, np.nan, np.inf, "a"):
+    for value in (0.5, np.nan, "a"):
         with pytest.raises(ValueError, match="expected a whole number"):
             convert.label_of(value, "kind")
 
@@ -189,10 +183,9 @@ def run(tool, *words):
 
 
 def test_damaged_sets_are_listed_and_may_be_left_out(refusal, tmp_path):
-    sets = [(order.copy(), labels) for order, labels in ORIGINALS]
-    sets[4][0][9, 0] = True  # a cycle, in most sets
-    sets[4][0][0, 9] = True
-    sets[20] = (sets[20][0], {**sets[20][1], "kind": 0.5})
+    sets = list(ORIGINALS)
+    sets[4] = (np.ones((10, 10), bool), {"kind": 3})  # a cycle
+    sets[20] = (sets[20][0], {"kind": 0.5})
     paths = [write_grouped(tmp_path / "a.zarr", matrices=["adj"], sets=sets)]
     paths.append(write_flat(tmp_path / "b.zarr", flat_arrays()))
     chunk = tmp_path / "b.zarr" / "adjacency_matrix" / "2.0.0"  # sets 8 to 11
@@ -202,12 +195,11 @@ def test_damaged_sets_are_listed_and_may_be_left_out(refusal, tmp_path):
     words = [*paths, "--labels", "kind", "--out", tmp_path / "out"]
     text = refusal(*words)
     lines = [line.strip() for line in text.splitlines()[1:]]
-    starts = [f"{tmp_path}/a.zarr: cset_{i}: " for i in (5, 21)]
+    starts = [f"{tmp_path}/a.zarr: cset_5: adj has a cycle", f"{tmp_path}/a.zarr: cset_21: kind is"]
     starts += [f"{tmp_path}/b.zarr: set {i}: " for i in (8, 9, 10, 11)]
-    assert text.startswith("convert_causal_sets.py: 6 of 60 sets cannot be read")
+    assert "6 of 60 sets cannot be read" in text
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start)
-    assert "cycle" in lines[0] and "whole number" in lines[1]
     assert not (tmp_path / "out").exists()
 
     run("convert_causal_sets", *words, "--skip_bad_data")
@@ -218,15 +210,13 @@ def test_damaged_sets_are_listed_and_may_be_left_out(refusal, tmp_path):
 
 
 WRONG = {  # what is given: a part of the message
+    # without sizes the padding would be read as elements
     "good.zarr padded.zarr --labels kind": "padded.zarr: has adjacency_matrix; expected atomcount",
     "padded.npz --labels kind": "padded.npz: has adjacency_matrix; expected atomcount or cset_size",
     "missing.zarr --labels kind": "missing.zarr",
     "good.zarr --labels colour": "colour",
     "good.zarr --labels one": "--labels one: expected 2 values or more from 0 on, found ",
-    "empty --labels kind": "has nothing; expected",
-    "text.npz --labels kind": "text.npz: ",
     "cut.npz --labels kind": "cut.npz: ",
-    "nothing.npz --labels kind": "nothing.npz: ",
     "good.zarr --labels kind --split 0.9 0.1 0.1": "with the sum 1",
     "good.zarr --labels kind --split 0.98 0.01 0.01": "too few",
     "good.zarr --labels kind --out full": "full holds a data set",
@@ -236,25 +226,17 @@ WRONG = {  # what is given: a part of the message
 def test_what_cannot_be_is_one_line(refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_flat(tmp_path / "good.zarr", {**flat_arrays(), "one": np.ones(SETS, int)})
-    # without sizes the padding would be read as elements
     padded = {"adjacency_matrix": flat_arrays()["adjacency_matrix"]}
     write_flat(tmp_path / "padded.zarr", padded)
     np.savez(tmp_path / "padded.npz", **padded)
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "padded.npz").read_bytes()[:-100])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "meta.json").write_text("{}")
-    (tmp_path / "text.npz").write_text("text")
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "padded.npz").read_bytes()[:-100])
-    (tmp_path / "nothing.npz").write_bytes(b"")
     for words, text in WRONG.items():
         said = refusal("--out=out", "--workers=1", *words.split())
         assert text in said, words
         assert len(said.splitlines()) == 1
         assert not (tmp_path / "out").exists()
-
-    monkeypatch.setitem(sys.modules, "zarr", None)
-    convert.open_source.cache_clear()
-    assert "pip install zarr" in refusal("good.zarr", "--labels=kind", "--out=out")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -269,13 +251,12 @@ def predict(out, *words):
 
 
 def test_convert_train_predict(stores, tmp_path):
-    paths = [stores["grouped2"], stores["links3"], stores["flat"]]
+    paths = [stores["grouped2.zarr"], stores["links3.zarr"], stores["flat.npz"]]
     folder = tmp_path / "sets"
-    labels = ["--labels", "kind", "flat"]
-    said = run("convert_causal_sets", *paths, *labels, "--out", folder)
+    run("convert_causal_sets", *paths, "--labels", "kind", "flat", "--out", folder)
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["classes"] == {"kind": ["3", "7"], "flat": ["0", "1"]}
-    assert f"{folder}: 68 sets to train, 9 to validate, 13 to test" in said
+    assert np.bincount(np.load(folder / "split.npy")).tolist() == [68, 9, 13]
 
     folders = ["--data", folder, "--output_dir", tmp_path / "run"]
     status, text = call_script("run_train_quantumgrav_ddp", *folders, *TRAIN.split())
@@ -287,15 +268,11 @@ def test_convert_train_predict(stores, tmp_path):
     expected = np.flatnonzero(np.load(folder / "split.npy") == 2)
     assert [int(row["set"]) for row in of_folder] == expected.tolist()
     test = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
-    line = next(line for line in said.splitlines() if line.startswith("kind, "))
-    assert f"accuracy={test['kind/accuracy']:.4f}" in line
-    assert f"loss={test['kind/loss']:.4f}" in line
+    assert f"loss={test['kind/loss']:.4f} accuracy={test['kind/accuracy']:.4f}" in said
 
     # a store: its sets are the first ones of the folder
     of_store, _ = predict(tmp_path / "b.csv", best, paths[0], "--labels", "flat", "kind")
-    assert len(of_store) == SETS
-    for i, row in enumerate(of_store):
-        labels = ORIGINALS[i][1]
+    for i, (row, (_, labels)) in enumerate(zip(of_store, ORIGINALS, strict=True)):
         assert (row["source"], row["set"]) == (str(paths[0]), f"cset_{i + 1}")
         assert row["kind_label"] == str(labels["kind"])
         assert row["flat_label"] == {-1: "", 0: "0", 1: "1"}[labels["flat"]]
@@ -314,10 +291,9 @@ def test_convert_train_predict(stores, tmp_path):
         "expected best.pt": [tmp_path / "missing.pt", paths[0], "--out", tmp_path / "d.csv"],
         "exists": [best, paths[0], "--out", tmp_path / "a.csv"],
         "has the tasks kind, flat": [best, paths[0], "--labels", "x", "--out", tmp_path / "d.csv"],
-        "has nothing": [best, tmp_path / "run", "--out", tmp_path / "d.csv"],
     }
     for text, words in wrong.items():
         status, said = call_script("tools/predict_causal_sets", *words)
         assert status == 2 and text in said
-        assert len(said.splitlines()) < 3
+        assert len(said.splitlines()) == 1
     assert not (tmp_path / "d.csv").exists()

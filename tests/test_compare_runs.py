@@ -13,7 +13,7 @@ def write_run(folder, value, accuracy, status="finished", better="lower", script
     summary["test"] = {"loss": 1.0, "cls/accuracy": accuracy}
     summary["baselines"] = {"cls": {"majority": 0.2}}
     folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps({**summary, "seconds": 5.0, "world_size": 2}))
+    (folder / "summary.json").write_text(json.dumps(summary))
 
 
 def compare(*words, status=0):
@@ -22,37 +22,32 @@ def compare(*words, status=0):
     return text
 
 
-@pytest.fixture(params=["lower", "higher"])
-def runs(request, tmp_path):
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_the_best_is_chosen_by_validation(better, tmp_path):
     """lr 0.1 is the best on the validation set, lr 0.2 on the test set."""
     values = [0.30, 0.32, 0.34, 0.40, 0.50]
-    if request.param == "higher":
+    if better == "higher":
         values = [0.70, 0.68, 0.66, 0.60, 0.50]
+    runs = [tmp_path / f"run{i}" for i in range(5)]
     for i, accuracy in enumerate([0.80, 0.84, 0.82, 0.90, 0.94]):
         options = {"lr": 0.1 if i < 3 else 0.2, "seed": i % 3, "output_dir": f"run{i}"}
-        write_run(tmp_path / f"run{i}", values[i], accuracy, better=request.param, **options)
-    return sorted(tmp_path.glob("*"))
+        write_run(runs[i], values[i], accuracy, better=better, **options)
 
-
-def test_the_best_is_chosen_by_validation(runs, tmp_path):
-    """The table; and CSV, with a line for each run."""
     path = tmp_path / "runs.csv"
-    text = compare(*runs, "--csv", path)
-    header, first, second, *_ = text.splitlines()
+    header, first, second, *_, last = compare(*runs, "--csv", path).splitlines()
     assert header.split() == "runs with n validation loss test loss test cls/accuracy".split()
-    value, spread = ("0.3200", "0.4500") if "0.3200" in first else ("0.6800", "0.5500")
+    best, worst = ("0.3200", "0.4500") if better == "lower" else ("0.6800", "0.5500")
     tests = "1.0000 ± 0.0000 0.8200 ± 0.0200"
-    assert first.split() == f"lr 0.1 3 {value} ± 0.0200 {tests}".split()
+    assert first.split() == f"lr 0.1 3 {best} ± 0.0200 {tests}".split()
     tests = "1.0000 ± 0.0000 0.9200 ± 0.0283"
-    assert second.split() == f"lr 0.2 2 {spread} ± 0.0707 {tests}".split()
-    assert text.splitlines()[-1] == "best by validation: lr 0.1"
+    assert second.split() == f"lr 0.2 2 {worst} ± 0.0707 {tests}".split()
+    assert last == "best by validation: lr 0.1"
 
     with open(path, newline="") as file:
         rows = [*csv.DictReader(file)]
     assert [row["run"] for row in rows] == [str(run) for run in runs]
-    assert [row["test/cls/accuracy"] for row in rows] == ["0.8", "0.84", "0.82", "0.9", "0.94"]
     assert rows[0]["args/lr"] == "0.1"
-    assert rows[0]["baselines/cls/majority"] == "0.2"
+    assert rows[0]["test/cls/accuracy"] == "0.8"
     assert "exists" in compare(*runs, "--csv", path, status=2)
 
 
@@ -64,12 +59,9 @@ def test_what_is_left_out_or_cannot_be_compared(tmp_path):
     (tmp_path / "d.lock").touch()
     text = compare(*sorted(tmp_path.glob("*")))
     assert text.count("left out") == 3
-    assert f"left out: {tmp_path}/c: stopped by SIGTERM" in text
-    assert f"left out: {tmp_path}/d: no summary.json, so it is not finished" in text
     assert "0.0100" not in text
 
     assert "none of these runs is finished" in compare(tmp_path / "c", status=2)
-    text = compare(tmp_path / "a", "--metrics", "x", status=2)
-    assert "--metrics x: these runs have loss, cls/accuracy" in text
+    assert "these runs have" in compare(tmp_path / "a", "--metrics", "x", status=2)
     write_run(tmp_path / "f", 0.01, 0.99, script="b.py", lr=0.3)
     assert "different script" in compare(tmp_path / "a", tmp_path / "f", status=2)

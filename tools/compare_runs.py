@@ -51,26 +51,22 @@ def read_runs(folders):
     for folder in folders:
         if folder.suffix == ".lock":  # what seed* finds beside the folders
             continue
-        status = "no summary.json, so it is not finished"
+        summary = {"status": "no summary.json, so it is not finished"}
         if (folder / "summary.json").exists():
-            try:
-                summary = json.loads((folder / "summary.json").read_text())
-                status = summary["status"]
-            except (ValueError, KeyError) as error:
-                status = f"its summary.json is damaged ({error!r})"
+            summary = json.loads((folder / "summary.json").read_text())
         if ".old-" in folder.name:
-            status = "--fresh has moved it aside"
-        if status == "finished":
+            summary["status"] = "--fresh has moved it aside"
+
+        if summary["status"] == "finished":
             runs.append({"run": str(folder), **flat(summary)})
         else:
-            print(f"left out: {folder}: {status}")
+            print(f"left out: {folder}: {summary['status']}")
     if not runs:
         stop(2, "none of these runs is finished")
     for key in ("script", "best/metric"):
-        found = {run.get(key) for run in runs}
+        found = {str(run.get(key)) for run in runs}
         if len(found) > 1:
-            text = ", ".join(f"{run['run']} {run.get(key)}" for run in runs)
-            stop(2, f"runs of different {key}, compare them apart: {text}")
+            stop(2, f"runs of different {key}, compare them apart: {', '.join(sorted(found))}")
     return runs
 
 
@@ -120,14 +116,6 @@ def compare(runs, metrics):
     return rows
 
 
-def write_csv(path, runs):
-    """A line for each run: its folder, options, validation and test metrics, baselines."""
-    with open(path, "x", newline="") as file:
-        writer = csv.DictWriter(file, dict.fromkeys(chain(*runs)))
-        writer.writeheader()
-        writer.writerows(runs)
-
-
 def main():
     args = parse_args()
     runs = read_runs(args.runs)
@@ -138,8 +126,11 @@ def main():
         print("  ".join(cells).rstrip())
     if len(rows) > 2:
         print(f"\nbest by validation: {rows[1][0]}")
-    if args.csv:
-        write_csv(args.csv, runs)
+    if args.csv:  # of each run: its folder, options, validation and test metrics, baselines
+        with open(args.csv, "x", newline="") as file:
+            writer = csv.DictWriter(file, dict.fromkeys(chain(*runs)))
+            writer.writeheader()
+            writer.writerows(runs)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,8 @@ Nothing is guessed. Damaged sets are listed by store and number, and nothing is 
 tools/make_causal_sets.py.
 """
 
-import json
-import multiprocessing
 import os
 import re
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
@@ -37,21 +34,19 @@ from make_causal_sets import (
     check_split,
     closure,
     describe_set,
+    in_workers,
     join,
     links,
     run,
     split_sets,
-    start_worker,
     stop,
     write_folder,
 )
-from tqdm import tqdm
 
 ADJACENCY = ["adj", "adjacency_matrix"]
 LINKS = ["linkmat", "link_matrix"]
 SIZES = ["atomcount", "cset_size"]
 COUNTS = ["num_samples", "num_causal_sets"]  # of a flat store that has room for more sets
-PIECE = 100  # sets that a worker reads at a time, or more
 
 
 def parse_args(words=None):
@@ -113,7 +108,7 @@ def label_of(value, name):
     return max(int(number), -1)
 
 
-# ---- Sources: the arrays of each set, by its number ------------------------------------------
+# ---- Sources: source[i] are the arrays of set i ----------------------------------------------
 
 
 def zarr_arrays(folder):
@@ -123,11 +118,10 @@ def zarr_arrays(folder):
 
     arrays = {}
     for path in sorted(folder.iterdir()):
-        is_array = (path / ".zarray").exists()  # zarr format 2
-        if (path / "zarr.json").exists():  # format 3
-            is_array = json.loads((path / "zarr.json").read_text())["node_type"] == "array"
-        if is_array:
-            arrays[path.name] = zarr.open_array(path, mode="r")
+        if (path / ".zarray").exists() or (path / "zarr.json").exists():  # format 2, format 3
+            found = zarr.open(path, mode="r")
+            if isinstance(found, zarr.Array):
+                arrays[path.name] = found
     return arrays
 
 
@@ -140,50 +134,48 @@ def choose(arrays, *names):
 
 
 class Grouped:
-    piece = PIECE
+    """A zarr store with a group for each set."""
+
+    piece = 1  # sets that are read together
 
     def __init__(self, groups, labels):
         self.groups = sorted(groups, key=lambda path: int(path.name.removeprefix("cset_")))
+        self.names = [group.name for group in self.groups]
         self.labels = labels
-        self.count = len(groups)
-
-    def name(self, i):
-        return self.groups[i].name
 
     def __getitem__(self, i):
         arrays = zarr_arrays(self.groups[i])
-        names = [choose(arrays, *ADJACENCY, *LINKS), *(name for name in SIZES if name in arrays)]
-        names += [choose(arrays, name) for name in self.labels]
-        return {name: arrays[name][...] for name in names}
+        names = [choose(arrays, *ADJACENCY, *LINKS), *self.labels]
+        names += [name for name in SIZES if name in arrays]
+        return {name: arrays[choose(arrays, name)][...] for name in names}
 
 
 class Flat:
+    """Arrays whose first axis counts the sets."""
+
     def __init__(self, arrays, labels):
         self.matrix = choose(arrays, *ADJACENCY, *LINKS)
         self.matrices = arrays[self.matrix]
-        self.count = self.matrices.shape[0]
+        count = self.matrices.shape[0]
         self.numbers = {}  # one for each set
         for name in [choose(arrays, *SIZES), *labels]:
             numbers = arrays[choose(arrays, name)][...]
-            if numbers.shape != (self.count,):
-                raise ValueError(f"{name} has shape {numbers.shape}; expected ({self.count},)")
+            if numbers.shape != (count,):
+                raise ValueError(f"{name} has shape {numbers.shape}; expected ({count},)")
             self.numbers[name] = numbers
 
-        # what is compressed together is read once: a chunk of the matrices, or all of an .npz file
-        self.chunk = getattr(self.matrices, "chunks", [self.count])[0]
-        self.first = None  # of the chunk that was read last
-        self.piece = max(self.chunk, PIECE)
         for name in COUNTS:
             if name in arrays:
-                self.count = min(self.count, int(arrays[name][...].item()))
-
-    def name(self, i):
-        return f"set {i}"
+                count = min(count, int(arrays[name][...].item()))
+        self.names = [f"set {i}" for i in range(count)]
+        # what is compressed together is read once: a chunk of the matrices, or all of an .npz file
+        self.piece = getattr(self.matrices, "chunks", [max(1, count)])[0]
+        self.first = None  # of the piece that was read last
 
     def __getitem__(self, i):
-        first = i - i % self.chunk
+        first = i - i % self.piece
         if first != self.first:
-            self.rows = self.matrices[first : first + self.chunk]
+            self.rows = self.matrices[first : first + self.piece]
             self.first = first
         values = {name: numbers[i] for name, numbers in self.numbers.items()}
         values[self.matrix] = self.rows[i - first]
@@ -206,42 +198,24 @@ def open_source(path, labels):
 
 
 def read_piece(labels, piece):
-    """(a worker) The sets of a piece, (path, first, last + 1): [(path, name of the set, what
+    """(a worker) The sets of a piece, (path, its first set): [(path, name of the set, what
     describe_set returns)], and [what is wrong with the others]."""
-    path, first, end = piece
+    path, first = piece
     source = open_source(path, labels)
     sets = []
     problems = []
-    for i in range(first, end):
+    for i, set_name in enumerate(source.names[first : first + source.piece], start=first):
         try:
             values = source[i]
-            numbers = [label_of(values[name], name) for name in labels]
-            sets.append((path, source.name(i), describe_set(order_of(values), numbers)))
+            numbers = [label_of(values[label], label) for label in labels]
+            sets.append((path, set_name, describe_set(order_of(values), numbers)))
         except Exception as error:  # zarr and its decoders raise many kinds
-            reason = " ".join(str(error).split()) or type(error).__name__
-            problems.append(f"{path}: {source.name(i)}: {reason}")
+            problems.append(f"{path}: {set_name}: {one_line(error)}")
     return sets, problems
 
 
-def find_pieces(paths, labels):
-    """[(path, first, last + 1)] of all sets. Ends the program with all that is wrong."""
-    pieces = []
-    problems = []
-    for path in paths:
-        try:
-            source = open_source(path, labels)
-        except ImportError:
-            stop(2, f"{path}: pip install zarr, which reads such stores")
-        except Exception as error:  # of damaged files: many kinds, as in read_piece
-            reason = " ".join(str(error).split()) or type(error).__name__
-            problems.append(f"{path}: {reason}")
-            continue
-        for first in range(0, source.count, source.piece):
-            pieces.append((path, first, min(first + source.piece, source.count)))
-
-    if problems:
-        stop(2, list_of(problems))
-    return pieces
+def one_line(error):
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def read_sources(args, labels):
@@ -249,34 +223,32 @@ def read_sources(args, labels):
     [what is wrong with the others]. Ends the program if there are others, unless they may be left
     out (args.skip_bad_data), or if there are no sets."""
     labels = tuple(labels)
-    pieces = find_pieces(args.sources, labels)
+    pieces = []
+    for path in args.sources:
+        try:
+            source = open_source(path, labels)
+        except Exception as error:  # as in read_piece
+            stop(2, f"{path}: {one_line(error)}")
+        for first in range(0, len(source.names), source.piece):
+            pieces.append((path, first))
+
+    # zarr has threads, and a fork would copy their locks: so the workers start afresh
+    read = partial(read_piece, labels)
     sets = []
     problems = []
-    # zarr has threads, and a fork would copy their locks: so the workers start afresh
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, spawn, start_worker) as workers:
-        made = workers.map(partial(read_piece, labels), pieces)
-        for found, wrong in tqdm(made, total=len(pieces), unit=" pieces", disable=None):
-            sets += found
-            problems += wrong
+    for found, wrong in in_workers(read, pieces, args.workers, "spawn", " pieces"):
+        sets += found
+        problems += wrong
 
-    if problems and not (args.skip_bad_data and sets):
-        hint = "cannot be read"
-        if sets:
-            hint += " (--skip_bad_data leaves them out)"
-        total = len(sets) + len(problems)
-        stop(2, f"{len(problems)} of {total} sets {hint}:\n  {list_of(problems)}")
+    if problems and not args.skip_bad_data:
+        lines = problems[:20]
+        if len(problems) > 20:
+            lines.append(f"... and {len(problems) - 20} more")
+        counts = f"{len(problems)} of {len(sets) + len(problems)} sets cannot be read"
+        stop(2, "\n  ".join([f"{counts} (--skip_bad_data leaves them out):", *lines]))
     if not sets:
-        stop(2, f"no sets in {', '.join(map(str, args.sources))}")
+        stop(2, f"no sets that can be read in {', '.join(map(str, args.sources))}")
     return sets, problems
-
-
-def list_of(problems):
-    """The first 20 of them, one in a line, and how many more there are."""
-    lines = problems[:20]
-    if len(problems) > 20:
-        lines.append(f"... and {len(problems) - 20} more")
-    return "\n  ".join(lines)
 
 
 # ---- Folder ----------------------------------------------------------------------------------

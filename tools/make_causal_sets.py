@@ -24,8 +24,7 @@ Writes a folder of arrays that can be mapped into memory; G sets, N elements, E 
     split (G,) uint8           0 train, 1 valid, 2 test; from --split_seed alone
     baselines.json             test accuracy of what needs no network, for each task
     meta.json                  options, names of classes and features, checksums; written last
-The edges are kept twice. A network multiplies by the matrix of edges, and its gradient by the
-transpose: with both lists at hand, neither is sorted anew in each step of training.
+With each edge in both lists, training sorts nothing: a gradient needs the transposed matrix, too.
 
 Baselines. majority: the commonest class. Myrheim-Meyer: the dimension whose sprinklings have this
 share of related pairs (Meyer 1988). logistic regression: on the logarithms of the statistics.
@@ -60,7 +59,7 @@ ARRAYS = "features past past_degree future future_degree labels statistics".spli
 CHUNK = 500  # sets in a part: what a kill can lose of each worker
 
 
-# ---- Options and errors, also of other tools -------------------------------------------------
+# ---- Options, errors and workers, also of other tools ----------------------------------------
 
 
 def stop(status, message):
@@ -69,16 +68,16 @@ def stop(status, message):
     sys.exit(status)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the docstring as it is, and every default."""
+
+
 class Parser(argparse.ArgumentParser):
     def __init__(self, description):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
     def error(self, message):
         stop(2, message)  # one line, without the usage
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as it is, and every default."""
 
 
 def count(text):
@@ -111,13 +110,13 @@ def parse_args(words=None):
     add("--max_size", type=int, default=64, help="elements of a set at most")
     add("--seed", type=int, default=0, help="of the sets")
     add_folder_options(add)
+
     args = parser.parse_args(words)
     if not 2 <= args.min_size <= args.max_size <= 32767:  # elements are numbered in int16
-        sizes = f"--min_size {args.min_size} --max_size {args.max_size}"
-        parser.error(f"{sizes}: expected 2 <= min_size <= max_size <= 32767")
-    check_split(args.split)
+        parser.error("expected 2 <= --min_size <= --max_size <= 32767")
     if args.seed < 0:
         parser.error(f"--seed {args.seed}: must not be below 0")
+    check_split(args.split)
     return args
 
 
@@ -125,12 +124,29 @@ def run(main):
     """Call main(); what ends it from outside is one line."""
     try:
         main()
-    except OSError as error:  # a full disk, no permission
+    except (OSError, BrokenProcessPool) as error:  # a full disk; a worker killed for its memory
         stop(1, error)
-    except BrokenProcessPool:
-        stop(1, "a worker was killed (out of memory?): the same command may be given again")
     except KeyboardInterrupt:
-        stop(130, "stopped: the same command may be given again")
+        stop(130, "stopped")
+
+
+def start_worker():
+    """Ctrl-C reaches the workers, too, but the program decides. When it ends, they end: a program
+    that is killed cannot see to that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end_with_program():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_program, daemon=True).start()
+
+
+def in_workers(function, items, workers, method, unit):
+    """[function(item) of each item], by processes; on a terminal with a bar."""
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(workers, context, start_worker) as pool:
+        return list(tqdm(pool.map(function, items), total=len(items), unit=unit, disable=None))
 
 
 # ---- Orders: (n, n) bool, strictly upper triangular, [i, j]: i is in the past of j -----------
@@ -322,31 +338,12 @@ def make_part(args, parts, start):
     unfinished.rename(path)
 
 
-def start_worker():
-    """Ctrl-C reaches the workers, too, but the program decides. When it ends, they end: a program
-    that is killed cannot see to that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def end_with_program():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_program, daemon=True).start()
-
-
 def make_parts(args, parts):
     """Make the parts that are not there yet. Returns all: a list of {name: array of its sets}."""
     parts.mkdir(parents=True, exist_ok=True)
     starts = range(0, args.samples, CHUNK)
-    found = len(list(parts.glob("*.npz")))
-    if found > 0:
-        print(f"{found} of {len(starts)} parts are there already", flush=True)
-
-    fork = multiprocessing.get_context("fork")  # the workers need not import numpy again
-    with ProcessPoolExecutor(args.workers, fork, start_worker) as workers:
-        made = workers.map(partial(make_part, args, parts), starts)
-        # disable=None: a bar on a terminal only
-        list(tqdm(made, total=len(starts), unit=f" x {CHUNK} sets", disable=None))
+    # fork: the workers need not import numpy again
+    in_workers(partial(make_part, args, parts), starts, args.workers, "fork", f" x {CHUNK} sets")
     return [dict(np.load(parts / f"{start}.npz")) for start in starts]
 
 
@@ -433,10 +430,9 @@ def make_folder(args):
     del options["out"], options["workers"]  # which change nothing in the sets
     if (args.out / "meta.json").exists():
         found = json.loads((args.out / "meta.json").read_text())["args"]
-        for name, value in options.items():
-            if found.get(name) != value:
-                made = f"{args.out} was made with --{name} {found.get(name)}, not {value}"
-                stop(2, f"{made}: give another --out, or remove the folder")
+        if found != options:
+            hint = "(its meta.json has them): give another --out, or remove it"
+            stop(2, f"{args.out} was made with other options {hint}")
         print(f"{args.out} is complete: nothing to do")
         return
 
