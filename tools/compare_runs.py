@@ -51,22 +51,26 @@ def read_runs(folders):
     for folder in folders:
         if folder.suffix == ".lock":  # what seed* finds beside the folders
             continue
-        summary = {"status": "no summary.json, so it is not finished"}
+        status = "no summary.json, so it is not finished"
         if (folder / "summary.json").exists():
-            summary = json.loads((folder / "summary.json").read_text())
+            try:
+                summary = json.loads((folder / "summary.json").read_text())
+                status = summary["status"]
+            except (ValueError, KeyError) as error:
+                status = f"its summary.json is damaged ({error!r})"
         if ".old-" in folder.name:
-            summary["status"] = "--fresh has moved it aside"
-
-        if summary["status"] == "finished":
+            status = "--fresh has moved it aside"
+        if status == "finished":
             runs.append({"run": str(folder), **flat(summary)})
         else:
-            print(f"left out: {folder}: {summary['status']}")
+            print(f"left out: {folder}: {status}")
     if not runs:
         stop(2, "none of these runs is finished")
     for key in ("script", "best/metric"):
-        found = {str(run.get(key)) for run in runs}
+        found = {run.get(key) for run in runs}
         if len(found) > 1:
-            stop(2, f"runs of different {key}, compare them apart: {', '.join(sorted(found))}")
+            text = ", ".join(f"{run['run']} {run.get(key)}" for run in runs)
+            stop(2, f"runs of different {key}, compare them apart: {text}")
     return runs
 
 
@@ -116,6 +120,14 @@ def compare(runs, metrics):
     return rows
 
 
+def write_csv(path, runs):
+    """A line for each run: its folder, options, validation and test metrics, baselines."""
+    with open(path, "x", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(chain(*runs)))
+        writer.writeheader()
+        writer.writerows(runs)
+
+
 def main():
     args = parse_args()
     runs = read_runs(args.runs)
@@ -126,11 +138,8 @@ def main():
         print("  ".join(cells).rstrip())
     if len(rows) > 2:
         print(f"\nbest by validation: {rows[1][0]}")
-    if args.csv:  # of each run: its folder, options, validation and test metrics, baselines
-        with open(args.csv, "x", newline="") as file:
-            writer = csv.DictWriter(file, dict.fromkeys(chain(*runs)))
-            writer.writeheader()
-            writer.writerows(runs)
+    if args.csv:
+        write_csv(args.csv, runs)
 
 
 if __name__ == "__main__":

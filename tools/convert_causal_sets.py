@@ -227,6 +227,8 @@ def read_sources(args, labels):
     for path in args.sources:
         try:
             source = open_source(path, labels)
+        except ImportError:
+            stop(2, f"{path}: pip install zarr, which reads such stores")
         except Exception as error:  # as in read_piece
             stop(2, f"{path}: {one_line(error)}")
         for first in range(0, len(source.names), source.piece):

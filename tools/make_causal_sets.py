@@ -127,7 +127,7 @@ def run(main):
     except (OSError, BrokenProcessPool) as error:  # a full disk; a worker killed for its memory
         stop(1, error)
     except KeyboardInterrupt:
-        stop(130, "stopped")
+        stop(130, "stopped: the same command may be given again")
 
 
 def start_worker():
@@ -430,9 +430,10 @@ def make_folder(args):
     del options["out"], options["workers"]  # which change nothing in the sets
     if (args.out / "meta.json").exists():
         found = json.loads((args.out / "meta.json").read_text())["args"]
-        if found != options:
-            hint = "(its meta.json has them): give another --out, or remove it"
-            stop(2, f"{args.out} was made with other options {hint}")
+        for name, value in options.items():
+            if found.get(name) != value:
+                made = f"{args.out} was made with --{name} {found.get(name)}, not {value}"
+                stop(2, f"{made}: give another --out, or remove the folder")
         print(f"{args.out} is complete: nothing to do")
         return
 

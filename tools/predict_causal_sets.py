@@ -79,8 +79,8 @@ def from_folder(folder, state):
     """(arrays, {label: its classes}, the numbers of the sets, where each of these comes from)"""
     data_hash = check_data(folder)
     arrays = {}
-    for path in folder.glob("*.npy"):
-        arrays[path.stem] = np.asarray(np.load(path, mmap_mode="r"))
+    for name in ["node_ptr", "edge_ptr", "split", *ARRAYS]:
+        arrays[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
     ids = np.arange(len(arrays["labels"]))
     if data_hash == state["data_hash"]:
         ids = np.flatnonzero(arrays["split"] == 2)
@@ -180,9 +180,14 @@ def main():
         stop(2, error)
 
     model = CausalSetNet(options, known)
-    model.load_state_dict(state["model"])
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError:
+        stop(2, f"{args.checkpoint}: its network is not that of the script: was one changed?")
     model.eval().to(device)
     labels = labels_of_tasks(arrays["labels"][ids], classes, known)
+    if classes and not labels:
+        print(f"no metrics: the labels are {', '.join(classes)}, the tasks {', '.join(known)}")
     logp = predict(model, NewSets(arrays, options.features), ids, options.eval_edges, device)
     write_csv(args.out, origins, logp, labels, known)
     print_metrics(logp, labels)
