@@ -16,7 +16,7 @@ import argparse
 import ast
 import collections
 import gc
-import importlib.util
+import importlib
 import inspect
 import json
 import re
@@ -24,14 +24,19 @@ import sys
 import sysconfig
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
+import torch
+
+from train_ddp import Corpus
 
 SKIPPED = {  # tests, demonstrations, and what is not documentation
     *["test", "tests", "testing", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip"],
     *["site-packages", "dist-packages", "config", "__pycache__", "pydoc_data", "antigravity.py"],
     *["this.py", "turtle.py", "conftest.py", "setup.py"],
 }
-SIGNATURE = re.compile(r"\s*[\w.\\]+\([^\n]*\)(\s*->[^\n]*)?\s*(\n|$)")
+SIGNATURES = re.compile(r"(\s*[\w.\\]+\([^\n]*\)(\s*->[^\n]*)?\s*(\n|$)[-\n ]*)+")
 SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?:])\s+(?=[^a-z])|\n\s*\n")
 WORD = r"[^\W\d_]+|\d+"  # runs of letters or of digits: array_split and arraySplit2 fall apart
 LSA_WORDS = 12_000
@@ -45,16 +50,11 @@ def parse_args():
     add = parser.add_argument
     add("kind", choices=["pydocs", "lsa", "bert"], help="what to make")
     add("--texts", type=Path, help="folder of tools/prepare_texts.py (lsa, bert)")
-    add("--size", help="DIMENSIONS of lsa (384), LAYERSxWIDTH of bert (1x128)")
+    add("--size", help="DIMENSIONS of lsa [384], LAYERSxWIDTH of bert [1x128]")
     add("--length", type=int, default=64, help="tokens that bert reads")
     add("--seed", type=int, default=42, help="of bert's weights")
     add("--out", type=Path, required=True, help="folder to write")
-    args = parser.parse_args()
-    if args.size is None:
-        args.size = "1x128" if args.kind == "bert" else "384"
-    if not re.fullmatch(r"\d+x\d+" if args.kind == "bert" else r"\d+", args.size):
-        parser.error(f"size {args.size}: builtin:lsa[:DIMENSIONS], builtin:bert[:LAYERSxWIDTH]")
-    return args
+    return parser.parse_args()
 
 
 def docstrings(name, node):
@@ -64,9 +64,9 @@ def docstrings(name, node):
         yield name, text
     if isinstance(node, (ast.Module, ast.ClassDef)):
         for child in node.body:
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                if not child.name.startswith("_"):
-                    yield from docstrings(child.name, child)
+            is_object = isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            if is_object and not child.name.startswith("_"):
+                yield from docstrings(child.name, child)
 
 
 def added_docstrings(tree):
@@ -100,10 +100,7 @@ def documentation():
     for module in ("builtins", "math", "itertools"):
         for name, thing in vars(importlib.import_module(module)).items():
             yield name, thing.__doc__
-    roots = [sysconfig.get_path("stdlib")]
-    for package in ("numpy", "torch"):  # found, not imported: torch takes seconds
-        roots += importlib.util.find_spec(package).submodule_search_locations
-    for root in map(Path, roots):
+    for root in map(Path, [sysconfig.get_path("stdlib"), *np.__path__, *torch.__path__]):
         for path in sorted(root.rglob("*.py")):
             if SKIPPED.intersection(path.relative_to(root).parts):
                 continue
@@ -125,10 +122,9 @@ def make_pydocs(args):
     gc.disable()  # syntax trees are millions of small objects; collecting them doubles the time
     for name, text in documentation():
         text = inspect.cleandoc(text or "")
-        match = SIGNATURE.match(text)
-        while match:
-            text = text[match.end() :].lstrip("-\n ")
-            match = SIGNATURE.match(text)
+        signatures = SIGNATURES.match(text)
+        if signatures:
+            text = text[signatures.end() :]
         parts = SENTENCE_END.split(text, maxsplit=1)
         query = " ".join(parts[0].split())
         document = " ".join(parts[-1].split()) if len(parts) > 1 else ""
@@ -141,13 +137,6 @@ def make_pydocs(args):
     (args.out / "pairs.jsonl").write_text("".join(lines))
 
 
-def open_corpus(folder):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from train_ddp import Corpus  # here, since it needs torch, for which pydocs does not wait
-
-    return Corpus(folder)
-
-
 def make_lsa(args):
     """TF-IDF and the SVD are linear, so a text's vector is the mean over its words of idf times the
     word's row of the SVD: a table of embeddings, of stock modules."""
@@ -157,7 +146,7 @@ def make_lsa(args):
     from sklearn.feature_extraction.text import TfidfVectorizer
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-    corpus = open_corpus(args.texts)
+    corpus = Corpus(args.texts)
     # a query and its document as one text: words that meet across the two share directions
     texts = [f"{corpus.decode(q)}\n{corpus.decode(d)}" for q, d in corpus.pairs]
     if not texts:
@@ -165,7 +154,7 @@ def make_lsa(args):
     vectorizer = TfidfVectorizer(token_pattern=WORD, max_features=LSA_WORDS, dtype=np.float32)
     vectorizer.fit(texts)
     vectorizer.idf_ = vectorizer.idf_**1.5  # rare words count more: better on documentation
-    dimensions = min(int(args.size), len(vectorizer.vocabulary_) - 1)
+    dimensions = min(int(args.size or 384), len(vectorizer.vocabulary_) - 1)
     svd = TruncatedSVD(dimensions, n_iter=3, random_state=0)
     svd.fit(vectorizer.transform(texts))
 
@@ -193,6 +182,7 @@ def make_vocabulary(texts, tokenizer):
     for word, times in words.items():
         for letter in word:
             letters[letter] += times
+
     common = sorted(sorted(letters, key=lambda letter: (-letters[letter], letter))[:200])
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *common]
     pieces += [f"##{letter}" for letter in common]
@@ -202,18 +192,17 @@ def make_vocabulary(texts, tokenizer):
 
 
 def make_bert(args):
-    import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    corpus = open_corpus(args.texts)
+    corpus = Corpus(args.texts)
     trained = np.unique(np.concatenate([corpus.phase1, corpus.pairs.ravel()]))
     texts = [corpus.decode(number) for number in trained]
     vocabulary = make_vocabulary(texts, BertTokenizerFast().backend_tokenizer)
     tokenizer = BertTokenizerFast(vocab=vocabulary, model_max_length=args.length)
 
-    layers, width = map(int, args.size.split("x"))
+    layers, width = map(int, (args.size or "1x128").split("x"))
     config = BertConfig(
         vocab_size=len(vocabulary),
         hidden_size=width,
@@ -234,11 +223,11 @@ def make_bert(args):
 
 
 def main(args):
-    args.out.mkdir(parents=True)
     try:
+        args.out.mkdir(parents=True)
         {"pydocs": make_pydocs, "lsa": make_lsa, "bert": make_bert}[args.kind](args)
-    except ValueError as error:  # too few texts, most often
-        sys.exit(f"{args.kind} cannot be made of these texts: {error}")
+    except (OSError, ValueError) as error:  # also a wrong --size, or too few texts
+        sys.exit(f"{args.kind} cannot be made (--size {args.size}, --texts {args.texts}): {error}")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Row(NamedTuple):
 
 
 def read_file(path):
-    """(place, record) for each row of a file. A row that cannot be read comes as an error."""
+    """(place, record) for each row of a file; of JSON the line."""
     if path.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
 
@@ -85,139 +85,120 @@ def read_file(path):
             yield f"{path} row {number}", found
         return
 
-    # -sig: without the mark that spreadsheets write before the first name; surrogateescape: what is
-    # not UTF-8 is found in its row
-    newline = "" if path.suffix == ".csv" else "\n"  # csv finds the ends of its lines itself
-    with open(path, newline=newline, encoding="utf-8-sig", errors="surrogateescape") as file:
+    # newline: csv finds the ends of its lines itself; -sig: without the mark that spreadsheets
+    # write before the first name; surrogateescape: what is not UTF-8 is found in its row
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         if path.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)
             reader = csv.DictReader(file)
             for found in reader:
-                cells = {name: cell for name, cell in found.items() if cell}
-                yield f"{path} line {reader.line_num}", cells
+                yield f"{path} line {reader.line_num}", found
             return
         for number, line in enumerate(file, start=1):
-            found = {"text": line.strip()}
-            if not found["text"]:
-                continue
-            if path.suffix != ".txt":
-                try:
-                    found = json.loads(line)
-                except ValueError as error:
-                    found = error
-            yield f"{path} line {number}", found
+            text = line.strip()
+            if text:
+                yield f"{path} line {number}", {"text": text} if path.suffix == ".txt" else text
 
 
-def read_hub(name, limits):
-    """(place, record) for each row of a data set of the hub, so many of each split."""
+def read_hub(name, split, limit):
+    """(place, record) for so many rows of a data set of the hub."""
     from datasets import load_dataset
 
     path, _, config = name.partition(":")
-    if name == "ms_marco":
-        path = "microsoft/ms_marco"
-        config = "v1.1"
-    for split, limit in limits.items():
-        try:
-            rows = load_dataset(path, config or None, split=split)
-        except Exception as error:  # the library raises a dozen kinds
-            text = f"{path} is not on this machine and could not be fetched"
-            raise ValueError(
-                f"{text}; without a download: pydocs, or FILE.jsonl ({error})"
-            ) from None
-        for number, found in enumerate(itertools.islice(rows, limit)):
-            yield f"{name} {split} row {number}", found
+    try:
+        rows = load_dataset(path, config or None, split=split)
+    except Exception as error:  # the library raises a dozen kinds
+        text = f"{path} is not on this machine and could not be fetched"
+        raise ValueError(f"{text}; without a download: pydocs, or FILE.jsonl ({error})") from None
+    for number, found in enumerate(itertools.islice(rows, limit)):
+        yield f"{name} {split} row {number}", found
 
 
-def from_ms_marco(row):
-    """MS MARCO's passages as positives (those that were selected as an answer) and negatives."""
-    record = {"query": row["query"], "positive": [], "negatives": []}
-    passages = row["passages"]
-    for selected, text in zip(passages["is_selected"], passages["passage_text"], strict=True):
-        record["positive" if selected else "negatives"].append(text)
-    return record
+def read_ms_marco(split, limit):
+    """Its passages as positives (those that were selected as an answer) and negatives."""
+    for place, found in read_hub("microsoft/ms_marco:v1.1", split, limit):
+        record = {"query": found["query"], "positive": [], "negatives": []}
+        passages = found["passages"]
+        for selected, text in zip(passages["is_selected"], passages["passage_text"], strict=True):
+            record["positive" if selected else "negatives"].append(text)
+        yield place, record
 
 
-def parse_row(number, found, phase, held_out=None):
+def as_texts(name, value):
+    """A text or a list of texts as a list."""
+    texts = [value] if isinstance(value, str) else value
+    are_texts = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    if not are_texts or not all(text.strip() for text in texts):
+        expected = "expected a text or a list of texts, none empty"
+        raise ValueError(f"{name} is {str(value)[:80]!r}, {expected}")
+    "".join(texts).encode()  # also a ValueError: bytes of another encoding, half of a character
+    return texts
+
+
+def parse_row(number, found, needs_query, held_out):
     """A record as a Row. A ValueError says what was found and what was expected."""
     if not isinstance(found, dict):
         raise ValueError(f"found {str(found)[:80]!r}, expected {WANTED}")
     fields = {}
     for field, names in COLUMNS.items():
-        values = [found[name] for name in names if found.get(name) is not None]
-        texts = values[0] if values else []
-        if isinstance(texts, str):
-            texts = [texts]
-        are_texts = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-        if not are_texts or not all(text.strip() for text in texts):
-            expected = "expected a text or a list of texts, none empty"
-            raise ValueError(f"{field} is {str(texts)[:80]!r}, {expected}")
-        try:
-            "".join(texts).encode("utf-8")
-        except UnicodeEncodeError:  # bytes of another encoding, or half of a character
-            raise ValueError(f"{field} is {str(texts)[:80]!r}, which is not UTF-8") from None
-        fields[field] = texts
+        values = [found[name] for name in names if found.get(name) not in (None, "")]
+        fields[field] = as_texts(field, values[0]) if values else []
 
-    if not fields["positives"] or (phase == 2 and len(fields["query"]) != 1):
+    queries, positives, negatives = fields.values()
+    if not positives or (needs_query and len(queries) != 1):
         raise ValueError(f"found columns {sorted(map(str, found))[:8]}, expected {WANTED}")
-    query = fields["query"][0] if fields["query"] else ""
+    query = queries[0] if queries else ""
     group = found.get("group")
     if group is None:
-        group = query or fields["positives"][0]
-    return Row(number, query, fields["positives"], fields["negatives"], str(group), held_out)
+        group = query or positives[0]
+    return Row(number, query, positives, negatives, str(group), held_out)
 
 
-def read_rows(name, phase, args, problems):
+def read_rows(name, limit, args, problems):
     """The rows of a source, and to `problems` a line for each that is wrong."""
-    limit = getattr(args, f"max_samples_phase{phase}")
-    if args.phase1_data == args.phase2_data:  # read once, for both
-        limit = max(args.max_samples_phase1, args.max_samples_phase2)
     if Path(name).suffix in FILES:
         records = itertools.islice(read_file(Path(name)), limit)
     elif name == "ms_marco":
-        records = read_hub(name, {"train": limit, "validation": args.eval_samples})
+        held_out_rows = read_ms_marco("validation", args.eval_samples)
+        records = itertools.chain(read_ms_marco("train", limit), held_out_rows)
     else:
-        records = read_hub(name, {"train": limit})
+        records = read_hub(name, "train", limit)
 
     rows = []
-    names = set()
+    columns = set()
     for number, (place, found) in enumerate(records):
         held_out = None
         if name == "ms_marco":
-            found = from_ms_marco(found)
-            held_out = place.startswith("ms_marco validation")
+            held_out = " validation " in place
             if not found["positive"]:  # a query without an answer teaches nothing
                 continue
         try:
-            rows.append(parse_row(number, found, phase, held_out))
-            names.update(found)
+            if isinstance(found, str):
+                found = json.loads(found)
+            rows.append(parse_row(number, found, name == args.phase2_data, held_out))
+            columns.update(found)
         except ValueError as error:
             problems.append(f"{place}: {error}")
-    if Path(name).suffix in FILES:
-        if not rows and not problems:
-            problems.append(f"{name}: there are no rows")
-        others = sorted(map(str, names.difference(["group", *itertools.chain(*COLUMNS.values())])))
-        if others:
-            print(f"{name}: these columns are not read: {', '.join(others)}")
+    others = columns.difference(["group"], *COLUMNS.values())
+    if others:
+        print(f"{name}: these columns are not read: {', '.join(sorted(map(str, others)))}")
     return rows
 
 
-def read_sources(args, phases):
+def read_sources(args):
     """{name: rows} of the sources, and lines about the bad rows."""
-    names = {phase: getattr(args, f"phase{phase}_data") for phase in phases}
-    for phase, name in names.items():  # before anything is fetched from a hub
-        if Path(name).suffix in FILES and not Path(name).is_file():
-            raise ValueError(f"--phase{phase}_data {name}: no such file")
+    limits = {args.phase1_data: args.max_samples_phase1}
+    also = limits.get(args.phase2_data, 0)  # where both phases have the same source
+    limits[args.phase2_data] = max(args.max_samples_phase2, also)
+    limits.pop("", None)
 
     problems = []
     sources = {}
-    for phase in reversed(phases):  # phase 2 first: of a source for both it asks for more
-        name = names[phase]
-        if name in sources:
-            continue
+    for name, limit in limits.items():
         try:
-            sources[name] = read_rows(name, phase, args, problems)
-        except (csv.Error, ValueError) as error:
-            raise ValueError(f"--phase{phase}_data {name}: {error}") from None
+            sources[name] = read_rows(name, limit, args, problems)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     if problems and not args.skip_bad_data:
         lines = problems[:20]
         if len(problems) > 20:
@@ -266,10 +247,8 @@ def as_table(lists):
     return table
 
 
-def build_corpus(args):
-    """Read, check and split the data: the arrays, and lines about bad rows."""
-    phases = [phase for phase in (1, 2) if getattr(args, f"phase{phase}_data")]
-    sources, problems = read_sources(args, phases)
+def build_corpus(args, sources):
+    """Split the data, number the texts: the arrays."""
     held_out = set()
     known_queries = set()
     for rows in sources.values():
@@ -285,24 +264,25 @@ def build_corpus(args):
     pairs = {}  # {(query, document): its negatives}
     eval_pairs = {}
     answers = set()  # held-out documents
-    for phase in phases:
+    for phase in (1, 2):
         limit = getattr(args, f"max_samples_phase{phase}")
-        for row in sources[getattr(args, f"phase{phase}_data")]:
-            into = eval_pairs if row.group in held_out else pairs
-            if into is pairs and row.number >= limit:
+        for row in sources.get(getattr(args, f"phase{phase}_data"), []):
+            is_held_out = row.group in held_out
+            if row.number >= limit and not is_held_out:
                 continue
             if not row.query and row.positives[0].strip() in known_queries:
                 # among the documents it would be the best answer to itself
                 row = row._replace(query=row.positives[0], positives=[])
             documents = [number_of(DOCUMENT, text) for text in row.positives]
             queries = [number_of(QUERY, row.query)] if row.query else []
-            if into is eval_pairs:
+            if is_held_out:
                 answers.update(documents)
             elif phase == 1:
                 phase1.update(documents + queries)
                 continue
             if queries:
                 negatives = [number_of(DOCUMENT, text) for text in row.negatives]
+                into = eval_pairs if is_held_out else pairs
                 for document in documents:
                     into.setdefault((queries[0], document), []).extend(negatives)
 
@@ -310,7 +290,7 @@ def build_corpus(args):
     held = answers.union(*eval_pairs)
     phase1 -= held
     pairs = {pair: found for pair, found in sorted(pairs.items()) if not held.intersection(pair)}
-    if not held or (1 in phases and not phase1) or (2 in phases and not pairs):
+    if not held or (args.phase1_data and not phase1) or (args.phase2_data and not pairs):
         found = f"{len(phase1)} texts for phase 1, {len(pairs)} pairs for phase 2"
         hint = "give more data, or another --eval_fraction"
         raise ValueError(f"{found}, {len(held)} held-out texts; none may be 0: {hint}")
@@ -326,10 +306,10 @@ def build_corpus(args):
     # the judged negatives of held-out queries first, they are the hardest; then training documents
     judged = set(itertools.chain(*eval_pairs.values())) - held
     documents = {number for (kind, _), number in numbers.items() if kind == DOCUMENT}
-    others = documents - judged - held
     wanted = round(min(args.eval_distractors * len(answers), len(documents)))  # also of inf
     distractors = spread_out(sorted(judged), wanted)
-    distractors += spread_out(sorted(others), wanted - len(distractors))
+    others = sorted(documents - judged - held)
+    distractors += spread_out(others, wanted - len(distractors))
 
     eval_queries = sorted({query for query, _ in eval_pairs})
     eval_documents = [*sorted(answers), *distractors]
@@ -337,7 +317,7 @@ def build_corpus(args):
     row_of_document = {number: row for row, number in enumerate(eval_documents)}
     matches = [(row_of_query[query], row_of_document[document]) for query, document in eval_pairs]
     encoded = [text.encode() for _, text in numbers]
-    arrays = {
+    return {
         "text": np.frombuffer(b"".join(encoded), np.uint8),
         "offsets": np.cumsum([0, *map(len, encoded)]),
         "kinds": np.array([kind for kind, _ in numbers], np.uint8),
@@ -350,20 +330,20 @@ def build_corpus(args):
         "eval_answers": np.array(len(answers)),
         "eval_pairs": np.array(sorted(matches), np.int64).reshape(-1, 2),
     }
-    return arrays, problems
 
 
 def main(args):
     try:
-        arrays, problems = build_corpus(args)
+        sources, problems = read_sources(args)
+        arrays = build_corpus(args, sources)
         args.out.mkdir(parents=True)
         for name, array in arrays.items():
             np.save(args.out / f"{name}.npy", array)
             # fails where a full disk has cut the file, which np.save does not
             np.load(args.out / f"{name}.npy", mmap_mode="r")
+        (args.out / "bad_rows.txt").write_text("".join(f"{line}\n" for line in problems))
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    (args.out / "bad_rows.txt").write_text("".join(f"{line}\n" for line in problems))
 
 
 if __name__ == "__main__":
