@@ -1,12 +1,12 @@
 """The network and the loss of run_dpo_ddp.py: against numbers of the official program, by what they
 may and may not depend on, and TRL's own computation."""
 
-import collections
 import hashlib
 import importlib
 import math
 from argparse import Namespace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -74,12 +74,6 @@ def order(length, seed=0):
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
-def logits_of(model, part, sequence, ranks):
-    """(C, L, 21) of one structure."""
-    with torch.no_grad():
-        return model(structures(part), sequence, torch.arange(sequence.shape[1]), ranks)
-
-
 # ---- The network -----------------------------------------------------------------------------
 
 
@@ -134,44 +128,26 @@ def test_equals_the_official_program(name):
 
 
 def test_together_equals_alone_at_every_length():
-    """Whoever else is in a batch, with more neighbours or fewer."""
+    """Whoever else is in a batch, with more neighbours or fewer. `row` says where residues lie:
+    sequences share structures, in another order than theirs."""
     model = network()
     lengths = [5, 20, 47, 48, 49, 120]
+    first = np.cumsum(lengths) - lengths
     parts = [backbone(n, seed=n) for n in lengths]
-    sequences = [letters(2, n, seed=n) for n in lengths]
-    ranks = [order(n, seed=n) for n in lengths]
+    chosen = [5, 0, 3, 3, 1, 4, 2]  # structure of each sequence
+    sizes = [lengths[i] for i in chosen]
+    sequences = [letters(2, size, seed) for seed, size in enumerate(sizes)]
+    ranks = [order(size, seed) for seed, size in enumerate(sizes)]
+    row = torch.cat([first[i] + torch.arange(lengths[i]) for i in chosen])
     with torch.no_grad():
-        batch = (torch.cat(sequences, 1), torch.arange(sum(lengths)), torch.cat(ranks))
-        together = model(structures(*parts), *batch).split(lengths, dim=1)
+        batch = (torch.cat(sequences, 1), row, torch.cat(ranks))
+        together = model(structures(*parts), *batch).split(sizes, dim=1)
 
-    for part, sequence, rank, found in zip(parts, sequences, ranks, together, strict=True):
-        assert (logits_of(model, part, sequence, rank) - found).abs().max() < 2e-5
-
-
-def test_a_residue_sees_only_what_was_decoded_before_it():
-    ranks = order(36)
-    sequence = letters(1, 36)
-    changed = sequence.repeat(36, 1)
-    changed.diagonal().add_(1).remainder_(20)
-    found = logits_of(network(), backbone(36, seed=1), torch.cat([sequence, changed]), ranks)
-    moved = (found[1:] - found[0]).abs().amax(-1)  # [j, i]: of i's when the letter of j changes
-    later = ranks[None, :] > ranks[:, None]
-    assert moved[~later].max() < 1e-6
-    assert moved[later].min() > 1e-5  # all 36 are neighbours
-
-
-def test_sequences_share_a_structure():
-    """row says where a residue lies."""
-    model = network()
-    parts = [backbone(30), backbone(22, seed=1)]
-    row = torch.cat([torch.arange(22) + 30, torch.arange(30), torch.arange(22) + 30])
-    sequence = letters(2, 74)
-    ranks = torch.cat([order(22), order(30), order(22, seed=1)])
-    with torch.no_grad():
-        together = model(structures(*parts), sequence, row, ranks)
-    for number, first, last in ((1, 0, 22), (0, 22, 52), (1, 52, 74)):
-        alone = logits_of(model, parts[number], sequence[:, first:last], ranks[first:last])
-        assert (together[:, first:last] - alone).abs().max() < 1e-5
+    for i, sequence, rank, found in zip(chosen, sequences, ranks, together, strict=True):
+        alone = structures(parts[i])
+        with torch.no_grad():
+            expected = model(alone, sequence, torch.arange(lengths[i]), rank)
+        assert (expected - found).abs().max() < 2e-5
 
 
 def test_work_is_done_once():
@@ -200,20 +176,17 @@ def test_no_denormal_numbers(monkeypatch):
 
 
 def test_weights_come_back_as_they_were_written(tmp_path):
-    """And in another writing: with a prefix and more entries, in half precision, without noise."""
+    """Also as others write them: after DDP, in half precision."""
     model = network(neighbours=32)
     model.noise_level = 0.1
     content = script.official(model)
-    assert content.keys() == {"num_edges", "noise_level", "model_state_dict"}
-    weights = rule_weights()
+    weights = content["model_state_dict"]
     halves = {f"module.{name}": weight.half() for name, weight in weights.items()}
-    other = {"num_edges": 32, "model_state_dict": halves, "epoch": 3}
-    for written, noise in ((content, 0.1), (other, 0.0)):
-        torch.save(written, tmp_path / "w.pt")
-        model = script.read_model(tmp_path / "w.pt")
-        assert model.neighbours == 32
-        assert model.noise_level == noise
-        for name, value in model.state_dict().items():
+    for written in (weights, halves):
+        torch.save({**content, "model_state_dict": written}, tmp_path / "w.pt")
+        found = script.read_model(tmp_path / "w.pt")
+        assert (found.neighbours, found.noise_level) == (32, 0.1)
+        for name, value in found.state_dict().items():
             assert value.dtype == torch.float32
             assert (value - weights[name]).abs().max() < 2e-3
 
@@ -257,18 +230,9 @@ def test_as_trl_computes_it(kind):
     logps = -3 * torch.rand(2 * pairs, length, generator=rng, dtype=torch.float64)
     reference = -3 * torch.rand(2 * pairs, length, generator=rng, dtype=torch.float64)
 
-    def model(**inputs):
-        found = {"log_probs": logps, "entropy": logps, "mean_logits": logps, "is_top1": logps > -1}
-        return SimpleNamespace(**found)
-
-    def gather(values):
-        return values
-
-    model.training = False
-    accelerator = {"device": "cpu", "gather_for_metrics": gather, "gather": gather}
-    trainer = SimpleNamespace(
-        model=model,
-        accelerator=SimpleNamespace(**accelerator),
+    outputs = {"log_probs": logps, "entropy": logps, "mean_logits": logps, "is_top1": logps > -1}
+    model = mock.Mock(training=False, return_value=SimpleNamespace(**outputs))
+    trainer = mock.MagicMock(
         aux_loss_enabled=False,
         ld_alpha=None,
         precompute_ref_logps=True,
@@ -276,12 +240,10 @@ def test_as_trl_computes_it(kind):
         beta=0.3,
         loss_types=[kind],
         loss_weights=[1.0],
-        label_smoothing=0.0,
         use_weighting=False,
-        _total_train_tokens=0,
-        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-        args=SimpleNamespace(),
     )
+    same = {"gather": torch.clone, "gather_for_metrics": torch.clone}  # of one process
+    trainer.accelerator = mock.Mock(device="cpu", **same)
     # TRL's masks have a column more than the log-probabilities: the first token has no prediction
     mask = torch.ones(2 * pairs, length + 1, dtype=torch.long)
     inputs = {"input_ids": mask, "attention_mask": mask, "completion_mask": mask}
