@@ -171,26 +171,6 @@ def test_coordinates_that_cannot_be_right_are_missing(tmp_path):
     assert "line 1: residue A1 ALA counts as missing" in text
 
 
-def test_real_entries():
-    """Selenomethionines as HETATM, gaps, insertion codes, disorder in entries of the PDB."""
-    found = {}
-    for path in sorted((ROOT / "data" / "dpo").glob("*.gz")):
-        structure = script.read_structure(path)
-        assert structure.notes == []
-        for name, chain in structure.chains.items():
-            assert chain.whole().all()
-            found[path.name[:4] + name] = chain
-
-    assert len(found) == 15
-    crambin = "TTCCPSIVARSNFNVCRLPGTPEALCATYTGCIIIPGATCPGDYAN"
-    assert letters_of(found["1EJGA"].letters) == crambin
-    assert letters_of(found["1A8OA"].letters).count("M") == 4
-    assert (np.diff(found["2XHEB"].numbers) > 1).sum() == 2
-    assert (np.diff(found["4ZHLU"].numbers) == 1).sum() >= 245  # with insertion codes
-    steps = np.linalg.norm(np.diff(found["1UBIA"].coords[:, 1], axis=0), axis=1)
-    assert steps == pytest.approx(3.8, abs=0.15)
-
-
 # ---- Pairs -----------------------------------------------------------------------------------
 
 
@@ -393,8 +373,17 @@ def test_validation_data(tmp_path, caplog):
 
 
 def test_shipped_data(tmp_path):
+    """Entries of the PDB with selenomethionines as HETATM, gaps, insertion codes, disorder."""
     folder = ROOT / "data" / "dpo"
     rows = json.loads((folder / "pairs.json").read_text())
     assert rows == mutated_pairs(folder), "not what the rule in tests/helpers.py makes"
-    rows = [{**one, "pdb_file": str(folder / one["pdb_file"])} for one in rows]
-    assert len(load(tmp_path, rows)) == 12 * 13
+    natives = {row["pdb_file"][:4]: row["preferred_seq"] for row in rows}
+    assert natives["1EJG"] == "TTCCPSIVARSNFNVCRLPGTPEALCATYTGCIIIPGATCPGDYAN"  # crambin
+    assert natives["1A8O"].count("M") == 4
+
+    pairs = load(tmp_path, [{**row, "pdb_file": f"{folder}/{row['pdb_file']}"} for row in rows])
+    assert len(pairs) == 12 * 13
+    assert pairs.notes == []
+    number = [pair.name.startswith("1UBI") for pair in pairs.pairs].index(True) // 12
+    steps = pairs.backbones[number].atoms[:, 1].diff(dim=0).norm(dim=1)
+    assert steps.tolist() == pytest.approx([3.8] * 75, abs=0.15)

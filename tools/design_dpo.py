@@ -64,10 +64,8 @@ def read_complex(args):
     structure = script.read_structure(args.pdb_file)
     for note in structure.notes:
         print(note)
-    row = {}
-    for name in ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges"):
-        if getattr(args, name) is not None:
-            row[name] = getattr(args, name)
+    names = ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges")
+    row = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     found = script.join_chains(args.pdb_file, structure, row)
 
     for place in args.fixed_positions:
