@@ -292,24 +292,19 @@ def test_designs(trained, tmp_path, tool):
 
 def test_designs_are_scored_as_the_forward_pass_says():
     """decode() goes residue by residue; the network, given the letters, says the same."""
-    from test_dpo_model import backbone, network, structures
+    from test_dpo_model import backbone, network, order, structures
 
-    design = import_tool("design_dpo")
     model = network()
     found = structures(backbone(28, seed=6))
     designed = torch.arange(28) >= 12
+    orders = torch.stack([order(28, seed) for seed in range(3)])
     generator = torch.Generator().manual_seed(1)
-    orders = []
-    for _ in range(3):
-        shuffled = 12 + torch.randperm(16, generator=generator)
-        orders.append(torch.cat([torch.arange(12), shuffled]))
     native = torch.randint(0, 21, (28,), generator=generator)
     with torch.no_grad():
-        inputs = (found, native, designed, torch.stack(orders))
-        letters, logp = design.decode(model, *inputs, 1.0, generator)
-        for number, order in enumerate(orders):
-            rank = order.argsort()
-            logits = model(found, letters[number : number + 1], torch.arange(28), rank)[0]
+        inputs = (found, native, designed, orders, 1.0, generator)
+        letters, logp = import_tool("design_dpo").decode(model, *inputs)
+        for number, ranks in enumerate(orders.argsort()):
+            logits = model(found, letters[number : number + 1], torch.arange(28), ranks)[0]
             expected = logits.log_softmax(-1).gather(-1, letters[number][:, None])[:, 0]
             assert (expected - logp[number]).abs().max() < 1e-4
     assert torch.equal(letters[:, :12], native[:12].expand(3, -1))

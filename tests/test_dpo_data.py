@@ -350,13 +350,15 @@ def test_one_structure_is_split_by_sequence(tmp_path, caplog):
     others = [native[:i] + "W" + native[i + 1 :] for i in range(12)]
     rows = [row("a.pdb", native, other) for other in others]
     rows.append(row("a.pdb", others[0], others[1]))
-    train, valid = split(load(tmp_path, rows))
+    pairs = load(tmp_path, rows)
+    for seed in range(10):
+        train, valid = split(pairs, seed=seed)
+        assert len(valid) >= 3
+        assert len(train) + len(valid) >= 9
+        held = {rows[i]["unpreferred_seq"] for i in valid}
+        for i in train:
+            assert not held & {rows[i]["preferred_seq"], rows[i]["unpreferred_seq"]}
     assert "all pairs are on one structure" in caplog.text
-    assert len(valid) >= 3
-    held = {rows[i]["unpreferred_seq"] for i in valid}
-    for i in train:
-        assert not held & {rows[i]["preferred_seq"], rows[i]["unpreferred_seq"]}
-    assert len(train) + len(valid) >= 9
     with pytest.raises(script.InputError, match="give --val_data"):
         split(load(tmp_path, rows[:1]))
 

@@ -92,11 +92,10 @@ def choose_pairs(scores, kinds, least, most):
 
     taken = []
     used = np.zeros(len(scores))
-    free = np.ones(len(pairs), bool)
     while len(taken) < min(most, len(pairs)):
-        often = np.where(free, np.square(used[pairs]).sum(axis=1), np.inf)
+        often = np.square(used[pairs]).sum(axis=1)
+        often[taken] = np.inf
         best = often.argmin()  # the first of the least: that with the largest difference
-        free[best] = False
         used[pairs[best]] += 1
         taken.append(best)
     return pairs[sorted(taken)].tolist()
