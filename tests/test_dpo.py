@@ -252,10 +252,11 @@ def test_no_checkpoint_is_an_error(data, trained, tmp_path, tool):
     damaged = bytearray((trained / "best_model.pt").read_bytes())
     damaged[len(damaged) // 2] ^= 255
     (tmp_path / "damaged.pt").write_bytes(damaged)
+    reference = f"--reference={trained}/reference_model.pt"
     for call in (
         ("design_dpo", tmp_path / "gone.pt", data / "helix0.pdb"),
         ("score_dpo", trained / "best.pt", data / "pairs.json", "--reference=gone.pt"),
-        ("score_dpo", tmp_path / "damaged.pt", data / "pairs.json"),
+        ("score_dpo", tmp_path / "damaged.pt", data / "pairs.json", reference),
     ):
         errors = tool(*call, "--out", tmp_path / "out.txt", status=2)
         assert errors.count("\n") == 1
