@@ -28,18 +28,8 @@ import torch.nn.functional as F
 from score_dpo import load_network
 from tqdm import tqdm
 
-from run_dpo_ddp import (
-    ALPHABET,
-    UNKNOWN,
-    WIDTH,
-    InputError,
-    Parser,
-    choose_device,
-    count,
-    featurise,
-    join_chains,
-    read_structure,
-)
+import run_dpo_ddp as script
+from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, InputError
 
 
 def span(text):
@@ -48,7 +38,7 @@ def span(text):
 
 
 def parse_args():
-    parser = Parser(description=__doc__)
+    parser = script.Parser(description=__doc__)
     add = parser.add_argument
     add("checkpoint", help="the network")
     add("pdb_file", help="PDB or mmCIF, also .gz")
@@ -58,7 +48,7 @@ def parse_args():
     add("--mutable_positions", nargs="+", type=int, help="design these alone")
     add("--mutable_ranges", nargs="+", type=span, help="and these, such as 6-17")
     add("--fixed_positions", nargs="+", type=int, default=[], help="keep the letters of these")
-    add("--num_samples", type=count, default=8, help="sequences to draw")
+    add("--num_samples", type=script.count, default=8, help="sequences to draw")
     add("--temperature", type=float, default=0.1, help="of the probabilities; 0: the likeliest")
     add("--seed", type=int, default=42, help="of the decoding orders and the letters")
     add("--out", default="designs.fasta", help="file to write")
@@ -71,14 +61,12 @@ def parse_args():
 
 def read_complex(args):
     """The Complex to design; its `designed` without the fixed positions. Raises ValueError."""
-    structure = read_structure(args.pdb_file)
+    structure = script.read_structure(args.pdb_file)
     for note in structure.notes:
         print(note)
-    row = {}
-    for name in ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges"):
-        if getattr(args, name) is not None:
-            row[name] = getattr(args, name)
-    found = join_chains(args.pdb_file, structure, row)
+    names = ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges")
+    row = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    found = script.join_chains(args.pdb_file, structure, row)
 
     for place in args.fixed_positions:
         if not 0 <= place < found.length:
@@ -94,8 +82,8 @@ def decode(model, structures, native, designed, orders, temperature, generator):
     """Letters (C, N), and log p of each (C, N) at temperature 1, residue by residue in the orders
     (C, N). Where `designed` (N,) is False, letters are `native` (N,)."""
     nodes, edges = model.encode(structures)
-    near = structures.neighbours >= 0
-    neighbours = structures.neighbours.clamp(min=0)
+    neighbours = structures.neighbours  # as many of each residue
+    near = torch.ones_like(neighbours)
     versions, residues = orders.shape
     rows = torch.arange(versions, device=native.device)
     letters = native.repeat(versions, 1)
@@ -140,7 +128,7 @@ def draw(logits, temperature, generator):
 def sample(args, model, found, device):
     """Letters (C, L) of the whole Complex, and the perplexity of each (C,)."""
     whole = found.chain.whole()
-    backbone = featurise(found, min(model.neighbours, int(whole.sum())))
+    backbone = script.featurise(found, min(model.neighbours, int(whole.sum())))
     structures = backbone._replace(neighbours=backbone.neighbours.long()).to(device)
     native = torch.from_numpy(found.chain.letters[whole]).long().to(device)
     designed = torch.from_numpy(found.designed[whole])
@@ -164,29 +152,27 @@ def sample(args, model, found, device):
 
 def text_of(found, letters):
     """The sequence, with '/' between chains."""
-    parts = []
-    for number in np.unique(found.index):
-        parts.append("".join(ALPHABET[i] for i in letters[found.index == number]))
-    return "/".join(parts)
+    starts = np.flatnonzero(np.diff(found.index)) + 1
+    chains = np.split(np.array(list(ALPHABET))[letters], starts)
+    return "/".join("".join(chain) for chain in chains)
 
 
 def warn_of_collapse(found, letters):
-    for number, row in enumerate(letters):
-        counts = np.bincount(row[found.designed], minlength=len(ALPHABET))
-        share = counts.max() / counts.sum()
-        if share > 0.5 and counts.sum() > 3:
-            letter = ALPHABET[counts.argmax()]
-            text = f"{letter} at {share:.0%} of the designed positions of sequence {number}"
+    for number, row in enumerate(letters[:, found.designed]):
+        counts = np.bincount(row)
+        share = counts.max() / len(row)
+        if share > 0.5 and len(row) > 3:
+            text = f"{ALPHABET[counts.argmax()]} at {share:.0%} of the designed positions"
             hint = "lower --lr, a larger --beta, or --sft_weight keep the network near its start"
-            print(f"warning: collapse: {text}; {hint}")
+            print(f"warning: collapse: {text} of sequence {number}; {hint}")
 
 
 def run(args):
     networks = {"network": load_network(args.checkpoint)[0]}
-    path = Path(args.reference or Path(args.checkpoint).with_name("reference_model.pt"))
-    if args.reference or (path.exists() and path != Path(args.checkpoint)):
-        networks["reference"] = load_network(path)[0]
-    device = choose_device(args, local_rank=0)
+    beside = Path(args.checkpoint).with_name("reference_model.pt")
+    if args.reference or (beside.exists() and beside != Path(args.checkpoint)):
+        networks["reference"] = load_network(args.reference or beside)[0]
+    device = script.choose_device(args, local_rank=0)
     found = read_complex(args)
     native = found.chain.letters
     stem = Path(args.pdb_file).name.split(".")[0]
@@ -197,11 +183,11 @@ def run(args):
         recovery = (letters == native)[:, found.designed].mean(1)
         print(f"{who:10} recovery {recovery.mean():.4f}, perplexity {perplexity.mean():.3f}")
         if who == "network":
+            warn_of_collapse(found, letters)
             for number, row in enumerate(letters):
                 score = f"perplexity={perplexity[number]:.4f} recovery={recovery[number]:.4f}"
                 lines.append(f">{stem}_{number} T={args.temperature:g} seed={args.seed} {score}")
                 lines.append(text_of(found, row))
-            warn_of_collapse(found, letters)
 
     with open(args.out, "x") as file:
         file.write("\n".join(lines) + "\n")

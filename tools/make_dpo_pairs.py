@@ -18,6 +18,7 @@ true ones: if it does not, the measurement is wrong.
 """
 
 import csv
+import functools
 import json
 import math
 import os
@@ -30,30 +31,20 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from tqdm import tqdm
 
-from run_dpo_ddp import (
-    FIELDS,
-    InputError,
-    Pairs,
-    Parser,
-    check_fields,
-    count,
-    join_chains,
-    read_rows,
-    refuse_rows,
-    try_structure,
-)
+import run_dpo_ddp as script
+from run_dpo_ddp import InputError
 
-SCORED = {**FIELDS, "sequences": ["ACD"], "scores": [0.5]}
+SCORED = {**script.FIELDS, "sequences": ["ACD"], "scores": [0.5]}
 
 
 def parse_args():
-    parser = Parser(description=__doc__)
+    parser = script.Parser(description=__doc__)
     add = parser.add_argument
     add("data", help="JSON, JSON lines or CSV")
     add("--out", default="pairs.json", help="file to write")
     add("--lower_is_better", action="store_true", help="the lower score is preferred")
     add("--score_gap", type=float, default=0.0, help="least difference of the scores of a pair")
-    add("--pairs_per_backbone", type=count, default=16, help="pairs of a row, or backbone, at most")
+    add("--pairs_per_backbone", type=script.count, default=16, help="pairs of a row at most")
     add("--swap", action="store_true", help="turn round what is preferred")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     args = parser.parse_args()
@@ -73,12 +64,12 @@ def read_csv(path):
             raise InputError(f"{path}: no column {', '.join(sorted(missing))}")
 
         for line in reader:
+            place = f"{path}: line {reader.line_num}"
             sequence = line.pop("sequence")
             score = line.pop("score")
             fields = {name: value for name, value in line.items() if value}
             for name in {"design_chains", "fixed_chains"} & set(fields):
                 fields[name] = fields[name].split()
-            place = f"{path}: line {reader.line_num}"
             structure = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
             new = (place, structure, {**fields, "sequences": [], "scores": []})
             _, _, row = rows.setdefault(json.dumps(fields), new)
@@ -101,11 +92,10 @@ def choose_pairs(scores, kinds, least, most):
 
     taken = []
     used = np.zeros(len(scores))
-    free = np.ones(len(pairs), bool)
     while len(taken) < min(most, len(pairs)):
-        often = np.where(free, np.square(used[pairs]).sum(axis=1), np.inf)
+        often = np.square(used[pairs]).sum(axis=1)
+        often[taken] = np.inf
         best = often.argmin()  # the first of the least: that with the largest difference
-        free[best] = False
         used[pairs[best]] += 1
         taken.append(best)
     return pairs[sorted(taken)].tolist()
@@ -113,8 +103,11 @@ def choose_pairs(scores, kinds, least, most):
 
 def pairs_of(args, row, path, structure):
     """The pairs of a row with scores, as rows for the training. Raises ValueError."""
-    check_fields(row, SCORED, ["pdb_file", "sequences", "scores"])
-    found = join_chains(path, structure, row)
+    if isinstance(row, dict) and "preferred_seq" in row:
+        return [row]  # it is a pair already
+
+    script.check_fields(row, SCORED, ["pdb_file", "sequences", "scores"])
+    found = script.join_chains(path, structure, row)
     texts = [text.upper() for text in row.pop("sequences")]
     scores = np.array(row.pop("scores"), np.float64)
     if len(texts) != len(scores) or not texts:
@@ -137,30 +130,30 @@ def pairs_of(args, row, path, structure):
 
 def make_pairs(args):
     """The rows to write, and what is wrong."""
-    rows = read_csv(args.data) if args.data.endswith(".csv") else read_rows(args.data)
-    if not rows:
-        raise InputError(f"{args.data}: no rows; expected pdb_file, sequences, scores in each")
-    checker = Pairs(args, k=1)
-    structures = {}
+    rows = read_csv(args.data) if args.data.endswith(".csv") else script.read_rows(args.data)
+    folder = Path(args.out).resolve().parent
+    read = functools.cache(script.try_structure)  # each file once
+    checker = script.Pairs(args, k=1)
     made = []
     for place, path, row in tqdm(rows, unit=" rows", disable=None):
-        if path not in structures:
-            structures[path] = try_structure(path) if path else "no pdb_file"
-        pairs = [row]
-        if not isinstance(row, dict) or "preferred_seq" not in row:
-            try:
-                pairs = pairs_of(args, row, path, structures[path])
-            except ValueError as error:
-                checker.problems.append(f"{place}: {error}")
-                continue
+        try:
+            pairs = pairs_of(args, row, path, read(path))
+        except ValueError as error:
+            checker.problems.append(f"{place}: {error}")
+            continue
 
         for pair in pairs:
             before = len(checker)
-            checker.add(place, path, pair, structures[path])
+            checker.add(place, path, pair, read(path))
             if len(checker) > before:
-                folder = Path(args.out).resolve().parent
                 made.append({**pair, "pdb_file": os.path.relpath(path, folder)})
     return made, checker.problems
+
+
+def swap(pair):
+    better = pair["preferred_seq"]
+    worse = pair["unpreferred_seq"]
+    return {**pair, "preferred_seq": worse, "unpreferred_seq": better}
 
 
 def main():
@@ -168,18 +161,15 @@ def main():
         args = parse_args()
         made, problems = make_pairs(args)
         if problems and not args.skip_bad_data:
-            refuse_rows(problems)
+            script.refuse_rows(problems)
         for problem in problems:
             print(f"left out: {problem}")
 
         if not made:
-            text = f"no two scores of a backbone are {args.score_gap:g} apart"
-            raise InputError(f"{args.data}: no pairs: {text}, or their sequences are the same")
+            hint = f"expected sequences that differ, with scores {args.score_gap:g} or more apart"
+            raise InputError(f"{args.data}: no pairs; {hint}")
         if args.swap:
-            for pair in made:
-                better = pair["preferred_seq"]
-                pair["preferred_seq"] = pair["unpreferred_seq"]
-                pair["unpreferred_seq"] = better
+            made = [swap(pair) for pair in made]
         lines = ",\n".join(json.dumps(pair) for pair in made)
         Path(args.out).write_text(f"[\n{lines}\n]\n")
     except (InputError, OSError) as error:

@@ -15,6 +15,7 @@ designed residue. Prints means of these.
 """
 
 import csv
+import functools
 import json
 import math
 import sys
@@ -28,31 +29,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from run_dpo_ddp import (
-    EVALUATION,
-    FORMAT,
-    SCORES,
-    InputError,
-    Pairs,
-    Parser,
-    ProteinMPNN,
-    choose_device,
-    count,
-    first_lines,
-    is_whole,
-    load_checkpoint,
-    read_model,
-    read_rows,
-    table_rows,
-    try_structure,
-)
+import run_dpo_ddp as script
+from run_dpo_ddp import InputError
 
 SCRIPT = "run_dpo_ddp.py"
 DEFAULTS = {"beta": 0.1, "temperature": 0.1, "seed": 42}  # where the network has no run
 
 
 def parse_args():
-    parser = Parser(description=__doc__)
+    parser = script.Parser(description=__doc__)
     add = parser.add_argument
     add("checkpoint", help="the network")
     add("data", help="pairs, as for run_dpo_ddp.py --train_data")
@@ -61,7 +46,7 @@ def parse_args():
     add("--split", help="split.json of a run: score the pairs that it held out")
     add("--beta", type=float, help="None: that of the run, or 0.1")
     add("--temperature", type=float, help="of the rewards; None: that of the run, or 0.1")
-    add("--batch_size", type=count, default=16, help="pairs per forward pass")
+    add("--batch_size", type=script.count, default=16, help="pairs per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
 
@@ -72,40 +57,33 @@ def parse_args():
 
 
 def load_network(path):
-    """(network, options of its run or None); says what was found."""
+    """(network, options of its run or None)"""
     state = {}
     if zipfile.is_zipfile(path):  # as torch saves, but for old weights
-        if not is_whole(path):
+        if not script.is_whole(path):
             text = "is damaged; expected best.pt of a run, or ProteinMPNN weights"
             raise InputError(f"{path} {text}")
-        state = load_checkpoint(path)
-
+        state = script.load_checkpoint(path)
     if "script" not in state:
-        model = read_model(path)
-        text = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
-        print(f"{path}: ProteinMPNN's own format, {text}")
-        return model.eval(), None
+        return script.read_model(path).eval(), None
 
-    if state["script"] != SCRIPT or state["format"] != FORMAT:
+    if state["script"] != SCRIPT or state["format"] != script.FORMAT:
         text = f"a checkpoint of {state['script']}, format {state['format']}"
-        raise InputError(f"{path} is {text}; expected {SCRIPT}, format {FORMAT}")
-    model = ProteinMPNN(state["neighbours"], state["noise_level"])
+        raise InputError(f"{path} is {text}; expected {SCRIPT}, format {script.FORMAT}")
+    model = script.ProteinMPNN(state["neighbours"], state["noise_level"])
     model.load_state_dict(state["model"])
-    print(f"{path}: checkpoint of a run, step {state['step']}")
     return model.eval(), state["args"]
 
 
 def load_pairs(args, k):
     """The pairs of the file, and the ids of those to score: all, or the held-out part."""
-    pairs = Pairs(args, k)
-    structures = {}
-    for place, path, row in tqdm(read_rows(args.data), unit=" pairs", disable=None):
-        if path not in structures:
-            structures[path] = try_structure(path) if path else "no pdb_file"
-        pairs.add(place, path, row, structures[path])
+    pairs = script.Pairs(args, k)
+    read = functools.cache(script.try_structure)  # each file once
+    for place, path, row in tqdm(script.read_rows(args.data), unit=" pairs", disable=None):
+        pairs.add(place, path, row, read(path))
     if pairs.problems:
-        raise InputError("\n  ".join(first_lines(pairs.problems)))
-    for note in first_lines(pairs.notes):
+        raise InputError("\n  ".join(script.first_lines(pairs.problems)))
+    for note in script.first_lines(pairs.notes):
         print(note)
 
     ids = np.arange(len(pairs))
@@ -124,17 +102,18 @@ def score(model, pairs, ids, args):
     tables = []
     for start in tqdm(range(0, len(ids), args.batch_size), unit=" batches", disable=None):
         some = ids[start : start + args.batch_size]
-        batch = pairs[some, some, EVALUATION].to(args.device)
+        batch = pairs[some, some, script.EVALUATION].to(args.device)
         logits = model(batch.structures, batch.residues[:2], *batch.residues[2:4])
-        rows = [table_rows(logits, batch, heat) for heat in (1.0, args.temperature)]
+        rows = [script.table_rows(logits, batch, heat) for heat in (1.0, args.temperature)]
         rows = torch.stack(rows)
-        rows[..., SCORES:] /= batch.counts[:, None]
+        rows[..., script.SCORES :] /= batch.counts[:, None]
         tables.append(rows.cpu().double())
 
     table = torch.cat(tables, dim=1).numpy()
-    logp = table[..., :SCORES].reshape(2, -1, 2, 2).sum(2)  # see sequence_scores
-    each = dict(zip(["nll", "recovery", "entropy"], table[0, :, SCORES:].T, strict=True))
-    return logp, each
+    # the two numbers of each log-probability, see sequence_scores
+    logp = table[..., : script.SCORES].reshape(2, -1, 2, 2).sum(2)
+    nll, recovery, entropy = table[0, :, script.SCORES :].T
+    return logp, {"nll": nll, "recovery": recovery, "entropy": entropy}
 
 
 def run(args):
@@ -147,7 +126,7 @@ def run(args):
     for name in DEFAULTS:
         if getattr(args, name, None) is None:
             setattr(args, name, (options or DEFAULTS)[name])
-    args.device = choose_device(args, local_rank=0)
+    args.device = script.choose_device(args, local_rank=0)
 
     pairs, ids = load_pairs(args, model.neighbours)
     logp, each = score(model.to(args.device), pairs, ids, args)
