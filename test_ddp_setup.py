@@ -1241,6 +1241,7 @@ def start_ranks(args, path):
     env = dict(os.environ)
     env.pop("MASTER_ADDR", None)  # it may be another machine
     env.pop("MASTER_PORT", None)
+
     ranks = [f"--nproc_per_node={args.ranks}", f"--results={path}"]
     command = [sys.executable, __file__, *sys.argv[1:], *ranks]
     job = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
