@@ -23,28 +23,25 @@ projection=True
 if [[ $# -gt 0 && $1 != --* && $1 != *=* ]]; then # an option (--lr=1, lr=1) ends the two values
     ngpus=$1
     shift
-    if [[ $# -gt 0 && $1 != --* && $1 != *=* ]]; then
-        projection=$1
-        shift
-    fi
+fi
+if [[ $# -gt 0 && $1 != --* && $1 != *=* ]]; then
+    projection=$1
+    shift
 fi
 [[ $ngpus =~ ^[1-9][0-9]{0,3}$ ]] || die "NGPUS must be a whole number from 1, not '$ngpus'"
 
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 gpus=0
 if ! [[ " $* " =~ device[\ =]cpu\  ]]; then
-    gpus=$(python -c 'import torch; print(torch.accelerator.device_count())') ||
-        die "python on PATH has no working torch: activate the environment that has it"
+    gpus=$(python -c 'import torch; print(torch.accelerator.device_count())')
 fi
 most=$((gpus > 0 ? gpus : cores))
 ((ngpus <= most)) || die "NGPUS is $ngpus but here are $gpus GPU(s), $cores CPU core(s): give $most"
 
 where=(--standalone) # on any free port: two runs on one machine do not collide
 if [[ ${NNODES:-1} != 1 ]]; then
-    for name in NODE_RANK MASTER_ADDR; do
-        [[ -n ${!name:-} ]] || die "with NNODES=$NNODES set $name, too"
-    done
-    where=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR"
+    where=(--nnodes="$NNODES" --node_rank="${NODE_RANK:?with NNODES set it, too}"
+        --master_addr="${MASTER_ADDR:?with NNODES set it, too}"
         --master_port="${MASTER_PORT:-29500}")
 fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones

@@ -30,65 +30,52 @@ die() {
 here=$(dirname -- "${BASH_SOURCE[0]}")
 config=configs/config_uniref50_ddp.yaml
 [[ -f $config ]] || config=$here/$config
-gpus=''
-options=()
+options=(--config="$config") # of two the script takes the last one
+gpus=all
 while (($#)); do
-    word=${1%%=*}
-    value=''
-    case $word in # those with a value, written --name VALUE or --name=VALUE
-        -w | --work-dir | -c | --config | -d | --datafile | -p | --project | -n | --name | -s | \
-            --seed | -m | --method | --gpus)
-            if [[ $1 == *=* ]]; then
-                value=${1#*=}
-            elif (($# > 1)) && [[ $2 != -* ]]; then
-                value=$2
-                shift
-            fi
-            [[ -n $value ]] || die "$word needs a value; see --help"
-            ;;
-    esac
-    case $word in
+    name=${1%%=*}
+    value=${1#"$name"} # =VALUE, or nothing where the value is the next word
+    case $name in
         -h | --help)
             sed -n '2,/^set /{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
             exit 0
             ;;
-        -w | --work-dir) options+=(--output_dir="$value") ;;
-        -c | --config) config=$value ;;
-        -d | --datafile) options+=(--datafile="$value") ;;
-        -p | --project) options+=(--wandb_project="$value") ;;
-        -n | --name) options+=(--wandb_name="$value") ;;
-        -s | --seed) options+=(--seed="$value") ;;
-        -m | --method) options+=(--sampling_method="$value") ;;
-        --gpus) gpus=$value ;;
-        --yes | -y | --) ;;
+        -w | --work-dir) options+=("--output_dir$value") ;;
+        -c) options+=("--config$value") ;;
+        -d) options+=("--datafile$value") ;;
+        -p | --project) options+=("--wandb_project$value") ;;
+        -n | --name) options+=("--wandb_name$value") ;;
+        -s) options+=("--seed$value") ;;
+        -m | --method) options+=("--sampling_method$value") ;;
+        --gpus)
+            gpus=${value#=}
+            if [[ -z $value && $# -gt 1 ]]; then
+                gpus=$2
+                shift
+            fi
+            ;;
+        --yes | -y) ;;
         *) options+=("$1") ;;
     esac
     shift
 done
-options=(--config="$config" ${options[@]+"${options[@]}"})
-[[ $gpus =~ ^([1-9][0-9]{0,3})?$ ]] || die "--gpus must be a whole number from 1, not '$gpus'"
 
-command -v torchrun >/dev/null || die "no torchrun on PATH: activate the environment that has torch"
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 visible=0
 if ! [[ " ${options[*]} " =~ device[\ =]cpu\  ]]; then
-    visible=$(python -c 'import torch; print(torch.accelerator.device_count())') ||
-        die "python on PATH has no working torch"
+    visible=$(python -c 'import torch; print(torch.accelerator.device_count())')
 fi
-if ((visible > 0)); then
-    gpus=${gpus:-$visible}
-    ((gpus <= visible)) || die "--gpus is $gpus but $visible GPU(s) are visible: --gpus $visible"
-else
-    gpus=${gpus:-$((cores > 1 ? 2 : 1))}
-    ((gpus <= cores)) || die "--gpus is $gpus but there is no GPU and $cores CPU core(s): --gpus $cores"
+most=$((visible > 0 ? visible : cores))
+if [[ $gpus == all ]]; then
+    gpus=$((visible > 0 ? visible : cores < 2 ? cores : 2))
 fi
+[[ $gpus =~ ^[1-9][0-9]{0,3}$ ]] || die "--gpus must be a whole number from 1, not '$gpus'"
+((gpus <= most)) || die "--gpus is $gpus but here are $visible GPU(s), $cores CPU core(s)"
 
 where=(--standalone) # on any free port: two runs on one machine do not collide
 if [[ ${NNODES:-1} != 1 ]]; then
-    for name in NODE_RANK MASTER_ADDR; do
-        [[ -n ${!name:-} ]] || die "with NNODES=$NNODES set $name, too"
-    done
-    where=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR"
+    where=(--nnodes="$NNODES" --node_rank="${NODE_RANK:?with NNODES set it, too}"
+        --master_addr="${MASTER_ADDR:?with NNODES set it, too}"
         --master_port="${MASTER_PORT:-29500}")
 fi
 

@@ -10,9 +10,9 @@ fails the exit status is 1. One process checks the environment. Then ranks start
 results, a DDP step against one process, each precision against float64, speeds. Last a rank fails
 on purpose, and the job must end. (A launcher's ranks check neither the port nor this.)
 
-The table at the end predicts how much faster the training scripts are on several ranks, with the
-batch of each rank fixed. It knows the time of arithmetic and of all-reduces only, not that of
-loading data. To judge it, compare the measured speed-up with the one predicted beside it.
+The last lines predict how much faster the training scripts are on these ranks than on one, with the
+batch of each rank fixed. They know the time of arithmetic and of all-reduces only, not that of
+loading data. To judge them, compare the measured speed-up with the one predicted beside it.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import contextlib
 import copy
 import ctypes
 import difflib
-import errno
 import fcntl
 import gc
 import json
@@ -28,7 +27,6 @@ import logging
 import math
 import os
 import queue
-import re
 import shutil
 import signal
 import socket
@@ -53,20 +51,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
-PYTHON = sys.version.split()[0]
 OK = "OK"
 WARN = "WARN"
 FAIL = "FAIL"
 STATUSES = [OK, WARN, FAIL]
-MEASURED = "measured:"  # begins a line from rank 0 to the process that started the ranks
-ON_PURPOSE = "this rank fails on purpose"
 
 CHECKPOINT_GB = 1.4  # the largest of the scripts' checkpoints, with the optimizer's state
 BUCKET = 25 * 2**20  # bytes of gradients that DDP sums at a time
 SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20, BUCKET]  # bytes of the all-reduces that are timed
-RANKS = [2, 4, 8, 16]  # of the predictions
 EFFICIENCY = 0.4  # share of the rate of matrix products that a training step reaches
-
 
 # A step of each training script with its full-size config, on each rank: trained parameters; TFLOP
 # of a micro-batch, forward and backward; micro-batches; ms that an accelerator needs just to launch
@@ -96,16 +89,15 @@ def parse_args():
     add("--json", help="file for the results")
     add("--timeout_minutes", type=float, default=1.0, help="limit of each wait for other ranks")
     add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
-    add("--role", help=argparse.SUPPRESS)  # of a rank that this program starts: check or fail
+    add("--results", help=argparse.SUPPRESS)  # where a rank that this program starts leaves them
     # what the shared lines read beside these
     parser.set_defaults(compile=False, find_unused_parameters=False, deterministic=False)
     args = parser.parse_args(as_options(parser, sys.argv[1:]))
 
-    kind = find_device(args)
     args.ranks = args.nproc_per_node
     if args.ranks is None:
-        args.ranks = 2 if kind == "cpu" else torch.accelerator.device_count()
-    if not args.role:
+        args.ranks = 2 if find_device(args) == "cpu" else torch.accelerator.device_count()
+    if not args.results:
         args.nproc_per_node = 1  # this process starts the ranks itself, or a launcher has
     return args
 
@@ -119,13 +111,13 @@ def find_device(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# The environment: checks in one process. Each returns (status, what was found, what to do).
+# The environment: checks in one process. Each returns its status, and what it found and advises.
 
 
 def check_versions(args):
-    found = f"python {PYTHON}, torch {torch.__version__}, numpy {np.__version__}"
-    numbers = [int(number) for number in torch.__version__.split(".")[:2]]
-    if sys.version_info < (3, 10) or numbers < [2, 13]:
+    found = f"python {sys.version.split()[0]}, torch {torch.__version__}, numpy {np.__version__}"
+    torch_version = [int(number) for number in torch.__version__.split(".")[:2]]
+    if sys.version_info < (3, 10) or torch_version < [2, 13]:
         text = "the scripts need python 3.10 and torch 2.13: pip install -r requirements.txt"
         return FAIL, f"{found}; {text}"
     return OK, found
@@ -137,9 +129,7 @@ def check_devices(args):
         if args.device not in ("auto", "cpu"):
             return FAIL, f"no {args.device} device that this torch can use; give --device cpu"
         if args.device == "auto" and shutil.which("nvidia-smi"):
-            text = "install PyTorch's CUDA build"
-            if torch.version.cuda:
-                text = f"are the GPUs hidden, or is it too old for CUDA {torch.version.cuda}?"
+            text = "are the GPUs hidden, or does this build of torch not fit the driver?"
             return WARN, f"no accelerator, but there is an NVIDIA driver: {text}"
         return OK, "no accelerator, the CPU is used"
 
@@ -154,11 +144,9 @@ def check_backend(args):
     kind = find_device(args)
     wanted = dist.get_default_backend_for_device(kind)
     backend = wanted if args.backend == "auto" else args.backend
-    if not dist.is_backend_available(backend):
-        other = "gloo" if backend == wanted else wanted
-        return FAIL, f"this torch has no {backend}; give --backend {other}, or install another"
-    if kind == "cpu" and backend in ("nccl", "xccl"):
-        return FAIL, f"{backend} needs GPUs; give --backend gloo"
+    needs_gpu = backend in ("nccl", "xccl")
+    if not dist.is_backend_available(backend) or (kind == "cpu" and needs_gpu):
+        return FAIL, f"{backend} does not work here; give --backend gloo"
     if backend != wanted:
         return WARN, f"{backend} for {kind}; {wanted} is made for it: give --backend {wanted}"
     return OK, f"{backend} for {kind}"
@@ -174,26 +162,25 @@ def check_host_name(args):
     except OSError as error:
         text = f"add the line '127.0.0.1 {name}' to /etc/hosts"
         return FAIL, f"{name} has no address that works ({error}); {text}"
+
+    found = f"{name} is {address}"
     if address.startswith("127."):
-        return OK, f"{name} is {address}; on several machines export GLOO_SOCKET_IFNAME"
-    return OK, f"{name} is {address}"
+        found += "; on several machines export GLOO_SOCKET_IFNAME"
+    return OK, found
 
 
 def check_port(args):
-    address = os.environ.get("MASTER_ADDR", "localhost")
+    """Where the ranks of several machines would meet."""
     port = os.environ.get("MASTER_PORT", "29500")
-
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, int(port)))
+            probe.bind(("", int(port)))
             probe.listen()
     except (OSError, OverflowError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
-            return OK, f"{port} is on {address}, another machine: not tried"
-        text = "export another MASTER_ADDR or MASTER_PORT, or use torchrun --standalone"
-        is_wanted = "MASTER_PORT" in os.environ or "MASTER_ADDR" in os.environ
-        return FAIL if is_wanted else WARN, f"{port} on {address}: {error}; {text}"
+        status = FAIL if "MASTER_PORT" in os.environ else WARN
+        text = "export another MASTER_PORT, or use torchrun --standalone"
+        return status, f"{port}: {error}; {text}"
     return OK, f"{port} is free"
 
 
@@ -969,8 +956,10 @@ def draw_curves(path):
 
 
 # --------------------------------------------------------------------------------------------------
-# The ranks: checks that all of them make together. Each returns (status, what was found, what to
-# do).
+# The ranks: checks that all of them make together. Each returns its status, and what it found and
+# advises.
+
+OTHER_BACKEND = "give another --backend, or install another build of torch"
 
 
 def gather(item):
@@ -981,7 +970,8 @@ def gather(item):
 
 
 def check_group(args, device):
-    versions = sorted(set(gather(f"python {PYTHON}, torch {torch.__version__}")))
+    version = f"python {sys.version.split()[0]}, torch {torch.__version__}"
+    versions = sorted(set(gather(version)))
     hosts = sorted(set(gather(socket.gethostname())))
     found = f"{dist.get_world_size()} ranks on {', '.join(hosts)}; {dist.get_backend()} on {device}"
     if len(versions) > 1:
@@ -997,15 +987,15 @@ def check_group(args, device):
 
 def check_threads(args, device):
     """Of all ranks on this machine, against the cores that they may use together."""
+    host = socket.gethostname()
     cores = range(os.cpu_count())
     if hasattr(os, "sched_getaffinity"):
         cores = os.sched_getaffinity(0)  # a launcher may give each rank its own
-    own = [socket.gethostname(), cores, torch.get_num_threads()]
-    ranks = [row for row in gather(own) if row[0] == own[0]]
+    ranks = [row for row in gather([host, cores, torch.get_num_threads()]) if row[0] == host]
     cores = set().union(*[row[1] for row in ranks])
     threads = sum(row[2] for row in ranks)
 
-    found = f"{threads} in {len(ranks)} ranks on {len(cores)} cores of {own[0]}"
+    found = f"{threads} in {len(ranks)} ranks on {len(cores)} cores of {host}"
     if threads > max(len(ranks), len(cores)):
         share = max(1, len(cores) // len(ranks))
         return WARN, f"{found}; they wait for each other: export OMP_NUM_THREADS={share}"
@@ -1013,18 +1003,13 @@ def check_threads(args, device):
 
 
 def check_sums(args, device):
-    """All-reduces with known results."""
+    """An all-reduce with a known result."""
     n = dist.get_world_size()
     expected = n * (n + 1) // 2
-    wrong = []  # all ranks make all sums, or they would wait for each other
-    for dtype in (torch.float32, torch.int64):
-        values = torch.full((1000,), dist.get_rank() + 1, dtype=dtype, device=device)
-        dist.all_reduce(values)
-        if (values != expected).any():
-            wrong.append(f"1 + ... + {n} in {dtype} is {values[0].item()}, not {expected}")
-    if wrong:
-        text = "give another --backend, or install another build of torch"
-        return FAIL, f"{'; '.join(wrong)}; {text}"
+    values = torch.full((1000,), dist.get_rank() + 1.0, device=device)
+    dist.all_reduce(values)
+    if (values != expected).any():
+        return FAIL, f"1 + ... + {n} is {values[0].item()}, not {expected}; {OTHER_BACKEND}"
     return OK, f"1 + ... + {n} is {expected} on all ranks"
 
 
@@ -1047,15 +1032,14 @@ def check_step(args, device):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
 
-    expected = weights[0] - nn.utils.parameters_to_vector(network.parameters()).detach()
-    error = ((weights[1] - weights[0]).norm() / expected.norm()).item()
+    update = weights[0] - nn.utils.parameters_to_vector(network.parameters()).detach()
+    error = ((weights[1] - weights[0]).norm() / update.norm()).item()
     found = f"the update differs from that of one process by {error:.0e} of its length"
-    hint = "give another --backend, or install another build of torch"
     versions = set(gather(weights[1].cpu().numpy().tobytes()))  # before a rank returns
     if not error < 1e-4:
-        return FAIL, f"{found}; {hint}"
+        return FAIL, f"{found}; {OTHER_BACKEND}"
     if len(versions) > 1:
-        return FAIL, f"{found}, but the ranks have different weights; {hint}"
+        return FAIL, f"{found}, but the ranks have different weights; {OTHER_BACKEND}"
     return OK, f"{found}, all ranks have the same weights"
 
 
@@ -1150,44 +1134,43 @@ def judge_training(measured):
     """The measured speed-up beside the predicted one."""
     n = measured["ranks"]
     training = measured["training"]
-    together = training["together"]
-    size = training["gradient_bytes"]
-    step = together + exposed_seconds(measured, size, 2 / 3 * together, n)
-    predicted = n * training["alone"] / step
     speed_up = n * training["alone"] / training["exchanging"]
+    predicted = predict(measured, training["gradient_bytes"], training["together"], 1)
+    predicted *= training["alone"] / training["together"]  # ranks slow each other down
 
     found = f"{n} ranks do {speed_up:.2f} times the work of one, {predicted:.2f} were predicted"
-    found += f" (four matrices, {size / 1e6:.0f} MB of gradients)"
+    found += f" (four matrices, {training['gradient_bytes'] / 1e6:.0f} MB of gradients)"
     if speed_up < 1:
         return WARN, f"{found}; larger batches on each rank exchange less"
     return OK, found
 
 
-def exposed_seconds(measured, size, backward, ranks):
-    """How long the exchange of `size` bytes of gradients goes on after a backward pass of so many
-    seconds. DDP sums a bucket as soon as it is full, one after the other."""
-    buckets = math.ceil(size / BUCKET)
+def predict(measured, gradient_bytes, seconds, micro_batches):
+    """How many times the work of one rank the measured ranks do, with the batch of each fixed. A
+    micro-batch takes so many seconds forward and backward, without any exchange."""
+    # DDP sums a bucket as soon as it is full, one after the other, and only in the last micro-batch
+    buckets = math.ceil(gradient_bytes / BUCKET)
     sizes = [row["bytes"] for row in measured["all_reduce"]]
     times = [row["seconds"] for row in measured["all_reduce"]]
-    each = np.interp(size / buckets, sizes, times)
-    each *= (1 - 1 / ranks) / (1 - 1 / measured["ranks"])  # a ring moves 2 (1 - 1 / N) of the bytes
+    each = np.interp(gradient_bytes / buckets, sizes, times)
     # either the last bucket alone is left at the end, or they have queued since the first was full
-    return max(each, buckets * each - (1 - 1 / buckets) * backward)
-
-
-def predict(measured, ranks, parameters, tflop, micro_batches, launch_ms):
-    """How many times the work of one rank `ranks` of them do, with the batch of each fixed."""
-    precision = "fp32" if measured["device"] == "cpu" else "bf16"
-    seconds = tflop / (EFFICIENCY * measured["tflop_per_s"][precision])  # of a micro-batch
-    if measured["device"] != "cpu":
-        seconds = max(seconds, launch_ms / 1000)
-    # only the last micro-batch of a step exchanges gradients
-    exposed = exposed_seconds(measured, 4 * parameters, 2 / 3 * seconds, ranks)
+    backward = 2 / 3 * seconds
+    exposed = max(each, buckets * each - (1 - 1 / buckets) * backward)
     step = micro_batches * seconds
-    return ranks * step / (step + exposed)
+    return measured["ranks"] * step / (step + exposed)
 
 
-def print_tables(measured):
+def predict_script(measured, parameters, tflop, micro_batches, launch_ms):
+    """The same of a line of WORKLOADS."""
+    if measured["device"] == "cpu":
+        seconds = tflop / (EFFICIENCY * measured["tflop_per_s"]["fp32"])
+    else:
+        seconds = tflop / (EFFICIENCY * measured["tflop_per_s"]["bf16"])
+        seconds = max(seconds, launch_ms / 1000)
+    return predict(measured, 4 * parameters, seconds, micro_batches)
+
+
+def print_speeds(measured):
     n = measured["ranks"]
     print(f"\nMeasured with {n} ranks at work ({measured['backend']}, {measured['device']})")
     for name, rate in measured["tflop_per_s"].items():
@@ -1201,14 +1184,9 @@ def print_tables(measured):
     if n == 1:
         print("  One rank exchanges nothing. For predictions: --nproc_per_node 2 or more")
         return
-    print("\nPredicted speed-up, the batch of each rank fixed")
-    print("  ranks  " + "".join(f"{name:>12}" for name in WORKLOADS))
-    for ranks in RANKS:
-        row = f"  {ranks:>5}  "
-        for workload in WORKLOADS.values():
-            row += f"{predict(measured, ranks, *workload):>12.2f}"
-        print(row)
-    print(f"  More than {n} ranks: if the bandwidth stays that of {n}.")
+    print(f"\nPredicted speed-up of {n} ranks, the batch of each fixed")
+    for name, workload in WORKLOADS.items():
+        print(f"  {name:<12} {predict_script(measured, *workload):6.2f}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1227,143 +1205,125 @@ def has_failed(results):
 def check_ranks(results, args):
     """All that needs a process group; rank 0 reports it. (all ranks)"""
     logging.disable(logging.INFO)  # the report is enough
-    rank = (find_ranks() or [0])[0]
-    name = "process group"
-
     try:
         device = setup_ddp(args)
-        for name, check in RANK_CHECKS.items():
-            rows = gather(check(args, device))
-            if rank == 0:
-                status, found = max(rows, key=lambda row: STATUSES.index(row[0]))
-                if len({row[0] for row in rows}) > 1:  # not all ranks found the same
-                    found = f"rank {rows.index((status, found))}: {found}"
-                report(results, name, status, found)
-        name = "speed-up"
-        measured = {} if args.quick else measure(args, device)
-        if rank == 0:
-            results["measured"] = measured
-            if "training" in measured:
-                report(results, name, *judge_training(measured))
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
         hint = "can the ranks reach each other? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewall"
-        if rank > 0:
-            raise RunError(f"rank {rank}, {name}: {reason}; {hint}") from None
-        report(results, name, FAIL, f"rank 0: {reason}; {hint}")
+        raise RunError(f"no process group: {str(error).splitlines()[0]}; {hint}") from None
+
+    is_first = dist.get_rank() == 0
+    for name, check in RANK_CHECKS.items():
+        rows = gather(check(args, device))
+        status, found = max(rows, key=lambda row: STATUSES.index(row[0]))
+        if len({row[0] for row in rows}) > 1:  # not all ranks found the same
+            found = f"rank {rows.index((status, found))}: {found}"
+        if is_first:
+            report(results, name, status, found)
+
+    if not args.quick:
+        results["measured"] = measure(args, device)
+        if is_first and dist.get_world_size() > 1:
+            report(results, "speed-up", *judge_training(results["measured"]))
 
 
-def start_ranks(results, args, role):
-    """This program in args.ranks processes. Reports their checks; returns their exit status and
-    what else they have said."""
-    ranks = [f"--nproc_per_node={args.ranks}", f"--role={role}"]
+def fail_on_purpose():
+    """In the last rank, while the others wait for it. (all ranks)"""
+    logging.disable(logging.CRITICAL)  # it is no news
+    dist.barrier()  # rank 0 has saved the results
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("on purpose")
+    dist.barrier()
+
+
+def start_ranks(args, path):
+    """check_ranks in processes of this program's own, which leave the results in a file. Returns
+    their exit status and what they have written to stderr."""
     env = dict(os.environ)
     env.pop("MASTER_ADDR", None)  # it may be another machine
     env.pop("MASTER_PORT", None)
 
-    job = subprocess.Popen(
-        [sys.executable, __file__, *sys.argv[1:], *ranks],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=env,
-    )
-    timer = threading.Timer(60 + 120 * args.timeout_minutes, job.terminate)
-    timer.daemon = True  # or Ctrl-C would wait for it
-    timer.start()
-
-    lines = []
-    for line in job.stdout:
-        status, _, rest = line.strip().partition(" ")
-        if status in STATUSES:
-            name, _, found = rest.strip().partition(": ")
-            report(results, name, status, found)
-        elif status == MEASURED:
-            results["measured"] = json.loads(rest)
-        else:
-            lines.append(line.rstrip())
-    timer.cancel()
-    return job.wait(), lines
+    ranks = [f"--nproc_per_node={args.ranks}", f"--results={path}"]
+    command = [sys.executable, __file__, *sys.argv[1:], *ranks]
+    job = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = job.communicate(timeout=60 + 120 * args.timeout_minutes)
+    except subprocess.TimeoutExpired:
+        job.terminate()
+        _, errors = job.communicate()
+    return job.returncode, errors
 
 
-def check_failing_rank(args):
-    """A rank that raises must end the whole job."""
-    status, lines = start_ranks({}, args, "fail")
-    raised = re.search(rf"{ON_PURPOSE} at ([\d.]+)", " ".join(lines))
-    if raised is None:
-        return FAIL, f"the job ended before that, with status {status}: {' | '.join(lines[-3:])}"
-    seconds = time.time() - float(raised[1])
+def check_own_ranks(results, args):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "results.json")
+        status, errors = start_ranks(args, path)
+        if not path.exists():
+            print(errors)
+            text = f"status {status} before the checks had ended; the lines above say why"
+            report(results, "end of the ranks", FAIL, text)
+            return
+        seconds = time.time() - path.stat().st_mtime  # all that was left is the end of the ranks
+        content = json.loads(path.read_text())
+    results["checks"] += content["checks"]
+    results["measured"] = content["measured"]
+
+    if args.quick or args.ranks == 1:
+        report(results, "end of the ranks", FAIL if status else OK, f"status {status}")
+        return
     found = f"rank {args.ranks - 1} raised, the job ended after {seconds:.1f} s, status {status}"
     # NCCL does not see that a rank is gone: the others wait until the limit of a collective
     waits = 0 if find_device(args) == "cpu" else min(120, 60 * args.timeout_minutes)
     if status == 0 or seconds > 20 + waits:
-        return FAIL, f"{found}; jobs with a failed rank would go on: install the pinned torch"
-    return OK, found
+        found += "; jobs with a failed rank would go on: install the pinned torch"
+        report(results, "failing rank", FAIL, found)
+    else:
+        report(results, "failing rank", OK, found)
 
 
-def fail_on_purpose(args):
-    """In the last rank, while the others wait for it."""
-    setup_ddp(args)
-    dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        raise RuntimeError(f"{ON_PURPOSE} at {time.time()}")
-    dist.barrier()
+def save(results, path):
+    try:
+        Path(path).write_text(json.dumps(results, indent=1))
+    except OSError as error:
+        raise InputError(f"--json {path}: {error.strerror}") from None
 
 
 def finish(results, args):
-    """The tables, the last line, --json; returns the exit status."""
+    """The speeds, the last line, --json; returns the exit status."""
     if results["measured"]:
-        print_tables(results["measured"])
-
+        print_speeds(results["measured"])
     statuses = [check["status"] for check in results["checks"]]
     counts = [f"{statuses.count(status)} {status}" for status in STATUSES]
     seconds = time.monotonic() - START
     print(f"\n{', '.join(counts)} in {seconds:.0f} s", flush=True)
-
     if args.json:
         results.update(host=socket.gethostname(), torch=torch.__version__, seconds=seconds)
-        try:
-            Path(args.json).write_text(json.dumps(results, indent=1))
-        except OSError as error:
-            raise InputError(f"--json {args.json}: {error.strerror}") from None
+        save(results, args.json)
     return int(has_failed(results))
 
 
 def main(args):
-    if args.role == "fail":  # started by check_failing_rank
-        return fail_on_purpose(args)
     results = {"checks": [], "measured": {}}
-    if args.role == "check":  # started by the lines below
+    if args.results:  # this is a rank of start_ranks
         check_ranks(results, args)
-        if results["measured"]:
-            print(MEASURED, json.dumps(results["measured"]), flush=True)
-        return int(has_failed(results))
+        if dist.get_rank() == 0:
+            save(results, args.results)
+        if not args.quick and args.ranks > 1:
+            fail_on_purpose()
+        return 0
 
     launched = find_ranks()
-    if launched is None or launched[0] == 0:
+    rank = launched[0] if launched else 0
+    if rank == 0:
         for name, check in ENVIRONMENT.items():
             if name != "port" or launched is None:
                 report(results, name, *check(args))
-    if has_failed(results):
+    if has_failed(results):  # then no rank starts
         return finish(results, args)
-
-    if launched is not None:
-        check_ranks(results, args)
-        return finish(results, args) if launched[0] == 0 else 0
-
-    status, lines = start_ranks(results, args, "check")
-    if status == 0:
-        report(results, "end of the ranks", OK, f"all {args.ranks} ended with status 0")
-        if not args.quick and args.ranks > 1:
-            report(results, "failing rank", *check_failing_rank(args))
+    if launched is None:
+        check_own_ranks(results, args)
     else:
-        words = "\n".join(lines).partition("] failed (exitcode: ")[0]  # then torchrun's own report
-        said = [line for line in words.splitlines() if not re.match(r"[EW]\d{4} ", line)]
-        if not has_failed(results) or any(": error: " in line for line in said):
-            text = "\n    ".join(["their last lines are these:", *said[-15:]])
-            report(results, "end of the ranks", FAIL, f"status {status}; {text}")
-    return finish(results, args)
+        check_ranks(results, args)
+    return finish(results, args) if rank == 0 else 0
 
 
 if __name__ == "__main__":

@@ -24,23 +24,16 @@
 #SBATCH --output=slurm-%x-%j.out
 set -euo pipefail
 
-die() {
-    printf 'run_ddp_slurm.sh: %s\n' "$1" >&2
-    exit 2
-}
-
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     sed -n '2,/^#SBATCH/{/^#SBATCH/!s/^# \{0,1\}//p;}' "$0"
     exit 0
 fi
-[[ -n ${SLURM_JOB_ID:-} ]] || die "not in a SLURM job; submit it: sbatch scripts/run_ddp_slurm.sh"
-script=train_ddp.py
+: "${SLURM_JOB_ID:?not in a SLURM job: sbatch scripts/run_ddp_slurm.sh}"
+script=train_ddp.py # in the folder of sbatch: SLURM runs a copy of this file from elsewhere
 if [[ ${1:-} == *.py ]]; then
     script=$1
     shift
 fi
-# SLURM runs a copy of this file from elsewhere: it cannot look for the script beside itself.
-[[ -f $script ]] || die "no $script in $PWD; submit from the root of the repository"
 
 # The first node of the job meets the others. Set here, whatever the submitting shell had: a
 # requeued job may get other nodes. Ports 10000-29999 lie below those the kernel hands out.

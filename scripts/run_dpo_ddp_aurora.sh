@@ -22,15 +22,8 @@
 #PBS -k doe
 set -euo pipefail
 
-die() {
-    printf 'run_dpo_ddp_aurora.sh: %s\n' "$1" >&2
-    exit 2
-}
-
-[[ -n ${PBS_NODEFILE:-} ]] || die "not in a PBS job: qsub scripts/run_dpo_ddp_aurora.sh"
-cd -- "${PBS_O_WORKDIR:-.}"
-# PBS runs a copy of this file from its spool folder: it cannot look for the script beside itself.
-[[ -f run_dpo_ddp.py ]] || die "no run_dpo_ddp.py in $PWD: submit from the root of the repository"
+: "${PBS_NODEFILE:?not in a PBS job: qsub scripts/run_dpo_ddp_aurora.sh}"
+cd -- "$PBS_O_WORKDIR" # the folder of qsub: PBS runs a copy of this file from elsewhere
 config=${CONFIG:-configs/run_dpo_ddp.yaml}
 mkdir -p logs
 log=logs/dpo_ddp_$PBS_JOBID
@@ -53,7 +46,10 @@ bind=4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79
 
 time_limit=$(qstat -f "$PBS_JOBID" | awk -F '[ =:]+' '/Resource_List.walltime/ {print $3 * 60 + $4}')
 minutes=$((time_limit - 5)) # what is left for loading modules, and for saving
-((minutes >= 1)) || die "a walltime of $time_limit minutes leaves no time to train"
+if ((minutes < 1)); then
+    echo "a walltime of $time_limit minutes leaves no time to train" >&2
+    exit 2
+fi
 output=${OUTPUT_DIR:-outputs/dpo_ddp_$PBS_JOBNAME}
 IFS=' ' read -ra options <<<"${OPTIONS:-}"
 status=0

@@ -21,8 +21,7 @@ fi
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 gpus=0
 if ! [[ " $* " =~ device[\ =]cpu\ |no_cuda(=[Tt]rue)?\  ]]; then
-    gpus=$(python -c 'import torch; print(torch.accelerator.device_count())') ||
-        die "python on PATH has no working torch: activate the environment that has it"
+    gpus=$(python -c 'import torch; print(torch.accelerator.device_count())')
 fi
 most=$((gpus > 0 ? gpus : cores))
 ngpus=$((gpus > 0 ? gpus : cores < 2 ? cores : 2))
@@ -36,16 +35,12 @@ fi
 where=(--standalone) # on any free port: two runs on one machine do not collide
 log=logs/dpo_ddp_$(date +%Y%m%d_%H%M%S)
 if [[ ${NNODES:-1} != 1 ]]; then
-    for name in NODE_RANK MASTER_ADDR; do
-        [[ -n ${!name:-} ]] || die "with NNODES=$NNODES set $name, too"
-    done
-    where=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR"
+    where=(--nnodes="$NNODES" --node_rank="${NODE_RANK:?with NNODES set it, too}"
+        --master_addr="${MASTER_ADDR:?with NNODES set it, too}"
         --master_port="${MASTER_PORT:-29500}")
     log+=.node$NODE_RANK
 fi
-[[ ! -e $log.out ]] || log+=.$$ # two in a second
 mkdir -p logs
-touch "$log.out" "$log.err"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + ngpus - 1) / ngpus))} # torchrun would say 1
 # SIGUSR1 (a batch queue's warning) reaches the processes, which then have 120 s to save. tee ignores

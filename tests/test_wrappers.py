@@ -3,37 +3,32 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, SIGNALS
+from helpers import ROOT, SIGNALS, parse_arguments
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-LOCAL = {  # wrappers that start torchrun on this machine: the script, and what comes before a count
-    "run_ddp.sh": ("train_ddp.py", []),
-    "run_train_uniref50_ddp.sh": ("run_train_uniref50_ddp.py", ["--gpus"]),
-    "scripts/run_dpo_ddp_local.sh": ("run_dpo_ddp.py", []),
+CORES = len(os.sched_getaffinity(0))
+LOCAL = {  # wrappers that start torchrun on this machine, and their script
+    "run_ddp.sh": "train_ddp.py",
+    "run_train_uniref50_ddp.sh": "run_train_uniref50_ddp.py",
+    "scripts/run_dpo_ddp_local.sh": "run_dpo_ddp.py",
 }
-VARIABLES = """CUDA_VISIBLE_DEVICES ZE_AFFINITY_MASK NNODES NODE_RANK OMP_NUM_THREADS
-    OMP_THREAD_LIMIT TORCH_DISABLE_SHARE_RDZV_TCP_STORE CCL_PROCESS_LAUNCHER""".split()
 # prints its arguments and what it sees of the environment, then exits with $STATUS
 RECORD = f"""#!{sys.executable}
 import json, os, sys
-names = "WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS ZE_AFFINITY_MASK CCL_PROCESS_LAUNCHER"
-names += " TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-seen = {{name: os.environ.get(name) for name in names.split()}}
-record = {{"name": os.path.basename(sys.argv[0]), "argv": sys.argv[1:], "cwd": os.getcwd()}}
-print(json.dumps({{**record, "env": seen, "parent": os.getppid()}}))
+name = os.path.basename(sys.argv[0])
+record = {{"name": name, "argv": sys.argv[1:], "cwd": os.getcwd(), "parent": os.getppid()}}
+print(json.dumps({{**record, "env": dict(os.environ)}}))
 print(os.environ.get("LAST_LINE", ""))
 print("to stderr", file=sys.stderr)
 sys.exit(int(os.environ.get("STATUS", 0)))
 """
 # what python is asked for: the number of GPUs, and to check the options and prepare a file
 PYTHON = """#!/bin/sh
-[ "$1" = -c ] && { echo "${GPUS-0}"; exit "${TORCH-0}"; }
+[ "$1" = -c ] && { echo "${GPUS-0}"; exit; }
 echo "prepared: $*" >&2
 exit "${PREPARED-0}"
 """
@@ -43,23 +38,21 @@ exit "${PREPARED-0}"
 def run(tmp_path):
     """Runs a wrapper in an empty folder: run(wrapper, *arguments, **environment)."""
     stubs = tmp_path / "stubs"
-    folder = tmp_path / "elsewhere"
-    for path in (stubs, folder):
-        path.mkdir()
+    stubs.mkdir()
 
     def stub(name, text):
         (stubs / name).write_text(text)
         (stubs / name).chmod(0o755)
 
     def call(wrapper, *arguments, **environment):
-        env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        env.update({"PATH": f"{stubs}:/usr/bin:/bin", **environment})
-        command = ["bash", str(ROOT / wrapper), *arguments]
-        options = {"env": env, "cwd": folder, "timeout": 30}
+        command = [str(ROOT / wrapper), *map(str, arguments)]
+        env = {"PATH": f"{stubs}:/usr/bin:/bin", **environment}
+        options = {"env": env, "cwd": call.folder, "timeout": 30}
         return subprocess.run(command, capture_output=True, text=True, **options)
 
     call.stub = stub
-    call.folder = folder
+    call.folder = tmp_path / "elsewhere"
+    call.folder.mkdir()
     for name in ("torchrun", "srun", "mpiexec", "qsub"):
         stub(name, RECORD)
     stub("python", PYTHON)
@@ -83,8 +76,9 @@ def started(result):
 
 
 def refused(result):
-    """The one line of a wrong call, which starts nothing."""
-    assert (result.returncode, result.stdout) == (2, "")
+    """What a wrong call says, which starts nothing."""
+    assert result.returncode in (1, 2)
+    assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     return result.stderr
 
@@ -96,13 +90,13 @@ def refused(result):
 @pytest.fixture(params=LOCAL)
 def local(request, run):
     """local(count, *arguments, **environment): a wrapper that starts so many processes."""
-    script, flag = LOCAL[request.param]
+    flag = ["--gpus"] if "uniref50" in request.param else []
 
     def call(count, *arguments, **environment):
-        return run(request.param, *flag, str(count), *arguments, **environment)
+        return run(request.param, *flag, count, *arguments, **environment)
 
-    call.script = ROOT / script
-    call.run = run
+    call.script = ROOT / LOCAL[request.param]
+    call.folder = run.folder
     return call
 
 
@@ -112,7 +106,7 @@ def test_one_machine(local):
     assert record["argv"] == ["--standalone", "--nproc_per_node=2", *SIGNALS]
     assert record["script"] == local.script
     assert record["options"][-2:] == ["--lr=1", "--a b"]
-    assert record["cwd"] == str(local.run.folder.resolve())  # the user's relative paths stay valid
+    assert record["cwd"] == str(local.folder.resolve())  # the user's relative paths stay valid
     assert record["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert int(record["env"]["OMP_NUM_THREADS"]) >= 1
     assert record["parent"] == os.getpid()
@@ -124,12 +118,13 @@ def test_several_machines(local):
         argv = started(local(1, **nodes, **variables))["argv"]
         where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0", f"--master_port={port}"]
         assert argv == [*where, "--nproc_per_node=1", *SIGNALS]
-    assert "set MASTER_ADDR, too" in refused(local(1, **{**nodes, "MASTER_ADDR": ""}))
+    for name in ("NODE_RANK", "MASTER_ADDR"):
+        assert f"{name}: with NNODES set it, too" in refused(local(1, **{**nodes, name: ""}))
 
 
 def test_count(local):
     """GPUs limit it, and where there are none the cores, whatever the number of threads."""
-    for count in ("0", "two", "99999999999999999999"):
+    for count in ("0", "two", "99999999999999999999", ""):
         assert f"not '{count}'" in refused(local(count))
     assert "--nproc_per_node=2" in started(local(2, GPUS="2"))["argv"]
     assert re.search(r"is 3 but .*2 GPU\(s\)", refused(local(3, GPUS="2")))
@@ -143,28 +138,12 @@ def test_count(local):
         assert re.search(rf"is {CORES + 1} but .*{CORES} CPU core\(s\)", line)
 
 
-def test_environment_without_torch(local):
-    assert "python on PATH has no working torch" in refused(local(1, TORCH="1"))
-
-
 @pytest.mark.parametrize("wrapper", [*LOCAL, "scripts/run_ddp_slurm.sh"])
 def test_help(run, wrapper):
     result = run(wrapper, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "\nUsage" in result.stdout
     assert not any(line.startswith(("#", "set ")) for line in result.stdout.splitlines())
-
-
-def test_shellcheck():
-    beside = Path(sys.executable).with_name("shellcheck")
-    shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed (pip install -r requirements-dev.txt)")
-    wrappers = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"])
-    assert ROOT / "run_ddp.sh" in wrappers
-    result = subprocess.run([shellcheck, *wrappers], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    assert [path.name for path in wrappers if not os.access(path, os.X_OK)] == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -189,15 +168,6 @@ def test_count_and_projection(run):
 # run_train_uniref50_ddp.sh
 
 CONFIG = "configs/config_uniref50_ddp.yaml"
-FLAGS = [
-    ("-c", "--config", "mine.yaml", "--config=mine.yaml"),
-    ("-w", "--work-dir", "out", "--output_dir=out"),
-    ("-d", "--datafile", "mine.fasta", "--datafile=mine.fasta"),
-    ("-p", "--project", "proteins", "--wandb_project=proteins"),
-    ("-n", "--name", "a b", "--wandb_name=a b"),
-    ("-s", "--seed", "7", "--seed=7"),
-    ("-m", "--method", "simple", "--sampling_method=simple"),
-]
 
 
 @pytest.fixture
@@ -212,21 +182,35 @@ def test_default_config_and_counts(uniref50, run):
     (run.folder / "configs").mkdir()
     (run.folder / CONFIG).touch()
     record = started(uniref50())
-    assert record["options"] == [f"--config={CONFIG}"]  # which decides the rest
+    assert record["options"] == [f"--config={CONFIG}"]
     assert record["argv"][1] == f"--nproc_per_node={min(2, CORES)}"
     assert started(uniref50(GPUS="3"))["argv"][1] == "--nproc_per_node=3"
 
 
-def test_flags(uniref50):
-    """Every flag, in each of its forms, is the script's own option with the value unchanged."""
-    expected = [option for *_, option in FLAGS]
+def test_flags(uniref50, run):
+    """The script takes each flag, in each of its forms, and gets the value unchanged."""
+    import run_train_uniref50_ddp as script
+
+    (run.folder / "mine.yaml").write_text("n_iters: 3\n")
+    flags = [
+        ("-c", "--config", str(run.folder / "mine.yaml"), "config"),
+        ("-w", "--work-dir", "out", "output_dir"),
+        ("-d", "--datafile", "mine.fasta", "datafile"),
+        ("-p", "--project", "proteins", "wandb_project"),
+        ("-n", "--name", "a b", "wandb_name"),
+        ("-s", "--seed", "7", "seed"),
+        ("-m", "--method", "simple", "sampling_method"),
+    ]
     forms = {"long": [], "short": [], "equals": []}
-    for short, flag, value, _ in FLAGS:
+    for short, flag, value, _ in flags:
         forms["long"] += [flag, value]
         forms["short"] += [short, value]
         forms["equals"].append(f"{flag}={value}")
     for arguments in forms.values():
-        assert started(uniref50(*arguments))["options"] == expected
+        args = parse_arguments(script, *started(uniref50(*arguments))["options"])
+        assert args.n_iters == 3
+        for _, flag, value, name in flags:
+            assert str(getattr(args, name)) == value, flag
 
 
 def test_what_is_passed_on(uniref50):
@@ -239,11 +223,6 @@ def test_what_is_passed_on(uniref50):
     words = ["prepared:", str(ROOT / "run_train_uniref50_ddp.py"), *options, "--prepare_only"]
     assert " ".join(words) in result.stderr.splitlines()
     assert "prepared: " in refused(uniref50("--lr=x", PREPARED="2"))
-
-
-def test_a_flag_without_its_value(uniref50):
-    for arguments in (["--name", "--fresh"], ["--name", ""], ["--name"]):
-        assert "--name needs a value" in refused(uniref50(*arguments))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,34 +239,30 @@ def test_dpo_keeps_logs(run):
     (err,) = (run.folder / "logs").glob("dpo_ddp_*.err")
     assert out.read_text() == result.stdout
     assert err.read_text() == result.stderr == "to stderr\n"
-    record = started(run("scripts/run_dpo_ddp_local.sh", "1", "--no_cuda", GPUS="0", TORCH="1"))
-    assert record["argv"][1] == "--nproc_per_node=1"
+    record = started(run("scripts/run_dpo_ddp_local.sh", "--no_cuda", GPUS="99"))
+    assert record["argv"][1] == f"--nproc_per_node={min(2, CORES)}"
 
 
 @pytest.fixture
 def aurora(run):
-    """The PBS script in a job of two nodes: aurora(**environment) -> (status, records, log)."""
-    (run.folder / "run_dpo_ddp.py").touch()
-    (run.folder / "configs").mkdir()
-    (run.folder / "configs" / "run_dpo_ddp.yaml").touch()
+    """The PBS script in a job of two nodes: aurora(**environment) -> (status, records)."""
     first = "x1c0s0b0n0.hostmgmt.cm.aurora.alcf.anl.gov\n"
     (run.folder / "nodes").write_text(first * 2 + "x1c0s1b0n0.hostmgmt\n" * 2)
     run.stub("qstat", "#!/bin/sh\necho '    Resource_List.walltime = 02:00:00'\n")
+    job = {"PBS_NODEFILE": str(run.folder / "nodes"), "PBS_JOBID": "1234567.aurora"}
+    job.update(PBS_JOBNAME="dpo_ddp", PBS_O_WORKDIR=str(run.folder), ZE_AFFINITY_MASK="0")
 
     def call(**environment):
-        job = {"PBS_NODEFILE": str(run.folder / "nodes"), "PBS_JOBID": "1234567.aurora"}
-        job.update(PBS_JOBNAME="dpo_ddp", PBS_O_WORKDIR=str(run.folder), ZE_AFFINITY_MASK="0")
-        result = run("scripts/run_dpo_ddp_aurora.sh", **{**job, **environment})
-        log = run.folder / "logs" / "dpo_ddp_1234567.aurora.out"
-        text = log.read_text() if log.exists() else ""
-        return result.returncode, records(text), text + result.stderr
+        result = run("scripts/run_dpo_ddp_aurora.sh", **job, **environment)
+        log = run.folder / "logs" / "dpo_ddp_1234567.aurora"
+        assert log.with_suffix(".aurora.err").exists()
+        return result.returncode, records(log.with_suffix(".aurora.out").read_text())
 
-    call.folder = run.folder
     return call
 
 
 def test_aurora_takes_all_tiles_of_all_nodes(aurora):
-    status, (record,), text = aurora(OPTIONS="--lr 1e-6 --backend ccl", STATUS="5")
+    status, (record,) = aurora(OPTIONS="--lr 1e-6 --backend ccl", STATUS="5")
     argv = record["argv"]
     env = record["env"]
     assert status == 5
@@ -296,7 +271,7 @@ def test_aurora_takes_all_tiles_of_all_nodes(aurora):
     assert env["WORLD_SIZE"] == "24"
     assert env["MASTER_ADDR"] == "x1c0s0b0n0.hsn.cm.aurora.alcf.anl.gov"
     assert env["MASTER_PORT"] == "24567"
-    assert env["ZE_AFFINITY_MASK"] is None  # or all ranks of a node would share a tile
+    assert "ZE_AFFINITY_MASK" not in env  # or all ranks of a node would share a tile
     assert env["CCL_PROCESS_LAUNCHER"] == "pmix"
     assert "--pmi=pmix" in argv
     (bind,) = [word for word in argv if word.startswith("--cpu-bind=list:")]
@@ -310,7 +285,6 @@ def test_aurora_takes_all_tiles_of_all_nodes(aurora):
     expected = "--config configs/run_dpo_ddp.yaml --output_dir outputs/dpo_ddp_dpo_ddp"
     expected += " --max_minutes 115 --lr 1e-6 --backend ccl"
     assert argv[script + 1 :] == expected.split()
-    assert (aurora.folder / "logs" / "dpo_ddp_1234567.aurora.err").exists(), text
 
 
 def test_aurora_submits_again_when_time_was_up(aurora):
@@ -324,10 +298,6 @@ def test_aurora_submits_again_when_time_was_up(aurora):
     assert failed["name"] == "mpiexec"  # not where it failed
 
 
-def test_aurora_outside_of_a_job(run):
-    assert "qsub scripts/run_dpo_ddp_aurora.sh" in refused(run("scripts/run_dpo_ddp_aurora.sh"))
-
-
 # --------------------------------------------------------------------------------------------------
 # scripts/run_ddp_slurm.sh
 
@@ -337,8 +307,6 @@ def slurm(run):
     """A job of two nodes, seen from its batch script: slurm(*arguments, **environment)."""
     nodes = 'printf "n7\\nn8\\n"'
     run.stub("scontrol", f'#!/bin/sh\n[ "$1" = show ] && {nodes} || echo "scontrol $*"\n')
-    (run.folder / "train_ddp.py").touch()
-    (run.folder / "other.py").touch()
 
     def call(*arguments, **environment):
         job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]"}
@@ -372,6 +340,6 @@ def test_slurm_requeues_only_when_the_script_asks(slurm):
     assert records(again.stdout)[0]["argv"][-2:] == ["--fresh", "--fresh=False"]
 
 
-def test_slurm_wrong_calls(slurm):
-    assert "not in a SLURM job" in refused(slurm(SLURM_JOB_ID=""))
-    assert "submit from the root of the repository" in refused(slurm("missing.py"))
+def test_outside_of_a_job(run):
+    for wrapper in ("sbatch scripts/run_ddp_slurm.sh", "qsub scripts/run_dpo_ddp_aurora.sh"):
+        assert wrapper in refused(run(wrapper.split()[1]))
