@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from helpers import ROOT, call_program, environment, free_port, import_tool, parse_arguments
 from runs import Run
 from test_accelerator import META, Copies
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ddp as script
 
@@ -142,9 +143,17 @@ def gradient_of_a_step():
     vectors = F.normalize(texts @ weight, dim=1)
     batch = pair_batch(7, places, torch.ones(len(texts), 5), negatives=1)
     args = arguments("--temperature=0.1", "--false_negative_margin=2")
-    script.pair_loss(args, [batch], [vectors])[0].backward()
+    loss = script.pair_loss(args, [batch], [vectors])[0]
+    with mock.patch.object(dist, "all_reduce", None):  # the backward pass is a reduce-scatter
+        loss.backward()
     dist.all_reduce(weight.grad)
     return weight.grad
+
+
+def load_slowly():
+    began = time.time()
+    time.sleep(0.3)
+    return [began, time.time()]
 
 
 THREE_RANKS = """
@@ -152,25 +161,32 @@ import sys
 import torch
 import torch.distributed as dist
 import test_train_ddp
+import train_ddp
 
 dist.init_process_group("gloo")
 gradient = test_train_ddp.gradient_of_a_step()
+times = [None] * 3
+dist.all_gather_object(times, train_ddp.load_in_turn(test_train_ddp.load_slowly))
 if dist.get_rank() == 0:
-    torch.save(gradient, sys.argv[1])
+    torch.save([gradient, times], sys.argv[1])
 dist.destroy_process_group()
 """
 
 
-def test_the_gradient_over_ranks_is_that_of_the_whole_batch(tmp_path, server, group):
-    """With unequal shares, too: 3, 2 and 2 queries."""
+def test_three_ranks(tmp_path, server, group):
+    """The gradient is that of the whole batch, with unequal shares, too: 3, 2 and 2 queries. And
+    they load the teacher one after the other."""
     (tmp_path / "program.py").write_text(THREE_RANKS)
     common = {"WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     variables = [{**common, "RANK": rank} for rank in range(3)]
-    server.start(variables, [str(tmp_path / "program.py"), str(tmp_path / "gradient.pt")])
+    server.start(variables, [str(tmp_path / "program.py"), str(tmp_path / "found.pt")])
     assert server.wait() == [0, 0, 0], server.text
-    found = torch.load(tmp_path / "gradient.pt")
-    assert found.abs().max() > 0.01
-    assert torch.allclose(found, gradient_of_a_step(), rtol=1e-12, atol=1e-14)
+    gradient, times = torch.load(tmp_path / "found.pt")
+    assert gradient.abs().max() > 0.01
+    assert torch.allclose(gradient, gradient_of_a_step(), rtol=1e-12, atol=1e-14)
+    times.sort()
+    for one, other in zip(times[:-1], times[1:], strict=True):
+        assert one[1] <= other[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,6 +244,17 @@ def test_mrl_and_the_teacher_once(work, trained):
     said = run(*small(work, *options, "--fresh"), status=2)
     assert "no teacher is needed" in said
     assert "--use_projection False needs 32 teacher dimensions" in said
+
+
+def test_a_rate_changed_on_resume_is_applied(work, tmp_path, trained):
+    options = [f"--output_dir={tmp_path}/out", "--skip_phase2", "--warmup_ratio=0"]
+    run(*small(work, *options, "--max_steps=4"))
+    said = run(*small(work, *options, "--max_steps=8", "--phase1_lr=1e-4"))
+    assert "--phase1_lr 0.0001, it was 0.005" in said
+    rates = [row["lr"] for row in Run(tmp_path / "out").rows if "lr" in row]
+    assert len(rates) == 8
+    assert rates[0] == 5e-3
+    assert rates[4] == pytest.approx(0.5e-4)
 
 
 def test_which_checkpoints_are_the_best():
@@ -339,6 +366,17 @@ def test_students(kind, trained, tmp_path, group):
     script.check_saving(args, student, trained.corpus, tokens)
 
 
+class Casts(TorchDispatchMode):
+    """Counts the casts of weights."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_to_copy" in str(function) and isinstance(args[0], torch.nn.Parameter):
+            self.found += 1
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def step(trained, tmp_path, group, work):
     """A run, as far as a step needs one, and its student."""
@@ -392,6 +430,38 @@ def test_micro_batches_have_the_gradient_of_the_whole_step(step):
     (whole_parts, whole), (parts, gradient) = found
     assert torch.allclose(parts, whole_parts, rtol=1e-5)
     assert (gradient - whole).norm() < 1e-4 * whole.norm()
+
+
+def test_one_autocast_around_all_groups(step):
+    run, student = step
+    student.dtype = torch.bfloat16
+    student.in_one_pass = False
+    student.model[0].model.set_attn_implementation("sdpa")
+    casts = []
+    for layout in ((64, 0.9), (2, 0.0)):
+        texts = script.lay_out(run.data.tokens, np.arange(40), *layout)
+        with Casts() as counter:
+            student(texts)
+        casts.append((len(texts.shapes), counter.found))
+    assert casts[0][0] == 1 and casts[1][0] > 5
+    assert casts[0][1] == casts[1][1] > 0
+
+
+def test_a_rank_reads_its_own_teacher_rows(step):
+    run, _ = step
+
+    class Counted(np.ndarray):
+        rows = 0
+
+        def __getitem__(self, key):
+            Counted.rows += len(key[0])
+            return np.asarray(self)[key]
+
+    run.data.vectors = run.data.vectors.view(Counted)
+    sampler, data = script.make_sampler(run, 2)
+    sampler.set_epoch(0)
+    batch = data[next(iter(sampler))]
+    assert Counted.rows == len(batch.targets) < len(batch.documents)
 
 
 # --------------------------------------------------------------------------------------------------
