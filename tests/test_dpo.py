@@ -219,19 +219,19 @@ def text_of(chain):
 
 
 def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
-    """At the run's own beta and temperature; log-probabilities at temperature 1. From best.pt, and
-    from best_model.pt in ProteinMPNN's own format."""
+    """At the run's own beta and temperature; log-probabilities at temperature 1. Says whether it
+    found best.pt or best_model.pt."""
 
-    def scores(name, *options):
+    def scores(name, found, *options):
         """{pair: {column: number}}"""
         out = tmp_path / f"{name}.csv"
         options = [data / "pairs.json", "--out", out, "--device=cpu", *options]
-        tool("score_dpo", trained / name, *options)
+        assert f"{trained}/{name}: {found}" in tool("score_dpo", trained / name, *options)
         rows = csv.DictReader(out.read_text().splitlines())
         return {row.pop("pair"): {key: float(row[key]) for key in row} for row in rows}
 
-    held = scores("best.pt", "--split", trained / "split.json")
-    cold = scores("best_model.pt", "--temperature=0.1")
+    held = scores("best.pt", "checkpoint of a run", "--split", trained / "split.json")
+    cold = scores("best_model.pt", "a network in ProteinMPNN's own format", "--temperature=0.1")
     assert list(held) == json.loads((trained / "split.json").read_text())["valid"]
     assert len(cold) == 20
     best = json.loads((trained / "summary.json").read_text())["validation"]

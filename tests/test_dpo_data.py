@@ -142,6 +142,10 @@ def test_structures_that_are_refused(tmp_path):
         "twice.pdb": (twice.encode(), "residue B7 GLY has two atoms N; expected one"),
         "cut.pdb.gz": (gzip.compress(ZOO.encode())[:-20], "end-of-stream"),
         "broken.cif": (b"data_x\nloop_\n_atom_site.id\n_atom_site.x\n1\n", "Wrong number of"),
+        # two that once gave an error without a reason, and formats that are none of the two
+        "nothing.cif": (b"data_x\n_cell.length_a 3\n", "no protein residues"),
+        "empty.cif": (b"", r"\w+"),
+        "binary.bcif": (b"\x83\xa7encoder\0" * 9, "format not supported"),
         "pdbml.xml": (b"<?xml version='1.0'?><PDBx:datablock/>", "format not supported"),
     }
     for name, (content, text) in cases.items():

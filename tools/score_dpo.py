@@ -57,7 +57,7 @@ def parse_args():
 
 
 def load_network(path):
-    """(network, options of its run or None)"""
+    """(network, options of its run or None); says what was found."""
     state = {}
     if zipfile.is_zipfile(path):  # as torch saves, but for old weights
         if not script.is_whole(path):
@@ -65,6 +65,7 @@ def load_network(path):
             raise InputError(f"{path} {text}")
         state = script.load_checkpoint(path)
     if "script" not in state:
+        print(f"{path}: a network in ProteinMPNN's own format")
         return script.read_model(path).eval(), None
 
     if state["script"] != SCRIPT or state["format"] != script.FORMAT:
@@ -72,6 +73,7 @@ def load_network(path):
         raise InputError(f"{path} is {text}; expected {SCRIPT}, format {script.FORMAT}")
     model = script.ProteinMPNN(state["neighbours"], state["noise_level"])
     model.load_state_dict(state["model"])
+    print(f"{path}: checkpoint of a run, step {state['step']}")
     return model.eval(), state["args"]
 
 
