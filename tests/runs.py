@@ -337,10 +337,6 @@ def differences(a, b, path=""):
     return found
 
 
-def state_of(run):
-    return run.state
-
-
 def assert_same_end(run, whole):
     """The run has ended as one that nothing happened to: the same bits in the checkpoint, and the
     same samples in every step."""

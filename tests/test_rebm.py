@@ -103,8 +103,8 @@ def test_weights_load_by_name_or_by_position(tmp_path):
         assert not differences(state, model.state_dict()), form
 
 
-def test_wrong_weights(tmp_path):
-    """Another script's, those of another width, no weights."""
+def test_wrong_weights(tmp_path, digits):
+    """Another script's, those of another width, no weights: said in a line, before training."""
     _, model = small_network()
     _, wide = small_network("--width=8")
     path = tmp_path / "weights.pth"
@@ -119,6 +119,11 @@ def test_wrong_weights(tmp_path):
     path.write_bytes(b"no file of torch")
     with pytest.raises(script.InputError, match="no file of weights"):
         script.load_weights(model, path)
+    options = small(digits, "--stage=dat", f"--ckpt_path={path}", f"--output_dir={tmp_path}/out")
+    status, text = call_script("run_train_rebm_ddp", *options)
+    assert status == 2
+    assert "step=" not in text
+    assert text.count(": error: ") == 1
 
 
 # --------------------------------------------------------------------------------------------------

@@ -147,9 +147,9 @@ def measure_detection(model, options, inside, sources, device, args):
     found = {}
     for name, source in sources.items():
         ids = source.some("test", args.ood_images)
-        found[f"auroc {Path(name).name}"] = script.auroc(real, scores(source, ids, 0))
+        found[f"auroc {name}"] = script.auroc(real, scores(source, ids, 0))
         attacked = scores(source, ids, args.attack_steps)
-        found[f"adv_auroc {Path(name).name}"] = script.auroc(real, attacked)
+        found[f"adv_auroc {name}"] = script.auroc(real, attacked)
     return found
 
 
