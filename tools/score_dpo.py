@@ -65,8 +65,9 @@ def load_network(path):
             raise InputError(f"{path} {text}")
         state = script.load_checkpoint(path)
     if "script" not in state:
+        model = script.read_model(path)
         print(f"{path}: a network in ProteinMPNN's own format")
-        return script.read_model(path).eval(), None
+        return model.eval(), None
 
     if state["script"] != SCRIPT or state["format"] != script.FORMAT:
         text = f"a checkpoint of {state['script']}, format {state['format']}"
