@@ -1288,7 +1288,7 @@ class GlobalBatchSampler(DistributedSampler):
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
+            raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
         if self.accumulation > 1:
             each += f" × {self.accumulation} micro-batches"
