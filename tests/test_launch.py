@@ -185,7 +185,8 @@ def test_sigterm_to_the_launcher(start, task, tmp_path):
     job = start([sys.executable, SCRIPT, *argv])
     job.wait_for("step=3 ")
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 1, job.text  # torchrun's; that of the ranks is 143
+    # torchrun's status is 1; a thread of its own store may abort it at the very end
+    assert job.wait(60) in (1, -signal.SIGABRT), job.text
     check_stopped(tmp_path / "out", job.text, "SIGTERM")
     assert job.is_gone()
 
