@@ -1003,13 +1003,17 @@ def check_threads(args, device):
 
 
 def check_sums(args, device):
-    """An all-reduce with a known result."""
+    """All-reduces with known results."""
     n = dist.get_world_size()
     expected = n * (n + 1) // 2
-    values = torch.full((1000,), dist.get_rank() + 1.0, device=device)
-    dist.all_reduce(values)
-    if (values != expected).any():
-        return FAIL, f"1 + ... + {n} is {values[0].item()}, not {expected}; {OTHER_BACKEND}"
+    wrong = []  # all ranks make all sums, or they would wait for each other
+    for dtype in (torch.float32, torch.int64):
+        values = torch.full((1000,), dist.get_rank() + 1, dtype=dtype, device=device)
+        dist.all_reduce(values)
+        if (values != expected).any():
+            wrong.append(f"1 + ... + {n} in {dtype} is {values[0].item()}, not {expected}")
+    if wrong:
+        return FAIL, f"{'; '.join(wrong)}; {OTHER_BACKEND}"
     return OK, f"1 + ... + {n} is {expected} on all ranks"
 
 

@@ -224,20 +224,23 @@ def read_sources(args, labels):
     out (args.skip_bad_data), or if there are no sets."""
     labels = tuple(labels)
     pieces = []
+    problems = []
     for path in args.sources:
         try:
             source = open_source(path, labels)
         except ImportError:
             stop(2, f"{path}: pip install zarr, which reads such stores")
         except Exception as error:  # as in read_piece
-            stop(2, f"{path}: {one_line(error)}")
+            problems.append(f"{path}: {one_line(error)}")
+            continue
         for first in range(0, len(source.names), source.piece):
             pieces.append((path, first))
+    if problems:
+        stop(2, "\n  ".join(problems))
 
     # zarr has threads, and a fork would copy their locks: so the workers start afresh
     read = partial(read_piece, labels)
     sets = []
-    problems = []
     for found, wrong in in_workers(read, pieces, args.workers, "spawn", " pieces"):
         sets += found
         problems += wrong

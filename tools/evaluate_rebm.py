@@ -55,9 +55,11 @@ def parse_args(words=None):
     text = "more OOD images to detect: noise, blobs or folders"
     add("--outside", nargs="*", default=script.GENERATED, help=text)
     add("--ood_images", type=count, default=1024, help="OOD images at most, of each kind")
-    text = "images to generate; below 2, which have no Frechet distance: none"
-    add("--num_samples", type=int, default=1000, help=text)
-    return parser.parse_args(words)
+    add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
+    args = parser.parse_args(words)
+    if args.num_samples == 1:
+        parser.error("--num_samples 1: a Frechet distance needs two or more; 0: none")
+    return args
 
 
 def batches(source, ids, size, device, args):
@@ -203,7 +205,7 @@ def main():
 
         found = measure_accuracy(model, options, inside, device, args)
         found.update(measure_detection(model, options, inside, sources, device, args))
-        if args.num_samples > 1:
+        if args.num_samples > 0:
             found.update(measure_generation(model, options, inside, outside, device, args))
         tested = inside.some("test", args.images)
         found["commonest class"] = np.bincount(inside.labels[tested]).max() / len(tested)
