@@ -1,6 +1,6 @@
-"""docs/train_ddp_example.ipynb runs from top to bottom, and leaves nothing behind.
+"""docs/quantumgrav_example.ipynb runs from top to bottom, and leaves nothing behind.
 
-Its outputs are written anew by `jupyter execute --inplace docs/train_ddp_example.ipynb`.
+Its outputs are written anew by `jupyter execute --inplace docs/quantumgrav_example.ipynb`.
 """
 
 import copy
@@ -23,7 +23,7 @@ def test_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     docs = ROOT / "docs"
-    notebook = nbformat.read(docs / "train_ddp_example.ipynb", as_version=4)
+    notebook = nbformat.read(docs / "quantumgrav_example.ipynb", as_version=4)
     written = copy.deepcopy(notebook)
     place = {"metadata": {"path": str(docs)}}
     nbclient.NotebookClient(notebook, timeout=300, resources=place).execute()

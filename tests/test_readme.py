@@ -21,7 +21,7 @@ from helpers import ROOT, import_tool
 
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs" / "DDP_TRAINING_GUIDE.md"
-NOTEBOOK = ROOT / "docs" / "train_ddp_example.ipynb"
+NOTEBOOK = ROOT / "docs" / "quantumgrav_example.ipynb"
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 TOOLS = sorted(f"tools/{path.name}" for path in ROOT.glob("tools/*.py"))
 WRAPPERS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh")])
