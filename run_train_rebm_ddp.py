@@ -181,10 +181,11 @@ VERIFIED = 2**28  # bytes; longer files are not read at the start, only their si
 class Images:
     """A folder of tools/prepare_images.py, mapped into memory that the ranks of a node share."""
 
-    def __init__(self, name):
+    def __init__(self, name, or_else=""):
         folder = Path(name)
         if not (folder / "meta.json").exists():
-            text = f"{folder} is not there: python tools/prepare_images.py digits makes data/digits"
+            example = "python tools/prepare_images.py digits makes data/digits"
+            text = f"{folder} is not there: give a folder of images{or_else}; {example}"
             if folder.exists():
                 text = f"{folder} is not prepared: python tools/prepare_images.py --help shows how"
             raise InputError(text)
@@ -253,7 +254,9 @@ def load_outside(name, inside):
     """OOD images that the network of the images `inside` can read."""
     if name in GENERATED:
         return GeneratedImages(name, inside.channels, inside.size)
-    outside = Images(name)
+    outside = Images(name, or_else=f", or {' or '.join(GENERATED)}")
+    if outside.hash == inside.hash:
+        raise InputError(f"{name} has the images to classify: OOD images must be others")
     if (outside.channels, outside.size) != (inside.channels, inside.size):
         text = f"{name} has {outside.channels} channels and {outside.size} pixels a side"
         expected = f"{inside.channels} and {inside.size}, as {inside.name} has"
@@ -709,6 +712,10 @@ def make_network(args, classes, channels, size):
         settings = [channels, size, args.width, args.norm]
     elif channels != 3:
         raise InputError(f"--model_type {args.model_type} takes colour images: give SmallNet")
+    elif kind is ConvNext and size < 32:
+        raise InputError(
+            f"--model_type {args.model_type} takes 32 pixels a side or more: give SmallNet"
+        )
     if kind is ConvNext:
         settings.append(args.use_convstem)
     model = kind(classes, *settings)

@@ -145,8 +145,26 @@ def test_image_folders(tmp_path, refused):
 
     for path in bad:
         path.unlink()
+    stray = raw / "train" / "stray.png"
+    Image.new("RGB", (40, 40)).save(stray)
+    refused(f"{stray} lies in no folder of a class", *words)
+    stray.unlink()
     (raw / "val" / "dog").rename(raw / "val" / "wolf")
     refused("the training part has no images of wolf", *words)
+
+
+def test_pictures_of_other_kinds(tmp_path, refused, capsys):
+    """What is transparent becomes white. 16 bits are refused, other files are counted."""
+    others = tmp_path / "others"
+    write_pictures(others, 12, ("",))
+    Image.new("RGBA", (40, 40), (0, 0, 0, 0)).save(others / "9a.png")
+    (others / "notes.txt").write_text("no image")
+    words = ["folder", others, "--size=28"]
+    data = prepared(tmp_path / "out", *words)
+    assert (data.images.min((1, 2, 3)) == 255).sum() == 1
+    assert "1 files are left out" in capsys.readouterr().out
+    Image.fromarray(np.full((40, 40), 40_000, np.uint16)).save(others / "deep.png")
+    refused("deep.png: mode I;16: expected 8 bits", *words)
 
 
 def test_folders_of_three_parts(tmp_path, refused):
@@ -214,6 +232,7 @@ def test_a_network_is_measured(trained):
     for kind in script.GENERATED:
         assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
     assert 0 < found["frechet_pixels real"] < found["frechet_pixels"]
+    assert found["options"]["starts"] == 3
 
 
 def test_a_network_generates(trained):

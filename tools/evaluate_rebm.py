@@ -18,7 +18,7 @@ frechet_pixels    Frechet distance (Heusel et al. 2017) of generated images from
                   frechet_pixels real. For FID, which needs the weights of an Inception network,
                   give the images of tools/generate_rebm.py --npz to a program that measures it
 
-In fp32 on one device, with the averaged weights. Writes all figures to --out.
+In fp32 on one device, with the averaged weights. Writes all figures, and its options, to --out.
 """
 
 import json
@@ -46,7 +46,7 @@ def parse_args(words=None):
     parser = Parser(__doc__)
     add_network_arguments(parser)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("evaluation.json"), help="file to write; may be there")
+    add("--out", type=Path, help="file to write; default: evaluation.json beside the checkpoint")
     add("--images", type=count, default=10_000, help="test images at most")
     text = "radii of robust accuracy; default: that of training"
     add("--radii", type=script.positive, nargs="+", default=[], help=text)
@@ -57,6 +57,7 @@ def parse_args(words=None):
     add("--ood_images", type=count, default=1024, help="OOD images at most, of each kind")
     add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
     args = parser.parse_args(words)
+    args.out = args.out or args.checkpoint.with_name("evaluation.json")
     if args.num_samples == 1:
         parser.error("--num_samples 1: a Frechet distance needs two or more; 0: none")
     return args
@@ -209,7 +210,8 @@ def main():
             found.update(measure_generation(model, options, inside, outside, device, args))
         tested = inside.some("test", args.images)
         found["commonest class"] = np.bincount(inside.labels[tested]).max() / len(tested)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        content = {**found, "options": vars(args)}
+        args.out.write_text(json.dumps(content, indent=1, default=str) + "\n")
     except InputError as error:
         stop(2, str(error))
     except OSError as error:

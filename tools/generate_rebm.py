@@ -52,6 +52,8 @@ def parse_args(words=None):
     for path in (args.out, args.npz):
         if path is not None and path.exists():
             parser.error(f"{path} exists: remove it, or give another name")
+    if args.out.suffix not in (".png", ".jpg", ".webp"):
+        parser.error(f"--out {args.out}: expected a name that ends in .png, .jpg or .webp")
     return args
 
 
@@ -66,6 +68,8 @@ def load_network(args, device):
         raise InputError(f"{args.checkpoint} is no checkpoint of run_train_rebm_ddp.py")
     options = argparse.Namespace(**state["args"])
     inside = script.Images(args.data or options.data)
+    if not inside.classes:
+        raise InputError(f"{inside.name} has no labels: it can only be OOD images")
     if inside.hash != state["data_hash"].split()[0]:
         text = "is not what the network was trained on: its test part may hold training images"
         print(f"{inside.name} {text}")

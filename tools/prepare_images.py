@@ -12,7 +12,7 @@ cifar10, cifar100    the folder with what tar made of cifar-10-python.tar.gz
             (https://www.cs.toronto.edu/~kriz/cifar.html)
 folder      train/CLASS/... and val/CLASS/... (or test/CLASS/...). A folder without train/ holds OOD
             images, in any folders below it. Images are cut to squares of 8/7 --size, so that
-            training can crop and a test takes the middle
+            training can crop and a test takes the middle; transparent pixels become white
 tinyimages  a million rows, at random, of tiny_images.bin; --exclude names files with the numbers of
             the rows that are images of CIFAR, one a line (--exclude none keeps them)
 arrays      .npz with x_train, y_train, x_test, y_test, or with x_train alone (OOD images); uint8
@@ -138,9 +138,16 @@ def read_folder(args, out):
     names = []
     parts = []
     for folder, part in zip(folders, [TRAIN, TEST, VALID], strict=False):
-        found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        found = [path for path in files if path.suffix.lower() in ENDINGS]
+        endings = ", ".join(sorted(ENDINGS))
         if not found:
-            stop(2, f"{folder}: no images there: expected {', '.join(sorted(ENDINGS))}")
+            stop(2, f"{folder}: no images there: expected {endings}")
+        if len(found) < len(files):
+            print(f"{folder}: {len(files) - len(found)} files are left out, which are no {endings}")
+        for path in found:
+            if path.parent == folder and not is_outside:
+                stop(2, f"{path} lies in no folder of a class: expected {folder}/CLASS/{path.name}")
         paths += found
         names += [path.relative_to(folder).parts[0] for path in found]
         parts += [part] * len(found)
@@ -153,6 +160,12 @@ def read_folder(args, out):
         """Write the middle of an image, as a square. Returns what is wrong with it, or nothing."""
         try:
             with Image.open(paths[number]) as image:
+                if image.mode[0] in "IF":  # convert would clip their pixels at 255
+                    raise ValueError(f"mode {image.mode}: expected 8 bits a channel")
+                if image.has_transparency_data:
+                    image = image.convert("RGBA")
+                    white = Image.new("RGBA", image.size, "white")
+                    image = Image.alpha_composite(white, image)
                 square = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
             array[number] = np.asarray(square).transpose(2, 0, 1)
         except Exception as error:  # Pillow raises many kinds
@@ -262,7 +275,8 @@ def make_split(args, labels, parts, classes):
         if missing:
             stop(2, f"{args.source}: the training part has no images of {', '.join(missing[:9])}")
         if len(classes) == 1:
-            stop(2, f"{args.source}: 1 class: a classifier needs two or more")
+            text = "a classifier needs two or more; OOD images lie in a folder without train/"
+            stop(2, f"{args.source}: 1 class: {text}")
     if VALID in split:
         if args.valid is not None:
             stop(2, f"--valid {args.valid}: {args.source} has val/ and test/, leave it out")
