@@ -14,20 +14,22 @@ Before: tools/make_dpo_pairs.py makes pairs of scored sequences. After: tools/sc
 networks on pairs, tools/design_dpo.py draws sequences.
 
 Data (--train_data): a JSON array, or an object per line, with pdb_file (PDB or mmCIF, also .gz; the
-path is relative to the data file), preferred_seq, unpreferred_seq, and if needed
+path is relative to the data file), preferred_seq, unpreferred_seq (a letter for each residue in the
+file, none for one that it lacks), and if needed
     chain_id, or design_chains and fixed_chains    the sequences are the design chains, one after
                 the other; fixed chains are context. Without: the first chain with protein
     mutable_positions, mutable_ranges    what is designed of them, from 0 on, ends included
     cluster     pairs of a cluster, such as homologous chains, are held out together
 Held out are whole structures or clusters, or the pairs of --val_data.
 
-Logged, over all ranks: step, phase (1: warm start, 2: preferences), epoch, lr, loss (nats per
-residue in the warm start, then DPO's, ln 2 at the start), rewards/accuracies (share of the pairs
-with a margin above 0), rewards/margins (reward of the preferred less that of the unpreferred; a
-reward is beta times the log-ratio to the reference, in nats), grad_norm (before clipping), skipped
-(steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of the time). After
-each epoch of preferences val/...: these, likelihood_accuracy (the preferred is the likelier), and
-of the preferred sequence log_ratio, recovery, perplexity, entropy, per designed residue.
+Logged, over all ranks: step, phase (1: warm start, 2: preferences), epoch (from 0, those of the
+warm start first), lr, loss (nats per residue in the warm start, then DPO's, ln 2 at the start),
+rewards/accuracies (share of the pairs with a margin above 0), rewards/margins (reward of the
+preferred less that of the unpreferred; a reward is beta times the log-ratio to the reference, in
+nats), grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
+(pairs), data_wait (share of the time). After each epoch of preferences val/...: these,
+likelihood_accuracy (the preferred is the likelier), and of the preferred sequence log_ratio,
+recovery, perplexity, entropy, per designed residue.
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
 its tools load them), latest.pt, previous.pt, best.pt, split.json, metrics.jsonl, curves.png,
@@ -424,7 +426,8 @@ def read_letters(row, found, max_length):
         text = row[name].upper()
         other = re.search(f"[^{ALPHABET}]", text)
         if len(text) != length:
-            raise ValueError(f"{name} has {len(text)} letters; expected {length}, as {found.name}")
+            expected = f"expected {length}, one for each residue in the file, as {found.name}"
+            raise ValueError(f"{name} has {len(text)} letters; {expected}")
         if other:
             where = f"{other[0]!r} at position {other.start()}"
             raise ValueError(f"{name} has {where}; expected letters of {ALPHABET}")
@@ -1359,8 +1362,9 @@ class GlobalBatchSampler(DistributedSampler):
         parts = world_size * self.accumulation
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         if not parts <= self.global_batch <= len(ids):
+            named = "--global_batch_size, or --batch_size x GPUs"
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
+            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
         if self.accumulation > 1:
             each += f" × {self.accumulation} micro-batches"
@@ -1579,6 +1583,7 @@ def open_run(args, data_hash):
     """The checkpoint to go on from, or None for a new run. (all ranks)"""
     path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
     if path is None:
+        logging.info(f"a new run in {args.output_dir}")
         return None
     state = load_checkpoint(path) if path.exists() else {}
     if state.get("step") != on_rank0(state.get, "step"):
@@ -1881,7 +1886,7 @@ def validate(run, reference, loop, train_loss):
     logging.info(f"  Train Loss: {train_loss:.4f}")
     logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
     row = {f"val/{name}": value for name, value in metrics.items()}
-    run.log.write({"step": loop["step"], "epoch": epoch, **row})
+    run.log.write({"step": loop["step"], **row})
     if not math.isfinite(metrics["loss"]):
         raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: lower --lr")
     return metrics

@@ -326,18 +326,25 @@ def find_data(args):
     return folder
 
 
+VERIFIED = 2**28  # bytes; longer files are not read at the start, only their size is compared
+
+
 def read_meta(folder):
-    """(content of meta.json, its hash) of a folder that is whole."""
+    """(content of meta.json, hash of the data) of a folder that is whole."""
     try:
-        text = (folder / "meta.json").read_text()
-        meta = json.loads(text)
+        meta = json.loads((folder / "meta.json").read_text())
         for name, size in meta["bytes"].items():
-            if (folder / name).stat().st_size != size:
+            path = folder / name
+            if path.stat().st_size != size:
                 raise ValueError(f"{name} has not {size} bytes")
+            written = meta["sha256"][name]
+            if size <= VERIFIED and hashlib.sha256(path.read_bytes()).hexdigest() != written:
+                raise ValueError(f"{name} is not what was written")
     except (OSError, KeyError, ValueError) as error:
         text = f"{folder} is no whole folder of tools/prepare_uniref50.py ({error})"
         raise InputError(f"{text}: give another, or prepare the data again") from None
-    return meta, hashlib.sha256(text.encode()).hexdigest()[:12]
+    checksums = json.dumps(meta["sha256"])
+    return meta, hashlib.sha256(checksums.encode()).hexdigest()[:12]
 
 
 def load_data(args):
@@ -914,8 +921,9 @@ class GlobalBatchSampler(DistributedSampler):
         parts = world_size * self.accumulation
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         if not parts <= self.global_batch <= len(ids):
+            named = "--global_batch_size, or --batch_size x GPUs"
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
+            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
         if self.accumulation > 1:
             each += f" × {self.accumulation} micro-batches"
@@ -1134,6 +1142,7 @@ def open_run(args, data_hash):
     """The checkpoint to go on from, or None for a new run. (all ranks)"""
     path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
     if path is None:
+        logging.info(f"a new run in {args.output_dir}")
         return None
     state = load_checkpoint(path) if path.exists() else {}
     if state.get("step") != on_rank0(state.get, "step"):

@@ -614,8 +614,9 @@ class GlobalBatchSampler(DistributedSampler):
         parts = world_size * self.accumulation
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         if not parts <= self.global_batch <= len(ids):
+            named = "--global_batch_size, or --batch_size x GPUs"
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
+            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
         if self.accumulation > 1:
             each += f" × {self.accumulation} micro-batches"
@@ -834,6 +835,7 @@ def open_run(args, data_hash):
     """The checkpoint to go on from, or None for a new run. (all ranks)"""
     path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
     if path is None:
+        logging.info(f"a new run in {args.output_dir}")
         return None
     state = load_checkpoint(path) if path.exists() else {}
     if state.get("step") != on_rank0(state.get, "step"):

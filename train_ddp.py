@@ -1287,8 +1287,9 @@ class GlobalBatchSampler(DistributedSampler):
         parts = world_size * self.accumulation
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         if not parts <= self.global_batch <= len(ids):
+            named = "--global_batch_size, or --batch_size x GPUs"
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
+            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
         if self.accumulation > 1:
             each += f" × {self.accumulation} micro-batches"
@@ -1507,6 +1508,7 @@ def open_run(args, data_hash):
     """The checkpoint to go on from, or None for a new run. (all ranks)"""
     path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
     if path is None:
+        logging.info(f"a new run in {args.output_dir}")
         return None
     state = load_checkpoint(path) if path.exists() else {}
     if state.get("step") != on_rank0(state.get, "step"):
@@ -2049,6 +2051,9 @@ def save_artifacts(run):
     if args.use_projection:
         paths = {f"{name}-base-{student.width}d": False, name: True}
     for path, head in paths.items():
+        if Path(path).exists():  # it may be another run's
+            os.rename(path, f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"what was in {path} is now in {path}.old-...")
         save_student(args, student, head, path, run.corpus, run.data.tokens)
     return list(paths)
 
@@ -2148,6 +2153,8 @@ def main(args):
     loop = run.loop
     guard = run.guard
     log = run.log
+    if not args.skip_phase2:
+        make_sampler(run, 2)  # too few pairs: better known now than after phase 1
     if run.state is None:
         evaluate_baselines(run)
 

@@ -183,7 +183,10 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"chain_id": "Q"}, "/a.pdb: chain Q: 0 residues .* expected one of A, B that has some"),
     ({"chain_id": "B", "fixed_chains": ["B"]}, "chain B: 4 residues .*, named 2 times"),
     ({"chain_id": "A", "design_chains": ["B"]}, "chain_id A and design_chains B: give one"),
-    ({"preferred_seq": "ACD"}, "preferred_seq has 3 letters; expected 6, as a:A"),
+    (
+        {"preferred_seq": "ACD"},
+        "preferred_seq has 3 letters; expected 6, one for each residue in the file, as a:A",
+    ),
     ({"preferred_seq": None}, "no preferred_seq"),
     ({"unpreferred_seq": "ACUEFG"}, "unpreferred_seq has 'U' at position 2; expected letters"),
     ({"mutable_positions": [0]}, "are the same at the designed residues"),

@@ -16,6 +16,7 @@ and the perplexity of what they drew (at temperature 1). Warns of a collapse, wh
 more than half of the designed positions.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def parse_args():
     add("--out", default="designs.fasta", help="file to write")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
+    if not 0 <= args.temperature < math.inf:
+        parser.error(f"--temperature {args.temperature}: must be a finite number from 0 on")
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -163,7 +166,8 @@ def warn_of_collapse(found, letters):
         share = counts.max() / len(row)
         if share > 0.5 and len(row) > 3:
             text = f"{ALPHABET[counts.argmax()]} at {share:.0%} of the designed positions"
-            hint = "lower --lr, a larger --beta, or --sft_weight keep the network near its start"
+            hint = "a reference that does this, too, needs --sft_epochs or released weights; else"
+            hint += " lower --lr, a larger --beta, or --sft_weight keep the network near its start"
             print(f"warning: collapse: {text} of sequence {number}; {hint}")
 
 

@@ -20,6 +20,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -54,7 +55,12 @@ def parse_args():
     add("--length", type=int, default=64, help="tokens that bert reads")
     add("--seed", type=int, default=42, help="of bert's weights")
     add("--out", type=Path, required=True, help="folder to write")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.kind != "pydocs" and args.texts is None:
+        parser.error(f"--texts: {args.kind} needs a folder of tools/prepare_texts.py")
+    if args.out.exists():
+        parser.error(f"--out {args.out} exists: remove it, or give another name")
+    return args
 
 
 def docstrings(name, node):
@@ -227,6 +233,7 @@ def main(args):
         args.out.mkdir(parents=True)
         {"pydocs": make_pydocs, "lsa": make_lsa, "bert": make_bert}[args.kind](args)
     except (OSError, ValueError) as error:  # also a wrong --size, or too few texts
+        shutil.rmtree(args.out, ignore_errors=True)  # it was not there before
         sys.exit(f"{args.kind} cannot be made (--size {args.size}, --texts {args.texts}): {error}")
 
 

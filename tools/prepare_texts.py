@@ -139,6 +139,9 @@ def parse_row(number, found, needs_query, held_out):
     """A record as a Row. A ValueError says what was found and what was expected."""
     if not isinstance(found, dict):
         raise ValueError(f"found {str(found)[:80]!r}, expected {WANTED}")
+    if None in found:  # of csv
+        more = len(found[None])
+        raise ValueError(f"{more} fields more than the header has: put quotes around commas")
     fields = {}
     for field, names in COLUMNS.items():
         values = [found[name] for name in names if found.get(name) not in (None, "")]
@@ -146,7 +149,8 @@ def parse_row(number, found, needs_query, held_out):
 
     queries, positives, negatives = fields.values()
     if not positives or (needs_query and len(queries) != 1):
-        raise ValueError(f"found columns {sorted(map(str, found))[:8]}, expected {WANTED}")
+        filled = sorted(name for name, value in found.items() if value)
+        raise ValueError(f"found columns {filled[:8]} with content, expected {WANTED}")
     query = queries[0] if queries else ""
     group = found.get("group")
     if group is None:

@@ -11,7 +11,8 @@ beside the network. The pairs: the file that the run was given; --split takes th
 Writes a CSV file with a line for each pair: logp_... and reference_..., log-probabilities of both
 sequences at temperature 1, in nats, over designed residues; reward_... and margin, at --beta and
 --temperature as in training; of the preferred sequence nll (nats), recovery and entropy per
-designed residue. Prints means of these.
+designed residue. Prints means of these over pairs (those in the log of a training are over
+residues).
 """
 
 import csv
@@ -129,6 +130,9 @@ def run(args):
     for name in DEFAULTS:
         if getattr(args, name, None) is None:
             setattr(args, name, (options or DEFAULTS)[name])
+    for name in ("beta", "temperature"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise InputError(f"--{name} {getattr(args, name)}: must be a finite number above 0")
     args.device = script.choose_device(args, local_rank=0)
 
     pairs, ids = load_pairs(args, model.neighbours)
