@@ -806,6 +806,8 @@ def prepare_folder(folder, fresh):
     except OSError as error:  # some network file systems have no locks
         logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
 
+    if (folder / "meta.json").exists():
+        raise InputError(f"{folder} holds data, not a run: give another --output_dir")
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         if fresh and first_start and folder.exists():

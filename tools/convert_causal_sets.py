@@ -75,7 +75,8 @@ def order_of(values):
         raise ValueError(f"{name} has shape {matrix.shape}; expected (n, n)")
     n = len(matrix)
     for size in SIZES:
-        n = int(np.asarray(values.get(size, n)).item())
+        if size in values:
+            n = label_of(values[size], size)
     if not 2 <= n <= min(len(matrix), 32767):  # elements are numbered in int16
         raise ValueError(f"{n} elements in {name} of shape {matrix.shape}; expected 2 to 32767")
     if matrix[n:].any() or matrix[:, n:].any():
@@ -187,6 +188,8 @@ def open_source(path, labels):
     """A zarr store or an .npz file. Raises ValueError with what is missing."""
     if path.suffix == ".npz":
         return Flat(np.load(path), labels)
+    if not path.is_dir():
+        raise ValueError("expected an .npz file, or a zarr store, which is a folder")
     groups = [folder for folder in path.iterdir() if re.fullmatch(r"cset_\d+", folder.name)]
     if groups:
         return Grouped(groups, labels)
@@ -285,6 +288,10 @@ def main():
         if len(values) < 2:
             found = ", ".join(values) or "none"
             stop(2, f"--labels {name}: expected 2 values or more from 0 on, found {found}")
+        column = join(sets, "labels")[:, args.labels.index(name)]
+        counts = np.bincount(column[column >= 0])
+        pairs = zip(values, counts, strict=True)
+        print(f"{name}: {', '.join(f'{value} ({count} sets)' for value, count in pairs)}")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "skipped.txt").write_text("".join(f"{problem}\n" for problem in problems))
     write_folder(args.out, sets, classes, split, vars(args))

@@ -54,6 +54,8 @@ def parse_args(words=None):
 
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     args.is_folder = (args.sources[0] / "meta.json").exists()
     if args.is_folder and (len(args.sources) > 1 or args.labels):
         parser.error(f"{args.sources[0]} is a folder of arrays: give it alone, without --labels")
@@ -183,7 +185,8 @@ def main():
     try:
         model.load_state_dict(state["model"])
     except RuntimeError:
-        stop(2, f"{args.checkpoint}: its network is not that of the script: was one changed?")
+        hint = "if you changed a copy, copy tools/ beside it, and use that"
+        stop(2, f"{args.checkpoint}: its network is not that of {state['script']}: {hint}")
     model.eval().to(device)
     labels = labels_of_tasks(arrays["labels"][ids], classes, known)
     if classes and not labels:
