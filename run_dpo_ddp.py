@@ -1134,7 +1134,8 @@ def as_options(parser, words):
             names = ["_".join(parts[start:]) for start in range(len(parts))]
             found = [name for name in names if name in known]
             if not found:
-                near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
+                near = difflib.get_close_matches(names[0], known, n=1, cutoff=0.7)
+                near += difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
                 hint = f"did you mean {near[0]}?" if near else "--help lists them"
                 parser.error(f"there is no option {'.'.join(parts)}: {hint}")
             key = f"--{found[0]}"

@@ -262,8 +262,10 @@ def load_corpus(args):
     key = [*options]
     for phase in (1, 2):
         name = getattr(args, f"phase{phase}_data")
-        # where both phases have the same data, a later run of the skipped one finds them here
-        if getattr(args, f"skip_phase{phase}") and args.phase1_data != args.phase2_data:
+        # the data of a skipped phase are read, too, if they are here: what is held out is then the
+        # same for both phases, and a later run without the option goes on
+        is_here = Path(name).is_file() or args.phase1_data == args.phase2_data
+        if getattr(args, f"skip_phase{phase}") and not is_here:
             continue
         if name == "pydocs":
             versions = [sys.version, np.__version__, torch.__version__]
@@ -1059,7 +1061,8 @@ def as_options(parser, words):
             names = ["_".join(parts[start:]) for start in range(len(parts))]
             found = [name for name in names if name in known]
             if not found:
-                near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
+                near = difflib.get_close_matches(names[0], known, n=1, cutoff=0.7)
+                near += difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
                 hint = f"did you mean {near[0]}?" if near else "--help lists them"
                 parser.error(f"there is no option {'.'.join(parts)}: {hint}")
             key = f"--{found[0]}"

@@ -279,6 +279,11 @@ def read_only_folder(case):
         run = case.run(statuses={2, -15}, within=60)
     assert "is not writable" in run.refusal()
     assert "step=1 " not in run.text
+
+    (case.folder / "meta.json").write_text("{}")  # as in a folder of data, which --fresh would move
+    run = case.run(more=["--fresh"], statuses={2, -15}, within=60)
+    assert "holds data, not a run" in run.refusal()
+    (case.folder / "meta.json").unlink()
     return "status 2 before training, says so"
 
 

@@ -649,6 +649,20 @@ def test_bad_rows_are_all_named(work, tmp_path):
         assert expected in said
         assert len(said.splitlines()) == 1
 
+    (tmp_path / "pairs.csv").write_text("query,positive\nq,red, hard and rare\nq,\n")
+    said = prepare(tmp_path / "none", f"--phase2_data={tmp_path}/pairs.csv", status=1)
+    assert "line 2: 1 fields more than the header has" in said
+    assert "line 3: found columns ['query'] with content" in said
+
+
+def test_too_few_pairs_are_found_before_phase_1(work, tmp_path):
+    few = (work / "pairs.jsonl").read_text().splitlines(keepends=True)[:12]
+    (tmp_path / "few.jsonl").write_text("".join(few))
+    options = small(work, f"--output_dir={tmp_path}/out", f"--phase2_data={tmp_path}/few.jsonl")
+    said = run(*options, "--teacher_model=builtin:lsa:8", "--global_batch_size=64", status=2)
+    assert "--batch_size x GPUs: 64 samples a step, must be from" in said
+    assert "step=1 " not in said
+
 
 def test_ms_marco(tmp_path, monkeypatch):
     """Selected passages are positives, the validation split is held out."""

@@ -575,7 +575,13 @@ def test_data(folder, tmp_path):
     copy = shutil.copytree(folder / "data", tmp_path / "data")
     with open(copy / "train.tokens", "ab") as file:
         file.write(b"x")
-    for path, reason in {tmp_path / "none": "uniref50.fasta.gz; then", copy: "again"}.items():
+    damaged = shutil.copytree(folder / "data", tmp_path / "damaged")
+    tokens = bytearray((damaged / "train.tokens").read_bytes())
+    tokens[3] ^= 1
+    (damaged / "train.tokens").write_bytes(tokens)
+    reasons = {tmp_path / "none": "uniref50.fasta.gz; then", copy: "again"}
+    reasons[damaged] = "train.tokens is not what was written"
+    for path, reason in reasons.items():
         status, text = call_script("run_train_uniref50_ddp", f"--datafile={path}", "--device=cpu")
         assert status == 2 and reason in text, text
 
