@@ -713,9 +713,7 @@ def make_network(args, classes, channels, size):
     elif channels != 3:
         raise InputError(f"--model_type {args.model_type} takes colour images: give SmallNet")
     elif kind is ConvNext and size < 32:
-        raise InputError(
-            f"--model_type {args.model_type} takes 32 pixels a side or more: give SmallNet"
-        )
+        raise InputError(f"--model_type {args.model_type} takes 32 pixels a side or more")
     if kind is ConvNext:
         settings.append(args.use_convstem)
     model = kind(classes, *settings)

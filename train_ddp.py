@@ -264,7 +264,7 @@ def load_corpus(args):
         name = getattr(args, f"phase{phase}_data")
         # the data of a skipped phase are read, too, if they are here: what is held out is then the
         # same for both phases, and a later run without the option goes on
-        is_here = Path(name).is_file() or args.phase1_data == args.phase2_data
+        is_here = on_rank0(Path(name).is_file) or args.phase1_data == args.phase2_data
         if getattr(args, f"skip_phase{phase}") and not is_here:
             continue
         if name == "pydocs":

@@ -655,6 +655,20 @@ def test_bad_rows_are_all_named(work, tmp_path):
     assert "line 3: found columns ['query'] with content" in said
 
 
+def test_phases_one_after_the_other(work, tmp_path):
+    """Where both runs are given the data of both, they have one split, and the second goes on.
+    Artifacts that are there are kept."""
+    rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
+    (tmp_path / "texts.txt").write_text("\n".join(row["positive"][0] for row in rows))
+    options = small(work, f"--output_dir={tmp_path}/out", f"--phase1_data={tmp_path}/texts.txt")
+    options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
+    run(*options, "--skip_phase2")
+    said = run(*options)
+    assert "resuming" in said and "at step 2" in said
+    assert "step=4 phase=2 " in said
+    assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 2
+
+
 def test_too_few_pairs_are_found_before_phase_1(work, tmp_path):
     few = (work / "pairs.jsonl").read_text().splitlines(keepends=True)[:12]
     (tmp_path / "few.jsonl").write_text("".join(few))

@@ -99,8 +99,10 @@ def parse_args(words=None):
 
 def find_form(path):
     """By the content: fasta; text, a sequence per line; or list, of torch.save."""
+    if not path.exists():
+        raise Problem(f"{path}: no such file")
     if not path.is_file():
-        raise Problem(f"{path}: no such file" if not path.exists() else f"{path} is no file")
+        raise Problem(f"{path} is a folder; expected a file")
     with open(path, "rb") as file:
         start = file.read(4)
     if start.startswith((b"PK\3\4", b"\x80")):  # zip and pickle: torch.save writes these
