@@ -456,6 +456,7 @@ def setup_ddp(args):
         timeout=timedelta(minutes=args.timeout_minutes),
         device_id=None if device.type == "cpu" else device,
     )
+    dist.barrier()  # a rank that refuses the data must not leave while another still connects
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
     if rank > 0:

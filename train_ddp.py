@@ -1131,6 +1131,7 @@ def setup_ddp(args):
         timeout=timedelta(minutes=args.timeout_minutes),
         device_id=None if device.type == "cpu" else device,
     )
+    dist.barrier()  # a rank that refuses the data must not leave while another still connects
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
     if rank > 0:
@@ -2057,8 +2058,8 @@ def save_artifacts(run):
         paths = {f"{name}-base-{student.width}d": False, name: True}
     for path, head in paths.items():
         if Path(path).exists():  # it may be another run's
-            os.rename(path, f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            logging.info(f"what was in {path} is now in {path}.old-...")
+            old = Path(path).rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"what was in {path} is now in {old}")
         save_student(args, student, head, path, run.corpus, run.data.tokens)
     return list(paths)
 
