@@ -24,6 +24,7 @@ port       what the original program did. In each step the PDB file is parsed an
 """
 
 import copy
+import functools
 import itertools
 import json
 import sys
@@ -276,15 +277,15 @@ def port(pairs, flush_denormal):
 # ---- All sides, in turns -------------------------------------------------------------------------
 
 
-def start(folder, pairs, args):
-    """{side: its job}"""
-    options = f"{OPTIONS} --train_data={pairs}".split()
-    jobs = {"ours": [sides.script_job(SCRIPT, "ours", folder, options, 1)]}
-    options.append(f"--cache_dir={folder}/cache")
-    jobs["replaced"] = [sides.script_job(SCRIPT, "replaced", folder, options, 1)]
-    settings = {"pairs": str(pairs), "flush_denormal": args.flush_denormal}
-    jobs["port"] = [sides.port_job(__file__, "port", folder, settings, 1)]
-    return jobs
+def start(folder, pairs, flush_denormal, side, seed):
+    """The job of a side."""
+    if side == "port":
+        settings = {"pairs": str(pairs), "flush_denormal": flush_denormal}
+        return [sides.port_job(__file__, side, folder, settings, 1)]
+    options = f"{OPTIONS} --train_data={pairs} --seed={seed}".split()
+    if side == "replaced":
+        options.append(f"--cache_dir={folder}/cache")
+    return [sides.script_job(SCRIPT, side, folder, options, 1)]
 
 
 def main():
@@ -301,8 +302,9 @@ def main():
         for length in args.lengths:
             # so many that hardly an epoch ends meanwhile: validation is hardly measured
             pairs = make_pairs(length, max(64, 20000 // length), folder)
-            jobs = start(folder, pairs, args)
-            found = sides.measure(jobs, args.rounds, args.seconds)
+            start_side = functools.partial(start, folder, pairs, args.flush_denormal)
+            names = ["ours", *NAMES]
+            found = sides.speeds(sides.measure(start_side, names, args.rounds, args.seconds))
             records += sides.compare(f"{length} residues, batch 1", UNIT, found, NAMES)
     sides.write_json(args.json, records)
 

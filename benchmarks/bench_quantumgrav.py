@@ -23,6 +23,7 @@ to future, a residual connection, dropout 0.3, mean pooling, in- and out-degrees
 LayerNorm in place of its BatchNorm, and the head of the script.
 """
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -163,19 +164,20 @@ def make_sets(count, folder):
     return np.diff(arrays["edge_ptr"]).mean()
 
 
-def start(side, folder, network, count):
+def start(folder, network, count, side, seed):
     """The job of a side."""
     data = folder / "sets"
     if side in ("files", "memory"):
         settings = {"side": side, "data": f"{data}.npz", "count": min(count, 4000)}
-        return sides.port_job(__file__, side, folder, settings, BATCH)
+        return [sides.port_job(__file__, side, folder, settings, BATCH)]
     ours, replaced = NETWORKS[network]
     if side == "ours":
-        options = f"{COMMON} --data={data} {ours}"
+        options = f"--data={data} {ours}"
     else:
-        options = f"{COMMON} --files={data}.npz --cache_dir={folder}/cache {replaced}"
+        options = f"--files={data}.npz --cache_dir={folder}/cache {replaced}"
         options += f" --split={','.join(SPLIT)}"
-    return sides.script_job(SCRIPT, side, folder, options.split(), BATCH * LOG_EVERY)
+    options = f"{COMMON} --seed={seed} {options}".split()
+    return [sides.script_job(SCRIPT, side, folder, options, BATCH * LOG_EVERY)]
 
 
 def main():
@@ -193,10 +195,9 @@ def main():
             others = NAMES
             if network == "default":
                 others = {"replaced": sides.REPLACED}
-            jobs = {}
-            for side in ["ours", *others]:
-                jobs[side] = [start(side, folder, network, args.sets)]
-            found = sides.measure(jobs, args.rounds, args.seconds)
+            start_side = functools.partial(start, folder, network, args.sets)
+            names = ["ours", *others]
+            found = sides.speeds(sides.measure(start_side, names, args.rounds, args.seconds))
             records += sides.compare(f"32-128 elements, {network}", UNIT, found, others)
     print(f"\n32-128 elements: {links:,.0f} links on average")
     sides.write_json(args.json, records)

@@ -21,6 +21,7 @@ decodes and augments in other processes.
 """
 
 import copy
+import functools
 import itertools
 import sys
 from typing import NamedTuple
@@ -178,19 +179,19 @@ def prepare(network, folder):
     sides.run_tool("prepare_images.py", "arrays", path, f"--valid={HELD_OUT}", out)
 
 
-def start(side, folder, network):
+def start(folder, network, side, seed):
     """The job of a side."""
     batch = SETTINGS[network].batch
     if side == "original":
-        return sides.port_job(__file__, side, folder, {"network": network}, batch)
-    options = f"{OPTIONS} --model_type={network} --batch_size={batch} "
+        return [sides.port_job(__file__, side, folder, {"network": network}, batch)]
+    options = f"{OPTIONS} --model_type={network} --batch_size={batch} --seed={seed} "
     data = folder / network
     if side == "replaced":
         options += f"{REPLACED_OPTIONS} --indist_ds_dir={data}.npz"
     else:
         options += f"--data={data} --stage=dat --ckpt_path={data}.pt --compile={side == 'compiled'}"
     # lines with a T are of stage 2
-    return sides.script_job(SCRIPT, side, folder, options.split(), batch, counted='"T"')
+    return [sides.script_job(SCRIPT, side, folder, options.split(), batch, counted='"T"')]
 
 
 def main():
@@ -204,10 +205,9 @@ def main():
     with sides.workplace() as folder:
         for network in args.networks:
             prepare(network, folder)
-            jobs = {}
-            for side in ["ours", "compiled", *NAMES]:
-                jobs[side] = [start(side, folder, network)]
-            found = sides.measure(jobs, args.rounds, args.seconds)
+            start_side = functools.partial(start, folder, network)
+            names = ["ours", "compiled", *NAMES]
+            found = sides.speeds(sides.measure(start_side, names, args.rounds, args.seconds))
             setting = SETTINGS[network]
             work = f"{network}, {setting.size} px, batch {setting.batch}, T {T}"
             for side in ("ours", "compiled"):

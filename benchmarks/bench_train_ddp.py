@@ -23,6 +23,7 @@ and the teacher. Its vectors are computed once by all ranks here and in best; in
 """
 
 import ctypes
+import functools
 import json
 import shutil
 import time
@@ -45,6 +46,7 @@ NAMES = {  # side: what the tables call it
     "default": "SentenceTransformerTrainer, default",
     "best": "SentenceTransformerTrainer, at its best",
 }
+SIDES = ["ours", *NAMES]
 LOSSES = {1: "EmbedDistillLoss", 2: "MultipleNegativesRankingLoss"}
 
 
@@ -108,7 +110,7 @@ def make_labels(texts, side, with_teacher):
     return data.map(lambda rows: {"label": teacher.encode(rows["sentence"])}, batched=True)
 
 
-def port(side, phase, epochs, batch, with_teacher):
+def port(side, phase, epochs, batch, with_teacher, seed):
     """A training of SentenceTransformerTrainer. (each rank)"""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -144,6 +146,7 @@ def port(side, phase, epochs, batch, with_teacher):
         learning_rate=2e-5,
         warmup_steps=0.1,
         num_train_epochs=epochs,
+        seed=seed,
         dataloader_drop_last=True,
         save_strategy="no",
         logging_strategy="no",
@@ -172,32 +175,35 @@ def prepare(rows, folder):
         sides.run_tool("make_builtin_models.py", "bert", *options)
 
 
-def start(side, folder, batch, phase, epochs, cache):
+def start(folder, batch, phase, epochs, cache, side, seed):
     """The job of a side. cache: folder of the teacher's vectors; None: they are not in it yet, and
     computed."""
     amount = batch * PROCESSES
     if side in ("default", "best"):
         settings = {"side": side, "phase": phase, "epochs": epochs, "batch": batch}
-        settings["with_teacher"] = cache is None
+        settings |= {"with_teacher": cache is None, "seed": seed}
         return sides.port_job(__file__, side, folder, settings, amount, PROCESSES)
     if cache is None:
         cache = folder / "empty-cache"
         shutil.rmtree(cache, ignore_errors=True)
     options = f"""{OPTIONS} --skip_phase{3 - phase} --phase{phase}_epochs={epochs}
-        --phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --batch_size={batch}
-        --student_model={folder}/student --teacher_model={folder}/teacher --cache_dir={cache}"""
+        --phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl --seed={seed}
+        --student_model={folder}/student --teacher_model={folder}/teacher --cache_dir={cache}
+        --batch_size={batch}"""
     return sides.script_job("train_ddp.py", side, folder, options.split(), amount, PROCESSES)
+
+
+def start_steps(folder, batch, phase, side, seed):
+    """The jobs of a side, for ever in one phase."""
+    return [start(folder, batch, phase, 100_000, folder / f"cache-{side}", side, seed)]
 
 
 def measure_steps(args, folder):
     records = []
     sides.print_comparison_head(UNIT)
     for phase, loss in LOSSES.items():
-        jobs = {}
-        for side in ["ours", *NAMES]:
-            cache = folder / f"cache-{side}"
-            jobs[side] = [start(side, folder, args.batch, phase, 100_000, cache)]
-        found = sides.measure(jobs, args.rounds, args.seconds)
+        start_side = functools.partial(start_steps, folder, args.batch, phase)
+        found = sides.speeds(sides.measure(start_side, SIDES, args.rounds, args.seconds))
         records += sides.compare(f"phase {phase}: {loss}", UNIT, found, NAMES)
     return records
 
@@ -205,9 +211,9 @@ def measure_steps(args, folder):
 def measure_with_teacher(args, folder):
     """Wall seconds of whole runs, one after the other."""
     found = {}
-    for side in ["ours", *NAMES]:
+    for side in SIDES:
         begin = time.monotonic()
-        start(side, folder, args.batch, 1, 3, None).wait()
+        start(folder, args.batch, 1, 3, None, side, seed=0).wait()
         found[side] = [time.monotonic() - begin]
     print()
     sides.print_comparison_head("seconds")
@@ -215,7 +221,7 @@ def measure_with_teacher(args, folder):
 
 
 def main():
-    parser = sides.make_parser(__doc__, seconds=18.0)
+    parser = sides.make_parser(__doc__, seconds=36.0)
     add = parser.add_argument
     add("--rows", type=int, default=600, help="queries with a document [600]")
     add("--batch", type=int, default=64, help="samples per process and step [64]")

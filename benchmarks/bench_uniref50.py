@@ -23,6 +23,7 @@ Lengths: drawn from a log-normal law whose mean is 286, that of UniRef50.
 Padding: share of the tokens computed that are padding.
 """
 
+import functools
 import itertools
 import math
 import statistics
@@ -228,27 +229,27 @@ def make_sequences(count, folder):
     return lengths
 
 
-def start(folder, residues):
-    """{side: its job}. residues: the mean number that a side sees of a sequence."""
-    sequences = BATCH * ACCUMULATION * PROCESSES  # of a step
-    amount = sequences * residues
-    options = f"""{OPTIONS} --datafile={folder}/data --batch_size={BATCH} --log_every=1
-        --samples_per_eval=0"""
-    ours = sides.script_job(SCRIPT, "ours", folder, options.split(), amount, PROCESSES)
-    settings = {"fasta": f"{folder}/sequences.fasta"}
-    original = sides.port_job(__file__, "port", folder, settings, amount, PROCESSES)
-
-    # a sequence has two tokens more; padding is taken off at the end
-    rows = max(1, round(BATCH * (residues + 2) / LENGTH))
-    amount = rows * ACCUMULATION * PROCESSES * LENGTH * residues / (residues + 2)
-    options = f"""{OPTIONS} --datafile={folder}/data-replaced --batch_size={rows} --log_freq=1
-        --snapshot_sampling=False"""
-    replaced = sides.script_job(SCRIPT, "replaced", folder, options.split(), amount, PROCESSES)
-    return {"ours": [ours], "replaced": [replaced], "port": [original]}
+def start(folder, residues, side, seed):
+    """The job of a side. residues: the mean number that it sees of a sequence."""
+    amount = BATCH * ACCUMULATION * PROCESSES * residues  # of a step
+    if side == "port":
+        settings = {"fasta": f"{folder}/sequences.fasta"}
+        return [sides.port_job(__file__, side, folder, settings, amount, PROCESSES)]
+    if side == "ours":
+        options = f"""--datafile={folder}/data --batch_size={BATCH} --log_every=1
+            --samples_per_eval=0"""
+    else:
+        # a sequence has two tokens more; padding is taken off at the end
+        rows = max(1, round(BATCH * (residues + 2) / LENGTH))
+        amount = rows * ACCUMULATION * PROCESSES * LENGTH * residues / (residues + 2)
+        options = f"""--datafile={folder}/data-replaced --batch_size={rows} --log_freq=1
+            --snapshot_sampling=False"""
+    options = f"{OPTIONS} --seed={seed} {options}".split()
+    return [sides.script_job(SCRIPT, side, folder, options, amount, PROCESSES)]
 
 
 def main():
-    parser = sides.make_parser(__doc__, seconds=18.0)
+    parser = sides.make_parser(__doc__, seconds=36.0)
     add = parser.add_argument
     add("--sequences", type=int, default=20_000, help="how many are drawn")
     args = sides.parse_args(parser, port)
@@ -256,10 +257,11 @@ def main():
     with sides.workplace() as folder:
         lengths = make_sequences(args.sequences, folder)
         residues = np.minimum(lengths, LENGTH - 2).mean()
-        jobs = start(folder, residues)
-        found = sides.measure(jobs, args.rounds, args.seconds)
-        padding = statistics.mean(row["padding"] for row in jobs["replaced"][0].rows())
+        start_side = functools.partial(start, folder, residues)
+        measured = sides.measure(start_side, ["ours", *NAMES], args.rounds, args.seconds)
+        padding = statistics.mean(row["padding"] for row in measured[-1]["replaced"][0].rows())
 
+    found = sides.speeds(measured)
     found["replaced"] = [speed * (1 - padding) for speed in found["replaced"]]
     print(
         f"{PROCESSES} processes x 1 thread, {BATCH} x {ACCUMULATION} sequences per process and "

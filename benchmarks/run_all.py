@@ -3,7 +3,7 @@
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only dpo rebm
 
-Let nothing else run meanwhile; on two cores it takes about 60 minutes and 12 GB. Where a part
+Let nothing else run meanwhile; on two cores it takes about 90 minutes and 12 GB. Where a part
 fails, its section shows how, the others run all the same, and the exit status is 1.
 
 RESULTS.json has all that was measured; RESULTS.md is made from it alone (--only without a name

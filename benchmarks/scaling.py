@@ -15,6 +15,7 @@ Below the table are the two parts of what is lost. DDP takes processor time of i
 add gradients. And it lets a rank wait for the other one: then its share of busy time falls.
 """
 
+import functools
 import statistics
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ import sides
 
 PROCESSES = 2
 UNIT = "samples/s"
+SIDES = ["ddp", "independent"]
 DIGITS = """--data=digits --indist_attack_clf.max_steps=8 --n_imgs_per_evaluation_log=0
     --eval_images=64"""
 
@@ -89,21 +91,22 @@ def prepare(name, folder):
         sides.script_job(f"{name}.py", "start", folder, options, 1).wait()
 
 
-def start(name, accumulation, folder):
-    """{side: its jobs}"""
+def start(folder, name, accumulation, side, seed):
+    """The jobs of a side."""
     workload = WORKLOADS[name]
     batch = workload.batch * accumulation
-    options = [*workload.options.split(), f"--batch_size={workload.batch}", "--log_every=1"]
+    options = f"{workload.options} --batch_size={workload.batch} --log_every=1 --seed={seed}"
 
     def job(out, processes):
         samples = batch * processes  # of a step
-        own = [*options, f"--global_batch_size={samples}"]
+        own = [*options.split(), f"--global_batch_size={samples}"]
         return sides.script_job(f"{name}.py", out, folder, own, samples, processes)
 
+    if side == "independent":
+        return [job(f"alone-{number}", 1) for number in range(PROCESSES)]
     ddp = job("ddp", PROCESSES)
     sides.warm_up([ddp])  # alone: what is cached is then there for the others
-    independent = [job(f"alone-{number}", 1) for number in range(PROCESSES)]
-    return {"ddp": [ddp], "independent": independent}
+    return [ddp]
 
 
 def measure(name, args, folder):
@@ -113,19 +116,19 @@ def measure(name, args, folder):
     rows = []
     for kind in ("own", "larger"):
         accumulation = getattr(WORKLOADS[name], kind)
-        jobs = start(name, accumulation, folder)
-        found = sides.measure(jobs, args.rounds, args.seconds)
+        start_side = functools.partial(start, folder, name, accumulation)
+        measured = sides.measure(start_side, SIDES, args.rounds, args.seconds)
+        found = sides.speeds(measured)
         work = f"{name}, {kind} accumulation ({accumulation})"
         others = {"independent": "independent processes"}
         records += sides.compare(work, UNIT, found, others, "ddp")
 
         busy = {}
-        for side in jobs:
-            of_rounds = zip(*[job.busy for job in jobs[side]], strict=True)
-            busy[side] = [statistics.mean(of_jobs) for of_jobs in of_rounds]
+        for side in SIDES:
+            busy[side] = [statistics.mean(job.busy for job in jobs[side]) for jobs in measured]
         costs = []  # of a sample, in processor time
         for i in range(args.rounds):
-            cost = {side: busy[side][i] / found[side][i] for side in jobs}
+            cost = {side: busy[side][i] / found[side][i] for side in SIDES}
             costs.append(cost["ddp"] / cost["independent"])
         rows.append([work, *map(sides.spread, [*busy.values(), costs])])
         records.append({"work": work, "busy": busy, "processor_time": costs})

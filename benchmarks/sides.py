@@ -1,14 +1,15 @@
 """What the benchmarks share: sides that take turns, and what is made of their speeds.
 
 A side is one of the programs that are compared: ours, the program that it replaces, a port of the
-step of another program. All sides are started together, with one thread a process. Then they work
+step of another program. In a round all sides are started, with one thread a process. Then they work
 in turns of a few seconds: while one side works, the processes of the others are stopped (SIGSTOP).
-So all see the same moods of a shared machine, and each is started and warmed up only once. A round
-is so many turns that each side has worked for --seconds; a ratio is of speeds of the same round.
+So all see the same moods of a shared machine. A round ends when each side has worked for --seconds;
+a ratio is of speeds of the same round. The next round starts all sides anew, with another seed: a
+process may be 10 % faster than another one of the same program for as long as it lives.
 
 Each side writes a line into its metrics.jsonl after a step, or after every so many. Its speed in a
-round is the number of lines by the time that it worked, from the last line before the round to the
-last one in it: a step that was stopped in the middle counts as long as it worked.
+round is the number of lines by the time that it worked, from the last line before the first turn to
+the last one in the round: a step that was stopped in the middle counts as long as it worked.
 """
 
 import argparse
@@ -78,8 +79,8 @@ class Job:
         self.last = None  # (clock, lines) at the last line
         self.first = None  # that at the begin of the round
         self.at_begin = None  # (clock, processor seconds) then
-        self.speeds = []  # samples per second, in each round
-        self.busy = []  # the share of the round in which a process was working, 0 to 1
+        self.speed = None  # samples per second in the round
+        self.busy = None  # the share of the round in which a process was working, 0 to 1
         self.processes = []
         running.append(self)
 
@@ -153,11 +154,11 @@ class Job:
     def end_round(self):
         clock, lines = self.first
         last_clock, last_lines = self.last
-        self.speeds.append((last_lines - lines) * self.amount / (last_clock - clock))
+        self.speed = (last_lines - lines) * self.amount / (last_clock - clock)
 
         clock, seconds = self.at_begin
         worked = (self.clock - clock) * len(self.processes)
-        self.busy.append((self.processor_seconds() - seconds) / worked)
+        self.busy = (self.processor_seconds() - seconds) / worked
 
 
 def script_job(script, side, folder, options, amount=1, processes=1, counted='"lr"'):
@@ -232,28 +233,40 @@ def work_until_a_line(jobs_of):
             take_turn(side)
 
 
-def measure(jobs_of, rounds, seconds):
-    """jobs_of: {side: its jobs}. Returns {side: its samples per second in each round}, and ends
-    the jobs."""
+def measure_round(jobs_of, seconds):
+    """jobs_of: {side: its jobs}. At the end they have been measured, and have ended."""
     jobs = []
     for side in jobs_of.values():
         jobs += side
     warm_up(jobs)
     work_until_a_line(jobs_of)
-    for _ in range(rounds):
-        for job in jobs:
-            job.begin_round()
-        for _ in range(math.ceil(seconds / TURN)):
-            for side in jobs_of.values():
-                take_turn(side)
-        work_until_a_line(jobs_of)
-        for job in jobs:
-            job.end_round()
+    for job in jobs:
+        job.begin_round()
+    for _ in range(math.ceil(seconds / TURN)):
+        for side in jobs_of.values():
+            take_turn(side)
+    work_until_a_line(jobs_of)
+    for job in jobs:
+        job.end_round()
     end_all()
 
+
+def measure(start, names, rounds, seconds):
+    """start(side, seed) starts one of the sides `names` and returns its jobs. Returns for each
+    round {side: its jobs}, which have ended."""
+    measured = []
+    for seed in range(rounds):
+        jobs_of = {side: start(side, seed) for side in names}
+        measure_round(jobs_of, seconds)
+        measured.append(jobs_of)
+    return measured
+
+
+def speeds(measured):
+    """{side: its samples per second in each round}"""
     found = {}
-    for name, side in jobs_of.items():
-        found[name] = [sum(job.speeds[i] for job in side) for i in range(rounds)]
+    for side in measured[0]:
+        found[side] = [sum(job.speed for job in jobs_of[side]) for jobs_of in measured]
     return found
 
 
@@ -303,7 +316,7 @@ def print_comparison_head(unit):
 
 def compare(work, unit, found, names, mine="ours"):
     """Prints a row for each of the others, {side: its name}, beside ours; `found` is that of
-    measure(). Returns a record for each round. ratio: how many times faster ours is."""
+    speeds(). Returns a record for each round. ratio: how many times faster ours is."""
     records = []
     for side, name in names.items():
         rounds = []
