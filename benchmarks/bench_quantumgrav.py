@@ -105,7 +105,7 @@ def in_files(graphs, folder):
     """The graphs as a data set that reads a file for each."""
     from torch_geometric.data import Dataset
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for i, graph in enumerate(graphs):
         torch.save(graph, folder / f"data_{i}.pt")
 

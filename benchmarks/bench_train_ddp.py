@@ -221,7 +221,7 @@ def measure_with_teacher(args, folder):
 
 
 def main():
-    parser = sides.make_parser(__doc__, seconds=36.0)
+    parser = sides.make_parser(__doc__, seconds=24.0)
     add = parser.add_argument
     add("--rows", type=int, default=600, help="queries with a document [600]")
     add("--batch", type=int, default=64, help="samples per process and step [64]")

@@ -249,7 +249,7 @@ def start(folder, residues, side, seed):
 
 
 def main():
-    parser = sides.make_parser(__doc__, seconds=36.0)
+    parser = sides.make_parser(__doc__, seconds=24.0)
     add = parser.add_argument
     add("--sequences", type=int, default=20_000, help="how many are drawn")
     args = sides.parse_args(parser, port)

@@ -3,7 +3,7 @@
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only dpo rebm
 
-Let nothing else run meanwhile; on two cores it takes about 90 minutes and 12 GB. Where a part
+Let nothing else run meanwhile; on two cores it takes about two hours and 12 GB. Where a part
 fails, its section shows how, the others run all the same, and the exit status is 1.
 
 RESULTS.json has all that was measured; RESULTS.md is made from it alone (--only without a name
@@ -75,7 +75,7 @@ PARTS = {
         },
     ),
     "profile": Part("all", "profile_steps.py"),
-    "scaling": Part("all", "scaling.py", {"larger accumulation": 0.95}),
+    "scaling": Part("all", "scaling.py --rounds 3", {"larger accumulation": 0.95}),
 }
 PACKAGES = ["torch", "numpy", "sentence-transformers", "transformers", "accelerate"]
 PACKAGES += ["torch_geometric", "scikit-learn"]

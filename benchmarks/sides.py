@@ -4,8 +4,8 @@ A side is one of the programs that are compared: ours, the program that it repla
 step of another program. In a round all sides are started, with one thread a process. Then they work
 in turns of a few seconds: while one side works, the processes of the others are stopped (SIGSTOP).
 So all see the same moods of a shared machine. A round ends when each side has worked for --seconds;
-a ratio is of speeds of the same round. The next round starts all sides anew, with another seed: a
-process may be 10 % faster than another one of the same program for as long as it lives.
+a ratio is of speeds of the same round. The next round starts all sides anew, with another seed,
+since a process may be faster than another one of the same program as long as it lives.
 
 Each side writes a line into its metrics.jsonl after a step, or after every so many. Its speed in a
 round is the number of lines by the time that it worked, from the last line before the first turn to
@@ -277,7 +277,7 @@ def make_parser(doc, seconds=12.0):
     """With the options that all programs of this folder have."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     text = f"that each side works in a round [{seconds:g}]"
     parser.add_argument("--seconds", type=float, default=seconds, help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds there")
