@@ -41,7 +41,7 @@ class Part(NamedTuple):
 PARTS = {
     "train_ddp": Part(
         "train_ddp.py",
-        "bench_train_ddp.py --teacher",
+        "bench_train_ddp.py --teacher --rounds 3",
         {
             "^phase.*, default": 2.4,
             "^phase.*, at its best": 1.6,
