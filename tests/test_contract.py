@@ -74,6 +74,11 @@ def test_number_of_processes_changes_nothing(task):
     whole = task.whole
     assert len(run.figures) == len(whole.figures)
     for ours, theirs in zip(run.figures, whole.figures, strict=True):
+        ours = dict(ours)
+        theirs = dict(theirs)
+        for name in {"val/ndcg@10", "val/mrr@10"} & theirs.keys():
+            # rounding may swap two documents: the place of one answer among the 53 queries
+            assert ours.pop(name) == pytest.approx(theirs.pop(name), abs=0.02)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
         for name in {"loss", "val/loss"} & theirs.keys():
             if theirs["step"] <= 30:
