@@ -278,7 +278,7 @@ def port(pairs, flush_denormal):
 
 
 def start(folder, pairs, flush_denormal, side, seed):
-    """The job of a side."""
+    """The jobs of a side."""
     if side == "port":
         settings = {"pairs": str(pairs), "flush_denormal": flush_denormal}
         return [sides.port_job(__file__, side, folder, settings, 1)]

@@ -165,7 +165,7 @@ def make_sets(count, folder):
 
 
 def start(folder, network, count, side, seed):
-    """The job of a side."""
+    """The jobs of a side."""
     data = folder / "sets"
     if side in ("files", "memory"):
         settings = {"side": side, "data": f"{data}.npz", "count": min(count, 4000)}

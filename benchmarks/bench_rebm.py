@@ -180,7 +180,7 @@ def prepare(network, folder):
 
 
 def start(folder, network, side, seed):
-    """The job of a side."""
+    """The jobs of a side."""
     batch = SETTINGS[network].batch
     if side == "original":
         return [sides.port_job(__file__, side, folder, {"network": network}, batch)]

@@ -230,7 +230,7 @@ def make_sequences(count, folder):
 
 
 def start(folder, residues, side, seed):
-    """The job of a side. residues: the mean number that it sees of a sequence."""
+    """The jobs of a side. residues: the mean number that it sees of a sequence."""
     amount = BATCH * ACCUMULATION * PROCESSES * residues  # of a step
     if side == "port":
         settings = {"fasta": f"{folder}/sequences.fasta"}

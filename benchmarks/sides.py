@@ -4,8 +4,8 @@ A side is one of the programs that are compared: ours, the program that it repla
 step of another program. In a round all sides are started, with one thread a process. Then they work
 in turns of a few seconds: while one side works, the processes of the others are stopped (SIGSTOP).
 So all see the same moods of a shared machine. A round ends when each side has worked for --seconds;
-a ratio is of speeds of the same round. The next round starts all sides anew, with another seed,
-since a process may be faster than another one of the same program as long as it lives.
+a ratio is of speeds of the same round. The next round starts all sides anew, with another seed:
+the spread of the rounds then also has what differs between runs of the same program.
 
 Each side writes a line into its metrics.jsonl after a step, or after every so many. Its speed in a
 round is the number of lines by the time that it worked, from the last line before the first turn to

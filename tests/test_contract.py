@@ -77,8 +77,8 @@ def test_number_of_processes_changes_nothing(task):
         ours = dict(ours)
         theirs = dict(theirs)
         for name in {"val/ndcg@10", "val/mrr@10"} & theirs.keys():
-            # rounding may swap two documents: the place of one answer among the 53 queries
-            assert ours.pop(name) == pytest.approx(theirs.pop(name), abs=0.02)
+            # a near tie: one answer among the 53 queries may be in the first or the second place
+            assert ours.pop(name) == pytest.approx(theirs.pop(name), abs=0.5 / 53 + 1e-4)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
         for name in {"loss", "val/loss"} & theirs.keys():
             if theirs["step"] <= 30:
