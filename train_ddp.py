@@ -341,7 +341,8 @@ def model_key(name):
     return key
 
 
-ENCODED_TOGETHER = 512  # texts between two looks at the clock and at signals
+FEWEST_TOGETHER = 64  # texts that a rank encodes between two looks at the clock and at signals
+MOST_TOGETHER = 512
 AS_TENSOR = {"convert_to_tensor": True, "show_progress_bar": False}  # for SentenceTransformer
 
 
@@ -350,7 +351,10 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
 
     Blocks of texts of similar length are dealt to the ranks, which write them into one file and
     note what is done: what a stopped run has computed is not computed again. (all ranks)"""
-    done = np.zeros(math.ceil(len(corpus.kinds) / ENCODED_TOGETHER), np.uint8)
+    count = len(corpus.kinds)
+    # of few texts few at a time: no rank shall wait long for the last block of another
+    together = min(MOST_TOGETHER, max(FEWEST_TOGETHER, count // 64))
+    done = np.zeros(math.ceil(count / together), np.uint8)
     if on_rank0(folder.exists):
         done = on_rank0(load_array, folder, "done")
     missing = np.flatnonzero(done == 0)
@@ -359,7 +363,7 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
         return load_array(folder, "vectors")
 
     teacher = load_in_turn(load_teacher, args, name, device)
-    shape = (len(corpus.kinds), teacher.get_embedding_dimension())
+    shape = (count, teacher.get_embedding_dimension())
     logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
     make_once(folder, write_arrays, {"vectors": np.zeros(shape, np.float16), "done": done})
     # prompt: the texts have theirs, a model's default would come before it
@@ -372,8 +376,8 @@ def teacher_vectors(args, corpus, name, folder, device, guard):
         if guard.agree():
             return None
         if turn < len(own):
-            first = own[turn] * ENCODED_TOGETHER
-            rows = longest_first[first : first + ENCODED_TOGETHER]
+            first = own[turn] * together
+            rows = longest_first[first : first + together]
             vectors = teacher.encode(corpus.texts(rows, teacher.prompts), **options)
             vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
             if not np.isfinite(vectors).all():

@@ -484,7 +484,7 @@ class Teacher:
 def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch):
     """A stopped run's blocks are not computed again."""
     monkeypatch.setattr(script, "load_teacher", lambda *args: Teacher())
-    monkeypatch.setattr(script, "ENCODED_TOGETHER", 32)
+    monkeypatch.setattr(script, "FEWEST_TOGETHER", 32)
     corpus = trained.corpus
     args = arguments(f"--cache_dir={tmp_path}")
     guard = mock.Mock()
