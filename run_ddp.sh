@@ -45,8 +45,9 @@ if [[ ${NNODES:-1} != 1 ]]; then
         --master_port="${MASTER_PORT:-29500}")
 fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # torchrun would say 30
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + ngpus - 1) / ngpus))} # torchrun would say 1
 # SIGUSR1 (a batch queue's warning) reaches the processes, which then have 120 s to save
-exec torchrun "${where[@]}" --nproc_per_node="$ngpus" --shutdown-timeout=120 \
+exec torchrun "${where[@]}" --nproc_per_node="$ngpus" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     "$(dirname -- "${BASH_SOURCE[0]}")/train_ddp.py" "--use_projection=$projection" "$@"

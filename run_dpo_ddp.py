@@ -1294,7 +1294,8 @@ def hand_over_to_torchrun(processes):
         where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
     threads = max(1, torch.get_num_threads() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
-    options = [f"--nproc_per_node={processes}", "--shutdown-timeout=120"]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # its option is new in 2.13
+    options = [f"--nproc_per_node={processes}"]
     options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
     os.execv(sys.executable, [*torchrun, *sys.argv])
@@ -1419,8 +1420,10 @@ def wrap_ddp(model, args, device):
         device_ids=None if device.type == "cpu" else [device.index],
         find_unused_parameters=args.find_unused_parameters,
         gradient_as_bucket_view=True,
-        forward_sync_buffers=False,  # they are the same on all ranks, or each rank's own
     )
+    # buffers are the same on all ranks, or each rank's own. As an attribute, since torch 2.13 has
+    # another name for the argument
+    wrapped.broadcast_buffers = False
     # DDP regroups its buckets of gradients after the first backward pass. That changes the order of
     # sums over three or more ranks, and a resumed run would differ in the last bit. So make that
     # pass now. It needs no network, only a loss that depends on every parameter: 0 x their sum.

@@ -83,8 +83,9 @@ fi
 python "$here/run_train_uniref50_ddp.py" "${options[@]}" --prepare_only || exit $?
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # torchrun would say 30
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + gpus - 1) / gpus))} # torchrun would say 1
 # SIGUSR1 (a batch queue's warning) reaches the processes, which then have 120 s to save
-exec torchrun "${where[@]}" --nproc_per_node="$gpus" --shutdown-timeout=120 \
+exec torchrun "${where[@]}" --nproc_per_node="$gpus" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     "$here/run_train_uniref50_ddp.py" "${options[@]}"

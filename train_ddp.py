@@ -839,13 +839,13 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
         gathered = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
-        dist.all_gather_single(gathered, rows.contiguous())
+        dist.all_gather_into_tensor(gathered, rows.contiguous())
         return gathered
 
     @staticmethod
     def backward(ctx, gradient):
         own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        dist.reduce_scatter_single(own, gradient.contiguous())
+        dist.reduce_scatter_tensor(own, gradient.contiguous())
         return own
 
 
@@ -1225,7 +1225,8 @@ def hand_over_to_torchrun(processes):
         where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
     threads = max(1, torch.get_num_threads() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
-    options = [f"--nproc_per_node={processes}", "--shutdown-timeout=120"]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # its option is new in 2.13
+    options = [f"--nproc_per_node={processes}"]
     options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
     os.execv(sys.executable, [*torchrun, *sys.argv])
@@ -1350,8 +1351,10 @@ def wrap_ddp(model, args, device):
         device_ids=None if device.type == "cpu" else [device.index],
         find_unused_parameters=args.find_unused_parameters,
         gradient_as_bucket_view=True,
-        forward_sync_buffers=False,  # they are the same on all ranks, or each rank's own
     )
+    # buffers are the same on all ranks, or each rank's own. As an attribute, since torch 2.13 has
+    # another name for the argument
+    wrapped.broadcast_buffers = False
     # DDP regroups its buckets of gradients after the first backward pass. That changes the order of
     # sums over three or more ranks, and a resumed run would differ in the last bit. So make that
     # pass now. It needs no network, only a loss that depends on every parameter: 0 x their sum.
@@ -2038,7 +2041,8 @@ def save_student(args, student, head, path, corpus, tokens):
         expected = student(texts, head, full_precision=True)
     student.train()
     gap = (found.float() - expected).abs().max().item()
-    if not gap <= 1e-5:
+    limit = 1e-2 if args.precision == "tf32" else 1e-5  # other shapes are rounded in another way
+    if not gap <= limit:
         raise RunError(f"saved and loaded, the student gives vectors that are {gap:.1e} apart")
     shutil.rmtree(path, ignore_errors=True)
     os.rename(new, path)  # complete and compared, or not there
@@ -2156,6 +2160,9 @@ def prepare(args, device):
 
 def main(args):
     device = setup_ddp(args)
+    # On Hopper GPUs torch prefers cuDNN's attention, which plans anew for each new shape: a step of
+    # batches of varying lengths took 856 ms in bf16, and 47 ms in fp32, which cuDNN does not take.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     logging.info("Preparing data loaders...")
     run = prepare(args, device)
     if isinstance(run, str):

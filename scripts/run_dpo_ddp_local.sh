@@ -42,10 +42,11 @@ if [[ ${NNODES:-1} != 1 ]]; then
 fi
 mkdir -p logs
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # torchrun would say 30
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + ngpus - 1) / ngpus))} # torchrun would say 1
 # SIGUSR1 (a batch queue's warning) reaches the processes, which then have 120 s to save. tee ignores
 # signals: it ends when the last process has closed its output.
-exec torchrun "${where[@]}" --nproc_per_node="$ngpus" --shutdown-timeout=120 \
+exec torchrun "${where[@]}" --nproc_per_node="$ngpus" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     "$(dirname -- "${BASH_SOURCE[0]}")/../run_dpo_ddp.py" "$@" \
     > >(trap '' TERM INT HUP QUIT USR1 PIPE && exec tee -a "$log.out") \

@@ -28,9 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 SIGNALS = [  # as run_ddp.sh has them
-    "--shutdown-timeout=120",
     "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 ]
+
+os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # as the wrappers have it
 
 PLAIN_RUN = subprocess.run
 
