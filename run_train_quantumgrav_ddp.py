@@ -6,44 +6,54 @@ them) and says how the set was made. Tasks: cls, which of several kinds it is: p
 Minkowski space of 2, 3 or 4 dimensions ("sprinklings"), or random orders that look like them; dim,
 the dimension of a sprinkling; manifold, whether it is a sprinkling at all.
 
-    python tools/make_causal_sets.py                     # once: 12,000 sets in data/causal_sets
+    python tools/make_causal_sets.py                     # 12,000 sets: data/causal_sets.npz
     torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py
-    python run_train_quantumgrav_ddp.py --config configs/config_quantumgrav_quickstart.yaml
     python run_train_quantumgrav_ddp.py --nproc_per_node 3 --lr 3e-4 --output_dir outputs/lr3
     mpiexec -n 12 python run_train_quantumgrav_ddp.py    # or srun
 
-Several machines: docs/DDP_TRAINING_GUIDE.md. The format of the data: tools/make_causal_sets.py.
-
 Logged, over all ranks: step, epoch, lr, loss (cross entropy in nats per set, summed over the
 tasks), grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s,
-data_wait (share of the time). After every epoch: val/loss, val/loss_se (its standard error), and
-val/TASK/... loss, accuracy, f1_macro, f1_weighted, ece (calibration error in 15 bins).
+data_wait (share of the time). After every epoch: val/loss, and val/TASK/... loss, accuracy,
+f1_macro, f1_weighted, ece (calibration error in 15 bins).
 
 Files in --output_dir: latest.pt, previous.pt, best.pt, metrics.jsonl; at the end predictions.npz
-and confusion_TASK.png (of the test set), summary.json (with the test's metrics), curves.png.
+and confusion_TASK.png (of the test set), summary.json, curves.png. The same command, given again,
+goes on from latest.pt.
 
-Unlike the original (ssciwr/QuantumGrav) all ranks share one split; validation and test count each
-set once; edges carry messages both ways by default; runs can be resumed.
+Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
+that only rank 0 does. The task comes first, then the reading of files, then what all scripts share.
 """
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<2.14", "numpy>=2.2,<3", "tqdm>=4.67,<5", "pyyaml>=6.0,<7", "wandb>=0.25,<1",
+#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "scikit-learn>=1.7,<2", "zarr>=3,<4",
+# ]
+# ///
 
 import argparse
 import contextlib
-import ctypes
-import difflib
+import errno
 import fcntl
-import gc
+import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
+import multiprocessing.queues
 import os
-import queue
+import pickle
+import resource
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
-import warnings
 import zipfile
 from datetime import timedelta
 from pathlib import Path
@@ -55,11 +65,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import yaml
-from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix, f1_score
-from torch.distributed.elastic.multiprocessing.errors import record
+from sklearn.metrics import ConfusionMatrixDisplay, f1_score
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 # --------------------------------------------------------------------------------------------------
 # Arguments
@@ -68,67 +78,59 @@ from tqdm import tqdm
 def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument_group("task").add_argument
-    text = "folder of tools/make_causal_sets.py, or of tools/convert_causal_sets.py"
-    add("--data", default="data/causal_sets", help=text)
-    text = "labels to learn: cls, dim, manifold, or those of your own data"
-    add("--tasks", nargs="+", default=["cls"], help=text)
-    kinds = range(6)
-    text = "columns: in_degree out_degree past_height future_height past_size future_size"
-    add("--features", nargs="+", type=int, default=[0, 1, 2, 3], choices=kinds, help=text)
+    text = "stores (.zarr) and files (.npz), in the layouts of QuantumGrav"
+    add("--data", nargs="+", default=["data/causal_sets.npz"], help=text)
+    add("--tasks", nargs="+", default=["cls"], help="labels to learn: arrays of the data")
+    add("--cache_dir", default="cache", help="where what is read once is kept")
+    add("--skip_bad_data", **FLAG, default=False, help="leave out damaged sets, and list them")
+    add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
+    add("--split_seed", type=number(0, kind=int), default=0, help="another one: another split")
+    text = "what the network sees of an element, besides its links"
+    add("--features", nargs="+", default=FEATURES[:4], choices=FEATURES, help=text)
 
     add = parser.add_argument_group("model").add_argument
-    add("--hidden_dim", type=count, default=64, help="width")
-    add("--num_layers", type=count, default=3, help="layers of message passing")
-    kinds = ["mean", "sum", "gcn", "none"]
+    add("--hidden_dim", type=COUNT, default=64, help="width")
+    add("--num_layers", type=COUNT, default=3, help="layers of message passing")
+    kinds = ["mean", "sum", "none"]
     add("--messages", default="mean", choices=kinds, help="over neighbours; none: no messages")
-    add("--bidirectional", **FLAG, default=True, help="messages from the future, too")
-    add("--skip", **FLAG, default=True, help="residual connections")
-    add("--dropout", type=float, default=0.0, help="after each layer")
-    kinds = ["mean", "max", "sum"]
-    add("--pooling", nargs="+", default=kinds, choices=kinds, help="from elements to sets")
-    add("--head_dim", type=count, default=64, help="hidden width of a head")
+    add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
+    add("--head_dim", type=COUNT, default=64, help="hidden width of a head")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num_epochs", type=count, default=15, help="passes over the training sets at most")
-    add("--lr", type=float, default=1e-3, help="peak learning rate")
-    add("--weight_decay", type=float, default=5e-5, help="of matrices; biases and norms: 0")
-    kinds = ["onecycle", "constant"]
-    add("--schedule", default="onecycle", choices=kinds, help="of the learning rate")
-    add("--warmup", type=float, default=0.3, help="share of the run (onecycle)")
+    add("--num_epochs", type=COUNT, default=15, help="passes over the training sets at most")
+    add("--lr", type=number(0), default=1e-3, help="peak learning rate")
+    add("--weight_decay", type=number(0), default=5e-5, help="of matrices; biases and norms: 0")
+    add("--warmup", type=number(0, 1), default=0.3, help="share of the run in which lr rises")
 
     add = parser.add_argument_group("validation, after every epoch").add_argument
-    add("--eval_edges", type=count, default=32_768, help="elements and edges per forward pass")
     text = "what --patience watches, such as: loss cls/f1_macro; the first also chooses best.pt"
     add("--stop_metrics", nargs="+", default=["loss"], help=text)
-    add("--patience", type=int, default=0, help="epochs without a gain that end it; 0: never")
+    text = "epochs without a gain that end it; 0: never"
+    add("--patience", type=number(0, kind=int), default=0, help=text)
     kinds = ["any", "all"]
-    add("--stop_mode", default="any", choices=kinds, help="of --stop_metrics that must get better")
-    add("--delta", type=float, default=0.0, help="better means by more than this")
-    add("--grace", type=int, default=0, help="epochs before patience counts")
+    text = "a gain is when any, or all, of --stop_metrics get better"
+    add("--stop_mode", default="any", choices=kinds, help=text)
+    add("--delta", type=number(0), default=0.0, help="better means by more than this")
+    text = "epochs at the start that --patience does not count"
+    add("--grace", type=number(0, kind=int), default=0, help=text)
 
-    add = parser.add_argument_group("section parallel: of the original's files").add_argument
-    add("--world_size", type=count, help="as --nproc_per_node")
-    add("--master_addr", help="as the environment variable MASTER_ADDR")
-    add("--master_port", help="as the environment variable MASTER_PORT")
-    add("--rank", help=argparse.SUPPRESS)
-    add("--output_device", help=argparse.SUPPRESS)
+    add = parser.add_argument_group("section parallel: of QuantumGrav's files").add_argument
+    add("--world_size", type=COUNT, help="as --nproc_per_node")
+    add("--master_addr", help="where the ranks meet; the variable MASTER_ADDR wins")
+    add("--master_port", help="and on which port; the variable MASTER_PORT wins")
 
     add_common_arguments(parser, output_dir="outputs/quantumgrav", batch_size=64)
     args = parse_with_config(parser)
 
-    if args.rank or args.output_device:
-        parser.error("--rank, --output_device: leave them out, the launcher and DDP choose them")
+    if len(set(args.tasks)) < len(args.tasks):
+        parser.error("--tasks: one is given twice")
     metrics = ["loss"]
     for task in args.tasks:
         metrics += [f"{task}/{name}" for name in METRICS]
     for name in args.stop_metrics:
         if name not in metrics:
             parser.error(f"--stop_metrics {name}: expected some of {', '.join(metrics)}")
-    below = {"lr": math.inf, "weight_decay": math.inf, "dropout": 1, "warmup": 1}
-    for name, limit in below.items():
-        if not 0 <= getattr(args, name) < limit:
-            parser.error(f"--{name} {getattr(args, name)}: must be from 0 to below {limit}")
-    if args.world_size and args.nproc_per_node == 1:
+    if args.nproc_per_node == 1 and args.world_size:
         args.nproc_per_node = args.world_size
     for name in ("master_addr", "master_port"):
         if getattr(args, name):
@@ -142,17 +144,17 @@ def parse_args():
 
 class Batch(NamedTuple):
     """Sets of different sizes, not padded but laid one after the other, as one big graph in which
-    no edge leads from one set to another. Elements are numbered through."""
+    no edge leads from one set to another. Elements are numbered through.
+
+    The neighbours of element i in its past are past[past_ptr[i] : past_ptr[i + 1]]; of its future
+    likewise."""
 
     features: torch.Tensor  # (N, F) float32
     sizes: torch.Tensor  # (B,) int64, elements per set
-    # Edges, once by their later element: past_degree = [0, 1, 2] with past = [0, 0, 1] means that
-    # element 1 has an edge from element 0, and element 2 has edges from the elements 0 and 1 ...
-    past: torch.Tensor  # (E,) int32
-    past_degree: torch.Tensor  # (N,) int32
-    # ... and once by their earlier element: these are the edges to the future.
-    future: torch.Tensor  # (E,) int32
-    future_degree: torch.Tensor  # (N,) int32
+    past: torch.Tensor  # (E,) int64
+    past_ptr: torch.Tensor  # (N + 1,) int64
+    future: torch.Tensor  # (E,) int64
+    future_ptr: torch.Tensor  # (N + 1,) int64
     labels: torch.Tensor  # (B, T) int64, -1 where there is none
     counts: torch.Tensor  # (T,) int64, labelled sets of the global batch: the loss is divided by it
 
@@ -161,213 +163,159 @@ class Batch(NamedTuple):
 
 
 class CausalSets(Dataset):
-    """A folder of tools/make_causal_sets.py, mapped into memory that the ranks of a node share."""
+    """What `prepare` has written, mapped into memory that the ranks of a node share."""
 
-    def __init__(self, folder, tasks, columns):
-        self.hash, meta = read_meta(folder)
-        names = list(meta["classes"])
-        if not set(tasks) <= set(names):
-            raise InputError(f"--tasks {' '.join(tasks)}: {folder} has {', '.join(names)}")
-        arrays = "node_ptr edge_ptr features labels split past past_degree future future_degree"
-        for name in arrays.split():
-            array = np.load(folder / f"{name}.npy", mmap_mode="r")
-            setattr(self, name, np.asarray(array))  # still mapped; np.memmap itself is slower
-        self.baselines = json.loads((folder / "baselines.json").read_text())
-        self.columns = columns
-        self.classes = {task: meta["classes"][task] for task in tasks}
-        self.labels = self.labels[:, [names.index(task) for task in self.classes]]
+    def __init__(self, folder, args):
+        meta = json.loads((folder / "meta.json").read_text())
+        self.classes = meta["classes"]
+        self.hash = meta["hash"]
+        for note in meta["notes"]:
+            logging.warning(note)
+
+        def load(name):
+            # np.asarray: still mapped, and faster than np.memmap itself
+            return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
+
+        # rows node_ptr[i] to node_ptr[i + 1] - 1 of features belong to set i, and edge_ptr says the
+        # same of past and future, the neighbours of its elements, counted within the set
+        self.node_ptr = load("node_ptr")
+        self.edge_ptr = load("edge_ptr")
+        self.features = load("features")  # FEATURES of each element
+        self.past = load("past")
+        self.future = load("future")
+        self.labels = load("labels")  # a column for each task, -1 where there is no label
+        self.statistics = load("statistics")  # of each set, for the baselines
+        self.original = load("original")  # the first set with the same order: mostly itself
+        self.columns = [FEATURES.index(name) for name in args.features]
+        self.split = split_sets(self.original, args.split, args.split_seed)
+        for part in ("train", "valid", "test"):
+            for task, known in zip(self.classes, self.labels[self.part(part)].T >= 0, strict=True):
+                if not known.any():
+                    raise InputError(f"--tasks {task}: no set of the {part} part has this label")
         self.sizes = np.diff(self.node_ptr)  # elements of each set
         self.edges = np.diff(self.edge_ptr)
         self.cost = self.sizes + self.edges  # time and memory of a set grow with it
-        for name in ("train", "valid", "test"):
-            if (self.labels[self.part(name)] < 0).all(axis=0).any():
-                raise InputError(f"{folder}: a task of --tasks has no label in the {name} part")
 
     def part(self, name):
         """Numbers of the sets to train on, to validate on or to test on."""
         return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
 
     def __getitem__(self, item):
-        """item: (ids, whole), the sets of a micro-batch, and those of the whole global batch."""
-        ids, whole = item
+        """item: (step, whole, places), the sets of the global batch, and which of them are in this
+        micro-batch."""
+        _, whole, places = item
+        ids = whole[places]
         nodes = ragged_rows(self.node_ptr, ids)
         edges = ragged_rows(self.edge_ptr, ids)
-        # edges are stored with elements numbered from 0 in each set, which starts here at `first`
-        first = np.cumsum(self.sizes[ids]) - self.sizes[ids]
-        shift = np.repeat(first.astype(np.int32), self.edges[ids])
+        features = self.features[nodes]
+        begin = np.cumsum(self.sizes[ids]) - self.sizes[ids]  # number of each set's first element
+        begin = np.repeat(begin, self.edges[ids])
         return Batch(
             # degrees and heights range over orders of magnitude: hence their logarithm
-            torch.from_numpy(self.features.take(nodes, axis=0)[:, self.columns]).log1p(),
+            torch.from_numpy(features[:, self.columns]).log1p(),
             torch.from_numpy(self.sizes[ids]),
-            torch.from_numpy(self.past.take(edges) + shift),
-            torch.from_numpy(self.past_degree.take(nodes).astype(np.int32)),
-            torch.from_numpy(self.future.take(edges) + shift),
-            torch.from_numpy(self.future_degree.take(nodes).astype(np.int32)),
+            torch.from_numpy(self.past[edges] + begin),
+            pointers(features[:, FEATURES.index("in_degree")]),
+            torch.from_numpy(self.future[edges] + begin),
+            pointers(features[:, FEATURES.index("out_degree")]),
             torch.from_numpy(self.labels[ids]),
             torch.from_numpy((self.labels[whole] >= 0).sum(0)),
         )
 
 
+def pointers(lengths):
+    """(n,) -> (n + 1,) int64: where parts of these lengths begin, and where the last one ends."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+
+
 def ragged_rows(ptr, ids):
-    """The rows of the sets `ids` in an array where set i has rows ptr[i] to ptr[i + 1] - 1."""
+    """The rows of the sets `ids` in an array where set i has rows ptr[i] to ptr[i + 1] - 1.
+    With ptr [0, 2, 5] and ids [1, 0]: [2, 3, 4, 0, 1]."""
     lengths = ptr[ids + 1] - ptr[ids]
-    first = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(ptr[ids] - first, lengths)
+    begin = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(ptr[ids] - begin, lengths)
 
 
-def read_meta(folder):
-    """(hash of the folder, content of its meta.json)"""
-    if not (folder / "meta.json").exists():
-        hint = "for sets of your own: tools/convert_causal_sets.py"
-        text = f"no data in {folder}: python tools/make_causal_sets.py --out {folder}; {hint}"
-        raise InputError(text)
-    text = (folder / "meta.json").read_text()
-    try:
-        meta = json.loads(text)
-        if "classes" not in meta or "sha256" not in meta:
-            raise ValueError
-    except (TypeError, ValueError):
-        text = f"{folder}/meta.json is damaged, or another tool's: make the folder again"
-        raise InputError(text) from None
-    return hashlib.sha256(text.encode()).hexdigest()[:12], meta
+def split_sets(original, shares, seed):
+    """(sets,) uint8: 0 train, 1 valid, 2 test, in these shares, rounded.
 
-
-def check_data(folder):
-    """The hash of the folder, once its arrays are found to be as they were written. (rank 0)"""
-    data_hash, meta = read_meta(folder)
-    for name, written in meta["sha256"].items():
-        path = folder / f"{name}.npy"
-        try:
-            found = hashlib.sha256(np.load(path, mmap_mode="r")).hexdigest()
-        except (OSError, EOFError, ValueError) as error:
-            found = str(error)
-        if found != written:
-            raise InputError(f"{path} is missing or damaged: remove {folder}, and make it again")
-    if not (folder / "baselines.json").exists():
-        raise InputError(f"{folder}/baselines.json is missing: remove {folder}, and make it again")
-    return data_hash
+    original[i] is the first set with the order of set i: i itself, unless set i is a copy. Copies
+    lie in one part, or the test would ask for what was learnt."""
+    distinct = np.unique(original)
+    count = len(distinct)
+    if abs(sum(shares) - 1) > 1e-6 or min(shares) * count < 1:
+        raise InputError(f"--split {shares}: expected three shares of {count} sets, sum 1")
+    ends = np.floor(np.cumsum(shares[:2]) * count + 0.5).astype(int)
+    order = np.random.default_rng(seed).permutation(count)
+    _, valid, test = np.split(distinct[order], ends)
+    split = np.zeros(len(original), np.uint8)
+    split[valid] = 1
+    split[test] = 2
+    return split[original]
 
 
 # --------------------------------------------------------------------------------------------------
 # Model
 
 
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+def add_up(x, owner, rows):
+    """(E, D), (E,) -> (rows, D): each row the sum over those of x that it owns."""
+    # scatter_add with an expanded index: on CPUs it is many times as fast as index_add
+    return x.new_zeros(rows, x.shape[1]).scatter_add(0, owner[:, None].expand_as(x), x)
 
 
-class Neighbours:
-    """For each element the weighted sum over its neighbours in one direction, past or future.
-
-    Weights: 1 (sum), 1 / degree (mean), or those of D^-1/2 (A + 1) D^-1/2, with D the degrees and
-    self-loops counted (gcn: Kipf and Welling 2017). On CPUs the sum is a product with a sparse
-    matrix, which is 2 to 8 times as fast there; elsewhere it is index_select and index_add."""
-
-    def __init__(self, kind, columns, degree, back_columns, back_degree):
-        """columns (E,): the neighbours of each element in turn; degree (N,): how many.
-        back_*: the same edges in the other direction, for the transposed matrix."""
-        row_scale = torch.ones_like(degree, dtype=torch.float32)
-        column_scale = row_scale
-        self.self_loop = None
-        if kind == "mean":
-            row_scale = 1 / degree.clamp(min=1)
-        elif kind == "gcn":
-            row_scale = (degree + 1).rsqrt()
-            column_scale = row_scale
-            self.self_loop = (row_scale * column_scale)[:, None]
-        self.columns = columns
-        self.rows, self.weight = weigh_edges(columns, degree, row_scale, column_scale)
-        self.matrix = None
-        if columns.device.type == "cpu":
-            self.matrix = sparse_matrix(columns, degree, self.weight)
-            _, back_weight = weigh_edges(back_columns, back_degree, column_scale, row_scale)
-            self.transpose = sparse_matrix(back_columns, back_degree, back_weight)
-
-    def __call__(self, x):
-        """(N, D) -> (N, D)"""
-        x = x.float()  # sums of many numbers stay in fp32, under autocast, too
-        if self.matrix is not None:
-            return SparseProduct.apply(x, self)
-        messages = x.index_select(0, self.columns) * self.weight[:, None]
-        total = torch.zeros_like(x).index_add(0, self.rows, messages)
-        if self.self_loop is not None:
-            total = total + x * self.self_loop
-        return total
-
-    def multiply(self, matrix, x):
-        # added to a tensor of our own: `matrix @ x` copies the result twice
-        if self.self_loop is None:
-            return x.new_empty(x.shape).addmm_(matrix, x, beta=0)
-        return (x * self.self_loop).addmm_(matrix, x)
+def sum_bags(x, rows, ptr):
+    """(B, D): the sums of x[rows[ptr[i] : ptr[i + 1]]], made without a copy of these rows."""
+    return F.embedding_bag(rows, x, ptr, mode="sum", include_last_offset=True)
 
 
-class SparseProduct(torch.autograd.Function):
-    """The matrix of Neighbours times x. The gradient of x is the transposed matrix times that of
-    the product. Both matrices are at hand, so that nothing is sorted here."""
+class SumNeighbours(torch.autograd.Function):
+    """(N, D) -> (N, D): for each element the sum of its neighbours' rows in one direction. Whoever
+    is my neighbour in the past has me in its future: so the gradient is the sum in the other
+    direction, which autograd does not know, and would find by sorting."""
 
     @staticmethod
-    def forward(ctx, x, neighbours):
-        ctx.neighbours = neighbours
-        return neighbours.multiply(neighbours.matrix, x)
+    def forward(ctx, x, neighbours, ptr, others, others_ptr):
+        ctx.save_for_backward(others, others_ptr)
+        return sum_bags(x, neighbours, ptr)
 
     @staticmethod
     def backward(ctx, gradient):
-        return ctx.neighbours.multiply(ctx.neighbours.transpose, gradient), None
-
-
-def weigh_edges(columns, degree, row_scale, column_scale):
-    """The row of each edge: 0 degree[0] times, 1 degree[1] times, and so on; and its weight."""
-    # with output_size nothing is read back from the GPU
-    rows = torch.repeat_interleave(degree, output_size=len(columns))
-    return rows, row_scale.index_select(0, rows) * column_scale.index_select(0, columns)
-
-
-def sparse_matrix(columns, degree, values):
-    """(N, N), row i with the next degree[i] of `values` in the next degree[i] of `columns`."""
-    ptr = F.pad(degree.cumsum(0), (1, 0)).int()
-    size = (len(degree), len(degree))
-    return torch.sparse_csr_tensor(ptr, columns, values, size, check_invariants=False)
+        return sum_bags(gradient.contiguous(), *ctx.saved_tensors), None, None, None, None
 
 
 class MessageLayer(nn.Module):
     """Messages, normalisation, activation, residual connection, dropout: (N, inputs) -> (N, D)."""
 
-    def __init__(self, inputs, directions, args):
+    def __init__(self, inputs, args):
         super().__init__()
-        width = args.hidden_dim
-        # messages from each direction, and the element itself (gcn: its self-loop is a message)
-        self.add_self = args.messages != "gcn"
-        parts = directions + 1 if self.add_self else directions
-        self.linear = nn.Linear(inputs * parts, width)
+        self.kind = args.messages
+        # its neighbours in the past, those in the future, and the element itself
+        parts = 1 if args.messages == "none" else 3
+        self.linear = nn.Linear(inputs * parts, args.hidden_dim)
         # LayerNorm, not BatchNorm: a set's output must not depend on who else is in the batch
-        self.norm = nn.LayerNorm(width)
-        self.dropout = args.dropout
-        self.skip = None
-        if args.skip:
-            self.skip = nn.Identity() if inputs == width else nn.Linear(inputs, width, bias=False)
+        self.norm = nn.LayerNorm(args.hidden_dim)
+        self.skip = nn.Identity()
+        if inputs != args.hidden_dim:
+            self.skip = nn.Linear(inputs, args.hidden_dim, bias=False)
+        self.dropout = nn.Dropout(args.dropout)
 
-    def forward(self, x, neighbours):
-        """neighbours: a Neighbours for each direction"""
-        parts = [sum_of_neighbours(x) for sum_of_neighbours in neighbours]
-        if self.add_self:
-            parts.append(x)
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        y = F.relu(self.norm(self.linear(y)))
-        if self.skip is not None:
-            y = y + self.skip(x)
-        if self.training and self.dropout > 0:
-            y = dropout(y, self.dropout)
-        return y
+    def forward(self, x, batch):
+        parts = [x]
+        if self.kind != "none":
+            past = (batch.past, batch.past_ptr)
+            future = (batch.future, batch.future_ptr)
+            parts = [self.messages(x, past, future), self.messages(x, future, past), x]
+        y = F.relu(self.norm(self.linear(torch.cat(parts, dim=1))))
+        return self.dropout(y + self.skip(x))
 
-
-def dropout(x, share):
-    """F.dropout. On CPUs drawing a random number for each element takes longer than the rest of a
-    layer: there, each draw of 64 bits serves four elements."""
-    if x.device.type != "cpu":
-        return F.dropout(x, share)
-    draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
-    uniform = draws.view(torch.int16)[: x.numel()].view(x.shape)  # from -32768 to 32767
-    keep = (uniform >= round(65536 * share) - 32768).to(x.dtype)
-    return x * (keep / (1 - share))
+    def messages(self, x, there, back):
+        """(N, D): for each element the sum or mean over its neighbours `there`, in one direction"""
+        total = SumNeighbours.apply(x.float(), *there, *back)  # in fp32, under autocast, too
+        if self.kind == "sum":
+            return total
+        degree = there[1].diff()
+        return total / degree.clamp(min=1)[:, None]
 
 
 class CausalSetNet(nn.Module):
@@ -375,66 +323,34 @@ class CausalSetNet(nn.Module):
 
     def __init__(self, args, classes):
         super().__init__()
-        self.kind = args.messages
-        self.pooling = args.pooling
-        self.directions = 2 if args.bidirectional else 1
-        if args.messages == "none":
-            self.directions = 0
-        widths = [len(args.features)] + [args.hidden_dim] * args.num_layers
-        self.layers = nn.ModuleList([MessageLayer(w, self.directions, args) for w in widths[:-1]])
-        pooled = widths[-1] * len(args.pooling) + 1  # and the size of the set
+        widths = [len(args.features)] + [args.hidden_dim] * (args.num_layers - 1)
+        self.layers = nn.ModuleList([MessageLayer(width, args) for width in widths])
+        pooled = 3 * args.hidden_dim + 1
         self.norm = nn.LayerNorm(pooled)
-        self.heads = nn.ModuleDict()
-        for task, names in classes.items():
+        self.tasks = list(classes)
+        self.heads = nn.ModuleList()
+        for names in classes.values():
             hidden = nn.Linear(pooled, args.head_dim)
             output = nn.Linear(args.head_dim, len(names))
-            self.heads[task] = nn.Sequential(hidden, nn.ReLU(), output)
+            self.heads.append(nn.Sequential(hidden, nn.ReLU(), output))
 
     def forward(self, batch):
         """{task: (B, classes) logits}"""
-        past = (batch.past, batch.past_degree)
-        future = (batch.future, batch.future_degree)
-        directions = [past + future, future + past]
-        neighbours = [Neighbours(self.kind, *edges) for edges in directions[: self.directions]]
         x = batch.features
         for layer in self.layers:
-            x = layer(x, neighbours)
-        x = self.norm(pool(x.float(), batch.sizes, self.pooling))
-        return {task: head(x).float() for task, head in self.heads.items()}
+            x = layer(x, batch)
+        x = self.norm(pool(x.float(), batch.sizes))
+        return {task: head(x).float() for task, head in zip(self.tasks, self.heads, strict=True)}
 
 
-class SetMaximum(torch.autograd.Function):
-    """The maximum over the elements of each set. Where several elements have it (after a ReLU many
-    are 0), they share the gradient evenly. scatter_reduce does that, too, in twice the time;
-    segment_reduce gives each of them all of a negative gradient."""
-
-    @staticmethod
-    def forward(ctx, x, owner, sets):
-        """x (N, D); owner (N,): the set of each element -> (sets, D)"""
-        lowest = x.new_full((sets, x.shape[1]), -math.inf)
-        maximum = lowest.scatter_reduce_(0, owner[:, None].expand_as(x), x, "amax")
-        ctx.save_for_backward(x, owner, maximum)
-        return maximum
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, owner, maximum = ctx.saved_tensors
-        # 1 where x is the maximum, else 0: a quarter of the time of `==` and .to(x.dtype)
-        has_it = (x - maximum.index_select(0, owner)).sign().add_(1)
-        sharers = torch.zeros_like(maximum).index_add_(0, owner, has_it)
-        return has_it * (gradient / sharers).index_select(0, owner), None, None
-
-
-def pool(x, sizes, kinds):
-    """(N, D), (B,) -> (B, len(kinds) D + 1): over the elements of each set, and the logarithm of
-    its size, which a mean or a maximum cannot see."""
-    owner = torch.repeat_interleave(sizes, output_size=len(x))
-    total = x.new_zeros(len(sizes), x.shape[1]).index_add(0, owner, x)
-    pooled = {"sum": total, "mean": total / sizes[:, None]}
-    if "max" in kinds:
-        pooled["max"] = SetMaximum.apply(x, owner, len(sizes))
-    parts = [pooled[kind] for kind in kinds]
-    return torch.cat([*parts, sizes.log()[:, None]], dim=1)
+def pool(x, sizes):
+    """(N, D), (B,) -> (B, 3 D + 1): mean, maximum and sum over the elements of each set, and the
+    logarithm of its size, which a mean or a maximum cannot see."""
+    owner = torch.repeat_interleave(sizes, output_size=len(x))  # reads nothing back from a GPU
+    total = add_up(x, owner, len(sizes))
+    maximum = torch.full_like(total, -math.inf)
+    maximum = maximum.scatter_reduce(0, owner[:, None].expand_as(x), x, "amax")
+    return torch.cat([total / sizes[:, None], maximum, total, sizes.log()[:, None]], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -456,746 +372,10 @@ def share_of_loss(logits, batch):
     return loss
 
 
-# ==================================================================================================
-# Distributed training. These lines are the same in every script: read them once.
-# "(all ranks)": every rank must call this, in the same order. "(rank 0)": only rank 0 calls it.
-
-START = time.monotonic()
-PARENT = os.getppid()
-SCRIPT = Path(sys.argv[0]).name
-FORMAT = 3  # of checkpoints
-
-# In these variables launchers tell a process its rank, the number of ranks, and its rank on this
-# machine.
-RANK_VARIABLES = [
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
-    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
-    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
-    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
-    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
-    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
-    ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
-]
-
-stop_signal = 0  # the last signal that this process got
-folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
-
-
-class RunError(Exception):
-    """The run cannot go on: one line that says why, no traceback, exit status 1."""
-
-
-class InputError(RunError):
-    """What the user gave cannot work: also one line, exit status 2."""
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """--help with the docstring as it stands and the default of every option."""
-
-
-class Parser(argparse.ArgumentParser):
-    source = "command line"  # or the file that is being read
-
-    def __init__(self, description):
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-
-    def error(self, message):
-        raise InputError(f"{self.source}: {message}")
-
-
-def boolean(text):
-    if text.lower() in ("true", "yes", "1"):
-        return True
-    if text.lower() in ("false", "no", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
-
-
-def count(text):
-    """The type of options that are whole numbers from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
-
-
-def default_timeout(parser):
-    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
-    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
-    if not seconds.isdecimal() or int(seconds) == 0:
-        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
-    return int(seconds) / 60
-
-
-# an option that may be given as --compile, --compile=True, --compile no
-FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
-
-
-def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
-    add = parser.add_argument_group("the same in every script").add_argument
-    add("--config", help="YAML or JSON file of options; the command line wins")
-    add("--output_dir", default=output_dir, help="a run found there is resumed")
-    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
-    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
-    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
-    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
-    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
-    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end a run")
-    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
-    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
-    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
-    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
-    text = "for a step that uses only some of the parameters; slower"
-    add("--find_unused_parameters", **FLAG, default=False, help=text)
-    add("--save_every", type=count, default=500, help="steps between checkpoints")
-    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
-    add("--log_every", type=count, default=10, help="steps between log lines")
-    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
-    add("--nproc_per_node", type=count, default=1, help="processes to start, if no launcher did")
-    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--backend", default="auto", help="nccl, gloo, xccl; auto: by the device")
-    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
-    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
-    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
-
-
-def parse_with_config(parser):
-    """Options of the command line; else of the --config file; else the defaults."""
-    words = sys.argv[1:]
-    # the file may come first, without --config
-    if words and "=" not in words[0] and words[0].endswith((".yaml", ".yml", ".json")):
-        words = [f"--config={words[0]}", *words[1:]]
-    words = as_options(parser, words)
-    args = parser.parse_args(words)
-    if args.config:
-        parser.source = args.config
-        try:
-            content = yaml.safe_load(Path(args.config).read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
-        if not isinstance(content, dict):
-            parser.error("must be made of lines such as lr: 0.001")
-        args = parser.parse_args(as_options(parser, config_words(content)))
-        parser.source = "command line"
-        args = parser.parse_args(words, args)  # on top of what the file said
-    for name in ("global_batch_size", "num_workers", "max_grad_norm", "max_minutes"):
-        if not getattr(args, name) >= 0:
-            parser.error(f"--{name} {getattr(args, name)}: must not be below 0")
-    if not args.timeout_minutes > 0:
-        parser.error(f"--timeout_minutes {args.timeout_minutes}: must be above 0")
-    if not 0 <= args.seed < 2**32:
-        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
-    return args
-
-
-def config_words(content, prefix="--"):
-    """A YAML file as a command line; a key in a section becomes --section.key."""
-    words = []
-    for key, value in content.items():
-        if isinstance(value, dict):
-            words += config_words(value, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            words += [f"{prefix}{key}", *map(str, value)]
-        elif value is not None:
-            words.append(f"{prefix}{key}={value}")
-    return words
-
-
-def as_options(parser, words):
-    """key=value becomes --key=value. --section.key becomes --section_key if that is an option, else
-    --key: then the section only groups options."""
-    known = [*vars(parser.parse_args([])), "help"]  # the names of all options
-    options = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
-            parts = key.removeprefix("--").replace("-", "_").split(".")
-            names = ["_".join(parts[start:]) for start in range(len(parts))]
-            found = [name for name in names if name in known]
-            if not found:
-                near = difflib.get_close_matches(names[0], known, n=1, cutoff=0.7)
-                near += difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
-                hint = f"did you mean {near[0]}?" if near else "--help lists them"
-                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
-            key = f"--{found[0]}"
-        options.append(key + equals + value)
-    return options
-
-
-def find_ranks():
-    """(rank, world size, local rank) from the launcher that started us, None without one."""
-    incomplete = None
-    for names in RANK_VARIABLES:
-        # inside sbatch, but without srun, Slurm sets these for a single plain process, too
-        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
-            continue
-        missing = [name for name in names if name not in os.environ]
-        if not missing:
-            return [int(os.environ[name]) for name in names]
-        if names[0] in os.environ:
-            incomplete = f"{names[0]} is set, but not {missing[0]}: use torchrun, or export it"
-    if incomplete:
-        raise InputError(incomplete)
-    return None
-
-
-class LogHandler(logging.StreamHandler):
-    def emit(self, record):
-        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
-            super().emit(record)
-
-
-def setup_ddp(args):
-    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
-    # plain python is a group of one: the code below has one path only
-    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    if "MASTER_ADDR" not in os.environ and rank != local_rank:  # there are ranks elsewhere
-        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
-
-    logging.basicConfig(
-        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
-        level=logging.INFO,
-        datefmt="%Y-%m-%d %H:%M:%S",
-        handlers=[LogHandler(sys.stdout)],
-    )
-    logging.info(f"Process {rank}/{world_size} started")
-    if args.nproc_per_node not in (1, world_size):
-        logging.info(f"  --nproc_per_node {args.nproc_per_node} is ignored: a launcher started it")
-    device = choose_device(args, local_rank)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
-    keep_freed_memory()
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
-        torch.use_deterministic_algorithms(True)
-
-    logging.info(f"Initializing DDP for rank {rank}...")
-    backend = args.backend
-    if backend == "auto":
-        backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=args.timeout_minutes),
-        device_id=None if device.type == "cpu" else device,
-    )
-    dist.barrier()  # a rank that refuses the data must not leave while another still connects
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, on_signal)
-    if rank > 0:
-        logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
-    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
-    return device
-
-
-def keep_freed_memory():
-    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
-    system again and again can take a sixth of a step on CPUs."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; 0: too high for an older glibc
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def choose_device(args, local_rank):
-    """The accelerator of this rank, or the CPU where there is none."""
-    device = torch.device("cpu")
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
-        devices = torch.accelerator.device_count()
-        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
-        masks = "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK"
-        masked = any(name in os.environ for name in masks.split())
-        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
-            local_rank = 0
-        if local_rank >= devices:
-            text = f"local rank {local_rank}, but {devices} devices on this machine"
-            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
-        device = torch.device(kind.type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
-    if args.device not in ("auto", device.type):
-        raise InputError(f"--device {args.device}: this machine has {device.type}")
-    return device
-
-
-def on_signal(number, frame):
-    global stop_signal
-    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
-
-
-def ignore_signals(worker):
-    """For the workers of a DataLoader. A launcher's signal reaches them, too. They ignore it: their
-    rank still needs them, and they end when it ends."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def cleanup():
-    gc.collect()  # gloo may abort where a tensor of the group outlives it
-    if dist.is_initialized():  # not after --help
-        dist.destroy_process_group()
-
-
-def launch(parse_args, main):
-    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
-
-    @record  # torchrun's summary then shows the traceback of the rank that failed first
-    def run():
-        try:
-            args = parse_args()
-            if args.nproc_per_node > 1 and find_ranks() is None:
-                hand_over_to_torchrun(args.nproc_per_node)
-            return main(args)
-        except RunError as error:
-            refuse(error)
-
-    try:
-        status = run()
-    except Exception as error:  # whatever it is, the other ranks are waiting for this one
-        logging.error(traceback.format_exc())
-        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
-            logging.error("another rank has died; the same command, given again, goes on")
-        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
-    cleanup()
-    sys.stdout.flush()
-    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
-
-
-def hand_over_to_torchrun(processes):
-    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
-    where = ["--standalone"]  # on any free port
-    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
-        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
-        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
-    threads = max(1, torch.get_num_threads() // processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # its option is new in 2.13
-    options = [f"--nproc_per_node={processes}"]
-    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
-    os.execv(sys.executable, [*torchrun, *sys.argv])
-
-
-def refuse(error):
-    """Say why the run cannot go on, and end. Usually all ranks fail for the same reason, and one
-    line is enough. Rank 0 writes it and exits. The others wait, and the launcher ends them. A rank
-    that still lives after three seconds failed alone, and writes its own line."""
-    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
-    if not is_rank0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's must end it now
-        time.sleep(3)
-    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
-    os._exit(2 if isinstance(error, InputError) else 1)
-
-
-def sum_over_ranks(values):
-    """Each element of a tensor summed over the ranks, as floats. It waits for the device. (all
-    ranks)"""
-    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, values)
-    columns = zip(*torch.stack(rows).tolist(), strict=True)
-    return [math.fsum(column) for column in columns]  # in Python: some devices have no float64
-
-
-def on_rank0(function, *args):
-    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
-    nobody waits for a rank 0 that has failed. (all ranks)"""
-    outcome = [None, None]  # result, error
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function(*args)
-        except RunError as error:
-            outcome[1] = error
-        except Exception:  # not every error can be sent to the other ranks, but its text can
-            outcome[1] = RuntimeError(traceback.format_exc())
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-class GlobalBatchSampler(DistributedSampler):
-    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
-    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
-    a restart.
-
-    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost[id] is the work
-    that a sample makes, such as its length. The global batch stays a random sample; within it, ids
-    of similar cost share a micro-batch, where they need little padding, and all ranks get equal
-    work."""
-
-    def __init__(self, ids, args, state, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
-        world_size = self.num_replicas
-        self.ids = ids
-        self.cost = cost
-        self.start = 0
-        self.global_batch = args.global_batch_size or args.batch_size * world_size
-        if state:  # a resumed run keeps its global batch, on any number of ranks
-            self.global_batch = state["global_batch"]
-            if args.global_batch_size not in (0, self.global_batch):
-                text = f"this run was started with {self.global_batch}"
-                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
-        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
-        parts = world_size * self.accumulation
-        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
-        if not parts <= self.global_batch <= len(ids):
-            named = "--global_batch_size, or --batch_size x GPUs"
-            limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
-        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
-        if self.accumulation > 1:
-            each += f" × {self.accumulation} micro-batches"
-        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
-
-    def set_epoch(self, epoch, start=0):
-        self.epoch = epoch
-        self.start = start
-
-    def __len__(self):
-        return (self.steps - self.start) * self.accumulation
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
-        for step in range(self.start, self.steps):
-            first = step * self.global_batch
-            batch = self.ids[order[first : first + self.global_batch]]
-            if self.cost is not None:
-                batch = batch[np.argsort(self.cost[batch], kind="stable")]
-            for part in np.array_split(batch, self.accumulation):
-                yield part[self.owners(len(part)) == self.rank], batch
-
-    def owners(self, count):
-        """The rank of each of `count` samples: 0 1 2 2 1 0 0 1 2 ... They are sorted by cost, and
-        so no rank always gets the costliest."""
-        ranks = np.arange(self.num_replicas)
-        return np.resize(np.concatenate([ranks, ranks[::-1]]), count)
-
-
-def choose_precision(args, device):
-    """The dtype for torch.autocast; float32: no autocast."""
-    name = args.precision
-    if name == "auto":
-        name = "fp32" if device.type == "cpu" else "bf16"
-    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
-    # torch.compile may fail once the newer one, fp32_precision, was used.
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-
-
-def wrap_ddp(model, args, device):
-    if args.compile:
-        model = torch.compile(model)
-    if dist.get_world_size() == 1:
-        return model  # nothing to add up, and DDP would take its time for it
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=None if device.type == "cpu" else [device.index],
-        find_unused_parameters=args.find_unused_parameters,
-        gradient_as_bucket_view=True,
-    )
-    # buffers are the same on all ranks, or each rank's own. As an attribute, since torch 2.13 has
-    # another name for the argument
-    wrapped.broadcast_buffers = False
-    # DDP regroups its buckets of gradients after the first backward pass. That changes the order of
-    # sums over three or more ranks, and a resumed run would differ in the last bit. So make that
-    # pass now. It needs no network, only a loss that depends on every parameter: 0 x their sum.
-    wrapped.module = nn.Identity()
-    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
-    wrapped.module = model
-    wrapped.zero_grad()
-    return wrapped
-
-
-def default_generator(device):
-    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.get_device_module(device).default_generators[device.index]
-
-
-class StepGuard:
-    """Skips updates that are not finite, and lets the ranks agree to stop.
-
-    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
-    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
-    next step is queued, and are read one step late."""
-
-    def __init__(self, args, device):
-        self.args = args
-        self.deadline = START + 60 * (args.max_minutes or math.inf)
-        self.launched = find_ranks() is not None
-        self.bad_in_row = torch.zeros((), device=device)
-        self.flags = None  # of the call before, on their way to the host
-        self.arrived = None  # event: they are there
-        self.reason = ""
-
-    def update(self, optimizer, scaler):
-        """Clip and step. Returns the gradient's norm, on the device."""
-        if not optimizer.defaults.get("fused"):
-            raise InputError("only an optimizer with fused=True can skip a step without a wait")
-        scaler.unscale_(optimizer)
-        parameters = []
-        for group in optimizer.param_groups:
-            parameters += group["params"]
-        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
-        norm = nn.utils.clip_grad_norm_(parameters, limit)
-        # DDP has summed the gradients: a NaN of one rank is on every rank, and all skip alike.
-        bad = norm.isfinite().logical_not().float()
-        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
-        optimizer.step()
-        scaler.update()
-        optimizer.zero_grad()
-        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
-        return norm
-
-    def agree(self):
-        """Why to stop, or "": what any rank knew at the call before. (all ranks)"""
-        if self.flags is not None:
-            if self.arrived is not None:
-                self.arrived.synchronize()
-            bad, number, late, orphaned = self.flags.tolist()
-            if bad >= self.args.max_bad_steps:
-                text = f"{bad:.0f} steps in a row without a finite gradient"
-                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
-            if number > 0:
-                self.reason = signal.Signals(int(number)).name
-            elif late > 0:
-                self.reason = "time limit"
-            elif orphaned > 0:
-                self.reason = "death of the launcher"
-
-        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
-        number = torch.full_like(self.bad_in_row, stop_signal)
-        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
-        # a rank whose launcher was killed gets another parent, and nobody would ever end it
-        is_orphan = self.launched and os.getppid() != PARENT
-        orphaned = torch.full_like(self.bad_in_row, is_orphan)
-        flags = torch.stack([self.bad_in_row, number, late, orphaned])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        self.flags = flags.to("cpu", non_blocking=True)
-        if flags.device.type != "cpu":
-            self.arrived = torch.accelerator.current_stream().record_event()
-        return self.reason
-
-
-def exit_status(reason):
-    """For a reason to stop; "" means finished. A time limit and a queue's SIGUSR1 are planned."""
-    if reason:
-        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
-    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
-    return statuses.get(reason, 1)
-
-
-def save_checkpoint(folder, name, state):
-    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
-    new = folder / "new.tmp"
-    try:
-        with open(new, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if name == "latest.pt" and (folder / name).exists():
-            os.replace(folder / name, folder / "previous.pt")
-        os.replace(new, folder / name)
-    except (OSError, RuntimeError) as error:  # most likely a full disk; the next may succeed
-        new.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
-
-
-def is_whole(path):
-    """Whether a checkpoint can be read, and its checksums are right, which torch.load ignores."""
-    try:
-        load_checkpoint(path)
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except Exception:  # missing, cut short, or a flipped bit, which raises errors of many kinds
-        return False
-
-
-def load_checkpoint(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def prepare_folder(folder, fresh):
-    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
-    global folder_lock
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
-        # until this process ends (flock would be inherited by the workers, which may live longer)
-        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
-    except OSError as error:  # some network file systems have no locks
-        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
-
-    if (folder / "meta.json").exists():
-        raise InputError(f"{folder} holds data, not a run: give another --output_dir")
-    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    try:
-        if fresh and first_start and folder.exists():
-            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            logging.info(f"the run in {folder} is now in {old}")
-        folder.mkdir(exist_ok=True)
-        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
-        (folder / "new.tmp").unlink()
-    except OSError as error:
-        raise InputError(f"{folder} is not writable: {error}") from None
-
-    latest = folder / "latest.pt"
-    previous = folder / "previous.pt"
-    if is_whole(latest):
-        return latest
-    if is_whole(previous):
-        if latest.exists():
-            logging.warning(f"{latest} is damaged: trying the one before it")
-            latest.rename(folder / "damaged.pt")  # or the next save would put it over previous.pt
-        return previous
-    if latest.exists() or previous.exists():
-        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
-    return None
-
-
-def open_run(args, data_hash):
-    """The checkpoint to go on from, or None for a new run. (all ranks)"""
-    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
-    if path is None:
-        logging.info(f"a new run in {args.output_dir}")
-        return None
-    state = load_checkpoint(path) if path.exists() else {}
-    if state.get("step") != on_rank0(state.get, "step"):
-        raise InputError(f"{path} is not that of rank 0: all machines must see --output_dir")
-    hint = "--fresh moves the old run aside, --output_dir names another folder"
-    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
-        if state.get(what) != now:
-            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
-    if state["data_hash"] != data_hash:
-        raise InputError(f"{path} was trained on other data: {hint}")
-    if state["args"]["seed"] != args.seed:  # the order of the epoch would change
-        raise InputError(f"--seed: this run was started with {state['args']['seed']}; {hint}")
-    logging.info(f"resuming {path} at step {state['step']}")
-    for name, value in vars(args).items():
-        if value != state["args"].get(name):
-            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
-    return state
-
-
-def restore(state, model, optimizer, scaler):
-    # keep the saved momenta, but take today's options, such as --weight_decay
-    options = optimizer.state_dict()["param_groups"]
-    try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
-        scaler.load_state_dict(state["scaler"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        hint = "give the options it had; or --fresh, which moves the old run aside"
-        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
-
-
-class RunLog:
-    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
-
-    def __init__(self, args, state):
-        self.args = args
-        self.folder = Path(args.output_dir)
-        self.path = self.folder / "metrics.jsonl"
-        # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = state["log_size"] if state else 0
-        if dist.get_rank() == 0 and self.size() > kept:
-            os.truncate(self.path, kept)
-        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
-        self.rows = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
-        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
-            self.thread.start()
-
-    def size(self):
-        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def feed_wandb(self):
-        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
-        try:
-            import wandb
-
-            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
-            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
-            run = wandb.init(project=project, resume="allow", **options)
-            for row in iter(self.rows.get, None):  # until there is a None in the queue
-                run.log(row, step=row["step"])
-            run.finish()
-        except Exception as error:
-            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
-
-    def write(self, row):
-        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
-        if dist.get_rank() > 0:
-            return
-        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
-        size = self.size()
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
-            if self.path.exists():
-                os.truncate(self.path, size)  # a full disk may have taken half of the line
-        if self.thread.is_alive():
-            self.rows.put(row)
-
-    def close(self, **summary):
-        if dist.get_rank() > 0:
-            return
-        seconds = round(time.monotonic() - START, 1)
-        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
-        summary.update(torch=torch.__version__, args=vars(self.args))
-        try:
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            if self.path.exists():
-                draw_curves(self.path)
-        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
-            logging.warning(f"no summary.json or no curves.png: {error}")
-        if self.thread.is_alive():
-            self.rows.put(None)
-            self.thread.join(timeout=30)
-
-
-def draw_curves(path):
-    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
-    from matplotlib.figure import Figure
-
-    curves = {}
-    for line in open(path):
-        row = json.loads(line)
-        step = row.pop("step")
-        for name, value in row.items():
-            curves.setdefault(name, []).append((step, value))
-    figure = Figure((12, 1 + len(curves)), layout="constrained")
-    for number, (name, points) in enumerate(curves.items(), start=1):
-        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
-        axis.plot(*zip(*points, strict=True), linewidth=1)
-    figure.savefig(path.with_name("curves.png"), dpi=110)
-
-
-# End of the lines that every script has.
-# ==================================================================================================
-
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
 METRICS = ["loss", "accuracy", "f1_macro", "f1_weighted", "ece"]  # of a task
-FALLING = ("loss", "ece")  # endings of the metrics that should fall; all others should rise
 
 
 def classification(logp, labels):
@@ -1215,90 +395,70 @@ def classification(logp, labels):
 
 
 @torch.no_grad()
-def predict(model, data, ids, args, device, guard):
-    """{task: log-probabilities (len(ids), classes)}, or None if the ranks agreed to stop. Batch k
-    goes to rank k % world_size, each set once: the same on any world size. In fp32 without
-    torch.compile, whatever training uses. (all ranks)"""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    # a batch ends where the elements and edges so far pass a multiple of --eval_edges
-    number = np.cumsum(data.cost[ids]) // args.eval_edges
-    batches = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(number)) + 1)
+def predict(model, data, ids, args, device):
+    """{task: log-probabilities (len(ids), classes)} on every rank, in full precision. Batch k goes
+    to rank k % world_size: each set counts once, whatever the number of ranks. (all ranks)"""
     logp = {}
     for task, names in data.classes.items():
-        logp[task] = torch.zeros(len(ids), len(names), dtype=torch.float64, device=device)
+        logp[task] = torch.zeros(len(ids), len(names), device=device)
+
     model.eval()
-    for first in range(0, len(batches), world_size):
-        if guard.agree():  # here and not once at the end: an evaluation may take long
-            return None
-        if first + rank < len(batches):
-            rows = batches[first + rank]
-            for task, logits in model(data[ids[rows], ids[rows]].to(device)).items():
-                logp[task][rows[0] : rows[-1] + 1] = logits.double().log_softmax(dim=1)
+    batches = np.array_split(np.arange(len(ids)), math.ceil(len(ids) / args.batch_size))
+    for rows in batches[dist.get_rank() :: dist.get_world_size()]:
+        batch = data[0, ids, rows].to(device)
+        for task, logits in model(batch).items():
+            logp[task][rows[0] : rows[-1] + 1] = logits.log_softmax(dim=1)
     model.train()
+
     for part in logp.values():
         dist.all_reduce(part)  # each row is zero on all ranks but one
-    return {task: part.cpu().numpy() for task, part in logp.items()}
+    return {task: part.double().cpu().numpy() for task, part in logp.items()}
 
 
-def evaluate(logp, data, ids):
-    """Metrics of all tasks, from log-probabilities of the sets `ids`. loss_se: standard error."""
-    metrics = {"loss": 0.0, "loss_se": 0.0}
-    deviation = np.zeros(len(ids))  # of a set's loss from the mean, summed over the tasks
+def evaluate(model, data, ids, args, device):
+    """(metrics of the sets `ids`: their loss, and METRICS of each task; log-probabilities)
+    (all ranks)"""
+    logp = predict(model, data, ids, args, device)
+    metrics = {"loss": 0.0}
     for i, task in enumerate(data.classes):
         labels = data.labels[ids, i]
         known = labels >= 0
-        task_metrics = classification(logp[task][known], labels[known])
-        metrics["loss"] += task_metrics["loss"]
-        for name, value in task_metrics.items():
+        # All ranks decide by these, so one computes them: another processor might round otherwise.
+        for name, value in on_rank0(classification, logp[task][known], labels[known]).items():
             metrics[f"{task}/{name}"] = value
-        losses = -logp[task][known, labels[known]]
-        deviation[known] += (losses - losses.mean()) / known.mean()
-    metrics["loss_se"] = float(deviation.std() / math.sqrt(len(ids)))
-    return metrics
+        metrics["loss"] += metrics[f"{task}/loss"]
+    return metrics, logp
 
 
 def is_better(name, value, best, delta=0.0):
-    """Whether a metric is better than `best` (None: there is none yet) by more than delta.
-    What is not a number is never better."""
-    if best is None:
-        return math.isfinite(value)
-    if name.endswith(FALLING):
+    """Whether a metric is better than `best` (None: there is none yet) by more than delta."""
+    if best is None or math.isnan(best):
+        return True
+    if name.endswith(("loss", "ece")):
         return value < best - delta
     return value > best + delta
 
 
-def count_patience(loop, metrics, args):
-    """Count the epochs without a gain, after an epoch. The count starts anew when any, or all, of
-    the metrics get better. With `all`, one that gets better alone keeps its old best value."""
-    patience = loop["patience"]
+def note_epoch(loop, metrics, args):
+    """Count the epochs without a gain in loop["waited"]. Returns whether this is the best epoch so
+    far. A gain is when any, or all, of --stop_metrics get better than loop["bests"]; with `all`,
+    one that gets better alone keeps its old best value."""
     gained = {}
     for name in args.stop_metrics:
-        if is_better(name, metrics[name], patience["best"].get(name), args.delta):
+        if is_better(name, metrics[name], loop["bests"].get(name), args.delta):
             gained[name] = metrics[name]
-    needed = len(set(args.stop_metrics)) if args.stop_mode == "all" else 1
+    needed = len(args.stop_metrics) if args.stop_mode == "all" else 1
     if len(gained) >= needed:
-        patience["best"].update(gained)
-        patience["waited"] = 0
-    elif loop["validated"] > args.grace:
-        patience["waited"] += 1
+        loop["bests"].update(gained)
+        loop["waited"] = 0
+    elif loop["epoch"] > args.grace:
+        loop["waited"] += 1
 
-
-def is_best(loop, metrics, args):
-    """Whether this epoch is the best so far, by the first of --stop_metrics; then it is noted."""
-    metric = args.stop_metrics[0]
-    best = loop["best"]
-    before = best["value"] if best and best["metric"] == metric else None
-    if not is_better(metric, metrics[metric], before):
+    first = args.stop_metrics[0]
+    if not is_better(first, metrics[first], loop["best"].get("value")):
         return False
-    loop["best"] = {"metric": metric, "value": metrics[metric], "step": loop["step"]}
-    loop["best"]["better"] = "lower" if metric.endswith(FALLING) else "higher"
+    loop["best"] = {"metric": first, "value": metrics[first], "step": loop["step"]}
     return True
-
-
-def is_done(loop, args, steps):
-    """Whether all steps are made, or patience is over."""
-    return loop["step"] >= steps or 0 < args.patience <= loop["patience"]["waited"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1306,14 +466,11 @@ def is_done(loop, args, steps):
 
 
 def lr_factor(args, step, steps):
-    """What the peak rate is multiplied by. onecycle: half a cosine up from 1/25, and half a cosine
-    down to 0 (Smith and Topin 2018)."""
-    if args.schedule == "constant":
-        return 1.0
-    rise = max(1, round(args.warmup * steps))
+    """What the peak rate is multiplied by: half a cosine up from 1/25, then half a cosine down to 0
+    (Smith and Topin 2018)."""
+    rise = round(args.warmup * steps)
     if step < rise:
-        up = (step + 1) / (rise + 1)
-        return 0.04 + 0.96 * (0.5 - 0.5 * math.cos(math.pi * up))
+        return 0.04 + 0.96 * (0.5 - 0.5 * math.cos(math.pi * step / rise))
     return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))
 
 
@@ -1325,252 +482,1463 @@ def make_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
 
 
-def validate(args, device, data, model, loop, guard, log):
-    """The metrics of the validation set, logged; None if the ranks agreed to stop. (all ranks)"""
-    ids = data.part("valid")
-    logp = predict(model, data, ids, args, device, guard)
-    if logp is None:
-        return None
-    # by rank 0 for all, who decide by it: another processor might round differently
-    metrics = on_rank0(evaluate, logp, data, ids)
-    loss = metrics["loss"]
-    logging.info(f"Validation: loss={loss:.3f} ± {metrics['loss_se']:.3f}")
-    row = {f"val/{name}": value for name, value in metrics.items()}
-    log.write({"step": loop["step"], "epoch": loop["validated"], **row})
-    if not math.isfinite(loss):
-        raise RunError(f"the validation loss is {loss}: lower --lr, and start with --fresh")
-    return metrics
-
-
-def train(args, device, data, model, state, guard, log):
-    """Returns where training stands: its step, its best epoch, and more. (all ranks)"""
-    rank = dist.get_rank()
+def train(args, device, data, model, state, log):
+    """Returns why training was stopped, or "" if it has ended; and where it stands. (all ranks)"""
     world_size = dist.get_world_size()
-    sampler = GlobalBatchSampler(data.part("train"), args, state, data.cost)
-    steps = args.num_epochs * sampler.steps
-    # Even without workers this keeps a GPU busy: nothing in a step waits for it. While it computes,
-    # the host prepares the next batch and queues its copy, from pinned memory. If preparing takes
-    # longer than computing (data_wait is high), give --num_workers.
-    loader = DataLoader(
-        data,
-        batch_size=None,  # our sampler makes whole batches
-        sampler=sampler,
-        num_workers=args.num_workers,
-        persistent_workers=args.num_workers > 0,
-        pin_memory=device.type != "cpu",
-        worker_init_fn=ignore_signals,
-    )
-
+    sampler = GlobalBatchSampler(data.part("train"), args, data.cost)
+    steps = sampler.count_steps(args.num_epochs)
     optimizer = make_optimizer(args, model)
-    dtype = choose_precision(args, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    ddp_model = wrap_ddp(model, args, device)
-    generator = default_generator(device)
-    # all that the loop must know to go on: it is saved with the weights
-    loop = {
-        "step": 0,
-        "validated": 0,  # epochs
-        "best": None,
-        "patience": {"best": {}, "waited": 0},
-        "global_batch": sampler.global_batch,
-    }
+    autocast, scaler = choose_precision(args, device)
+    # where training stands; and, for whoever loads the weights, the names of the outputs
+    loop = {"step": 0, "epoch": 0, "bests": {}, "best": {}, "waited": 0, "classes": data.classes}
     if state:
-        restore(state, model, optimizer, scaler)
-        loop = {name: state[name] for name in loop}
-        if is_done(loop, args, steps):
-            logging.info("nothing is left to train: the test follows, with the options of then")
-            log.args = argparse.Namespace(**state["args"])
-
-    def save(name):
-        content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
-        content.update(loop, wandb_id=log.wandb_id, log_size=log.size(), classes=data.classes)
-        content["model"] = model.state_dict()
-        content["optimizer"] = optimizer.state_dict()
-        content["scaler"] = scaler.state_dict()
-        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
+        loop = restore(state, model=model, optimizer=optimizer, scaler=scaler)
+    ddp_model = wrap_ddp(model, args, device)
+    sampler.start = loop["step"]
+    batches = make_loader(data, sampler, args, device)
+    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
+    if loop["step"] == 0:
+        save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
 
     logging.info("Starting distributed training...")
-    bar = tqdm(total=steps, initial=loop["step"], disable=rank > 0 or not sys.stderr.isatty())
-    batches = None
-    began = time.monotonic()
-    since = loop["step"]
-    data_wait = 0.0
-    sums = torch.zeros(3, device=device)  # loss, gradient norm, steps; without skipped steps
-    while not guard.reason:
+    bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
+    meter = Meter(["loss"], args, device)
+    reason = ""
+    while not reason:
         step = loop["step"]
         epoch, position = divmod(step, sampler.steps)
 
-        # after every epoch: validate and decide; all ranks have the same metrics, and so agree
-        if epoch > loop["validated"]:
-            paused = time.monotonic()
-            metrics = validate(args, device, data, model, loop, guard, log)
-            if metrics is None:  # the ranks stop: this step's checkpoint was made before
+        # An epoch is over: validate. All ranks have the same metrics, and so decide alike.
+        if epoch > loop["epoch"]:
+            metrics, _ = evaluate(model, data, data.part("valid"), args, device)
+            reason = max(gather(wish_to_stop(args)))
+            if reason:  # latest.pt was saved before this validation, which will be made again
                 break
-            loop["validated"] = epoch
-            count_patience(loop, metrics, args)
-            if is_best(loop, metrics, args):
+            row = {f"val/{name}": value for name, value in metrics.items()}
+            log.write({"step": step, "epoch": epoch - 1, **row})
+            if not math.isfinite(metrics["loss"]):
+                text = f"the validation loss is {metrics['loss']}"
+                raise RunError(f"{text}: --fresh and a lower --lr")
+            loop["epoch"] = epoch
+            if note_epoch(loop, metrics, args):
                 logging.info(f"Found better model at epoch {epoch - 1}.")
-                logging.info(f"Saving checkpoint for model at epoch {epoch - 1}")
                 save("best.pt")
-            if is_done(loop, args, steps):
-                save("latest.pt")  # the same command, given again, then knows that all is done
-            began += time.monotonic() - paused
-        if is_done(loop, args, steps):
+            meter.start()
+        is_stopped_early = 0 < args.patience <= loop["waited"]
+        if is_stopped_early:
+            logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
+        if is_stopped_early or step >= steps:
+            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
             break
-
-        if position == 0 or batches is None:
+        if position == 0:
             logging.info(f"Starting training epoch {epoch}")
-            sampler.set_epoch(epoch, start=position)
-            batches = iter(loader)
 
-        # Dropout depends on (seed, step, rank) alone. A run that is resumed, or killed and started
-        # again, draws the same, and there is no random state to be saved. (The factors keep
-        # steps below 1,000,003 and ranks below 4,099 apart.)
-        generator.manual_seed((args.seed * 1_000_003 + step) * 4099 + rank)
+        seed_step(args, step)
+        kept = [buffer.clone() for buffer in model.buffers()]  # batch statistics, if there are any
         lr = args.lr * lr_factor(args, step, steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # forward and backward, micro-batch by micro-batch
-        step_loss = torch.zeros((), device=device)
+        # forward and backward, micro-batch by micro-batch; the last one adds up over the ranks
+        step_loss = torch.zeros(1, device=device)
         for micro in range(1, sampler.accumulation + 1):
-            asked = time.monotonic()
-            batch = next(batches).to(device)
-            data_wait += time.monotonic() - asked
-            # gradients are added up over the ranks in the last micro-batch only
-            sync = contextlib.nullcontext()
-            if world_size > 1 and micro < sampler.accumulation:
-                sync = ddp_model.no_sync()
-            with sync:
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    loss = share_of_loss(ddp_model(batch), batch)
-                scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
+            batch = meter.next_batch(batches, device)
+            ddp_model.require_backward_grad_sync = micro == sampler.accumulation
+            with autocast():
+                loss = share_of_loss(ddp_model(batch), batch)
+            scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
-
-        # update, unless the gradient is not finite; then the step counts in no mean, either
-        norm = guard.update(optimizer, scaler)
-        values = torch.stack([step_loss, norm, torch.ones_like(norm)])
-        sums += torch.where(norm.isfinite(), values, 0.0)
-        step += 1
-        loop["step"] = step
+        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        meter.add(step_loss, norm)
+        loop["step"] += 1
         bar.update()
 
-        # once in a while: log. Here the host waits for the GPU. (all ranks)
-        if step % args.log_every == 0 or step == steps:
-            loss_sum, norm_sum, good = sum_over_ranks(sums)
-            seconds = time.monotonic() - began
-            made = step - since
-            row = {"step": step, "epoch": epoch, "lr": lr, "skipped": made - good / world_size}
-            if good > 0:
-                row["loss"] = loss_sum * world_size / good  # each rank has a share of the loss ...
-                row["grad_norm"] = norm_sum / good  # ... and all of the norm
-            row["samples_per_s"] = made * sampler.global_batch / seconds
-            row["data_wait"] = data_wait / seconds
-            log.write(row)
-            began = time.monotonic()
-            since = step
-            data_wait = 0.0
-            sums.zero_()
-
-        # save; also before a validation, which may be long and may be interrupted (all ranks)
-        reason = guard.agree()
-        if reason or step % args.save_every == 0 or step % sampler.steps == 0:
-            save("latest.pt")
+        # log and save; also before a validation, which may be interrupted
+        must_save = loop["step"] % args.save_every == 0 or position == sampler.steps - 1
+        row = {"step": loop["step"], "epoch": epoch, "lr": lr}
+        reason = meter.meet(log, row, sampler.global_batch, must_save)
+        if reason or must_save:
+            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=bool(reason))
     bar.close()
-    if is_done(loop, args, steps) and loop["step"] < steps:
-        logging.info(f"Stopped early: no gain in {loop['patience']['waited']} epochs")
-    return loop
+    return reason, loop
 
 
 # --------------------------------------------------------------------------------------------------
 # Main
 
 
-def write_predictions(folder, data, ids, logp):
-    """predictions.npz, and a confusion matrix for each task. (rank 0)"""
-    from matplotlib.figure import Figure
+def measure_baselines(data):
+    """{task: {name: test accuracy}} of what needs no network: the commonest class; logistic
+    regression on counts of elements, pairs, links, chains; for the task `dim` the dimension whose
+    sprinklings have as many related pairs (Myrheim and Meyer: Meyer 1988). (rank 0)"""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
-    arrays = {f"logp_{task}": logp[task] for task in logp}
+    baselines = {}
+    for column, (task, names) in enumerate(data.classes.items()):
+        labels = data.labels[:, column]
+        train = (labels >= 0) & (data.split == 0)
+        test = (labels >= 0) & (data.split == 2)
+        counts = data.statistics
+        classifier = LogisticRegression(C=100, max_iter=2000)  # the default penalty costs accuracy
+        model = make_pipeline(StandardScaler(), classifier)
+        guesses = {"majority": np.bincount(labels[train]).argmax()}
+        if len(np.unique(labels[train])) > 1:
+            model.fit(np.log1p(counts[train]), labels[train])
+            guesses["logistic regression"] = model.predict(np.log1p(counts[test]))
+        if task in ("dim", "dimension") and all(name.isdigit() for name in names):
+            found = myrheim_meyer(2 * counts[test, 1] / (counts[test, 0] * (counts[test, 0] - 1)))
+            guesses["Myrheim-Meyer"] = np.abs(found[:, None] - np.array(names, float)).argmin(1)
+        baselines[task] = {
+            name: float((labels[test] == guess).mean()) for name, guess in guesses.items()
+        }
+    return baselines
+
+
+def myrheim_meyer(fractions):
+    """The dimensions from 1 to 12 whose sprinklings have these shares of related pairs."""
+    dimensions = np.linspace(1, 12, 11_001)
+    gamma = math.gamma
+    expected = [gamma(d + 1) * gamma(d / 2) / (2 * gamma(1.5 * d)) for d in dimensions]
+    return np.interp(-np.asarray(fractions), -np.array(expected), dimensions)  # they fall with d
+
+
+def report(args, data, ids, metrics, logp):
+    """The test, beside what needs no network; predictions.npz, a confusion matrix for each task.
+    Returns the baselines. (rank 0)"""
+    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
+    baselines = measure_baselines(data)
+    for task in data.classes:
+        accuracy = metrics[f"{task}/accuracy"]
+        for name, value in {**baselines[task], "this network": accuracy}.items():
+            logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
+        if accuracy < max(baselines[task].values()):
+            logging.warning(f"{task}: the network is worse than what needs no network")
+    try:
+        save_predictions(args, data, ids, logp)
+    except OSError as error:  # most likely a full disk; the figures above are there
+        logging.warning(f"no predictions.npz or no confusion matrix: {error}")
+    return baselines
+
+
+def save_predictions(args, data, ids, logp):
+    folder = Path(args.output_dir)
+    arrays = {f"logp_{task}": part for task, part in logp.items()}
     np.savez(folder / "predictions.npz", ids=ids, labels=data.labels[ids], **arrays)
     for i, (task, names) in enumerate(data.classes.items()):
         labels = data.labels[ids, i]
-        known = labels >= 0
-        guess = logp[task][known].argmax(1)
-        counts = confusion_matrix(labels[known], guess, labels=range(len(names)), normalize="true")
-        axis = Figure((2 + len(names), 2 + len(names)), layout="constrained").add_subplot()
-        ConfusionMatrixDisplay(counts, display_labels=names).plot(ax=axis, colorbar=False)
-        axis.figure.savefig(folder / f"confusion_{task}.png")
+        guess = logp[task].argmax(1)
+        plot = ConfusionMatrixDisplay.from_predictions(
+            labels[labels >= 0],
+            guess[labels >= 0],
+            labels=range(len(names)),
+            display_labels=names,
+            normalize="true",
+            xticks_rotation="vertical",
+        )
+        plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
 
 
-def report(args, data, ids, logp):
-    """Metrics of the test, logged beside the accuracies of what needs no network. Returns both.
-    (rank 0)"""
-    metrics = evaluate(logp, data, ids)
-    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
-    baselines = {task: data.baselines[task] for task in data.classes}
-    for task, accuracies in baselines.items():
-        accuracy = metrics[f"{task}/accuracy"]
-        for name, value in {**accuracies, "this network": accuracy}.items():
-            logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
-        if any(value > accuracy for value in accuracies.values()):
-            logging.warning(f"{task}: the network is worse than what needs no network")
-    try:
-        write_predictions(Path(args.output_dir), data, ids, logp)
-    except OSError as error:  # a full disk: no reason to fail a run that is over
-        logging.warning(f"no predictions.npz or no confusion matrix: {error}")
-    return {"test": metrics, "baselines": baselines}
-
-
-def test(args, device, data, model, loop, guard):
-    """The best weights on the test set; {} if the ranks agreed to stop. (all ranks)"""
-    logging.info("Starting testing phase...")
-    path = Path(args.output_dir) / "best.pt"
-    state = load_checkpoint(path) if on_rank0(is_whole, path) else {}
-    if loop["best"] and state.get("step") == loop["best"]["step"]:
+def test(args, device, data, model, best):
+    """Metrics of the best weights on the test set, and baselines. (all ranks)"""
+    state = on_rank0(read_checkpoint, Path(args.output_dir) / "best.pt")
+    if state and state["loop"]["step"] == best["step"]:
         model.load_state_dict(state["model"])
     else:
-        reason = "is missing, damaged, or not of the best epoch (a full disk?)"
-        logging.warning(f"{path} {reason}: the last weights are tested")
+        logging.warning(
+            f"best.pt of step {best['step']} could not be saved: the test is of latest.pt"
+        )
     ids = data.part("test")
-    logp = predict(model, data, ids, args, device, guard)
-    if logp is None:
-        return {}
-    return on_rank0(report, args, data, ids, logp)
+    metrics, logp = evaluate(model, data, ids, args, device)
+    return metrics, on_rank0(report, args, data, ids, metrics, logp)
 
 
 def main(args):
     device = setup_ddp(args)
     logging.info("Preparing data loaders...")
-    folder = Path(args.data)
-    data_hash = on_rank0(check_data, folder)
-    data = CausalSets(folder, args.tasks, args.features)
-    if data.hash != data_hash:
-        raise InputError(f"{folder} is not the same here as on rank 0")
+    data = CausalSets(read_once(prepare, args), args)
+    if args.prepare_only:
+        logging.info(f"{len(data.labels):,} sets are read: {args.cache_dir}")
+        return 0
     logging.info("Data split complete:")
-    for title, part in [("Training", "train"), ("Validation", "valid"), ("Test", "test")]:
-        logging.info(f"  {title + ' samples:':19} {len(data.part(part)):,}")
-    state = open_run(args, data.hash)
-    # with others the weights, or their momenta, would fit, but mean something else
-    for name in ("tasks", "features", "messages", "pooling"):
-        if state and state["args"][name] != getattr(args, name):
-            text = f"this run was started with {state['args'][name]}"
-            raise InputError(f"--{name}: {text}; --fresh moves the old run aside")
+    for name, title in {"train": "Training", "valid": "Validation", "test": "Test"}.items():
+        logging.info(f"  {title + ' samples:':19} {len(data.part(name)):,}")
+    may_change = "data cache_dir num_epochs patience world_size master_addr master_port".split()
+    state = open_run(args, data.hash, may_change)
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = CausalSetNet(args, data.classes).to(device)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
-    guard = StepGuard(args, device)
     log = RunLog(args, state)
-    loop = train(args, device, data, model, state, guard, log)
-    tested = {}
-    if not guard.reason:
-        logging.info("Training process completed.")
-        tested = test(args, device, data, model, loop, guard)
-    status = f"stopped by {guard.reason}" if guard.reason else "finished"
-    log.close(status=status, steps=loop["step"], best=loop["best"], **tested)
-    if not guard.reason:
-        logging.info("Training and testing completed successfully!")
-    return exit_status(guard.reason)
+    with logging_redirect_tqdm():
+        reason, loop = train(args, device, data, model, state, log)
+    if reason:
+        log.close(f"stopped by {reason}", steps=loop["step"], best=loop["best"])
+        return exit_status(reason)
+    logging.info("Training process completed.")
+    logging.info("Starting testing phase...")
+    end_on_signals()
+    metrics, baselines = test(args, device, data, model, loop["best"])
+    log.close("finished", steps=loop["step"], best=loop["best"], test=metrics, baselines=baselines)
+    logging.info("Training and testing completed successfully!")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading: the user's files, once, by rank 0. Training needs only what `write_sets` leaves
+
+# Names in stores of QuantumGrav.jl and of its Python package. The first that is there is read.
+ADJACENCY = ["adjacency_matrix", "adj"]  # all related pairs
+LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
+SIZES = ["atomcount", "cset_size"]
+NUMBERS = ["num_samples", "num_causal_sets"]  # of sets, in a store that has room for more
+FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
+READER = 4  # raise it when you change what is read or kept: else an old cache is used
+
+
+class ZarrFolder:
+    """The arrays directly in a folder by their names, as np.load gives those of an .npz file. Each
+    is opened when it is asked for. We look for the folders of arrays ourselves: groups that Julia
+    writes have no file that zarr would know them by."""
+
+    def __init__(self, folder, notes):
+        self.folder = folder
+        self.notes = notes  # here we write down what is missing
+        self.names = [path.name for path in sorted(folder.iterdir()) if is_zarr_array(path)]
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __getitem__(self, name):
+        import zarr
+
+        array = zarr.open(self.folder / name, mode="r")
+        missing = array.nchunks - array.nchunks_initialized
+        if missing > 0:
+            self.notes.append(f"{self.folder / name}: {missing} of {array.nchunks} chunks")
+        return array
+
+
+def is_zarr_array(path):
+    if (path / ".zarray").exists():  # format 2
+        return True
+    meta = path / "zarr.json"  # format 3
+    try:
+        return meta.exists() and json.loads(meta.read_text())["node_type"] == "array"
+    except (ValueError, KeyError):  # zarr says what is wrong, if the array is asked for
+        return True
+
+
+def choose(arrays, *names):
+    for name in names:
+        if name in arrays:
+            return name
+    raise ValueError(f"has {', '.join(arrays) or 'nothing'}; expected {' or '.join(names)}")
+
+
+def read_sets(path, tasks, notes):
+    """Yields for each set its name, and {name of an array: its value}, or the error that came.
+
+    path is an .npz file or a zarr store whose arrays hold all sets, counted by the first axis; or
+    a zarr store with a group for each set. What is no error, but must be said, goes into notes."""
+    if path.suffix == ".npz":
+        if not zipfile.is_zipfile(path):
+            raise ValueError("expected arrays with names, as numpy.savez writes them")
+        yield from read_flat(np.load(path), tasks)
+        return
+    if not path.is_dir():
+        raise ValueError("expected an .npz file, or a zarr store, which is a folder")
+    groups = [group for group in path.glob("cset_*") if group.name[5:].isdigit()]
+    for group in sorted(groups, key=lambda group: int(group.name[5:])):
+        try:
+            arrays = ZarrFolder(group, notes)
+            names = [choose(arrays, *ADJACENCY, *LINKS), *[choose(arrays, task) for task in tasks]]
+            names += [name for name in SIZES if name in arrays]
+            yield group.name, {name: arrays[name][...] for name in names}
+        except ImportError:
+            raise
+        except Exception as error:  # zarr and its decoders raise many kinds
+            yield group.name, error
+    if not groups:
+        yield from read_flat(find_arrays(path, notes), tasks)
+
+
+def find_arrays(path, notes):
+    """The arrays of a store: directly in it, or in one group."""
+    found = []
+    for folder in [path, *sorted(path.iterdir())]:
+        if folder.is_dir():
+            arrays = ZarrFolder(folder, notes)
+            if any(name in arrays for name in [*ADJACENCY, *LINKS]):
+                found.append(arrays)
+    if len(found) > 1:
+        names = ", ".join(str(arrays.folder) for arrays in found)
+        raise ValueError(f"has several groups, give one of them to --data: {names}")
+    return found[0] if found else ZarrFolder(path, notes)
+
+
+def read_flat(arrays, tasks):
+    """The sets of arrays whose first axis counts them, as `read_sets` yields them."""
+    matrix = choose(arrays, *ADJACENCY, *LINKS)
+    matrices = arrays[matrix]
+    numbers = {}  # one for each set
+    for name in [choose(arrays, *SIZES), *tasks]:
+        numbers[name] = arrays[choose(arrays, name)][...]
+        if numbers[name].shape != matrices.shape[:1]:
+            text = f"{name} has shape {numbers[name].shape}"
+            raise ValueError(f"{text}; expected {matrices.shape[:1]}, as {matrix} has")
+    count = matrices.shape[0]
+    for name in NUMBERS:
+        if name in arrays:
+            count = min(count, number_of(arrays[name][...], name))
+
+    # what is packed together is read once: a chunk, or all of an .npz file
+    piece = max(1, getattr(matrices, "chunks", matrices.shape)[0])
+    for first in range(0, count, piece):
+        ids = range(first, min(first + piece, count))
+        try:
+            rows = matrices[first : first + piece]
+        except Exception as error:
+            yield from [(f"set {i}", error) for i in ids]
+            continue
+        for i in ids:
+            values = {name: array[i] for name, array in numbers.items()}
+            yield f"set {i}", {matrix: rows[i - first], **values}
+
+
+def number_of(value, name):
+    """A size or a label; a label may also be a name."""
+    number = np.asarray(value).item()
+    if isinstance(number, bytes):
+        number = number.decode()
+    if isinstance(number, str) and name not in SIZES:
+        return number
+    if not isinstance(number, (int, float)) or not float(number).is_integer():
+        raise ValueError(f"{name} is {number}; expected a whole number")
+    return int(number)
+
+
+def order_of(values):
+    """The order (n, n) bool of a set: [i, j] where i is in the past of j, so that i < j. Raises
+    ValueError where the matrix is no such thing."""
+    name = choose(values, *ADJACENCY, *LINKS)
+    matrix = values[name]
+    if matrix.ndim != 2 or len(matrix) != matrix.shape[1]:
+        raise ValueError(f"{name} has shape {matrix.shape}; expected (n, n)")
+    n = len(matrix)
+    for size in SIZES:
+        if size in values:
+            n = number_of(values[size], size)
+    if not 2 <= n <= min(len(matrix), 32767):  # elements are numbered in int16
+        raise ValueError(f"{n} elements in {name} of shape {matrix.shape}; expected 2 to 32767")
+    if matrix[n:].any() or matrix[:, n:].any():
+        raise ValueError(f"{name} has pairs beyond its {n} elements")
+    matrix = matrix[:n, :n]
+    if not ((matrix == 0) | (matrix == 1)).all():
+        raise ValueError(f"{name} has other entries than 0 and 1")
+    if not matrix.any():
+        raise ValueError(f"{name} has no pairs at all (a missing chunk of a store reads so)")
+
+    matrix = matrix.astype(bool)
+    if not np.triu(matrix).any():
+        matrix = matrix.T  # as arrays of Julia arrive
+    if np.tril(matrix).any():
+        raise ValueError(f"{name} has a cycle, or its elements are not sorted in time")
+    order = closure(matrix)
+    if name in ADJACENCY and not np.array_equal(matrix, order):
+        raise ValueError(f"{name} is not transitive; expected all related pairs")
+    if name in LINKS and not np.array_equal(matrix, links_of(order)):
+        raise ValueError(f"{name} is not made of the pairs with nothing between them")
+    return order
+
+
+def closure(edges):
+    """The transitive closure (n, n) bool of an acyclic graph."""
+    while True:
+        step = edges.astype(np.float32)  # numpy multiplies floats much faster than integers
+        more = edges | (step @ step > 0.5)
+        if np.array_equal(more, edges):
+            return edges
+        edges = more
+
+
+def links_of(order):
+    """The transitive reduction (n, n) bool of an order: pairs with nothing between them."""
+    step = order.astype(np.float32)  # counts below 2^24 are exact
+    return order & (step @ step < 0.5)
+
+
+def heights(order):
+    """(n,) elements of the longest chain that ends just before each one: proper time."""
+    count = np.zeros(len(order), np.int64)
+    after = np.ones(len(order), bool)
+    while True:
+        # at first all elements; then those after any of them, after any of those, and so on
+        after = order[after].any(0)
+        if not after.any():
+            return count
+        count += after
+
+
+def describe(order):
+    """What is kept of a set with this order: {name: array}"""
+    link = links_of(order)
+    past_height = heights(order)
+    future_height = heights(order.T)  # the past of the order turned round
+    past_size = order.sum(0)
+    future_size = order.sum(1)
+    features = [link.sum(0), link.sum(1), past_height, future_height, past_size, future_size]
+    statistics = [
+        len(order),
+        order.sum(),  # related pairs
+        link.sum(),
+        (past_size == 0).sum(),  # minimal elements
+        (future_size == 0).sum(),  # maximal elements
+        past_height.max() + 1,  # elements of the longest chain
+        (past_size * future_size).sum(),  # chains of 3, counted by the one in the middle
+    ]
+    return {
+        "features": np.stack(features, axis=1).astype(np.float32),
+        "past": np.nonzero(link.T)[1].astype(np.int16),
+        "future": np.nonzero(link)[1].astype(np.int16),
+        "statistics": np.array([statistics], np.float64),
+    }
+
+
+def read_all(paths, tasks):
+    """Five lists: of the sets (file, name), what `describe` returns, and labels; what is wrong with
+    other sets; what else must be said."""
+    names = []
+    sets = []
+    labels = []
+    bad = []
+    notes = []
+    for path in paths:
+        found = read_sets(path, tasks, notes)
+        bar = tqdm(found, desc=path.name, unit=" sets", disable=None, leave=False)
+        try:
+            for name, values in bar:
+                try:
+                    if isinstance(values, Exception):
+                        raise values
+                    own = [number_of(values[task], task) for task in tasks]
+                    sets.append(describe(order_of(values)))
+                    labels.append(own)
+                    names.append((str(path), name))
+                except Exception as error:
+                    bad.append(f"{path}: {name}: {' '.join(str(error).split())}")
+        except ImportError:
+            raise InputError(f"{path}: pip install zarr, which reads such stores") from None
+        except Exception as error:
+            raise InputError(f"--data {path}: {error}") from None
+    if notes:
+        text = "arrays have chunks that are not stored and read as zeros, right if they held zeros"
+        notes = [f"{len(notes)} {text}, such as {notes[0]}"]
+    return names, sets, labels, bad, notes
+
+
+def is_label(value):
+    return value != "" if isinstance(value, str) else value >= 0
+
+
+def find_copies(sets):
+    """(samples,) int64: the first set that has the same order, its elements in the same places."""
+    original = np.arange(len(sets))
+    seen = {}
+    for i, values in enumerate(sets):
+        key = values["features"].tobytes() + values["past"].tobytes()
+        original[i] = seen.setdefault(key, i)
+    return original
+
+
+def write_sets(folder, args):
+    """Read --data, and write its arrays. (rank 0)"""
+    _, sets, values, bad, notes = read_all([Path(path) for path in args.data], args.tasks)
+    if bad and not args.skip_bad_data:
+        text = f"{len(bad)} of {len(sets) + len(bad)} sets are bad"
+        raise InputError(f"{text} (--skip_bad_data leaves them out):" + list_problems(bad))
+    if not sets:
+        raise InputError(f"--data {' '.join(args.data)}: no sets")
+    if bad:
+        notes.append(f"{len(bad)} bad sets are left out:" + list_problems(bad))
+
+    labels = np.full((len(sets), len(args.tasks)), -1)
+    classes = {}
+    for column, task in enumerate(args.tasks):
+        own = np.array([row[column] for row in values])
+        known = np.array([is_label(row[column]) for row in values])
+        names, numbers = np.unique(own[known], return_inverse=True)
+        labels[known, column] = numbers
+        classes[task] = [str(name) for name in names]
+        if len(names) < 2:
+            text = ", ".join(classes[task]) or "none"
+            raise InputError(f"--tasks {task}: expected 2 values or more from 0 on, found {text}")
+    arrays = {name: np.concatenate([found[name] for found in sets]) for name in sets[0]}
+    arrays["labels"] = labels
+    arrays["original"] = find_copies(sets)
+    copies = np.count_nonzero(arrays["original"] < np.arange(len(sets)))
+    if copies > 0:
+        notes.append(f"{copies} sets are copies of others: they stay in one part of the split")
+    arrays["node_ptr"] = np.cumsum([0, *arrays["statistics"][:, 0]], dtype=np.int64)
+    arrays["edge_ptr"] = np.cumsum([0, *arrays["statistics"][:, 2]], dtype=np.int64)
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        np.save(folder / f"{name}.npy", array)
+        digest.update(array)
+    meta = {"classes": classes, "notes": notes, "hash": digest.hexdigest()[:12]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def prepare(args):
+    """The folder with the sets of --data, read once, and kept. (rank 0)"""
+    key = [READER, args.tasks, args.skip_bad_data]
+    for path in map(Path, args.data):
+        if not path.exists():
+            raise InputError(f"--data {path}: no such file or store; tools/make_causal_sets.py")
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        stats = [file.stat() for file in files if file.exists()]  # a link may lead nowhere
+        key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
+    return cached(args.cache_dir, "sets", key, lambda new: write_sets(new, args))
+
+
+# ==================================================================================================
+# How a run starts and ends. These lines are the same in every script: read them once.
+
+START = time.monotonic()
+PARENT = os.getppid()
+SCRIPT = Path(sys.argv[0]).name
+
+# In these variables a launcher tells a process its rank, the number of ranks, and its rank on this
+# machine. A launcher is there if all of its variables are.
+LAUNCHERS = [
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
+    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
+    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"],  # srun (sbatch: no step)
+    ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
+]
+
+MEETING_MINUTES = 2  # in which all ranks must have come
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+stop_signal = ""  # name of the last signal that asked this process to stop
+
+# words of errors that need no traceback, and what to do
+HINTS = {
+    " by peer": "another rank has died: the same command, given again, goes on",
+    "OutOfMemoryError": "half the --batch_size, with the same --global_batch_size, needs less",
+    "allocate memory": "half the --batch_size, with the same --global_batch_size, needs less",
+    "Too many open files": "raise the limit: ulimit -n 4096",
+    "No space left": "a disk is full",
+    "DataLoader worker (pid": "--num_workers 0 needs no worker, and no /dev/shm",
+    "DataLoader timed out": "--num_workers 0 needs no worker, and no /dev/shm",
+    "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
+}
+
+
+class RunError(Exception):
+    """The run cannot go on: one line that says why, no traceback."""
+
+    status = 1
+
+
+class InputError(RunError):
+    """What the user gave cannot work."""
+
+    status = 2
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help with the docstring as it stands and the default of every option."""
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(message)  # so that one rank says it, not all
+
+
+def number(least, most=math.inf, kind=float):
+    """The type of options that are numbers within limits."""
+
+    def parse(text):
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most}")
+        return value
+
+    parse.__name__ = "number"  # for argparse's own messages
+    return parse
+
+
+def boolean(text):
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+
+
+COUNT = number(1, kind=int)
+# an option that may be given as --compile, --compile=True, --compile no
+FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+
+
+def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+    add = parser.add_argument_group("the same in every script").add_argument
+    add("--config", help="YAML or JSON file of options; the command line wins")
+    add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--prepare_only", **FLAG, default=False, help="read the data into --cache_dir, no more")
+    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--seed", type=number(0, 2**32, int), default=42, help="of weights, order and dropout")
+    add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
+    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs"
+    add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
+    add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
+    add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
+    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs that have it")
+    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=number(0), default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=COUNT, default=10, help="steps between log lines")
+    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
+    add("--nproc_per_node", type=COUNT, default=1, help="processes to start, if no launcher did")
+    kinds = ["auto", "cuda", "xpu", "cpu"]
+    add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
+    kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
+    add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
+    seconds = os.environ.get("NCCL_TIMEOUT") or "1800"  # many guides export it
+    if not seconds.isdigit() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds}: expected a number of seconds")
+    minutes = int(seconds) / 60
+    limit = number(0.01, 1e6)
+    add("--timeout_minutes", type=limit, default=minutes, help="limit of one collective")
+    # torch.distributed.launch gives it, but also sets RANK
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+
+
+def parse_with_config(parser):
+    """Options of the command line; else of the --config file; else the defaults."""
+    path = parser.parse_args().config
+    if path is None:
+        return parser.parse_args()
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        # JSON may hold tabs, which YAML refuses
+        content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise InputError("expected lines such as batch_size: 32")
+        words = config_words(content, parser)
+        parser.parse_args(words)
+    except (OSError, ValueError, yaml.YAMLError, InputError) as error:
+        raise InputError(f"--config {path}: {' '.join(str(error).split())}") from None
+    return parser.parse_args([*words, *sys.argv[1:]])  # of two values the later one counts
+
+
+def config_words(content, parser, section=""):
+    """A YAML file as a command line. In a section, attack: {eps: 1} is --attack_eps if the script
+    has such an option, and --eps if not: then the section only groups options."""
+    words = []
+    for key, value in content.items():
+        name = f"--{section}_{key}"
+        if name not in parser._option_string_actions:
+            name = f"--{key}"
+        if isinstance(value, dict):
+            words += config_words(value, parser, key)
+        elif isinstance(value, list):
+            words += [name, *map(str, value)]
+        elif value is not None:
+            words.append(f"{name}={value}")
+    return words
+
+
+def find_ranks():
+    """(rank, world size, local rank) from the launcher; None without one."""
+    for names in LAUNCHERS:
+        values = [os.environ.get(name) for name in names]
+        if not all(values):  # some shells keep empty ones
+            continue
+        if not all(value.isdigit() for value in values[:3]) or int(values[0]) >= int(values[1]):
+            text = " ".join(f"{name}={os.environ[name]}" for name in names[:3])
+            raise InputError(f"{text}: expected a rank below the number of ranks, from a launcher")
+        return tuple(map(int, values[:3]))
+    if os.environ.get("RANK") or os.environ.get("PALS_RANKID"):
+        raise InputError("this process has a rank, but no world size: export WORLD_SIZE")
+    return None
+
+
+def setup_ddp(args):
+    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
+    # plain python is a group of one: the code below has one path only
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    logging.basicConfig(
+        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
+        level=logging.INFO,
+        datefmt="%Y-%m-%d %H:%M:%S",
+        stream=sys.stdout,
+    )
+    logging.info(f"Process {rank}/{world_size} started")
+    device = choose_device(args, local_rank)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
+        torch.use_deterministic_algorithms(True)
+
+    backend = args.backend
+    if backend in ("auto", "ccl", "xpu"):
+        backend = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend) or (device.type == "cpu" and backend != "gloo"):
+        raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
+    if device.type != "cpu":
+        # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    if not os.environ.get("MASTER_ADDR"):
+        if rank != local_rank:  # there are ranks elsewhere
+            raise InputError("several machines: export MASTER_ADDR, the name of the first one")
+        os.environ["MASTER_ADDR"] = "localhost"
+    if not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
+
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    handle_signals(signal.SIG_DFL)  # Python's own would not run before all ranks have come
+    watchdog = start_watchdog(rank, world_size, place)
+    try:
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=args.timeout_minutes),
+            device_id=None if device.type == "cpu" else device,
+        )
+    except (dist.DistNetworkError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in text:
+            text = "the port is in use, export another MASTER_PORT"
+        raise RunError(f"no meeting at {place}: {text}") from None
+    watchdog.cancel()
+    compare_ranks(args)
+
+    # Launchers other than torchrun may leave all cores of a machine to each of its ranks.
+    here = gather(socket.gethostname()).count(socket.gethostname())
+    is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
+    if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    # The C library keeps about twice the largest block that was freed, up to 32 MB, and gives the
+    # rest back to the system: fetching it again and again takes a tenth of a step on CPUs.
+    torch.empty(8 * 2**20 - 4096)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
+    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
+    return device
+
+
+def choose_device(args, local_rank):
+    """A GPU for this rank, or the CPU where there is none."""
+    kind = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+    if args.device not in ("auto", "cpu", kind):
+        text = f"torch {torch.__version__} finds only {kind} here"
+        raise InputError(f"--device {args.device}: {text}")
+    if args.device == "cpu" or kind not in ("cuda", "xpu"):
+        return torch.device("cpu")
+
+    # torchrun shows all GPUs to all ranks; mpiexec and srun may show each rank its own one
+    count = torch.accelerator.device_count()
+    if count > 1 and local_rank >= count:
+        raise InputError(f"{count} GPUs here, and a rank {local_rank}: start fewer processes")
+    device = torch.device(kind, local_rank % count)
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def start_watchdog(rank, world_size, place):
+    """Ends this process after MEETING_MINUTES, unless it is cancelled. Torch would wait as long as
+    for a slow rank, and for ever where another program listens on the port."""
+
+    def give_up():
+        text = f"{world_size} ranks did not meet at {place} in {MEETING_MINUTES} minutes"
+        sys.stderr.write(f"{SCRIPT}: error: {text}: are all of them started, and for this place?\n")
+        os._exit(RunError.status)
+
+    # rank 0, if there is one, says it for all
+    seconds = 60 * MEETING_MINUTES
+    watchdog = threading.Timer(seconds if rank == 0 else seconds + 3, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    return watchdog
+
+
+def compare_ranks(args):
+    """Refuse a group whose ranks were not started with the same command: a port that two jobs have
+    chosen, or an old file on one machine. (all ranks)"""
+    own = {"script": SCRIPT, **vars(args)}
+    for rank, theirs in enumerate(gather(own)):
+        for name in sorted((own.keys() | theirs.keys()) - {"local_rank"}):
+            if theirs.get(name) != own.get(name):
+                text = f"{name} is {own.get(name)} here, and {theirs.get(name)} on rank {rank}"
+                raise InputError(f"the ranks are of different runs: {text}")
+
+
+def handle_signals(handler):
+    for stop in STOP_SIGNALS:
+        # Under nohup a process ignores SIGHUP, and goes on doing so. But where torchrun sends it,
+        # to end its ranks, they have to save.
+        if signal.getsignal(stop) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(stop, handler)
+
+
+def end_on_signals():
+    """From here on a signal ends the process at once: there is nothing to save. (all ranks)"""
+    handle_signals(signal.default_int_handler if dist.get_rank() == 0 else signal.SIG_DFL)
+
+
+def on_signal(number, frame):
+    global stop_signal
+    stop_signal = signal.Signals(number).name  # training ends its step first, and agrees to stop
+
+
+def cleanup():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launch(parse_args, main):
+    """Run main(args) as this rank, or become torchrun to start --nproc_per_node ranks."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # workers of a loader share many files
+    rank = 0
+    try:
+        rank, world_size, _ = find_ranks() or (0, 1, 0)
+        args = parse_args()
+        is_alone = world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+        if args.nproc_per_node > 1 and is_alone:
+            become_torchrun(args.nproc_per_node)
+        status = main(args)
+        cleanup()
+    except RunError as error:
+        # Mostly all ranks have the same error. So rank 0 says it, and the others wait until their
+        # launcher ends them. If it does not within three seconds, rank 0 may have no error.
+        if rank > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
+        sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+        status = error.status
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{SCRIPT}: stopped before training or after it; nothing is lost\n")
+        status = 130
+    except Exception as error:
+        explain(error)
+        status = 1
+    for worker in multiprocessing.active_children():  # one that is stuck would outlive us
+        worker.kill()
+    sys.stdout.flush()
+    os._exit(status)  # at once: a cleanup would wait for other ranks, which may wait for this one
+
+
+def explain(error):
+    """One line for an error that users meet, with what to do; for others the traceback."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    for words, hint in HINTS.items():
+        for line in lines:
+            if words in line:
+                logging.error(f"{hint} ({line.strip()[:200]})")
+                return
+    logging.error(traceback.format_exc())
+
+
+def become_torchrun(processes):
+    """Go on as torchrun with the same script and options. Unlike by default it hands SIGUSR1 to the
+    ranks, and gives them time to save."""
+    where = ["--standalone", "--local-addr=127.0.0.1"]  # not by name: that may not be known
+    port = os.environ.get("MASTER_PORT")
+    if port:
+        where = [f"--master_port={port}"]
+        where.append(f"--master_addr={os.environ.get('MASTER_ADDR') or 'localhost'}")
+        try:
+            socket.create_server(("", int(port))).close()
+        except (OSError, ValueError, OverflowError) as error:
+            raise InputError(f"MASTER_PORT {port}: {error}") from None
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
+    names = [stop.name for stop in STOP_SIGNALS if signal.getsignal(stop) != signal.SIG_IGN]
+    threads = max(1, torch.get_num_threads() // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
+    options = [f"--nproc_per_node={processes}", f"--signals-to-handle={','.join(names)}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+def gather(value):
+    """[value of rank 0, value of rank 1, ...] on every rank. (all ranks)"""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_rank0(function, *args, group=None):
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
+    nobody waits for a rank 0 that has failed. (all ranks)"""
+    outcome = [None, None]  # result, error
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*args)
+        except RunError as error:
+            outcome[1] = error
+        except Exception:  # not every error can be sent to the other ranks, but its text can
+            outcome[1] = RuntimeError(traceback.format_exc())
+    dist.broadcast_object_list(outcome, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+# ==================================================================================================
+# What happens around a step: batches, precision, update, log, checkpoints. Also the same lines in
+# every training script.
+
+MAX_BAD_STEPS = 10  # in a row, then the run ends
+# options that a resumed run may be given anew; with others it would be another run
+MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
+    prepare_only""".split()
+
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+
+
+def list_problems(problems):
+    """Of many at most 20, and a count."""
+    more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+    return "\n  ".join(["", *problems[:20], *more])
+
+
+def cached(cache_dir, name, key, write):
+    """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
+    Runs that share the cache do not touch each other's. (rank 0)"""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    folder = Path(cache_dir) / f"{name}-{digest}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob("unfinished-*"):
+        with contextlib.suppress(OSError):  # another run is at work in it, and has it locked
+            with open(old / "lock", "r+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as place:
+        lock = lock_file(Path(place) / "lock")
+        new = Path(place) / "data"
+        new.mkdir()
+        write(new)
+        for file in new.glob("*.npy"):
+            np.load(file, mmap_mode="r")  # a full disk can cut off an array without an error
+        try:
+            new.rename(folder)
+        except OSError:  # another run was faster, with the same data
+            if not folder.exists():
+                raise
+        lock.close()
+    return folder
+
+
+def read_once(prepare, args):
+    """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
+    end_on_signals()
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    folder = on_rank0(prepare, args, group=patient)
+    for _ in range(60):  # a network file system may show a new folder late
+        if folder.exists():
+            return folder
+        time.sleep(1)
+    raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
+
+
+class GlobalBatchSampler(DistributedSampler):
+    """Which samples each step is made of. They depend on (seed, epoch) alone, and so neither on the
+    number of ranks nor on a restart.
+
+    Yields for each micro-batch of this rank: the step, the ids of the whole global batch, and the
+    places in it that are this rank's, from step `start` on. (Random draws that depend on the seed,
+    the step and the place do not depend on the number of ranks.) cost[id] is the work that a sample
+    makes, such as its length: the global batch stays a random sample; within it samples of similar
+    cost share a micro-batch, where they need little padding, and all ranks get equal work."""
+
+    def __init__(self, ids, args, cost=None):
+        super().__init__(ids, seed=args.seed, drop_last=True)
+        self.ids = ids
+        self.cost = np.zeros(ids.max() + 1) if cost is None else cost
+        self.global_batch = args.global_batch_size
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        self.start = 0
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * self.num_replicas))
+        parts = self.num_replicas * self.accumulation
+        if not parts <= self.global_batch <= len(ids):
+            limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
+            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
+        each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
+
+    def count_steps(self, epochs):
+        """Optimizer steps of a run; a warning if they are few."""
+        steps = epochs * self.steps
+        if steps < 100:
+            text = f"{len(self.ids)} samples, {self.global_batch} a step, {epochs} epochs"
+            logging.warning(f"only {steps} optimizer steps ({text}): few networks learn in so few")
+        return steps
+
+    def __iter__(self):
+        for step in itertools.count(self.start):
+            epoch, position = divmod(step, self.steps)
+            if position == 0 or step == self.start:
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.ids)
+            whole = order[position * self.global_batch : (position + 1) * self.global_batch]
+            whole = whole[np.argsort(self.cost[whole], kind="stable")]
+            for places in np.array_split(np.arange(len(whole)), self.accumulation):
+                # dealt to and fro, 0 1 2 2 1 0 0 1 ..., or the last rank would get the costliest
+                turn = np.arange(len(places)) % (2 * self.num_replicas)
+                mine = np.minimum(turn, 2 * self.num_replicas - 1 - turn) == self.rank
+                yield step, whole, places[mine]
+
+
+def make_loader(dataset, sampler, args, device):
+    """An endless iterator over micro-batches. The host makes the next one while a GPU computes; if
+    that takes longer than the GPU needs (data_wait is high), give --num_workers."""
+    if args.num_workers > 0 and len(tempfile.gettempdir()) > 70:  # the paths of their sockets
+        raise InputError("--num_workers needs a shorter TMPDIR, of at most 70 letters")
+    loader = DataLoader(
+        dataset,
+        batch_size=None,  # the sampler makes whole batches
+        sampler=sampler,
+        num_workers=args.num_workers,
+        # forked workers share the dataset's memory; others would each be sent a copy
+        multiprocessing_context="fork" if args.num_workers > 0 else None,
+        timeout=60 * args.timeout_minutes if args.num_workers > 0 else 0,  # a worker that is stuck
+        pin_memory=device.type != "cpu",
+        worker_init_fn=start_worker,
+    )
+    return iter(loader)
+
+
+def start_worker(worker):
+    """Called in each worker of a loader."""
+    # A launcher sends its signals to the workers, too, but their rank still needs them.
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_IGN)
+    # A worker that cannot send its batch (/dev/shm is full) only prints an error, and its rank
+    # would wait for the batch. So let it end: the loader sees that.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_worker)
+
+
+def end_worker(error, batch):
+    sys.stderr.write(f"{SCRIPT}: a worker of the loader: {error}\n")
+    os._exit(1)
+
+
+def choose_precision(args, device):
+    """(a function that makes the context of a forward pass, gradient scaler of fp16)"""
+    name = args.precision
+    if name == "auto":
+        has_bf16 = device.type == "xpu" or (
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+        name = "bf16" if has_bf16 else "fp32"
+        logging.info(f"--precision {name}")
+    # cuDNN rounds to TF32 unless told otherwise
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # this attention is slow where shapes vary
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    is_low = dtype != torch.float32
+    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=is_low)
+    return autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+
+def wrap_ddp(model, args, device):
+    compiled = torch.compile(model) if args.compile else model
+    if dist.get_world_size() == 1:  # nothing to add up
+        return compiled
+    wrapped = DistributedDataParallel(
+        compiled,
+        device_ids=None if device.type == "cpu" else [device.index],
+        gradient_as_bucket_view=True,
+    )
+    # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
+    wrapped.broadcast_buffers = False
+    # After its first backward pass DDP puts the gradients in another order. Sums over three and
+    # more ranks then differ in the last bit, also after a restart. So make that pass now, with a
+    # loss that depends on every parameter and needs no network: 0 x their sum.
+    module = wrapped.module
+    wrapped.module = nn.Identity()
+    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
+    wrapped.module = module
+    wrapped.zero_grad()
+    return wrapped
+
+
+def seed_step(args, step):
+    """Dropout depends on (seed, step, rank) alone: there is no random state to be saved. (The
+    factors keep steps below 1,000,003 and ranks below 4,099 apart.)"""
+    torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
+
+
+def update_if_finite(args, model, kept, optimizer, scaler):
+    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
+    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
+    that the host can go on and queue the next step."""
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+    # All ranks have the same gradients by now: a NaN of one is on every rank, and all skip alike.
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~norm.isfinite()).float()  # 1: it changes nothing
+        optimizer.step()
+    elif norm.isfinite():  # the host waits for the device here, which costs speed
+        optimizer.step()
+    for buffer, old in zip(model.buffers(), kept, strict=True):
+        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+class Meter:
+    """Sums what the steps give, on the device.
+
+    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
+    the GPU waits for the host. So a step reads nothing. About once a second, and for every log
+    line, the ranks meet: they read their sums, and agree whether to stop."""
+
+    def __init__(self, names, args, device):
+        self.names = names  # of numbers of which each rank has a share
+        self.args = args
+        self.sums = torch.zeros(len(names) + 2, device=device)  # and the norm, and 1, of good steps
+        self.bad_in_row = torch.zeros((), device=device)
+        self.every = 1  # steps from one meeting to the next
+        self.start()
+
+    def start(self):
+        self.sums.zero_()
+        self.steps = 0
+        self.data_wait = 0.0
+        self.began = time.monotonic()
+
+    def next_batch(self, batches, device):
+        asked = time.monotonic()
+        batch = next(batches).to(device)
+        self.data_wait += time.monotonic() - asked
+        return batch
+
+    def add(self, shares, norm):
+        """shares: (len(names),) of a step"""
+        values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
+        self.sums += torch.where(norm.isfinite(), values, 0.0)
+        self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
+        self.steps += 1
+
+    def meet(self, log, row, samples, now=False):
+        """Once a second, at every log line, or now: agree whether to stop, and write the log line:
+        `row`, the means, and the speed, where a step has so many samples. Returns why to stop, or
+        "". (all ranks)"""
+        must_log = row["step"] % self.args.log_every == 0 or now
+        if not must_log and self.steps % self.every > 0:
+            return ""
+        sums = self.sums.tolist()  # waits for the device
+        seconds = time.monotonic() - self.began
+        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        if self.bad_in_row >= MAX_BAD_STEPS:
+            text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
+            raise RunError(f"{text}: lower the learning rate, or look for such numbers in the data")
+        seconds = everyone[0]["seconds"]  # rank 0's, so that all meet again after the same step
+        self.every = max(1, int(self.steps / seconds))
+        reason = max(theirs["wish"] for theirs in everyone)  # of any rank that has one
+        if not must_log and not reason:
+            return ""
+
+        *_, norm, good = sums  # the same on all ranks
+        row["skipped"] = self.steps - good
+        if good > 0:
+            shares = np.sum([theirs["sums"] for theirs in everyone], axis=0)
+            for name, share in zip(self.names, shares, strict=False):
+                row[name] = share / good
+            row["grad_norm"] = norm / good
+        row["samples_per_s"] = self.steps * samples / seconds
+        row["data_wait"] = self.data_wait / seconds
+        log.write(row)
+        self.start()
+        return reason
+
+
+def wish_to_stop(args):
+    """Why this rank would stop; "" if it would go on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
+        return "death of torchrun"  # nobody else would ever end this process
+    if 0 < 60 * args.max_minutes < time.monotonic() - START:
+        return "time limit"
+    return stop_signal
+
+
+def exit_status(reason):
+    """For a reason to stop. A time limit, and the SIGUSR1 of a batch queue, are planned."""
+    logging.info(f"stopped by {reason}: the same command (without --fresh) goes on")
+    return {"time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}.get(reason, 1)
+
+
+def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
+    """Write OUTPUT_DIR/name: options, where training stands, the state of `parts`. A run goes on
+    without a save that fails, since the next may succeed; the first and the last one must.
+    (all ranks)"""
+
+    def write():
+        state = {"script": SCRIPT, "args": vars(args), "loop": loop}
+        state.update(wandb_id=log.wandb_id, log_size=log.size())
+        for key, part in parts.items():
+            state[key] = part.state_dict()
+            state[f"class of {key}"] = type(part).__name__
+        folder = Path(args.output_dir)
+        try:
+            with open(folder / "new.tmp", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                sync_to_disk(file)
+            if name == "latest.pt" and (folder / name).exists():
+                os.replace(folder / name, folder / "previous.pt")
+            os.replace(folder / "new.tmp", folder / name)  # whole, or as it was
+        except (OSError, RuntimeError) as error:  # most likely a full disk
+            with contextlib.suppress(OSError):
+                (folder / "new.tmp").unlink()
+            text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
+            if must_succeed:
+                raise RunError(text) from None
+            logging.warning(f"{text}; the run goes on")
+
+    on_rank0(write)
+
+
+def restore(state, **parts):
+    """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
+    for name, part in parts.items():
+        before = state[f"class of {name}"]
+        if before != type(part).__name__:
+            text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"
+            raise InputError(f"{text}: --fresh moves the old run aside")
+        try:
+            part.load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"the checkpoint does not fit this {name}: {error}") from None
+    loop = state["loop"]
+    state.clear()  # each rank has a copy: free it
+    return loop
+
+
+def sync_to_disk(file):
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such call
+            raise
+
+
+def read_checkpoint(path):
+    """Its content; None if it is missing or damaged. (rank 0)"""
+    try:
+        # torch.load does not look at the checksums
+        if zipfile.ZipFile(path).testzip() is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (PermissionError, pickle.UnpicklingError) as error:  # not for want of some bytes
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # cut short, or a flipped bit, which raises errors of many kinds
+        logging.warning(str(error))
+    logging.warning(f"{path} is damaged")
+    return None
+
+
+def lock_file(path):
+    """The file, open, and locked until it is closed. Raises BlockingIOError where another process
+    has it."""
+    file = open(path, "a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{path} cannot be locked ({error}): start no second run there")
+    return file
+
+
+def lock_folder(folder):
+    """Only one run works in a folder, by whatever name and on whatever mount. (rank 0)"""
+    global folder_lock
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder_lock = lock_file(folder / "lock")
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+
+
+def find_checkpoint(folder, fresh):
+    """The state to go on from; None for a new run. (rank 0)"""
+    try:
+        lock_folder(folder)
+        counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
+        is_restart = any(count not in (None, "", "0") for count in counts)
+        is_run = (folder / "metrics.jsonl").exists() or any(folder.glob("*.pt"))
+        if fresh and is_run and not is_restart:
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            lock_folder(folder)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise InputError(f"--output_dir {folder} is not writable: {error}") from None
+
+    latest = folder / "latest.pt"
+    previous = folder / "previous.pt"
+    state = read_checkpoint(latest)
+    if state is None:
+        state = read_checkpoint(previous)
+        if state is not None:
+            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        elif any(folder.glob("*.pt")):
+            raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
+    return state
+
+
+def open_run(args, data_hash, may_change):
+    """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
+    the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
+    state = on_rank0(find_checkpoint, Path(args.output_dir), args.fresh)
+    if args.global_batch_size == 0:
+        args.global_batch_size = args.batch_size * dist.get_world_size()
+        if state:  # a resumed run keeps its own, on any number of ranks
+            args.global_batch_size = state["args"]["global_batch_size"]
+    args.data_hash = data_hash
+    compare_ranks(args)
+    handle_signals(on_signal)  # from here on there is something to save
+    if state is None:
+        logging.info(f"a new run in {args.output_dir}")
+        return None
+
+    hint = "give that, another --output_dir, or --fresh, which moves the old run aside"
+    if state.get("script") != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
+    for name, value in vars(args).items():
+        before = state["args"].get(name)
+        if value == before or name in MAY_CHANGE:
+            continue
+        text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+        if name not in may_change:
+            raise InputError(f"{text}: {hint}")
+        logging.info(text)
+    logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
+    return state
+
+
+class RunLog:
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (all ranks, of
+    which rank 0 writes)"""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.path = Path(args.output_dir) / "metrics.jsonl"
+        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
+        self.wandb = None
+        if dist.get_rank() > 0:
+            return
+        # steps after the checkpoint (without one: all) are made again: remove their lines
+        os.truncate(self.path, min(state["log_size"], self.size()) if state else 0)
+        self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
+        if args.wandb_mode != "disabled":
+            try:
+                self.wandb = self.start_wandb()
+            except Exception as error:  # no network, no login: no reason to stop
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def start_wandb(self):
+        import wandb
+
+        sys.stdin = open(os.devnull)  # so that it never asks for a key among the log lines
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds
+        # An offline run cannot be resumed: `wandb sync` of the second folder would overwrite what
+        # the first has sent. So each start has an id of its own, in one group.
+        is_online = self.args.wandb_mode == "online"
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem),
+            mode=self.args.wandb_mode,
+            id=self.wandb_id if is_online else None,
+            resume="allow" if is_online else None,
+            group=self.wandb_id,
+            config=vars(self.args),
+        )
+
+    def size(self):
+        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
+        return self.path.stat().st_size
+
+    def write(self, row):
+        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
+        if dist.get_rank() > 0:
+            return
+        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        if self.wandb:
+            try:
+                self.wandb.log(row, step=row["step"])
+            except Exception as error:
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+                self.wandb = None
+
+    def close(self, status, **summary):
+        """status: "finished", or why the run was stopped"""
+        if dist.get_rank() > 0:
+            return
+        seconds = round(time.monotonic() - START, 1)
+        summary.update(status=status, script=SCRIPT, seconds=seconds, args=vars(self.args))
+        summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
+        try:
+            self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
+            self.draw()
+        except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
+            logging.warning(f"no summary.json or no curves.png: {error}")
+        if self.wandb:  # without a network its end would wait for ever
+            finish = threading.Thread(target=self.wandb.finish, daemon=True)
+            finish.start()
+            finish.join(30)
+            if finish.is_alive():
+                folder = Path(self.wandb.dir).parent
+                logging.warning(f"wandb lacks the last rows, send them: wandb sync {folder}")
+
+    def draw(self):
+        """curves.png: a panel for each column of metrics.jsonl"""
+        import pandas
+
+        rows = pandas.read_json(self.path, lines=True).groupby("step").first()
+        rows = rows.drop(columns=["epoch", "phase"], errors="ignore").interpolate()
+        axes = rows.plot(
+            subplots=True,
+            layout=(-1, 3),
+            figsize=(12, 1 + len(rows.columns)),
+            marker=".",
+            linewidth=1,
+            xlabel="step",
+        )
+        axes[0, 0].figure.savefig(self.path.with_name("curves.png"))
+
+
+# End of the lines that every script has.
+# ==================================================================================================
 
 
 if __name__ == "__main__":

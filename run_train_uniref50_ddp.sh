@@ -72,11 +72,14 @@ fi
 [[ $gpus =~ ^[1-9][0-9]{0,3}$ ]] || die "--gpus must be a whole number from 1, not '$gpus'"
 ((gpus <= most)) || die "--gpus is $gpus but here are $visible GPU(s), $cores CPU core(s)"
 
-where=(--standalone) # on any free port: two runs on one machine do not collide
+# One machine: on any free port, so that two runs do not collide; the host's name need not resolve.
+where=(--standalone --local-addr=127.0.0.1)
 if [[ ${NNODES:-1} != 1 ]]; then
+    port=29500
+    [[ -z ${SLURM_JOB_ID:-} ]] || port=$((10000 + SLURM_JOB_ID % 20000)) # each job has its own
     where=(--nnodes="$NNODES" --node_rank="${NODE_RANK:?with NNODES set it, too}"
         --master_addr="${MASTER_ADDR:?with NNODES set it, too}"
-        --master_port="${MASTER_PORT:-29500}")
+        --master_port="${MASTER_PORT:-$port}")
 fi
 
 # the script checks its options, and prepares a file, before there are processes that would wait
@@ -85,7 +88,9 @@ python "$here/run_train_uniref50_ddp.py" "${options[@]}" --prepare_only || exit 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # torchrun would say 30
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + gpus - 1) / gpus))} # torchrun would say 1
+signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+[[ -z $(trap -p HUP) ]] || signals=${signals/SIGHUP,/} # ignored, as nohup has it: the run goes on
 # SIGUSR1 (a batch queue's warning) reaches the processes, which then have 120 s to save
 exec torchrun "${where[@]}" --nproc_per_node="$gpus" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    --signals-to-handle="$signals" \
     "$here/run_train_uniref50_ddp.py" "${options[@]}"

@@ -1,15 +1,13 @@
-"""Training steps of run_train_quantumgrav_ddp.py beside the program that it replaces and beside
-torch_geometric's loop.
+"""Training steps of run_train_quantumgrav_ddp.py beside torch_geometric's loop.
 
     python benchmarks/bench_quantumgrav.py
     python benchmarks/bench_quantumgrav.py --rounds 1 --seconds 3 --sets 3000 --networks 1x32
 
 Sets per second, of whole training steps with their loading: batches of 64 sets of 32 to 128
-elements, one process, one thread, fp32 on a CPU, the same sets.
+elements, one process, one thread, fp32 on a CPU, the same sets and the same network.
 
 ours         the script
-replaced     the program that it replaces (commit e7785a5)
-in files     torch_geometric's GCNConv, pooling and DataLoader in the loop of the original program
+in files     torch_geometric's layers, pooling and DataLoader in the loop of the original program
              (ssciwr/QuantumGrav): AdamW with its defaults, the loss read in each step. A set is a
              file that is read when it is needed, as there
 in memory    the same, to its advantage with all sets in a list
@@ -18,12 +16,13 @@ The loop of the original has some advantages more: no validation and no checkpoi
 no worker processes (they take more than they give on two cores), no gradient clipping, no progress
 bar.
 
-Networks. default: that of the script. 1x32: one layer of width 32; as the original's, GCN from past
-to future, a residual connection, dropout 0.3, mean pooling, in- and out-degrees as features;
-LayerNorm in place of its BatchNorm, and the head of the script.
+Networks. default: that of the script. 1x32: one layer of width 32 with dropout 0.3, in- and
+out-degrees as features.
 """
 
 import functools
+import itertools
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,20 +36,16 @@ BATCH = 64
 UNIT = "sets/s"
 LOG_EVERY = 10
 COMMON = f"--batch_size={BATCH} --num_epochs=100000 --log_every={LOG_EVERY}"
-SPLIT = ["0.98", "0.01", "0.01"]  # little to validate on: what is not training shall be short
-WIDTH = 32
-HEAD = 64  # of the script
+SPLIT = "--split 0.98 0.01 0.01"  # little to validate on: what is not training shall be short
 CLASSES = 2
-GCN = f"--bidirectional=False --dropout=0.3 --pooling=mean --num_layers=1 --hidden_dim={WIDTH}"
-NETWORKS = {  # options of ours, of the program replaced
-    "default": ("", ""),
-    "1x32": (
-        f"{GCN} --messages=gcn --features 0 1",
-        f"{GCN} --gnn_layer_type=gcn --features=in_degree,out_degree",
-    ),
+PORT_SETS = 4000
+FEATURES = "in_degree out_degree past_height future_height".split()
+NETWORKS = {
+    "default": {"features": FEATURES, "hidden_dim": 64, "num_layers": 3, "dropout": 0.0},
+    "1x32": {"features": FEATURES[:2], "hidden_dim": 32, "num_layers": 1, "dropout": 0.3},
 }
+HEAD = 64  # of the script
 NAMES = {  # side: what the table calls it
-    "replaced": sides.REPLACED,
     "files": "torch_geometric's loop, sets in files",
     "memory": "torch_geometric's loop, sets in memory",
 }
@@ -59,45 +54,56 @@ NAMES = {  # side: what the table calls it
 # ---- The port ------------------------------------------------------------------------------------
 
 
-class PortNet(nn.Module):
-    """The network of the script for torch_geometric's batches."""
-
-    def __init__(self):
+class PortLayer(nn.Module):
+    def __init__(self, inputs, width, dropout):
         super().__init__()
-        from torch_geometric.nn import GCNConv, global_mean_pool
+        from torch_geometric.nn import SimpleConv
 
-        self.conv = GCNConv(2, WIDTH)
-        self.norm1 = nn.LayerNorm(WIDTH)
-        self.skip = nn.Linear(2, WIDTH, bias=False)
-        self.dropout = nn.Dropout(0.3)
-        self.pool = global_mean_pool
-        self.norm2 = nn.LayerNorm(WIDTH + 1)  # and the logarithm of the size
-        hidden = nn.Linear(WIDTH + 1, HEAD)
-        self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(HEAD, CLASSES))
+        self.neighbours = SimpleConv(aggr="mean")
+        self.linear = nn.Linear(3 * inputs, width)
+        self.norm = nn.LayerNorm(width)
+        self.skip = nn.Identity()
+        if inputs != width:
+            self.skip = nn.Linear(inputs, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, edges):
+        parts = [self.neighbours(x, edges), self.neighbours(x, edges.flip(0)), x]
+        y = F.relu(self.norm(self.linear(torch.cat(parts, dim=1))))
+        return self.dropout(y + self.skip(x))
+
+
+class PortNet(nn.Module):
+    """The network of the script for torch_geometric's batches. Its weights have the same names."""
+
+    def __init__(self, features, hidden_dim, num_layers, dropout):
+        super().__init__()
+        widths = [len(features)] + [hidden_dim] * (num_layers - 1)
+        self.layers = nn.ModuleList([PortLayer(width, hidden_dim, dropout) for width in widths])
+        pooled = 3 * hidden_dim + 1  # and the logarithm of the size
+        self.norm = nn.LayerNorm(pooled)
+        head = nn.Sequential(nn.Linear(pooled, HEAD), nn.ReLU(), nn.Linear(HEAD, CLASSES))
+        self.heads = nn.ModuleList([head])
 
     def forward(self, batch):
-        y = F.relu(self.norm1(self.conv(batch.x, batch.edge_index)))
-        x = self.dropout(y + self.skip(batch.x))
-        sizes = batch.ptr.diff().log()[:, None]
-        return self.head(self.norm2(torch.cat([self.pool(x, batch.batch), sizes], dim=1)))
+        from torch_geometric.nn import global_add_pool, global_max_pool, global_mean_pool
+
+        x = batch.x
+        for layer in self.layers:
+            x = layer(x, batch.edge_index)
+        pooled = [pool(x, batch.batch) for pool in (global_mean_pool, global_max_pool)]
+        pooled += [global_add_pool(x, batch.batch), batch.ptr.diff().log()[:, None]]
+        return self.heads[0](self.norm(torch.cat(pooled, dim=1)))
 
 
-def make_graphs(data, count):
-    """The first sets of an npz file as torch_geometric's."""
+def make_graphs(path, features):
+    """The sets of a file of make_sets() as torch_geometric's."""
     from torch_geometric.data import Data
 
-    arrays = np.load(data)
-    node_ptr = arrays["node_ptr"]
-    edge_ptr = arrays["edge_ptr"]
-    links = torch.from_numpy(arrays["edge_index"]).long()
-    labels = torch.from_numpy(arrays["y_cls"]).long()
     graphs = []
-    for i in range(count):
-        edges = links[:, edge_ptr[i] : edge_ptr[i + 1]].clone()
-        size = int(node_ptr[i + 1] - node_ptr[i])
-        earlier, later = edges
-        degrees = [later.bincount(minlength=size), earlier.bincount(minlength=size)]
-        graphs.append(Data(torch.stack(degrees, 1).float(), edges, y=labels[i : i + 1]))
+    for columns, edges, label in torch.load(path):
+        # of the script's features these are the first
+        graphs.append(Data(columns[:, : len(features)].log1p(), edges, y=label))
     return graphs
 
 
@@ -124,12 +130,12 @@ def endless(loader):
         yield from loader
 
 
-def port(side, data, count):
+def port(side, data, network):
     from torch_geometric.loader import DataLoader
 
     torch.manual_seed(0)
-    model = PortNet()
-    graphs = make_graphs(data, count)
+    model = PortNet(**network)
+    graphs = make_graphs(data, network["features"])
     if side == "files":
         graphs = in_files(graphs, Path("files"))
     batches = endless(DataLoader(graphs, BATCH, shuffle=True, drop_last=True))
@@ -150,41 +156,48 @@ def port(side, data, count):
 
 
 def make_sets(count, folder):
-    """Causal sets, as each side reads them. Returns the mean number of links of a set."""
-    out = folder / "sets"
-    options = [f"--out={out}", f"--samples={count}", "--min_size=32", "--max_size=128"]
-    sides.run_tool("make_causal_sets.py", *options, "--kinds", "mink2", "mink3", "--split", *SPLIT)
-    arrays = {path.stem: np.load(path) for path in out.glob("*.npy")}
-    nodes = arrays["node_ptr"]
-    place = np.arange(nodes[-1]) - np.repeat(nodes[:-1], np.diff(nodes))  # in the set
-    later = np.repeat(place, arrays["past_degree"])
-    links = {"node_ptr": nodes, "edge_ptr": arrays["edge_ptr"]}
-    links["edge_index"] = np.stack([arrays["past"], later])
-    np.savez(f"{out}.npz", y_cls=arrays["labels"][:, 0], **links)
-    return np.diff(arrays["edge_ptr"]).mean()
+    """Causal sets: sets.npz, and the first of them for the port: sets.pt. Returns their mean number
+    of links."""
+    options = [f"--out={folder}/sets.npz", f"--samples={count}", "--min_size=32", "--max_size=128"]
+    sides.run_tool("make_causal_sets.py", *options, "--kinds", "mink2", "mink3")
+    sys.path.insert(0, str(sides.ROOT))
+    import run_train_quantumgrav_ddp as script
+
+    sets = []
+    found = script.read_sets(folder / "sets.npz", ["cls"], [])
+    for _, values in itertools.islice(found, PORT_SETS):
+        described = script.describe(script.order_of(values))
+        degree = described["features"][:, script.FEATURES.index("in_degree")].astype(int)
+        future = np.repeat(np.arange(len(degree)), degree)
+        edges = torch.from_numpy(np.stack([described["past"], future]).astype(np.int64))
+        label = torch.tensor([["mink2", "mink3"].index(values["cls"])])
+        sets.append((torch.from_numpy(described["features"]), edges, label))
+    torch.save(sets, folder / "sets.pt")
+    return np.mean([edges.shape[1] for _, edges, _ in sets])
 
 
-def start(folder, network, count, side, seed):
+def start(folder, network, side, seed):
     """The jobs of a side."""
-    data = folder / "sets"
-    if side in ("files", "memory"):
-        settings = {"side": side, "data": f"{data}.npz", "count": min(count, 4000)}
+    if side in NAMES:
+        settings = {"side": side, "data": f"{folder}/sets.pt", "network": NETWORKS[network]}
         return [sides.port_job(__file__, side, folder, settings, BATCH)]
-    ours, replaced = NETWORKS[network]
-    if side == "ours":
-        options = f"--data={data} {ours}"
-    else:
-        options = f"--files={data}.npz --cache_dir={folder}/cache {replaced}"
-        options += f" --split={','.join(SPLIT)}"
-    options = f"{COMMON} --seed={seed} {options}".split()
-    return [sides.script_job(SCRIPT, side, folder, options, BATCH * LOG_EVERY)]
+    options = f"{COMMON} {SPLIT} --seed={seed} --data={folder}/sets.npz --cache_dir={folder}/cache"
+    options = options.split()
+    for name, value in NETWORKS[network].items():
+        values = value if isinstance(value, list) else [value]
+        options += [f"--{name}", *map(str, values)]
+    job = sides.script_job(SCRIPT, side, folder, options, BATCH * LOG_EVERY)
+    if not (folder / "cache").exists():
+        sides.warm_up([job])  # alone: it reads the sets
+    return [job]
 
 
 def main():
     parser = sides.make_parser(__doc__)
     add = parser.add_argument
     add("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="see above")
-    add("--sets", type=int, default=40_000, help="how many are made (torch_geometric: 4,000)")
+    text = f"how many are made (torch_geometric: {PORT_SETS:,} at most)"
+    add("--sets", type=int, default=20_000, help=text)
     args = sides.parse_args(parser, port)
     records = []
     print(f"batches of {BATCH}, {args.rounds} rounds of {args.seconds:g} s\n")
@@ -192,13 +205,10 @@ def main():
     with sides.workplace() as folder:
         links = make_sets(args.sets, folder)
         for network in args.networks:
-            others = NAMES
-            if network == "default":
-                others = {"replaced": sides.REPLACED}
-            start_side = functools.partial(start, folder, network, args.sets)
-            names = ["ours", *others]
+            start_side = functools.partial(start, folder, network)
+            names = ["ours", *NAMES]
             found = sides.speeds(sides.measure(start_side, names, args.rounds, args.seconds))
-            records += sides.compare(f"32-128 elements, {network}", UNIT, found, others)
+            records += sides.compare(f"32-128 elements, {network}", UNIT, found, NAMES)
     print(f"\n32-128 elements: {links:,.0f} links on average")
     sides.write_json(args.json, records)
 

@@ -10,7 +10,7 @@ many more with it: what the profiler costs is the difference of both columns of 
 Shares are of the time of the profiled steps and add up to 100 %:
 
 data         until the next batch is there
-optimizer    clipping, the fused update, the agreement on the step (StepGuard)
+optimizer    clipping, the fused update, and how the ranks agree to go on
 operators    all else that PyTorch computes, forward and backward, by kind, each with the time that
              it spends itself. overhead: views, memory, random numbers, the bookkeeping of autograd
 python       the rest
@@ -41,8 +41,8 @@ RUNS = {  # the script and what it does: its options
     # half of the batch, so that no epoch ends meanwhile
     "run_dpo_ddp": f"""--config={sides.ROOT}/configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0
         --num_orders=1 --batch_size=4 --train_data={sides.ROOT}/data/dpo/pairs.json""",
-    "run_train_quantumgrav_ddp": f"""--data=sets
-        --config={sides.ROOT}/configs/config_quantumgrav_quickstart.yaml""",
+    "run_train_quantumgrav_ddp": f"""--data=sets.npz
+        --config={sides.ROOT}/configs/config_quantumgrav_quickstart.yaml --cache_dir=cache""",
     "run_train_rebm_ddp, stage 1": f"{DIGITS} --stage=at",
     "run_train_rebm_ddp, stage 2": f"""{DIGITS} --stage=dat --attack.start_step=10
         --ckpt_path=run-stage-1/latest.pt""",  # of the run before
@@ -83,8 +83,14 @@ def port(script, options, warm, steps, answer):
     sys.argv = [f"{script}.py", *options]
     module = importlib.import_module(script)
     mark(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "region: data")
-    mark(module.StepGuard, "update", "region: optimizer")
-    mark(module.StepGuard, "agree", "region: optimizer")
+    if hasattr(module, "Meter"):
+        mark(module, "update_if_finite", "region: optimizer")
+        mark(module.Meter, "meet", "region: optimizer")
+        owner, after_step = module.Meter, "add"
+    else:  # a script of the older form
+        mark(module.StepGuard, "agree", "region: optimizer")
+        owner, after_step = module.StepGuard, "update"
+    mark(owner, after_step, "region: optimizer")
     if script == "run_train_rebm_ddp":
 
         def which(attack):
@@ -93,12 +99,12 @@ def port(script, options, warm, steps, answer):
 
         mark(module.Attack, "__call__", which)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    plain_update = module.StepGuard.update
+    plain = getattr(owner, after_step)
     begins = []  # of steps: a step is from update to update here
     found = {}
 
-    def update(guard, *args):
-        result = plain_update(guard, *args)
+    def end_step(this, *args):
+        result = plain(this, *args)
         begins.append(time.perf_counter())
         if len(begins) == warm + steps:
             found["seconds"] = begins[-1] - begins[warm - 1]
@@ -112,7 +118,7 @@ def port(script, options, warm, steps, answer):
             os.kill(os.getpid(), signal.SIGUSR1)  # the run saves its weights and ends
         return result
 
-    module.StepGuard.update = update
+    setattr(owner, after_step, end_step)
     module.launch(module.parse_args, module.main)
 
 
@@ -182,7 +188,7 @@ def print_operators(name, found, steps):
 
 def prepare(script, folder):
     if script == "run_train_quantumgrav_ddp":
-        sides.run_tool("make_causal_sets.py", "--samples=3000", f"--out={folder}/sets")
+        sides.run_tool("make_causal_sets.py", "--samples=3000", f"--out={folder}/sets.npz")
     elif script == "run_train_rebm_ddp":
         sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
 

@@ -65,7 +65,10 @@ WORKLOADS = {
     ),
     # sets of nearly one size; the default network
     "run_train_quantumgrav_ddp": Workload(
-        "--data=sets --num_epochs=100000", batch=64, own=1, larger=24
+        "--data=sets.npz --cache_dir=cache --split 0.98 0.01 0.01 --num_epochs=100000",
+        batch=64,
+        own=1,
+        larger=24,
     ),
     # stage 2 on scikit-learn's digits
     "run_train_rebm_ddp": Workload(
@@ -83,8 +86,8 @@ def prepare(name, folder):
     if name == "run_dpo_ddp":
         bench_dpo.make_pairs(64, 480, folder)
     elif name == "run_train_quantumgrav_ddp":
-        options = "--samples=40000 --min_size=112 --max_size=128 --split 0.98 0.01 0.01".split()
-        sides.run_tool("make_causal_sets.py", f"--out={folder}/sets", *options)
+        options = "--samples=40000 --min_size=112 --max_size=128".split()
+        sides.run_tool("make_causal_sets.py", f"--out={folder}/sets.npz", *options)
     elif name == "run_train_rebm_ddp":
         sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
         options = f"{DIGITS} --stage=at --at_epochs=1".split()

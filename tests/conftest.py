@@ -125,7 +125,7 @@ def group():
 def clean_environment(monkeypatch):
     for name in unwanted_variables():  # what an earlier test left
         monkeypatch.delenv(name)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers, strict=True):

@@ -407,10 +407,9 @@ def write_structures(folder, count, pairs=6, least=18, most=40):
     (folder / "pairs.json").write_text(json.dumps(rows))
 
 
-def write_causal_sets(folder, *options):
-    """What `tools/make_causal_sets.py --out FOLDER OPTIONS` writes."""
-    tool = import_tool("make_causal_sets")
-    tool.make_folder(tool.parse_args([f"--out={folder}", "--workers=1", *options]))
+def write_causal_sets(path, *options):
+    """What `tools/make_causal_sets.py --out PATH OPTIONS` writes: an .npz file."""
+    import_tool("make_causal_sets").main([f"--out={path}", "--workers=1", *options])
 
 
 def mutated_pairs(folder):

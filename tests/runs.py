@@ -3,7 +3,10 @@
     python tests/runs.py SCRIPT OPTION ...    one rank of such a run, also under torchrun
 
 OUTPUT in its environment is the output folder. FAULTS is [[rank, step, name in DO, number], ...]:
-what happens in this rank after this step.
+what happens in this rank after this step (0: while it reads the data). OPTIONS_OF_1, if it is
+there, has more options of rank 1 alone.
+
+Scripts are of two forms, until all are written anew: those that have a Meter, and older ones.
 """
 
 import gc
@@ -12,6 +15,7 @@ import json
 import math
 import os
 import resource
+import subprocess
 import sys
 import time
 from functools import cached_property
@@ -29,8 +33,10 @@ from helpers import (
 )
 from matplotlib.figure import Figure
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
+NEW = [name for name in SCRIPTS if "class Meter" in (ROOT / f"{name}.py").read_text()]
 COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=disabled --device=cpu
     --precision=fp32""".split()
 
@@ -74,9 +80,10 @@ def tiny_run_dpo_ddp(folder):
 
 def tiny_run_train_quantumgrav_ddp(folder):
     """300 small sets of 6 kinds, two tasks; an evaluation after each nine steps."""
-    write_causal_sets(folder / "sets", "--samples=300", "--min_size=10", "--max_size=20")
-    return f"""--data={folder}/sets --tasks cls dim --hidden_dim=16 --head_dim=16 --num_layers=2
-        --num_epochs=5 --batch_size=6 --lr=5e-3 --eval_edges=150 --num_workers=1""".split()
+    write_causal_sets(folder / "sets.npz", "--samples=300", "--min_size=14", "--max_size=20")
+    return f"""--data={folder}/sets.npz --cache_dir={folder}/cache --tasks cls dim --hidden_dim=16
+        --head_dim=16 --num_layers=2 --num_epochs=5 --batch_size=6 --lr=5e-3
+        --num_workers=1""".split()
 
 
 def tiny_run_train_rebm_ddp(folder):
@@ -108,13 +115,18 @@ DROPOUT = {
 # Faults
 
 PLAIN_BACKWARD = torch.Tensor.backward
+PLAIN_FETCH = _MapDatasetFetcher.fetch
 EVALUATION = {  # the function
     "train_ddp": "evaluate",
     "run_train_uniref50_ddp": "measure",
     "run_dpo_ddp": "evaluate",
-    "run_train_quantumgrav_ddp": "validate",
+    "run_train_quantumgrav_ddp": "evaluate",
     "run_train_rebm_ddp": "evaluate",
 }
+
+
+def this_script():
+    return sys.modules[Path(sys.argv[0]).stem]
 
 
 def send_signal(number):
@@ -123,7 +135,7 @@ def send_signal(number):
 
 def signal_in_evaluation(number):
     """This process gets the signal as soon as the next evaluation has begun."""
-    script = sys.modules[Path(sys.argv[0]).stem]
+    script = this_script()
     name = EVALUATION[script.__name__]
     plain = getattr(script, name)
 
@@ -136,7 +148,9 @@ def signal_in_evaluation(number):
 
 
 def nan_loss(number):
-    """From now on the losses of this rank are NaN, as they come to backward()."""
+    """From now on the losses of this rank are NaN, as they come to backward(); so many in a row are
+    too many."""
+    this_script().MAX_BAD_STEPS = number
 
     def backward(loss, *more, **options):
         PLAIN_BACKWARD(loss * math.nan, *more, **options)
@@ -167,6 +181,52 @@ def fill_disk(number):
 
 def free_disk(number):
     (Path(os.environ["OUTPUT"]) / "filler").unlink()
+
+
+def fill_disk_at_end(number):
+    """When nothing but the last lines and figures is to be written."""
+    log = this_script().RunLog
+    plain = log.close
+
+    def close(*args, **options):
+        fill_disk(0)
+        plain(*args, **options)
+
+    log.close = close
+
+
+def cover_folder(number):
+    """The output folder is read-only, for whoever opens it from now on."""
+    folder = os.environ["OUTPUT"]
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+
+def uncover_folder(number):
+    subprocess.run(["umount", os.environ["OUTPUT"]], check=True)
+
+
+def stop_workers(number):
+    """Processes that load data wait from now on, as for a file system that does not answer."""
+    Path(f"{os.environ['OUTPUT']}.stuck").touch()
+
+
+def fetch_or_wait(fetcher, index):
+    while torch.utils.data.get_worker_info() and Path(f"{os.environ['OUTPUT']}.stuck").exists():
+        time.sleep(0.1)
+    return PLAIN_FETCH(fetcher, index)
+
+
+def lose_gpu_memory(number):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+
+
+def find_checkpoint(number):
+    """A run that has gone on from a checkpoint must not keep it."""
+    gc.collect()
+    for thing in gc.get_objects():
+        if type(thing) is dict and {"script", "loop", "model"} <= thing.keys():
+            raise AssertionError("the checkpoint is still in memory")
 
 
 def no_memory(megabytes):
@@ -204,6 +264,12 @@ DO = {
     "sound": sound_loss,
     "fill": fill_disk,
     "free": free_disk,
+    "fill at end": fill_disk_at_end,
+    "cover": cover_folder,
+    "uncover": uncover_folder,
+    "workers": stop_workers,
+    "gpu": lose_gpu_memory,
+    "checkpoint": find_checkpoint,
     "memory": no_memory,
     "clock": set_clock_back,
     "flip": flip_bit,
@@ -214,8 +280,9 @@ def after_step(step, ids):
     """Write down what this rank was trained on, then do the FAULTS after this step."""
     rank = int(os.environ["RANK"])
     output = os.environ["OUTPUT"]
-    with open(f"{output}.trace-{rank}-of-{os.environ['WORLD_SIZE']}", "a") as trace:
-        trace.write(json.dumps([step, ids]) + "\n")
+    if step > 0:
+        with open(f"{output}.trace-{rank}-of-{os.environ['WORLD_SIZE']}", "a") as trace:
+            trace.write(json.dumps([step, ids]) + "\n")
     for its_rank, its_step, name, number in json.loads(os.environ["FAULTS"]):
         if its_rank == rank and its_step == step:
             Path(f"{output}.fault").write_text(str(time.monotonic()))
@@ -227,16 +294,57 @@ def draw_nothing(figure, file, **options):
 
 
 def run_script(script, argv):
-    """One rank. Nothing in a step is replaced: the sampler is listened to, and every rank calls
-    RunLog.write once after each step, before the ranks agree on a stop."""
-    sys.argv = [f"{script}.py", *argv]
+    """One rank. Nothing in a step is replaced: the sampler is listened to, and what every rank
+    calls once after each step, before the ranks agree on a stop."""
+    rank = os.environ["RANK"]
+    sys.argv = [f"{script}.py", *argv, *os.environ.get(f"OPTIONS_OF_{rank}", "").split()]
     Figure.savefig = draw_nothing  # drawing takes a third of such a run
     # anew: the script takes the time, its parent and its name from the process that it starts in
     sys.modules.pop(script, None)
     module = importlib.import_module(script)
+    if script in NEW:
+        listen_to_meter(module)
+    else:
+        listen_to_log(module)
+    _MapDatasetFetcher.fetch = fetch_or_wait
+    if "OPTIMIZER" in os.environ:
+        other = getattr(torch.optim, os.environ["OPTIMIZER"])
+        torch.optim.AdamW = lambda groups, lr, **options: other(groups, lr=lr)
+    module.launch(module.parse_args, module.main)
+
+
+def listen_to_meter(module):
+    deal = module.GlobalBatchSampler.__iter__
+    add = module.Meter.add
+    cached = module.cached
+    dealt = {}  # {step: ids}; workers ask for it before its time
+
+    def listen(sampler):
+        for step, whole, places in deal(sampler):
+            dealt.setdefault(step + 1, []).extend(whole[places].tolist())
+            yield step, whole, places
+
+    def add_and_tell(meter, *shares):
+        add(meter, *shares)
+        step = min(dealt)
+        after_step(step, dealt.pop(step))
+
+    def tell_of_reading(cache_dir, name, key, write):
+        def write_and_tell(folder):
+            write(folder)
+            after_step(0, [])
+
+        return cached(cache_dir, name, key, write_and_tell)
+
+    module.GlobalBatchSampler.__iter__ = listen
+    module.Meter.add = add_and_tell
+    module.cached = tell_of_reading
+
+
+def listen_to_log(module):
     deal = module.GlobalBatchSampler.__iter__
     write = module.RunLog.write
-    dealt = {}  # {step: ids}; workers ask for it before its time
+    dealt = {}
 
     def listen(sampler):
         first = sampler.epoch * sampler.steps + sampler.start
@@ -253,7 +361,6 @@ def run_script(script, argv):
 
     module.GlobalBatchSampler.__iter__ = listen
     module.RunLog.write = write_and_tell
-    module.launch(module.parse_args, module.main)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,6 +383,12 @@ class Run:
     @property
     def state(self):
         return torch.load(self.folder / "latest.pt", weights_only=True)
+
+    @property
+    def step(self):
+        """Of its checkpoint."""
+        state = self.state
+        return state.get("loop", state)["step"]
 
     @property
     def rows(self):

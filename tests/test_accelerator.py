@@ -8,8 +8,10 @@ errors. A real run on the CPU counts what an accelerator would make the host wai
 
 import contextlib
 import importlib
+import itertools
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,8 +79,10 @@ class Reads:
             if frame.f_code.co_filename == self.file:
                 functions.append(frame.f_code.co_name)
             frame = frame.f_back
-        # what is not part of every step may wait: the start, checkpoints, validation
+        # what is not part of every step may wait: the start, checkpoints, validation; and what is
+        # no tensor travels on the CPU
         allowed = {"restore", "wrap_ddp", "save", "validate", "evaluate", "measure"}
+        allowed |= {"save_checkpoint", "gather"}
         allowed |= {"score_reference", "save_official", "start_stage"}
         if functions and not allowed & set(functions):
             self.found[f"{functions[0]}: {what}"] += 1
@@ -128,6 +132,10 @@ def count_reads(script):
             return train(*args)
 
     script.train = counted_train
+    if hasattr(script, "Meter"):  # no meeting because of the time: of the first step, and of lines
+        clock = itertools.count()
+        functions = {**vars(time), "monotonic": lambda: next(clock) / 1e6}
+        script.time = SimpleNamespace(**functions)
     args = script.parse_args()
     if args.compile:
         script.train = train  # the counters would switch the compiler off
@@ -165,10 +173,11 @@ def compile_twice(script):
 
 def quantumgrav(script, folder, options):
     """(model, batch, loss function)"""
-    args = parse_arguments(script, "--tasks", "cls", "dim", *options)
-    data = script.CausalSets(folder, args.tasks, args.features)
-    ids = data.part("train")[:8]
-    return script.CausalSetNet(args, data.classes), data[ids, ids], script.share_of_loss
+    files = [f"--data={folder}.npz", f"--cache_dir={folder}.cache"]
+    args = parse_arguments(script, *files, "--tasks", "cls", "dim", *options)
+    data = script.CausalSets(script.prepare(args), args)
+    batch = data[0, data.part("train")[:8], np.arange(8)]
+    return script.CausalSetNet(args, data.classes), batch, script.share_of_loss
 
 
 def dpo(script, folder, options):
@@ -271,7 +280,7 @@ def make_images(folder):
 
 
 def make_causal_sets(folder):
-    write_causal_sets(folder, "--samples=60", "--min_size=6", "--max_size=10")
+    write_causal_sets(f"{folder}.npz", "--samples=60", "--min_size=6", "--max_size=10")
 
 
 def make_pairs(folder):
@@ -293,7 +302,7 @@ MAKE_DATA = {
 STEPS = {
     "run_train_quantumgrav_ddp": (
         quantumgrav,
-        ["", "--messages=gcn --dropout=0.1", "--messages=sum --bidirectional=no --skip=no"],
+        ["", "--messages=sum --dropout=0.1", "--messages=none --hidden_dim=16"],
     ),
     "run_dpo_ddp": (
         dpo,
@@ -318,7 +327,8 @@ SEVEN_STEPS = {
     "train_ddp": """--phase1_data={0}/rows.jsonl --phase2_data={0}/rows.jsonl --cache_dir={0}/cache
         --teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
         --batch_size=4 --global_batch_size=8 --max_steps=3 --eval_samples=4""",
-    "run_train_quantumgrav_ddp": "--data={} --num_epochs=1 --batch_size=6",
+    "run_train_quantumgrav_ddp": """--data={0}.npz --cache_dir={0}.cache --num_epochs=1
+        --batch_size=6""",
     "run_dpo_ddp": """--train_data={}/pairs.json --base_model_name=random --val_fraction=0.25
         --num_epochs=1 --batch_size=3""",
     "run_train_uniref50_ddp": """--datafile={} --n_iters=7 --batch_size=3 --accum=2 --hidden_size=32
@@ -328,10 +338,16 @@ SEVEN_STEPS = {
         --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16 --width=4
         --eval_steps=2 --n_imgs_per_evaluation_log=0""",
 }
-# what is read in it, where that is not once a step and once a log line: train_ddp has two phases;
-# dpo compares the first loss with ln 2; rebm has two stages, and in the second T grows twice, after
-# each two steps
+# what is read in it, where that is not once a step and once a log line. A Meter reads only where
+# the ranks meet: after step 1, and at the three log lines. Of the older scripts train_ddp has two
+# phases; dpo compares the first loss with ln 2; rebm has two stages, and in the second T grows
+# twice, after each two steps
 READS = {
+    "run_train_quantumgrav_ddp": {
+        "meet: tolist": 4,
+        "meet: __bool__": 4,  # are too many steps bad?
+        "meet: _local_scalar_dense": 4,  # of the same
+    },
     "train_ddp": {"agree: tolist": 6, "sum_over_ranks: tolist": 2},
     "run_dpo_ddp": {"agree: tolist": 7, "sum_over_ranks: tolist": 5},
     "run_train_rebm_ddp": {
@@ -373,9 +389,18 @@ def step_on_meta(script, model, batch, loss_function):
         step=lambda: None,
         zero_grad=lambda: None,
     )
-    guard = script.StepGuard(SimpleNamespace(max_minutes=0, max_grad_norm=1.0), META)
-    norm = guard.update(optimizer, torch.amp.GradScaler("cuda", enabled=False))
-    assert loss.device == norm.device == guard.bad_in_row.device == META
+    args = SimpleNamespace(max_minutes=0, max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    if hasattr(script, "Meter"):
+        kept = [buffer.clone() for buffer in model.buffers()]
+        norm = script.update_if_finite(args, model, kept, optimizer, scaler)
+        meter = script.Meter(["loss"], args, META)
+        meter.add(loss.detach().reshape(1), norm)
+        assert meter.sums.device == META
+    else:
+        meter = script.StepGuard(args, META)
+        norm = meter.update(optimizer, scaler)
+    assert loss.device == norm.device == meter.bad_in_row.device == META
     return copies.found
 
 
@@ -402,7 +427,8 @@ def test_a_step_on_the_meta_device(prepared):
 
 
 def test_steps_read_nothing(prepared, tmp_path):
-    """Seven steps, logged at 3, 6 and 7. Signals are read once a step, but one step late."""
+    """Seven steps, logged at 3, 6 and 7. Scripts of the older form read signals once a step, but
+    one step late."""
     name, folder = prepared
     found = count_in_program(name, folder, tmp_path)
     assert found == READS.get(name, {"agree: tolist": 6, "sum_over_ranks: tolist": 3})

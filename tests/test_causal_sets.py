@@ -1,15 +1,14 @@
-"""tools/make_causal_sets.py: theory of the sets, what is kept of them, and the program itself."""
+"""tools/make_causal_sets.py: theory of the sets, what the training script keeps of them, and the
+file."""
 
-import json
 import math
-import subprocess
-import sys
-import time
 
 import networkx as nx
 import numpy as np
 import pytest
-from helpers import ROOT, import_tool
+from helpers import import_tool
+
+import run_train_quantumgrav_ddp as script
 
 tool = import_tool("make_causal_sets")
 
@@ -42,11 +41,11 @@ def test_sprinklings_have_the_expected_chains(d, draws):
     chains = [(order.sum(0) * order.sum(1)).sum() for order in orders]
     assert_near(np.array(chains) / (n * (n - 1) * (n - 2)), expected_chains(3, d))
 
-    assert abs(np.median(tool.myrheim_meyer(fractions)) - d) < 0.1
-    assert tool.myrheim_meyer(2 * expected_chains(2, d)) == pytest.approx(d, abs=1e-6)
+    assert abs(np.median(script.myrheim_meyer(fractions)) - d) < 0.1
+    assert script.myrheim_meyer(2 * expected_chains(2, d)) == pytest.approx(d, abs=1e-6)
     if d == 2:
         harmonic = sum(1 / i for i in range(1, n + 1))
-        assert_near([tool.links(order).sum() for order in orders], (n + 1) * harmonic - 2 * n)
+        assert_near([script.links_of(order).sum() for order in orders], (n + 1) * harmonic - 2 * n)
         assert_near([(~order.any(0)).sum() for order in orders], harmonic)
         assert_near([(~order.any(1)).sum() for order in orders], harmonic)
 
@@ -59,7 +58,7 @@ def test_kleitman_rothschild_orders():
     far = n * n / 16 * (1 - 0.75 ** (n / 2))
     fractions = [tool.ordering_fraction(order) for order in orders]
     assert_near(fractions, (n * n / 8 + far) * 2 / (n * (n - 1)))
-    assert_near([tool.links(order).sum() for order in orders], n * n / 8)
+    assert_near([script.links_of(order).sum() for order in orders], n * n / 8)
 
 
 def test_percolation_is_the_closest_that_its_draws_permit():
@@ -74,7 +73,7 @@ def test_percolation_is_the_closest_that_its_draws_permit():
         closest = target
         for pair in draws.argsort():
             edges[pairs[0][pair], pairs[1][pair]] = True
-            fraction = tool.ordering_fraction(tool.closure(edges))
+            fraction = tool.ordering_fraction(script.closure(edges))
             closest = min(closest, abs(fraction - target))
         assert abs(tool.ordering_fraction(order) - target) == pytest.approx(closest, abs=1e-12)
 
@@ -94,103 +93,54 @@ def test_a_set_against_networkx(kind):
             heights[row, elements] = height
 
     columns = [link.sum(0), link.sum(1), *heights, order.sum(0), order.sum(1)]
-    kept = tool.describe_set(order, [3, -1, 0])
+    kept = script.describe(order)
     assert np.array_equal(kept["features"], np.stack(columns, axis=1))
     steps = order.astype(int)
     counts = [n, order.sum(), link.sum(), (heights[0] == 0).sum(), (heights[1] == 0).sum()]
     counts += [nx.dag_longest_path_length(dag) + 1, (steps @ steps).sum()]
     assert kept["statistics"].tolist() == [counts]
 
-    edges = np.argwhere(link).tolist()
-    future = np.repeat(np.arange(n), kept["future_degree"])
-    past = np.repeat(np.arange(n), kept["past_degree"])
-    assert np.stack([future, kept["future"]], axis=1).tolist() == edges
-    transposed = sorted([later, earlier] for earlier, later in edges)
-    assert np.stack([past, kept["past"]], axis=1).tolist() == transposed
+    assert kept["past"].tolist() == np.argwhere(link.T)[:, 1].tolist()
+    assert kept["future"].tolist() == np.argwhere(link)[:, 1].tolist()
 
 
 # --------------------------------------------------------------------------------------------------
-# The program
+# The file
 
-SMALL = ["--samples=2000", "--min_size=6", "--max_size=16", "--workers=1"]
-
-
-def make(out, *options):
-    tool.make_folder(tool.parse_args([f"--out={out}", *SMALL, *options]))
-
-
-def contents(out):
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+OPTIONS = "--samples=250 --min_size=6 --max_size=16".split()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A folder of 2,000 sets, in four parts, of two workers."""
-    out = tmp_path_factory.mktemp("causal_sets") / "whole"
-    make(out, "--workers=2")
-    return out
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("causal_sets") / "data" / "sets.npz"
+    tool.main([f"--out={path}", "--workers=2", *OPTIONS])
+    return path
 
 
-def test_the_folder(whole):
-    arrays = {path.stem: np.load(path) for path in whole.glob("*.npy")}
-    assert np.array_equal(np.diff(arrays["node_ptr"]), arrays["statistics"][:, 0])
-    assert np.array_equal(np.diff(arrays["edge_ptr"]), arrays["statistics"][:, 2])
-    assert set(arrays["statistics"][:, 0]) == set(range(6, 17))
-    assert arrays["labels"][:4].tolist() == [[0, 0, 1], [1, 1, 1], [2, 2, 1], [3, -1, 0]]
-    assert np.bincount(arrays["split"]).tolist() == [1500, 200, 300]
+def test_the_file(path):
+    """Each set is there, as its number and the seed alone say."""
+    assert [file.name for file in path.parent.iterdir()] == ["sets.npz"]
+    arrays = np.load(path)
+    args = tool.parse_args([*OPTIONS, "--samples=9000"])
+    for i, matrix in enumerate(arrays["adjacency_matrix"]):
+        order, kind = tool.make_set(args, i)
+        assert order.any()  # the script refuses others
+        assert np.array_equal(np.argwhere(matrix), np.argwhere(order))
+        assert arrays["atomcount"][i] == len(order)
+        assert arrays["cls"][i] == kind
+        dim = tool.SPRINKLINGS.get(kind, -1)
+        assert (arrays["dim"][i], arrays["manifold"][i]) == (dim, dim > 0)
+    assert set(arrays["atomcount"]) == set(range(6, 17))
 
-    baselines = json.loads((whole / "baselines.json").read_text())
-    commonest = np.bincount(arrays["labels"][arrays["split"] == 0, 0]).argmax()
-    test_kinds = arrays["labels"][arrays["split"] == 2, 0]
-    assert baselines["cls"]["majority"] == np.mean(test_kinds == commonest)
-    assert baselines["cls"]["logistic regression"] > 0.3
-    assert baselines["dim"]["Myrheim-Meyer"] > 0.6
-
-
-def test_a_set_depends_on_seed_and_number_alone(whole):
-    expected = np.load(whole / "statistics.npy")[1099]
-    args = tool.parse_args([*SMALL, "--samples=9000"])
-    assert np.array_equal(tool.make_set(args, 1099)["statistics"][0], expected)
     args.seed = 1
-    assert not np.array_equal(tool.make_set(args, 1099)["statistics"][0], expected)
+    assert not np.array_equal(tool.make_set(args, 249)[0], order)
 
 
-def test_killed_and_started_again(whole, tmp_path, monkeypatch):
-    """The same bytes as of an undisturbed run; finished parts are not made again."""
-    out = tmp_path / "killed"
-    command = [sys.executable, ROOT / "tools" / "make_causal_sets.py", f"--out={out}", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        while not list(out.glob("parts-*/*.npz")):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
-        process.communicate(timeout=20)  # returns when its worker has ended, too
-
-    assert not (out / "meta.json").exists()
-    make_set = tool.make_set
-
-    def make_later_set(args, i):
-        assert i >= 500, "the first part is there"
-        return make_set(args, i)
-
-    monkeypatch.setattr(tool, "make_set", make_later_set)  # its workers are forks of this process
-    make(out)
-    assert contents(out) == contents(whole)
-
-
-def test_bad_options(tmp_path, capsys):
-    for option in ("--max_size=40000", "--samples=5", "--kinds=mink5"):
-        with pytest.raises(SystemExit) as caught:
-            make(tmp_path / "out", option)
-        assert caught.value.code == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-        assert not (tmp_path / "out").exists()
-
-
-def test_a_complete_folder(whole):
-    """It is left alone, and refused to other options."""
-    before = contents(whole)
-    make(whole)
-    with pytest.raises(SystemExit):
-        make(whole, "--seed=5")
-    assert contents(whole) == before
+def test_bad_options(path, tmp_path):
+    """A file that is there is left alone."""
+    before = path.read_bytes()
+    for option in ("--max_size=40000", "--samples=0", "--kinds=mink5", "--out=a", f"--out={path}"):
+        with pytest.raises(script.InputError):
+            tool.main([f"--out={tmp_path}/out.npz", *OPTIONS, option])
+    assert path.read_bytes() == before
+    assert not list(tmp_path.iterdir())

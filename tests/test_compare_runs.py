@@ -7,8 +7,8 @@ import pytest
 from helpers import call_script
 
 
-def write_run(folder, value, accuracy, status="finished", better="lower", script="a.py", **options):
-    best = {"metric": "loss", "value": value, "better": better, "step": 9}
+def write_run(folder, value, accuracy, status="finished", metric="loss", script="a.py", **options):
+    best = {"metric": metric, "value": value, "step": 9}
     summary = {"status": status, "steps": 9, "script": script, "best": best, "args": options}
     summary["test"] = {"loss": 1.0, "cls/accuracy": accuracy}
     summary["baselines"] = {"cls": {"majority": 0.2}}
@@ -22,21 +22,21 @@ def compare(*words, status=0):
     return text
 
 
-@pytest.mark.parametrize("better", ["lower", "higher"])
-def test_the_best_is_chosen_by_validation(better, tmp_path):
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_the_best_is_chosen_by_validation(metric, tmp_path):
     """lr 0.1 is the best on the validation set, lr 0.2 on the test set."""
     values = [0.30, 0.32, 0.34, 0.40, 0.50]
-    if better == "higher":
+    if metric == "accuracy":
         values = [0.70, 0.68, 0.66, 0.60, 0.50]
     runs = [tmp_path / f"run{i}" for i in range(5)]
     for i, accuracy in enumerate([0.80, 0.84, 0.82, 0.90, 0.94]):
         options = {"lr": 0.1 if i < 3 else 0.2, "seed": i % 3, "output_dir": f"run{i}"}
-        write_run(runs[i], values[i], accuracy, better=better, **options)
+        write_run(runs[i], values[i], accuracy, metric=metric, **options)
 
     path = tmp_path / "runs.csv"
     header, first, second, *_, last = compare(*runs, "--csv", path).splitlines()
-    assert header.split() == "runs with n validation loss test loss test cls/accuracy".split()
-    best, worst = ("0.3200", "0.4500") if better == "lower" else ("0.6800", "0.5500")
+    assert header.split() == f"runs with n validation {metric} test loss test cls/accuracy".split()
+    best, worst = ("0.3200", "0.4500") if metric == "loss" else ("0.6800", "0.5500")
     tests = "1.0000 ± 0.0000 0.8200 ± 0.0200"
     assert first.split() == f"lr 0.1 3 {best} ± 0.0200 {tests}".split()
     tests = "1.0000 ± 0.0000 0.9200 ± 0.0283"

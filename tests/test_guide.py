@@ -13,9 +13,9 @@ TRAIN = "--num_epochs=1 --batch_size=12 --hidden_dim=8 --head_dim=8 --log_every=
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "sets"
-    write_causal_sets(folder, "--samples=60", "--min_size=8", "--max_size=16")
-    return folder
+    path = tmp_path_factory.mktemp("data") / "sets.npz"
+    write_causal_sets(path, "--samples=60", "--min_size=8", "--max_size=16")
+    return path
 
 
 def train(folder, data, change, *options):
@@ -31,7 +31,8 @@ def train(folder, data, change, *options):
         subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
 
     output = folder / "run"
-    argv = [*TRAIN.split(), f"--data={data}", f"--output_dir={output}", *options]
+    argv = [*TRAIN.split(), f"--data={data}", f"--cache_dir={data.parent}/cache"]
+    argv += [f"--output_dir={output}", *options]
     status, text = call_program(script, *argv)
     assert status == 0, text
     parameters = re.search(r"([\d,]+) parameters", text)[1]
@@ -68,3 +69,19 @@ def test_loss(data, unchanged, tmp_path):
     # weights of the first step are the same, and nearly even: the entropy is at most ln 6 = 1.79
     less = unchanged[1][0]["loss"] - rows[0]["loss"]
     assert 0.1 * 1.5 < less <= 0.1 * 1.792
+
+
+def test_optimizer(data, unchanged, tmp_path):
+    """It trains, is resumed, and is not taken for the other one."""
+    _, rows, _ = train(tmp_path, data, "Another optimizer")
+    assert rows[0]["loss"] == unchanged[1][0]["loss"]
+    assert rows[1]["loss"] != unchanged[1][1]["loss"]
+    again = [*TRAIN.split(), f"--data={data}", f"--cache_dir={data.parent}/cache"]
+    again += [f"--output_dir={tmp_path}/run", "--num_epochs=2"]
+    status, text = call_program(tmp_path / SCRIPT, *again)
+    assert status == 0, text
+    assert "resuming" in text
+    status, text = call_program(ROOT / SCRIPT, *again, "--num_epochs=3")
+    assert status == 2
+    assert "AdamW" in text
+    assert "Both" in text

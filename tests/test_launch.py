@@ -1,4 +1,4 @@
-"""A script started by every launcher, and stopped by signals.
+"""A script started by every launcher, also by mistake, and stopped by signals.
 
 It is the script with the fewest imports; the lines that launch are the same in all. Where a
 launcher is only its environment variables, the ranks are forked from a process that has the
@@ -10,25 +10,38 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
-from helpers import ROOT, environment, free_port, write_causal_sets
+from helpers import ROOT, TWO_RANKS, environment, free_port, write_causal_sets
 
 SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
 ENDLESS = ["--num_epochs=100000", "--save_every=1000000"]
+# What a script does without its task. Its environment has options of this rank alone, the limit for
+# the meeting of the ranks, and which of them fails.
 DRIVER = """
+import os
+import sys
+
 import run_train_quantumgrav_ddp as block
 
 
 def main(args):
     block.setup_ddp(args)
-    block.logging.error(f"after {block.sum_over_ranks(block.torch.ones(1))}")
+    rank = block.dist.get_rank()
+    if str(rank) == os.environ.get("FAILS"):
+        raise block.RunError("no disk here")
+    block.logging.error(f"after {block.gather(rank)}")
+    return 0
 
 
 if __name__ == "__main__":
+    sys.argv += os.environ.get("OPTIONS", "").split()
+    block.MEETING_MINUTES = float(os.environ.get("MEETING", 2))
     block.launch(block.parse_args, main)
 """
 
@@ -40,18 +53,17 @@ if __name__ == "__main__":
 def task(tmp_path_factory, server):
     """task(output folder, *more): the arguments of a tiny run. (The server imports while the
     first run goes on.)"""
-    folder = tmp_path_factory.mktemp("task") / "sets"
-    split = ["--split", "0.4", "0.3", "0.3"]
-    write_causal_sets(folder, "--samples=40", "--min_size=8", "--max_size=12", *split)
-    argv = f"""--data={folder} --hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2
-        --global_batch_size=8 --batch_size=4 --log_every=1 --save_every=2 --wandb_mode=disabled
-        --timeout_minutes=1""".split()
+    folder = tmp_path_factory.mktemp("task")
+    write_causal_sets(folder / "sets.npz", "--samples=40", "--min_size=14", "--max_size=18")
+    argv = f"""--data={folder}/sets.npz --cache_dir={folder}/cache --split 0.4 0.3 0.3
+        --hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2 --global_batch_size=8
+        --batch_size=4 --log_every=1 --save_every=2 --timeout_minutes=1""".split()
     return lambda output, *more: [*argv, f"--output_dir={output}", *more]
 
 
 @pytest.fixture
 def driver(tmp_path):
-    """The command line of what a script does without its task."""
+    """Its command line."""
     path = tmp_path / "driver.py"
     path.write_text(DRIVER)
     return [str(path), "--device=cpu"]
@@ -64,6 +76,14 @@ def check_ranks(text, world_size):
         assert text.count(f"Initializing DDP for rank {number}...") == 1
     assert f"Process {world_size}/" not in text
     assert f"{world_size} ranks, gloo on cpu" in text
+
+
+def refusal(text):
+    """The one line of processes that cannot work."""
+    assert "Traceback" not in text, text
+    said = {line for line in text.splitlines() if ": error: " in line}
+    assert len(said) == 1, text
+    return said.pop().partition(": error: ")[2]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -122,7 +142,7 @@ def test_launchers_by_their_variables(server, driver, launcher):
     server.start(variables_of(launcher), driver)
     assert server.wait() == [0, 0], server.text
     check_ranks(server.text, 2)
-    assert server.text.count("ERROR: after [2.0]") == 2
+    assert server.text.count("ERROR: after [0, 1]") == 2
 
 
 def test_python_in_an_sbatch_file_is_one_process(server, driver):
@@ -133,12 +153,6 @@ def test_python_in_an_sbatch_file_is_one_process(server, driver):
     server.start([variables], driver)
     assert server.wait() == [0], server.text
     check_ranks(server.text, 1)
-
-
-def test_a_rank_without_a_world_size(server, driver):
-    server.start([{"RANK": 0}], driver)
-    assert server.wait() == [2], server.text
-    assert "RANK is set, but not WORLD_SIZE" in server.text
 
 
 OPEN_MPI = "--allow-run-as-root --oversubscribe --bind-to none -n 2 --map-by ppr:2:node"
@@ -158,7 +172,123 @@ def test_mpiexec(package, program, options, driver):
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     check_ranks(result.stdout, 2)
-    assert result.stdout.count("ERROR: after [2.0]") == 2
+    assert result.stdout.count("ERROR: after [0, 1]") == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# What shells, batch files and other jobs leave behind
+
+ONE_TASK = {"SLURM_PROCID": 0, "SLURM_NTASKS": 1, "SLURM_LOCALID": 0, "SLURM_STEP_ID": 0}
+EMPTY = dict.fromkeys(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"], "")
+EMPTY.update(NCCL_TIMEOUT="", SLURM_PROCID="")
+
+
+def test_nproc_per_node_in_a_shell_of_srun(start, driver):
+    """srun --pty has made this shell its one task. Empty variables are as good as none."""
+    command = [sys.executable, *driver, "--nproc_per_node=2"]
+    job = start(command, PYTHONPATH=ROOT, **{**EMPTY, **ONE_TASK})
+    assert job.wait() == 0, job.text
+    check_ranks(job.text, 2)
+
+
+def test_empty_variables(server, driver):
+    server.start([EMPTY], driver)
+    assert server.wait() == [0], server.text
+    check_ranks(server.text, 1)
+
+
+WRONG = [  # variables of a shell or a batch file; what must be named
+    ("RANK=0", "WORLD_SIZE"),
+    ("RANK=x WORLD_SIZE=2", "RANK=x"),
+    ("RANK=-1 WORLD_SIZE=2", "RANK=-1"),
+    ("RANK=2 WORLD_SIZE=2", "RANK=2"),
+    ("RANK=0 WORLD_SIZE=two LOCAL_RANK=0", "WORLD_SIZE=two"),
+    ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=0", "MASTER_ADDR"),
+    ("RANK=0 WORLD_SIZE=2 MASTER_PORT=x", "x"),
+    ("RANK=0 WORLD_SIZE=2 MASTER_PORT=70000", "70000"),
+    ("RANK=0 WORLD_SIZE=2 MASTER_PORT=-1", "-1"),
+    ("NCCL_TIMEOUT=x", "x"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), WRONG)
+def test_wrong_variables(server, driver, words, named):
+    variables = {"MEETING": 0.1, **dict(word.split("=") for word in words.split())}
+    server.start([variables], driver)
+    assert server.wait()[0] in (1, 2), server.text
+    assert named in refusal(server.text)
+
+
+def two_ranks(**more):
+    return [{**variables, "MEETING": 0.05, **more} for variables in variables_of("by hand")]
+
+
+def test_ranks_of_two_commands(server, driver):
+    """As where two jobs have chosen the same port."""
+    first, second = two_ranks(MEETING=1)
+    server.start([{**first, "OPTIONS": "--seed=1"}, {**second, "OPTIONS": "--seed=2"}], driver)
+    statuses = server.wait()
+    assert statuses[0] == 2 and statuses[1] in (2, -signal.SIGTERM), server.text
+    assert "different runs: seed is 1 here, and 2 on rank 1" in refusal(server.text)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_the_others_do_not_join(server, driver, rank):
+    server.start([two_ranks()[rank]], driver)
+    assert server.wait(40) == [1], server.text
+    assert "2 ranks did not meet at localhost:" in refusal(server.text)
+
+
+def test_a_third_rank_that_does_not_come(server, driver):
+    server.start(two_ranks(WORLD_SIZE=3), driver)
+    assert server.wait(40) == [1, 1], server.text
+    first, second = [refusal(output.read_text()) for output in server.outputs]
+    assert "3 ranks did not meet at localhost:" in first
+    assert "localhost:" in second  # that they did not meet, or that the first one has gone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_taken_port(server, driver, rank):
+    """Something else listens there, and never answers."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        server.start([{**two_ranks()[rank], "MASTER_PORT": port}], driver)
+        assert server.wait(40) == [1], server.text
+    assert str(port) in refusal(server.text)
+    if rank == 0:
+        assert "export another MASTER_PORT" in refusal(server.text)
+
+
+def test_ctrl_c_while_the_others_are_awaited(server, driver):
+    """It ends a rank at once."""
+    server.start([two_ranks(MEETING=2)[0]], driver)
+    server.wait_for("Initializing DDP")
+    time.sleep(1)
+    os.kill(server.pids[0], signal.SIGINT)
+    assert server.wait(20)[0] in (130, -signal.SIGINT), server.text
+    assert "Traceback" not in server.text
+
+
+def test_a_taken_port_of_nproc_per_node(start, driver):
+    """A MASTER_PORT in the environment is that of torchrun's ranks, too."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        command = [sys.executable, *driver, "--nproc_per_node=2"]
+        job = start(command, PYTHONPATH=ROOT, MASTER_PORT=port)
+        assert job.wait(60) in (1, 2), job.text
+    assert str(port) in refusal(job.text)
+
+
+def test_a_rank_that_fails_alone(server, driver):
+    """It says so; the other says that it has lost a rank."""
+    server.start(two_ranks(MEETING=1, FAILS=1), driver)
+    assert server.wait(40) == [1, 1], server.text
+    assert refusal(server.text) == "no disk here"
+    assert "another rank has died" in server.text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -169,33 +299,71 @@ def check_stopped(folder, text, reason):
     """All ranks stopped after the same step, which was saved; the summary says why."""
     state = torch.load(folder / "latest.pt", weights_only=True)
     steps = re.findall(r"INFO: step=(\d+) .* lr=", text)
-    assert state["step"] == int(steps[-1]) >= 3
+    assert state["loop"]["step"] == int(steps[-1]) >= 3
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == f"stopped by {reason}"
-    assert summary["steps"] == state["step"]
-    said = f"INFO: stopped by {reason}: the same command goes on from the checkpoint"
+    assert summary["steps"] == state["loop"]["step"]
+    said = f"INFO: stopped by {reason}: the same command "
     assert text.count(said) == 1
     check_ranks(text, 2)
 
 
-def test_sigterm_to_the_launcher(start, task, tmp_path):
-    """Plain python has become torchrun. The signal reaches the ranks and their workers; they save
-    and end."""
-    argv = task(tmp_path / "out", *ENDLESS, "--num_workers=1", "--nproc_per_node=2")
-    job = start([sys.executable, SCRIPT, *argv])
+BY_ITSELF = [sys.executable, SCRIPT, "--nproc_per_node=2"]  # plain python becomes torchrun
+LAUNCHED = {
+    "SIGTERM, python": ("SIGTERM", BY_ITSELF),
+    "SIGHUP, nohup torchrun": ("SIGHUP", ["nohup", *TWO_RANKS, SCRIPT]),
+}
+
+
+@pytest.mark.parametrize("how", LAUNCHED)
+def test_signal_to_the_launcher(start, task, tmp_path, how):
+    """It reaches the ranks and their workers; they save and end. (torchrun takes SIGHUP also under
+    nohup, and then ends its ranks.)"""
+    name, command = LAUNCHED[how]
+    job = start([*command, *task(tmp_path / "out", *ENDLESS, "--num_workers=1")])
     job.wait_for("step=3 ")
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(getattr(signal, name))
     # torchrun's status is 1; a thread of its own store may abort it at the very end
     assert job.wait(60) in (1, -signal.SIGABRT), job.text
-    check_stopped(tmp_path / "out", job.text, "SIGTERM")
+    check_stopped(tmp_path / "out", job.text, name)
     assert job.is_gone()
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 0), ("SIGINT", 130)])
-def test_signal_to_one_rank(server, task, tmp_path, name, status):
+def test_nohup(start, task, tmp_path):
+    """Plain python that has become torchrun outlives the terminal, and can still be stopped."""
+    job = start(["nohup", *BY_ITSELF, *task(tmp_path / "out", *ENDLESS)])
+    job.wait_for("step=3 ")
+    job.process.send_signal(signal.SIGHUP)
+    last = re.findall(r"step=(\d+) ", job.text)[-1]
+    job.wait_for(f"step={int(last) + 50} ")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60) in (1, -signal.SIGABRT), job.text
+    check_stopped(tmp_path / "out", job.text, "SIGTERM")
+
+
+STATUSES = {"SIGUSR1": 0, "SIGINT": 130, "SIGHUP": 1}
+
+
+@pytest.mark.parametrize("name", STATUSES)
+def test_signal_to_one_rank(server, task, tmp_path, name):
     """As srun and scancel --signal send them: all ranks stop."""
     server.start(variables_of("SLURM"), [SCRIPT, *task(tmp_path / "out", *ENDLESS)])
     server.wait_for("step=3 ")
     os.kill(server.pids[1], getattr(signal, name))
-    assert server.wait() == [status, status], server.text
+    assert server.wait() == [STATUSES[name]] * 2, server.text
     check_stopped(tmp_path / "out", server.text, name)
+
+
+def test_ranks_whose_shell_ends(start, task, tmp_path):
+    """Started by hand, with nohup: they go on when their parent and their terminal are gone."""
+    command = " ".join([sys.executable, SCRIPT, *task(tmp_path / "out", "--num_epochs=60")])
+    ranks = " ".join(f"RANK={rank} WORLD_SIZE=2 nohup {command} &" for rank in (0, 1))
+    end = f"until grep -q step=3 {tmp_path}/job0.txt; do sleep 0.1; done"
+    job = start(["bash", "-c", f"{ranks} {end}"], MASTER_PORT=free_port())
+    assert job.wait() == 0
+    for pid in job.processes():
+        os.kill(pid, signal.SIGHUP)
+    assert "step=100 " not in job.text  # or they were too fast for this test
+    assert job.is_gone(60)
+    assert job.text.count("completed successfully!") == 1, job.text[-3000:]
+    check_ranks(job.text, 2)

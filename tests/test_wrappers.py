@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,8 @@ def local(request, run):
 def test_one_machine(local):
     """The process becomes torchrun, which gets its signals, in the user's folder."""
     record = started(local(2, "--lr=1", "--a b", GPUS="8"))
-    assert record["argv"] == ["--standalone", "--nproc_per_node=2", *SIGNALS]
+    where = ["--standalone", "--local-addr=127.0.0.1"]
+    assert record["argv"] == [*where, "--nproc_per_node=2", *SIGNALS]
     assert record["script"] == local.script
     assert record["options"][-2:] == ["--lr=1", "--a b"]
     assert record["cwd"] == str(local.folder.resolve())  # the user's relative paths stay valid
@@ -114,12 +116,23 @@ def test_one_machine(local):
 
 def test_several_machines(local):
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
-    for variables, port in (({}, "29500"), ({"MASTER_PORT": "29501"}, "29501")):
+    ports = {"29500": {}, "13456": {"SLURM_JOB_ID": "123456"}, "29501": {"MASTER_PORT": "29501"}}
+    for port, variables in ports.items():
         argv = started(local(1, **nodes, **variables))["argv"]
         where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0", f"--master_port={port}"]
         assert argv == [*where, "--nproc_per_node=1", *SIGNALS]
     for name in ("NODE_RANK", "MASTER_ADDR"):
         assert f"{name}: with NNODES set it, too" in refused(local(1, **{**nodes, name: ""}))
+
+
+def test_nohup(local):
+    """What nohup ignores, torchrun must not handle: it would end the run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        record = started(local(1))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert record["argv"][-1] == "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 
 
 def test_count(local):
@@ -160,7 +173,7 @@ def test_count_and_projection(run):
     }
     for words, (count, options) in expected.items():
         record = started(run("run_ddp.sh", *words.split(), GPUS="8"))
-        assert record["argv"][1] == f"--nproc_per_node={count}"
+        assert record["argv"][2] == f"--nproc_per_node={count}"
         assert record["options"] == options.split()
 
 
@@ -183,8 +196,8 @@ def test_default_config_and_counts(uniref50, run):
     (run.folder / CONFIG).touch()
     record = started(uniref50())
     assert record["options"] == [f"--config={CONFIG}"]
-    assert record["argv"][1] == f"--nproc_per_node={min(2, CORES)}"
-    assert started(uniref50(GPUS="3"))["argv"][1] == "--nproc_per_node=3"
+    assert record["argv"][2] == f"--nproc_per_node={min(2, CORES)}"
+    assert started(uniref50(GPUS="3"))["argv"][2] == "--nproc_per_node=3"
 
 
 def test_flags(uniref50, run):
@@ -233,14 +246,14 @@ def test_dpo_keeps_logs(run):
     """And takes all GPUs."""
     result = run("scripts/run_dpo_ddp_local.sh", "--config", "a b.yaml", "lr=1e-6", GPUS="4")
     record = started(result)
-    assert record["argv"][1] == "--nproc_per_node=4"
+    assert record["argv"][2] == "--nproc_per_node=4"
     assert record["options"] == ["--config", "a b.yaml", "lr=1e-6"]
     (out,) = (run.folder / "logs").glob("dpo_ddp_*.out")
     (err,) = (run.folder / "logs").glob("dpo_ddp_*.err")
     assert out.read_text() == result.stdout
     assert err.read_text() == result.stderr == "to stderr\n"
     record = started(run("scripts/run_dpo_ddp_local.sh", "--no_cuda", GPUS="99"))
-    assert record["argv"][1] == f"--nproc_per_node={min(2, CORES)}"
+    assert record["argv"][2] == f"--nproc_per_node={min(2, CORES)}"
 
 
 @pytest.fixture

@@ -8,22 +8,37 @@ come in the order of their validation metric, by which each run chose its best.p
 Test metrics are shown and decide nothing: once you choose by them, they are no test any more.
 """
 
+import argparse
 import csv
 import json
 import statistics
+import sys
 from itertools import chain
 from pathlib import Path
-
-from make_causal_sets import Parser, stop
 
 # options that do not change what is trained
 IGNORED = """config output_dir fresh num_workers save_every log_every max_minutes wandb_mode
     nproc_per_node device backend timeout_minutes local_rank world_size master_addr master_port
-    eval_edges seed""".split()
+    cache_dir prepare_only seed""".split()
+
+# endings of the metrics that should fall; all others should rise
+FALLING = ("loss", "nelbo", "perplexity", "ece")
+
+
+def stop(message):
+    """End the program with one line."""
+    print(f"compare_runs.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        stop(message)  # one line, without the usage
 
 
 def parse_args(words=None):
-    parser = Parser(__doc__)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="FOLDER", help="--output_dir of the runs")
     add("--metrics", nargs="+", help="test metrics in the table; default: all")
@@ -65,12 +80,12 @@ def read_runs(folders):
         else:
             print(f"left out: {folder}: {status}")
     if not runs:
-        stop(2, "none of these runs is finished")
+        stop("none of these runs is finished")
     for key in ("script", "best/metric"):
         found = {run.get(key) for run in runs}
         if len(found) > 1:
             text = ", ".join(f"{run['run']} {run.get(key)}" for run in runs)
-            stop(2, f"runs of different {key}, compare them apart: {text}")
+            stop(f"runs of different {key}, compare them apart: {text}")
     return runs
 
 
@@ -105,14 +120,15 @@ def compare(runs, metrics):
             names.append(key.removeprefix("test/"))
     for name in metrics or []:
         if name not in names:
-            stop(2, f"--metrics {name}: these runs have {', '.join(names) or 'none'}")
+            stop(f"--metrics {name}: these runs have {', '.join(names) or 'none'}")
     names = metrics or names
 
     def validation(group):
         return statistics.mean(run["best/value"] for run in group[1])
 
-    is_rising = runs[0]["best/better"] == "higher"
-    header = ["runs with", "n", f"validation {runs[0]['best/metric']}"]
+    metric = runs[0]["best/metric"]
+    is_rising = not metric.endswith(FALLING)
+    header = ["runs with", "n", f"validation {metric}"]
     rows = [header + [f"test {name}" for name in names]]
     for title, group in sorted(group_runs(runs).items(), key=validation, reverse=is_rising):
         row = [title, str(len(group)), spread(group, "best/value")]

@@ -35,7 +35,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from generate_rebm import add_network_arguments, generate, load_network
-from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
 import run_train_rebm_ddp as script
@@ -43,7 +42,7 @@ from run_train_rebm_ddp import Attack, InputError, best_score, count, cross_entr
 
 
 def parse_args(words=None):
-    parser = Parser(__doc__)
+    parser = script.Parser(description=__doc__)
     add_network_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, help="file to write; default: evaluation.json beside the checkpoint")
@@ -194,8 +193,8 @@ def measure_generation(model, options, inside, outside, device, args):
 
 
 def main():
-    args = parse_args()
     try:
+        args = parse_args()
         device = script.choose_device(args, local_rank=0)
         model, options, inside, outside = load_network(args, device)
         sources = {outside.name: outside}
@@ -212,10 +211,9 @@ def main():
         found["commonest class"] = np.bincount(inside.labels[tested]).max() / len(tested)
         content = {**found, "options": vars(args)}
         args.out.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    except InputError as error:
-        stop(2, str(error))
-    except OSError as error:
-        stop(1, str(error))
+    except (InputError, OSError) as error:
+        print(f"evaluate_rebm.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)
     for name, value in found.items():
         print(f"{name:24} {value:.4f}")
     print(args.out)

@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
-from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
 import run_train_rebm_ddp as script
@@ -42,7 +41,7 @@ def add_network_arguments(parser):
 
 
 def parse_args(words=None):
-    parser = Parser(__doc__)
+    parser = script.Parser(description=__doc__)
     add_network_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, default=Path("samples.png"), help="picture to write")
@@ -115,8 +114,8 @@ def write_picture(path, images, classes):
 
 
 def main():
-    args = parse_args()
     try:
+        args = parse_args()
         device = script.choose_device(args, local_rank=0)
         model, options, inside, outside = load_network(args, device)
         classes = len(inside.classes)
@@ -127,10 +126,9 @@ def main():
         if args.npz:
             labels = np.arange(len(images)) % classes
             np.savez_compressed(args.npz, images=images.numpy(), labels=labels)
-    except InputError as error:
-        stop(2, str(error))
-    except OSError as error:
-        stop(1, str(error))
+    except (InputError, OSError) as error:
+        print(f"generate_rebm.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)
     print(f"{args.out}: {len(images):,} images of {classes} classes")
 
 

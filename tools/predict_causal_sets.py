@@ -1,201 +1,171 @@
 """Apply a network of run_train_quantumgrav_ddp.py to causal sets.
 
-    python tools/predict_causal_sets.py outputs/quantumgrav/best.pt data/causal_sets
-    python tools/predict_causal_sets.py outputs/mine/best.pt new/*.zarr --labels manifold_like
+    python tools/predict_causal_sets.py outputs/quantumgrav/best.pt new/*.zarr
+    python tools/predict_causal_sets.py outputs/mine/best.pt new.npz --labels manifold_like
+    python tools/predict_causal_sets.py outputs/quantumgrav/best.pt
 
-The sets: one folder of tools/make_causal_sets.py or tools/convert_causal_sets.py (of the folder
-that the network was trained on, the test sets alone), or stores and files that the latter reads;
---labels names those of their labels that are tasks of the network.
+SETS are stores (.zarr) and files (.npz) as that script reads them; they need no labels. --labels
+names those of their labels that are tasks of the network. Without SETS: the test sets of the run.
 
-Writes a CSV file with a line for each set: source; set (its number there, from 0 on, or its name);
-for each task the class that is guessed, the probability of each class, and the label where there is
-one. Prints, for each task with labels, the metrics of the training script, and the accuracy of the
-commonest class beside them.
+Writes a CSV file with a line for each set: source; set (its name there; of the run's own data its
+number, from 0 on); for each task the class that is guessed, the probability of each class, and the
+label where there is one. Prints, for each task with labels, the metrics of the training script, and
+the accuracy of the commonest class beside them.
 """
 
 import argparse
 import csv
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import torch
-from convert_causal_sets import number_classes, read_sources
-from make_causal_sets import ARRAYS, Parser, count, join, run, stop
-from tqdm import tqdm
+import torch.distributed as dist
 
-from run_train_quantumgrav_ddp import (
-    CausalSetNet,
-    CausalSets,
-    InputError,
-    check_data,
-    choose_device,
-    classification,
-    is_whole,
-    load_checkpoint,
-    read_meta,
-)
+import run_train_quantumgrav_ddp as script
+from run_train_quantumgrav_ddp import InputError
+
+SCRIPT = "run_train_quantumgrav_ddp.py"
 
 
 def parse_args(words=None):
-    parser = Parser(__doc__)
+    parser = script.Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
-    add("sources", nargs="+", type=Path, metavar="SETS", help="a folder, or stores and files")
+    add("sets", nargs="*", type=Path, metavar="SETS", help="stores and files")
     add("--out", type=Path, default=Path("predictions.csv"), help="file to write")
-    add("--labels", nargs="+", default=[], metavar="NAME", help="labels in stores and files")
-    add("--skip_bad_data", action="store_true", help="leave out what is damaged, and list it")
+    add("--labels", nargs="+", default=[], metavar="NAME", help="labels in the stores and files")
+    add("--skip_bad_data", action="store_true", help="leave out damaged sets, and list them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--workers", type=count, default=os.cpu_count(), help="processes that read stores")
     args = parser.parse_args(words)
-
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
-    args.is_folder = (args.sources[0] / "meta.json").exists()
-    if args.is_folder and (len(args.sources) > 1 or args.labels):
-        parser.error(f"{args.sources[0]} is a folder of arrays: give it alone, without --labels")
     return args
 
 
-# ---- Sets ------------------------------------------------------------------------------------
+# Sets: (data, the numbers of the sets, (source, name) of each)
 
 
-class NewSets(CausalSets):
-    """Sets from their arrays, to be made into batches as those of a folder are."""
-
-    def __init__(self, arrays, columns):
-        for name, array in arrays.items():
-            setattr(self, name, array)
-        self.columns = columns
-        self.sizes = np.diff(self.node_ptr)
-        self.edges = np.diff(self.edge_ptr)
-        self.cost = self.sizes + self.edges
+def own_sets(options):
+    """The test sets of the run."""
+    source = " ".join(options.data)
+    data = script.CausalSets(script.prepare(options), options)
+    if data.hash != options.data_hash:
+        raise InputError(f"{source}: it has changed since the network was trained on it")
+    ids = data.part("test")
+    return data, ids, [(source, i) for i in ids]
 
 
-def from_folder(folder, state):
-    """(arrays, {label: its classes}, the numbers of the sets, where each of these comes from)"""
-    data_hash = check_data(folder)
-    arrays = {}
-    for name in ["node_ptr", "edge_ptr", "split", *ARRAYS]:
-        arrays[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-    ids = np.arange(len(arrays["labels"]))
-    if data_hash == state["data_hash"]:
-        ids = np.flatnonzero(arrays["split"] == 2)
-        print(f"{folder}: the network was trained on it, so only its test sets")
-    return arrays, read_meta(folder)[1]["classes"], ids, [(folder, i) for i in ids]
+class NewSets(script.CausalSets):
+    """Sets that were just read, to be made into batches as those of a run are."""
+
+    def __init__(self, sets, labels, classes, features):
+        for name in sets[0]:
+            setattr(self, name, np.concatenate([arrays[name] for arrays in sets]))
+        self.labels = np.array(labels)
+        self.classes = classes
+        self.columns = [script.FEATURES.index(name) for name in features]
+        self.sizes = self.statistics[:, 0].astype(np.int64)
+        self.edges = self.statistics[:, 2].astype(np.int64)
+        self.node_ptr = np.cumsum([0, *self.sizes])
+        self.edge_ptr = np.cumsum([0, *self.edges])
 
 
-def from_stores(args):
-    """The same, of stores and files."""
-    found, problems = read_sources(args, args.labels)
-    for problem in problems:
-        print(f"left out: {problem}")
-    sets = [arrays for _, _, arrays in found]
-    classes = number_classes(sets, args.labels)
-    arrays = {name: join(sets, name) for name in ARRAYS}
-    for name in ("node", "edge"):
-        arrays[f"{name}_ptr"] = np.concatenate([[0], np.cumsum(join(sets, f"{name}_count"))])
-    return arrays, classes, np.arange(len(sets)), [(path, name) for path, name, _ in found]
+def new_sets(args, options, classes):
+    """The sets of the stores and files."""
+    used = [Path(path).resolve() for path in options.data]
+    for path in args.sets:
+        if path.resolve() in used:
+            text = "without SETS this takes its test sets"
+            raise InputError(f"the network was trained on {path}: {text}")
+    names, sets, labels, bad, notes = script.read_all(args.sets, args.labels)
+    if bad and not args.skip_bad_data:
+        text = f"{len(bad)} of {len(bad) + len(sets)} sets are bad"
+        raise InputError(f"{text} (--skip_bad_data leaves them out):{script.list_problems(bad)}")
+    for problem in notes + [f"left out: {text}" for text in bad]:
+        print(problem)
+    if not sets:
+        raise InputError(f"no sets in {' '.join(map(str, args.sets))}")
+    rows = []
+    for values in labels:
+        own = dict(zip(args.labels, values, strict=True))
+        rows.append([class_of(own.get(task, -1), task, classes) for task in classes])
+    return NewSets(sets, rows, classes, options.features), np.arange(len(sets)), names
 
 
-def labels_of_tasks(labels, classes, known):
-    """{task: labels as numbers of the classes `known`, those of the network; -1: none}"""
-    found = {}
-    for column, (task, names) in enumerate(classes.items()):
-        if task not in known:
-            continue
-        for name in names:
-            if name not in known[task]:
-                stop(2, f"{task}: the network knows {', '.join(known[task])}, but not {name}")
-        numbers = np.array([known[task].index(name) for name in names] + [-1])
-        found[task] = numbers[labels[:, column]]
-    return found
+def class_of(label, task, classes):
+    """The number of a label's class; -1: there is no label."""
+    if not script.is_label(label):
+        return -1
+    if str(label) not in classes[task]:
+        known = ", ".join(classes[task])
+        raise InputError(f"{task}: the network knows {known}, but not {label}")
+    return classes[task].index(str(label))
 
 
-# ---- Predictions -----------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def predict(model, data, ids, eval_edges, device):
-    """{task: log-probabilities (len(ids), classes)}, batches of about so many elements and edges"""
-    number = np.cumsum(data.cost[ids]) // eval_edges
-    batches = np.split(ids, np.flatnonzero(np.diff(number)) + 1)
-    found = {task: [] for task in model.heads}
-    for batch in tqdm(batches, unit=" batches", disable=None):
-        for task, logits in model(data[batch, batch].to(device)).items():
-            found[task].append(logits.double().log_softmax(dim=1).cpu().numpy())
-    return {task: np.concatenate(parts) for task, parts in found.items()}
+# Predictions
 
 
 def write_csv(path, origins, logp, labels, classes):
     rows = []
-    for i, (source, number) in enumerate(origins):
-        row = {"source": source, "set": number}
-        for task, names in classes.items():
-            chances = np.exp(logp[task][i])
-            row[task] = names[chances.argmax()]
-            for name, chance in zip(names, chances, strict=True):
-                row[f"{task}_{name}"] = f"{chance:.6g}"
-            if task in labels:
-                label = labels[task][i]
-                row[f"{task}_label"] = names[label] if label >= 0 else ""
+    for i, (source, name) in enumerate(origins):
+        row = {"source": source, "set": name}
+        for column, (task, names) in enumerate(classes.items()):
+            row[task] = names[logp[task][i].argmax()]
+            for class_name, value in zip(names, logp[task][i], strict=True):
+                row[f"{task}_{class_name}"] = f"{np.exp(value):.6g}"
+            label = labels[i, column]
+            row[f"{task}_label"] = names[label] if label >= 0 else ""
         rows.append(row)
-
-    with open(path, "x", newline="") as file:
+    with open(path, "x", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
 
 
 def print_metrics(logp, labels):
-    for task, numbers in labels.items():
-        known = numbers >= 0
-        if not known.any():
-            continue
-        metrics = classification(logp[task][known], numbers[known])
-        metrics["commonest class"] = np.bincount(numbers[known]).max() / known.sum()
-        text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-        print(f"{task}, {known.sum():,} sets with a label: {text}")
+    for column, task in enumerate(logp):
+        known = labels[:, column] >= 0
+        if known.any():
+            own = labels[known, column]
+            metrics = script.classification(logp[task][known], own)
+            metrics["commonest class"] = np.bincount(own).max() / len(own)
+            text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
+            print(f"{task}, {len(own):,} sets with a label: {text}")
 
 
 def main():
     args = parse_args()
-    state = load_checkpoint(args.checkpoint) if is_whole(args.checkpoint) else {}
-    if state.get("script") != "run_train_quantumgrav_ddp.py" or "classes" not in state:
-        stop(2, f"{args.checkpoint}: expected best.pt or latest.pt of run_train_quantumgrav_ddp.py")
-    known = state["classes"]
+    state = script.read_checkpoint(args.checkpoint) or {}
+    if state.get("script") != SCRIPT:
+        raise InputError(f"{args.checkpoint}: expected best.pt or latest.pt of {SCRIPT}")
     options = argparse.Namespace(**state["args"])
-    if not set(args.labels) <= set(known):
-        stop(2, f"--labels {' '.join(args.labels)}: the network has the tasks {', '.join(known)}")
-    try:
-        device = choose_device(args, local_rank=0)
-        if args.is_folder:
-            arrays, classes, ids, origins = from_folder(args.sources[0], state)
-        else:
-            arrays, classes, ids, origins = from_stores(args)
-    except InputError as error:
-        stop(2, error)
+    classes = state["loop"]["classes"]
+    for label in args.labels:
+        if label not in classes:
+            raise InputError(f"--labels {label}: the network has the tasks {', '.join(classes)}")
+    device = script.choose_device(args, local_rank=0)
+    data, ids, origins = new_sets(args, options, classes) if args.sets else own_sets(options)
 
-    model = CausalSetNet(options, known)
+    model = script.CausalSetNet(options, classes)
     try:
         model.load_state_dict(state["model"])
     except RuntimeError:
-        hint = "if you changed a copy, copy tools/ beside it, and use that"
-        stop(2, f"{args.checkpoint}: its network is not that of {state['script']}: {hint}")
-    model.eval().to(device)
-    labels = labels_of_tasks(arrays["labels"][ids], classes, known)
-    if classes and not labels:
-        print(f"no metrics: the labels are {', '.join(classes)}, the tasks {', '.join(known)}")
-    logp = predict(model, NewSets(arrays, options.features), ids, options.eval_edges, device)
-    write_csv(args.out, origins, logp, labels, known)
-    print_metrics(logp, labels)
+        text = f"{args.checkpoint}: its network is not that of {SCRIPT}"
+        raise InputError(f"{text}: a changed copy needs a copy of tools/ beside it") from None
+    # `predict` adds up over a group of processes: here a group of one
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    logp = script.predict(model.to(device), data, ids, options, device)
+    dist.destroy_process_group()
+    write_csv(args.out, origins, logp, data.labels[ids], classes)
+    print_metrics(logp, data.labels[ids])
     print(f"{args.out}: {len(ids):,} sets")
 
 
 if __name__ == "__main__":
-    run(main)
+    try:
+        main()
+    except (InputError, OSError) as error:
+        print(f"predict_causal_sets.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)

@@ -29,15 +29,16 @@ there is test/, too: then val/ is the validation part. OOD images are split at r
 validate (at most 1,024), and a tenth to test (at most 10,000).
 """
 
+import argparse
 import hashlib
 import json
 import pickle
 import shutil
+import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
-from make_causal_sets import Parser, stop
 from tqdm import tqdm
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
@@ -46,8 +47,23 @@ TINY_IMAGES = 1_000_000  # of them at most
 TRAIN, VALID, TEST, UNREADABLE = range(4)  # in split.npy
 
 
+def stop(status, message):
+    """End the program with one line."""
+    print(f"prepare_images.py: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the docstring as it is, and every default."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        stop(2, message)  # one line, without the usage
+
+
 def parse_args(words=None):
-    parser = Parser(__doc__)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("kind", choices=[*READERS], help="what the images are")
     add("source", nargs="?", type=Path, help="folder or file; none for digits")

@@ -1,0 +1,293 @@
+"""What every script of the new form does around its steps, where no process has to be started, or
+a single short one. (Done to whole runs: test_contract.py, test_faults.py.)"""
+
+import argparse
+import errno
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import call_script, parse_arguments
+from matplotlib.figure import Figure
+from runs import NEW, Task
+
+
+@pytest.fixture(params=NEW)
+def script(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(scope="module", params=NEW)
+def task(request, tmp_path_factory, server):
+    return Task(request.param, tmp_path_factory.mktemp(request.param), server)
+
+
+# --------------------------------------------------------------------------------------------------
+# Options
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "save_every: 7\n"),
+        ("config.yaml", "\ufeffsave_every: 7\n"),
+        ("config.json", '{\n\t"save_every": 7\n}'),
+        ("config.json", '\ufeff{"save_every": 7}'),
+    ],
+    ids=["YAML", "with a byte-order mark", "JSON with tabs", "JSON with a byte-order mark"],
+)
+def test_config(script, tmp_path, name, text):
+    config = tmp_path / name
+    config.write_text(text, encoding="utf-8")
+    assert parse_arguments(script, f"--config={config}").save_every == 7
+
+
+def test_values_that_look_like_options(script):
+    assert parse_arguments(script, "--output_dir", "lr=3e-4").output_dir == "lr=3e-4"
+    assert parse_arguments(script, "--output_dir=lr=3e-4").output_dir == "lr=3e-4"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--device=cuda", "--device cuda: .* cpu"),
+        ("--config=/nowhere.yaml", "--config /nowhere.yaml: .*No such file"),
+        ("--output_dir=/proc/nothing", "--output_dir /proc/nothing"),
+        ("--save_every=0", "--save_every: 0: must be from 1 to inf"),
+    ],
+)
+def test_refused(task, words, said):
+    """Status 2 and one line, which names the option."""
+    status, text = call_script(task.name, *task.argv, words)
+    assert status == 2, text
+    (line,) = [line for line in text.splitlines() if ": error: " in line]
+    assert re.search(said, line), line
+    assert "Traceback" not in text
+
+
+def test_wrong_path_names_its_option():
+    import run_train_quantumgrav_ddp as script
+
+    with pytest.raises(script.InputError, match="--data nowhere.npz: "):
+        script.prepare(parse_arguments(script, "--data", "nowhere.npz"))
+
+
+def test_prepare_only(task, tmp_path):
+    """It reads, and makes no folder for a run; the next call finds what was read."""
+    more = ["--prepare_only", f"--cache_dir={tmp_path}/cache", f"--output_dir={tmp_path}/run"]
+    status, text = call_script(task.name, *task.argv, *more)
+    assert status == 0, text
+    (made,) = (tmp_path / "cache").iterdir()
+    before = made.stat().st_mtime_ns
+    status, text = call_script(task.name, *task.argv, *more)
+    assert status == 0, text
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()] == [before]
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# A step
+
+
+def test_warmup_of_zero_starts_at_the_full_rate(script):
+    args = parse_arguments(script, "--warmup=0")
+    assert script.lr_factor(args, 0, 100) == 1
+    assert script.lr_factor(args, 99, 100) < 0.01
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused"])
+def test_step_without_a_finite_gradient_changes_nothing(script, optimizer):
+    """Neither weights, nor the optimizer's state, nor statistics of the batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    if optimizer == "SGD":
+        other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    else:
+        other = torch.optim.AdamW(model.parameters(), lr=0.1, fused=optimizer == "fused")
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    args = argparse.Namespace(max_grad_norm=1.0)
+
+    def step(factor):
+        kept = [buffer.clone() for buffer in model.buffers()]
+        (model(torch.rand(4, 3) * factor).sum() * factor).backward()
+        norm = script.update_if_finite(args, model, kept, other, scaler)
+        return norm, {name: value.clone() for name, value in model.state_dict().items()}
+
+    _, before = step(1.0)
+    norm, after = step(float("nan"))
+    assert norm.isnan()
+    for name, value in before.items():
+        assert value.equal(after[name]), name
+    _, later = step(1.0)
+    assert all(value.isfinite().all() for value in later.values())
+    assert not later["0.weight"].equal(before["0.weight"])
+
+
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_precision_auto(script, monkeypatch, is_emulated):
+    """A GPU that only emulates bf16 is slower with it."""
+
+    def is_bf16_supported(including_emulation=True):
+        return including_emulation or not is_emulated
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    args = argparse.Namespace(precision="auto")
+    autocast, _ = script.choose_precision(args, torch.device("cuda"))
+    assert autocast.args[1] == (torch.float32 if is_emulated else torch.bfloat16)
+
+
+def test_few_steps_are_said(task):
+    (said,) = [line for line in task.whole.text.splitlines() if "optimizer steps" in line]
+    assert "WARNING" in said
+    steps = task.whole.summary["steps"]
+    for number in (steps, 24, task.whole.summary["args"]["num_epochs"]):
+        assert f"{number} " in said
+
+
+# --------------------------------------------------------------------------------------------------
+# A run's folder
+
+
+def make_args(folder, **options):
+    return argparse.Namespace(output_dir=str(folder), log_every=1, wandb_mode="disabled", **options)
+
+
+def save(script, folder, step=0, **more):
+    log = SimpleNamespace(wandb_id="id", size=lambda: 0)
+    model = torch.nn.Linear(2, 2)
+    script.save_checkpoint("latest.pt", make_args(folder), log, {"step": step}, model=model, **more)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_file_system_without_fsync(script, group, tmp_path, monkeypatch, code):
+    def fsync(file):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(script, tmp_path, 5, must_succeed=True)
+    assert script.read_checkpoint(tmp_path / "latest.pt")["loop"]["step"] == 5
+
+
+def test_failed_save(script, group, tmp_path, monkeypatch, caplog):
+    """A warning where the run may go on; else an error. Its own clean-up may fail, too."""
+    save(script, tmp_path, 1)
+
+    def fail(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr("pathlib.Path.unlink", fail)
+    save(script, tmp_path, 2)
+    assert "no latest.pt at step 2: " in caplog.text
+    with pytest.raises(script.RunError, match="no latest.pt at step 2: .*Read-only"):
+        save(script, tmp_path, 2, must_succeed=True)
+    assert script.read_checkpoint(tmp_path / "latest.pt")["loop"]["step"] == 1
+
+
+def test_folder_with_best_but_no_latest(script, group, tmp_path):
+    """It is not taken for a new run's, which would write over best.pt."""
+    save(script, tmp_path)
+    (tmp_path / "latest.pt").rename(tmp_path / "best.pt")
+    with pytest.raises(script.InputError, match="--fresh moves it aside"):
+        script.find_checkpoint(tmp_path, fresh=False)
+    script.folder_lock.close()
+    assert script.find_checkpoint(tmp_path, fresh=True) is None
+    script.folder_lock.close()
+    assert not (tmp_path / "best.pt").exists()
+    (old,) = tmp_path.parent.glob(f"{tmp_path.name}.old-*")
+    assert (old / "best.pt").exists()
+
+
+def test_curves(script, group, tmp_path, monkeypatch):
+    """A panel for what was measured, with a mark where there is a single value."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *more, **options: drawn.append(figure))
+    (tmp_path / "metrics.jsonl").touch()
+    log = script.RunLog(make_args(tmp_path), None)
+    for step in (1, 2):
+        log.write({"step": step, "epoch": 0, "phase": 1, "lr": 0.1, "loss": 2.0 / step})
+    log.write({"step": 2, "epoch": 1, "phase": 1, "val/loss": 1.5})
+    log.close("finished", steps=2)
+    (figure,) = drawn
+    panels = [axes for axes in figure.axes if axes.lines]
+    labels = {line.get_label() for axes in panels for line in axes.lines}
+    assert labels == {"lr", "loss", "val/loss"}
+    assert all(line.get_marker() not in ("", "None") for axes in panels for line in axes.lines)
+    assert "step" in {axes.get_xlabel() for axes in panels}
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals
+
+
+def test_nohup(script, monkeypatch):
+    """SIGHUP is left alone where the run was started with nohup."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for handler in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGHUP, handler)
+        script.handle_signals(script.on_signal)
+        is_ours = signal.getsignal(signal.SIGHUP) == script.on_signal
+        assert is_ours == (handler == signal.SIG_DFL)
+
+
+def test_rank_started_by_hand_outlives_its_shell(script, monkeypatch):
+    """Only under torchrun does the end of the parent end a rank."""
+    monkeypatch.setattr(script, "PARENT", -1)
+    monkeypatch.setattr(script, "stop_signal", "")
+    args = argparse.Namespace(max_minutes=0)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert script.wish_to_stop(args) == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert script.wish_to_stop(args) == "death of torchrun"
+
+
+def test_time_limit(script, monkeypatch):
+    monkeypatch.setattr(script, "START", time.monotonic() - 120)
+    monkeypatch.setattr(script, "stop_signal", "")
+    assert script.wish_to_stop(argparse.Namespace(max_minutes=0)) == ""  # no limit
+    assert script.wish_to_stop(argparse.Namespace(max_minutes=3)) == ""
+    assert script.wish_to_stop(argparse.Namespace(max_minutes=1)) == "time limit"
+
+
+# --------------------------------------------------------------------------------------------------
+# The cache
+
+
+def test_runs_that_share_a_cache(script, tmp_path):
+    """A run leaves another one's half-made folder alone, and takes what it has made meanwhile."""
+
+    def quick(folder):
+        np.save(folder / "a.npy", np.zeros(3))
+
+    def slow(folder):
+        np.save(folder / "a.npy", np.ones(3))
+        other = multiprocessing.get_context("fork").Process(
+            target=script.cached, args=(tmp_path, "data", [1], quick)
+        )
+        other.start()
+        other.join()
+        assert other.exitcode == 0
+        assert np.load(folder / "a.npy").all()
+
+    folder = script.cached(tmp_path, "data", [1], slow)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert not np.load(folder / "a.npy").any()
+
+
+def test_array_that_a_full_disk_has_cut(script, tmp_path):
+    def write(folder):
+        np.save(folder / "a.npy", np.ones(1000))
+        os.truncate(folder / "a.npy", 4000)
+
+    with pytest.raises((ValueError, OSError, script.RunError)):
+        script.cached(tmp_path, "data", [1], write)
+    assert not list(tmp_path.iterdir())
