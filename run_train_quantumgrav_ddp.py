@@ -494,11 +494,11 @@ def train(args, device, data, model, state, log):
     if state:
         loop = restore(state, model=model, optimizer=optimizer, scaler=scaler)
     ddp_model = wrap_ddp(model, args, device)
-    sampler.start = loop["step"]
-    batches = make_loader(data, sampler, args, device)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
     if loop["step"] == 0:
         save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
+    sampler.start = loop["step"]
+    batches = make_loader(data, sampler, args, device)
 
     logging.info("Starting distributed training...")
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
@@ -1710,6 +1710,8 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
                 os.replace(folder / name, folder / "previous.pt")
             os.replace(folder / "new.tmp", folder / name)  # whole, or as it was
         except (OSError, RuntimeError) as error:  # most likely a full disk
+            if "DataLoader worker" in str(error):  # its end can interrupt us anywhere
+                raise
             with contextlib.suppress(OSError):
                 (folder / "new.tmp").unlink()
             text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
