@@ -63,7 +63,7 @@ PARTS = {
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py",
         "bench_quantumgrav.py",
-        {"^32-128 elements, 1x32.*in files": 4.0},
+        {"^32-128 elements, 1x32.*in files": 3.0},
     ),
     "rebm": Part(
         "run_train_rebm_ddp.py",
