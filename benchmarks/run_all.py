@@ -63,7 +63,7 @@ PARTS = {
     "quantumgrav": Part(
         "run_train_quantumgrav_ddp.py",
         "bench_quantumgrav.py",
-        {"^32-128 elements, 1x32.*in files": 3.0},
+        {"default.*in files": 1.9, "1x32.*in files": 2.7},
     ),
     "rebm": Part(
         "run_train_rebm_ddp.py",
