@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -223,6 +225,52 @@ def test_curves(script, group, tmp_path, monkeypatch):
     assert all(line.get_marker() not in ("", "None") for axes in panels for line in axes.lines)
     assert "step" in {axes.get_xlabel() for axes in panels}
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_wandb(script, group, tmp_path, monkeypatch, caplog, mode):
+    """A resumed run: online it has the old id, offline a new one in the same group. It can ask for
+    nothing. Rows that did not reach the server are named with the folder to send."""
+    asked = []
+
+    def init(**options):
+        asked.append((options, sys.stdin.read()))
+        return SimpleNamespace(dir=f"{tmp_path}/wandb/run-1/files", finish=lambda: time.sleep(60))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr(sys, "stdin", sys.stdin)  # restored in the end
+    plain = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, limit=None: plain(thread, 0.1))
+    (tmp_path / "metrics.jsonl").touch()
+    args = make_args(tmp_path)
+    args.wandb_mode = mode
+    log = script.RunLog(args, {"wandb_id": "abc", "log_size": 0})
+    ((options, typed),) = asked
+    assert typed == ""
+    assert options["id"] == ("abc" if mode == "online" else None)
+    assert options["group"] == log.wandb_id == "abc"
+    log.close("finished")
+    assert f"wandb sync {tmp_path}/wandb/run-1" in caplog.text
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_threads_are_divided_once(script, monkeypatch, is_bound):
+    """Of two ranks on this machine, unless the launcher has bound them to cores of their own."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    cores = range(4 if is_bound else 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores))
+    monkeypatch.setattr(script, "compare_ranks", lambda args: None)
+    monkeypatch.setattr(script, "gather", lambda value: [value, value])
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    args = parse_arguments(script, "--device=cpu")
+    try:
+        script.setup_ddp(args)
+        assert torch.get_num_threads() == (4 if is_bound else 2)
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.set_num_threads(before)
 
 
 # --------------------------------------------------------------------------------------------------
