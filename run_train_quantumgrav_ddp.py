@@ -116,7 +116,8 @@ def parse_args():
 
     add = parser.add_argument_group("section parallel: of QuantumGrav's files").add_argument
     add("--world_size", type=COUNT, help="as --nproc_per_node")
-    add("--master_addr", help="where the ranks meet; the variable MASTER_ADDR wins")
+    text = "where the ranks of srun or mpiexec meet; the variable MASTER_ADDR wins"
+    add("--master_addr", help=text)
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
 
     add_common_arguments(parser, output_dir="outputs/quantumgrav", batch_size=64)
@@ -1357,15 +1358,8 @@ def explain(error):
 def become_torchrun(processes):
     """Go on as torchrun with the same script and options. Unlike by default it hands SIGUSR1 to the
     ranks, and gives them time to save."""
-    where = ["--standalone", "--local-addr=127.0.0.1"]  # not by name: that may not be known
-    port = os.environ.get("MASTER_PORT")
-    if port:
-        where = [f"--master_port={port}"]
-        where.append(f"--master_addr={os.environ.get('MASTER_ADDR') or 'localhost'}")
-        try:
-            socket.create_server(("", int(port))).close()
-        except (OSError, ValueError, OverflowError) as error:
-            raise InputError(f"MASTER_PORT {port}: {error}") from None
+    # any free port of this machine, which may not know its own name
+    where = ["--standalone", "--local-addr=127.0.0.1"]
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
     names = [stop.name for stop in STOP_SIGNALS if signal.getsignal(stop) != signal.SIG_IGN]
     threads = max(1, torch.get_num_threads() // processes)
