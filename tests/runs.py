@@ -83,7 +83,8 @@ def tiny_run_train_quantumgrav_ddp(folder):
     write_causal_sets(folder / "sets.npz", "--samples=300", "--min_size=14", "--max_size=20")
     return f"""--data={folder}/sets.npz --cache_dir={folder}/cache --tasks cls dim --hidden_dim=16
         --head_dim=16 --num_layers=2 --num_epochs=5 --batch_size=6 --lr=5e-3
-        --num_workers=1""".split()
+        --num_workers=1
+        --timeout_minutes=2""".split()
 
 
 def tiny_run_train_rebm_ddp(folder):
