@@ -26,7 +26,6 @@ import logging
 import math
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -621,12 +620,10 @@ stop_signal = ""  # name of the last signal that asked this process to stop
 # words of errors that need no traceback, and what to do
 HINTS = {
     " by peer": "another rank has died: the same command, given again, goes on",
-    "OutOfMemoryError": "half the --batch_size, with the same --global_batch_size, needs less",
-    "allocate memory": "half the --batch_size, with the same --global_batch_size, needs less",
+    " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "DataLoader worker (pid": "--num_workers 0 needs no worker, and no /dev/shm",
-    "DataLoader timed out": "--num_workers 0 needs no worker, and no /dev/shm",
+    "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
 }
 
@@ -771,12 +768,9 @@ def setup_ddp(args):
     """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
     # plain python is a group of one: the code below has one path only
     rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    logging.basicConfig(
-        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
-        level=logging.INFO,
-        datefmt="%Y-%m-%d %H:%M:%S",
-        stream=sys.stdout,
-    )
+    form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
+    clock = "%Y-%m-%d %H:%M:%S"
+    logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
     logging.info(f"Process {rank}/{world_size} started")
     device = choose_device(args, local_rank)
     if args.deterministic:
@@ -804,13 +798,10 @@ def setup_ddp(args):
     handle_signals(signal.SIG_DFL)  # Python's own would not run before all ranks have come
     watchdog = start_watchdog(rank, world_size, place)
     try:
-        dist.init_process_group(
-            backend,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=args.timeout_minutes),
-            device_id=None if device.type == "cpu" else device,
-        )
+        wait = timedelta(minutes=args.timeout_minutes)
+        gpu = None if device.type == "cpu" else device
+        ranks = {"rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
     except (dist.DistNetworkError, ValueError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
@@ -905,8 +896,6 @@ def cleanup():
 def launch(parse_args, main):
     """Run main(args) as this rank, or become torchrun to start --nproc_per_node ranks."""
     sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # workers of a loader share many files
     rank = 0
     try:
         rank, world_size, _ = find_ranks() or (0, 1, 0)

@@ -307,6 +307,42 @@ def test_time_limit(script, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
+# The loader
+
+
+class Ones(torch.utils.data.Dataset):
+    def __getitem__(self, i):
+        return torch.full((1000, 1000), float(i)), torch.tensor(i)
+
+
+def test_batches_of_workers_travel_without_shared_memory(script):
+    args = argparse.Namespace(num_workers=1, timeout_minutes=1)
+    batches = script.make_loader(Ones(), range(3), args, torch.device("cpu"))
+    for i in range(3):
+        large, small = next(batches)
+        assert large.eq(i).all()
+        assert small == i
+        assert not large.is_shared()
+        large += 1  # it is ours
+
+
+def test_workers_are_forked_a_while_after_the_last_collective(script, monkeypatch):
+    """Else one in thousands of them hangs for ever (cpython issue 112275)."""
+    forked = []
+
+    def fork():
+        forked.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fork", fork)
+    args = argparse.Namespace(num_workers=1, timeout_minutes=1)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        script.make_loader(Ones(), range(3), args, torch.device("cpu"))
+    assert forked[0] - begin > 0.15
+
+
+# --------------------------------------------------------------------------------------------------
 # The cache
 
 
