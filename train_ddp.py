@@ -7,54 +7,64 @@ once, before training. Its vectors stay in --cache_dir for the next run.
     python train_ddp.py                                                # one GPU, or CPU
     ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml     # minutes, no download
     torchrun --nproc_per_node=8 train_ddp.py --use_projection=False
-    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST train_ddp.py
 
 Modes: --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as
 the teacher has. False (MRL): none; the target is the first part of its vectors, renormalised.
 
-Data (--phase1_data, --phase2_data): ms_marco (v1.1) or another data set of the hub (NAME or
-NAME:CONFIG); pydocs, the documentation installed with Python, numpy and torch, without a download;
-FILE.txt, one text a line, for phase 1; FILE.jsonl, .csv or .parquet with query, positive (a text or
-a list of texts) and, if there are any, negatives. Held out are the validation rows of MS MARCO,
-elsewhere --eval_fraction of the queries; rows that share a column `group` stay together.
+Data (--phase1_data, --phase2_data): FILE.txt (a text a line, for phase 1), .jsonl, .json, .csv,
+.tsv or .parquet, each also .gz; ms_marco, or another data set of the hub (NAME or NAME:CONFIG);
+pydocs, which is data/pydocs.jsonl.gz. Columns: query, positive (a text or a list) and, if there are
+any, negative, negatives, negative_1 ..., label (1, or 0: the text is a wrong answer), group (its
+rows are held out together). Held out are the validation rows of MS MARCO, elsewhere
+--eval_fraction of the queries.
 
-Logged, over all ranks: step, phase, epoch, lr, loss, grad_norm (before clipping), skipped (steps
-whose gradient was not finite), samples_per_s (texts in phase 1, queries in phase 2), data_wait
-(share of the time); in phase 2 the parts of the loss: infonce (nats per query) and distance.
-val/...: ndcg@10, mrr@10, recall@100 (from 0 to 1, held-out queries against --eval_distractors and
-the documents that answer them), teacher_cosine, loss (that of phase 1, on held-out texts).
+Logged, over all ranks: step, phase, epoch, lr, loss, in phase 2 its parts infonce (nats per query)
+and distance (squared), grad_norm (before clipping), skipped (steps whose gradient was not finite),
+samples_per_s (texts in phase 1, queries in phase 2), data_wait (share of the time). val/...:
+ndcg@10, mrr@10, recall@100 (0 to 1, held-out queries against the documents that answer them and
+--eval_distractors), teacher_cosine, loss (of phase 1, on held-out texts).
 
 Files in --output_dir: latest.pt, previous.pt, phase1_best.pt, phase2_best.pt, best.pt (of both),
 metrics.jsonl, curves.png, summary.json. In --artifacts_dir: SentenceTransformer folders.
-
-Unlike the original (yuancu/distill-for-retrieval) the squared distance is summed over dimensions,
-not averaged; a query's negatives are the documents of the whole step, on all ranks; the head reads
-normalised vectors, in training as in the artifact; the warm-up is a share of the steps there are.
 """
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<2.14", "numpy>=2.2,<3", "tqdm>=4.67,<5", "pyyaml>=6.0,<7", "wandb>=0.25,<1",
+#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "sentence-transformers>=6,<7", "datasets>=5,<6",
+#     "scikit-learn>=1.7,<2",
+# ]
+# ///
 
 import argparse
 import contextlib
-import ctypes
-import difflib
+import csv
+import errno
 import fcntl
-import gc
+import functools
+import gzip
 import hashlib
+import itertools
 import json
 import logging
 import math
+import multiprocessing.queues
 import os
-import queue
+import pickle
 import re
-import shlex
+import resource
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import zipfile
+import zlib
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -65,25 +75,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import yaml
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 # --------------------------------------------------------------------------------------------------
 # Arguments
-
-
-LIMITS = {  # of options, from and to
-    "num_negatives": (0, 1000),
-    "eval_fraction": (0, 0.99),
-    "eval_distractors": (0, math.inf),
-    "phase1_lr": (0, math.inf),
-    "phase2_lr": (0, math.inf),
-    "temperature": (1e-4, math.inf),
-    "warmup_ratio": (0, 1),
-    "false_negative_margin": (-1, 2),
-}
 
 
 def parse_args():
@@ -91,56 +89,62 @@ def parse_args():
     add = parser.add_argument_group("data").add_argument
     add("--phase1_data", default="ms_marco", help="texts of phase 1")
     add("--phase2_data", default="ms_marco", help="queries and documents of phase 2")
-    add("--max_samples_phase1", type=count, default=100_000, help="rows read for phase 1")
-    add("--max_samples_phase2", type=count, default=500_000, help="rows read for phase 2")
+    add("--max_samples_phase1", type=COUNT, default=100_000, help="rows read for phase 1")
+    add("--max_samples_phase2", type=COUNT, default=500_000, help="rows read for phase 2")
     add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong")
     add("--cache_dir", default="./cache", help="texts, tokens, teacher vectors, of all runs")
-    add("--num_negatives", type=int, default=7, help="per query, drawn anew every epoch")
+    text = "documents that do not answer it, for each query, drawn anew in every step"
+    add("--num_negatives", type=number(0, 1000, int), default=7, help=text)
 
     add = parser.add_argument_group("held-out data").add_argument
-    add("--eval_fraction", type=float, default=0.05, help="of the queries, that may be held out")
-    add("--eval_samples", type=count, default=1000, help="held out per source, at most")
+    add("--eval_fraction", type=number(0, 0.99), default=0.05, help="of the queries, at most")
+    add("--eval_samples", type=COUNT, default=1000, help="rows held out per source, at most")
     text = "documents that answer no held-out query, for each one that does"
-    add("--eval_distractors", type=float, default=1.0, help=text)
-    add("--eval_every", type=int, default=0, help="steps between evaluations; 0: every epoch")
+    add("--eval_distractors", type=number(0), default=1.0, help=text)
+    text = "steps between evaluations; 0: every epoch"
+    add("--eval_every", type=number(0, kind=int), default=0, help=text)
 
     add = parser.add_argument_group("models").add_argument
     default = "infly/inf-retriever-v1-pro"
     add("--teacher_model", default=default, help="hub name, folder, or builtin:lsa[:DIMENSIONS]")
-    add("--teacher_batch_size", type=count, default=64, help="texts per forward pass")
-    add("--teacher_max_length", type=count, help="tokens; None: the model's own")
+    add("--teacher_batch_size", type=COUNT, default=64, help="texts per forward pass")
+    add("--teacher_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--teacher_query_prompt", help="text before queries; None: the model's own")
     add("--teacher_document_prompt", help="text before documents; None: the model's own")
     default = "sentence-transformers/all-mpnet-base-v2"
     add("--student_model", default=default, help="the same, or builtin:bert[:LAYERSxWIDTH]")
-    add("--student_layers", type=count, help="keep so many, evenly spaced; None: all")
-    add("--student_max_length", type=count, help="tokens; None: the model's own")
+    add("--student_layers", type=COUNT, help="keep so many, evenly spaced; None: all")
+    add("--student_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--student_query_prompt", help="text before queries; None: the model's own")
     add("--student_document_prompt", help="text before documents; None: the model's own")
     add("--trust_remote_code", **FLAG, default=False, help="run code that comes with the models")
     add("--use_projection", **FLAG, default=True, help="a head; False: MRL")
-    add("--projection_hidden", type=count, default=1536, help="hidden width of the head")
+    add("--projection_hidden", type=COUNT, default=1536, help="hidden width of the head")
 
     add = parser.add_argument_group("loss").add_argument
-    add("--phase1_l2_weight", type=float, default=0.4, help="of the squared distance")
-    add("--phase1_cosine_weight", type=float, default=0.6, help="of 1 - cosine")
-    add("--infonce_weight", type=float, default=0.8, help="of InfoNCE")
-    add("--phase2_l2_weight", type=float, default=0.2, help="of the squared distance")
-    add("--temperature", type=float, default=0.02, help="divides all scores")
+    add("--phase1_l2_weight", type=number(0), default=0.4, help="of the squared distance")
+    add("--phase1_cosine_weight", type=number(0), default=0.6, help="of 1 - cosine")
+    add("--infonce_weight", type=number(0), default=0.8, help="of InfoNCE")
+    add("--phase2_l2_weight", type=number(0), default=0.2, help="of the squared distance")
+    add("--temperature", type=number(1e-4), default=0.02, help="divides all scores")
     text = "a document that the teacher scores above positive + margin is no negative; 2: all are"
-    add("--false_negative_margin", type=float, default=0.0, help=text)
+    add("--false_negative_margin", type=number(-1, 2), default=0.0, help=text)
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--phase1_epochs", type=count, default=1, help="passes over the texts")
-    add("--phase2_epochs", type=count, default=3, help="passes over the queries")
-    add("--max_steps", type=int, default=0, help="per phase at most; 0: all epochs")
-    add("--phase1_lr", type=float, default=2e-5, help="peak learning rate")
-    add("--phase2_lr", type=float, default=5e-6, help="peak learning rate")
-    add("--warmup_ratio", type=float, default=0.1, help="of a phase; then straight down to 0")
-    add("--weight_decay", type=float, default=0.01, help="none on biases, norms, embeddings")
-    text = "start from OUTPUT_DIR/phase1_best.pt, or from the raw student if there is none; if "
-    text += "phase 1 had other data: a new OUTPUT_DIR, with a copy of that file in it"
+    add("--phase1_epochs", type=COUNT, default=1, help="passes over the texts")
+    add("--phase2_epochs", type=COUNT, default=3, help="passes over the queries")
+    text = "per phase at most; 0: all epochs"
+    add("--max_steps", type=number(0, kind=int), default=0, help=text)
+    add("--phase1_lr", type=number(0), default=2e-5, help="peak learning rate")
+    add("--phase2_lr", type=number(0), default=5e-6, help="peak learning rate")
+    text = "of a phase; then straight down to 0"
+    add("--warmup_ratio", type=number(0, 1), default=0.1, help=text)
+    text = "of matrices; biases, norms and embeddings: 0"
+    add("--weight_decay", type=number(0), default=0.01, help=text)
+    text = "start phase 2 from --phase1_weights"
     add("--skip_phase1", **FLAG, default=False, help=text)
+    text = "for --skip_phase1, of another run, too; None: OUTPUT_DIR/phase1_best.pt, if it is there"
+    add("--phase1_weights", help=text)
     add("--skip_phase2", **FLAG, default=False, help="stop after phase 1")
 
     add = parser.add_argument_group("artifacts").add_argument
@@ -151,12 +155,16 @@ def parse_args():
 
     if args.skip_phase1 and args.skip_phase2:
         parser.error("--skip_phase1 and --skip_phase2 together leave nothing to train")
-    if args.phase2_data.endswith(".txt") and not args.skip_phase2:
+    if args.phase1_weights and not args.skip_phase1:
+        parser.error("--phase1_weights is for --skip_phase1")
+    if kind_of(args.phase2_data) == ".txt" and not args.skip_phase2:
         parser.error(f"--phase2_data {args.phase2_data}: needs queries with their documents")
-    for name, (least, most) in LIMITS.items():
-        value = getattr(args, name)
-        if not least <= value <= most:
-            parser.error(f"--{name} {value}: must be from {least} to {most}")
+    for role, kind in {"teacher": "(bert|lsa)", "student": "bert"}.items():
+        name = getattr(args, f"{role}_model")
+        if name.startswith("builtin:") and not re.fullmatch(rf"builtin:{kind}(:\d+(x\d+)?)?", name):
+            parser.error(f"--{role}_model {name}: see --help for what it can be")
+    if args.teacher_model.startswith("builtin:lsa") and args.teacher_max_length:
+        parser.error("--teacher_max_length: builtin:lsa reads whole texts")
     mode = "projection" if args.use_projection else "mrl"
     args.output_dir = args.output_dir.replace("{mode}", mode)
     return args
@@ -166,294 +174,12 @@ def parse_args():
 # Data
 
 
-def cache_folder(args, kind, *key):
-    """The folder of something that is made once, named by a hash of all that went into it."""
-    digest = hashlib.sha256(json.dumps([FORMAT, *key]).encode()).hexdigest()
-    return Path(args.cache_dir) / f"{kind}-{digest[:16]}"
-
-
-def make_once(folder, make, *args):
-    """Let rank 0 call make(folder, *args), unless the folder is there. It is complete or not there.
-    (all ranks)"""
-
-    def make_missing():
-        if folder.exists():
-            return
-        new = folder.with_name(f"{folder.name}.tmp")
-        try:
-            shutil.rmtree(new, ignore_errors=True)
-            make(new, *args)
-            new.rename(folder)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{folder} cannot be written, see --cache_dir: {error}") from None
-
-    on_rank0(make_missing)
-    if not folder.exists():
-        raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
-
-
-def write_arrays(folder, arrays):
-    folder.mkdir(parents=True)
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
-        load_array(folder, name)  # notices if a full disk has cut the file; np.save does not
-
-
-def load_array(folder, name):
-    """Mapped into memory, which the ranks of a machine share."""
-    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-
-
-def run_tool(folder, name, *options):
-    """Let a file of tools/ make a folder."""
-    tool = Path(__file__).parent / "tools" / name
-    options = [*options, f"--out={folder}"]
-    logging.info(shlex.join(["python", f"tools/{name}", *options]))
-    done = subprocess.run([sys.executable, str(tool), *options], stderr=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise InputError(done.stderr.strip())
-
-
-def source_key(name):
-    """A hash of a file with data; a name on the hub as it is."""
-    if not Path(name).is_file():
-        return name
-    digest = hashlib.sha256()
-    with open(name, "rb") as file:
-        for part in iter(lambda: file.read(2**20), b""):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-class Corpus:
-    """The arrays of tools/prepare_texts.py."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        names = ["text", "offsets", "kinds", "phase1", "pairs", "positives", "negatives"]
-        for name in [*names, "eval_queries", "eval_documents", "eval_pairs"]:
-            setattr(self, name, load_array(folder, name))
-        self.eval_answers = int(load_array(folder, "eval_answers"))
-        self.eval_texts = np.concatenate([self.eval_queries, self.eval_documents])
-
-    def decode(self, number):
-        start, end = self.offsets[number : number + 2]
-        return self.text[start:end].tobytes().decode()
-
-    def texts(self, numbers, prompts):
-        """With the prompt for queries, or the one for documents, before each."""
-        before = [prompts["query"], prompts["document"]]
-        return [before[self.kinds[number]] + self.decode(number) for number in numbers]
-
-    def held_out(self):
-        """What the held-out figures are measured on."""
-        documents = len(self.eval_documents)
-        others = documents - len(set(self.eval_pairs[:, 1].tolist()))
-        text = f"{len(self.eval_queries):,} queries, {documents:,} documents"
-        return f"{text}, of which {others:,} ({others / documents:.0%}) answer none of them"
-
-
-def load_corpus(args):
-    """Made once by tools/prepare_texts.py. (all ranks)"""
-    names = "max_samples_phase1 max_samples_phase2 eval_fraction eval_samples eval_distractors"
-    options = [f"--{name}={getattr(args, name)}" for name in names.split()]
-    if args.skip_bad_data:
-        options.append("--skip_bad_data")
-    key = [*options]
-    for phase in (1, 2):
-        name = getattr(args, f"phase{phase}_data")
-        # the data of a skipped phase are read, too, if they are here: what is held out is then the
-        # same for both phases, and a later run without the option goes on
-        is_here = on_rank0(Path(name).is_file) or args.phase1_data == args.phase2_data
-        if getattr(args, f"skip_phase{phase}") and not is_here:
-            continue
-        if name == "pydocs":
-            versions = [sys.version, np.__version__, torch.__version__]
-            versions = on_rank0(list, versions)  # another machine may have others
-            folder = cache_folder(args, "pydocs", versions)
-            make_once(folder, run_tool, "make_builtin_models.py", "pydocs")
-            name = f"{folder}/pairs.jsonl"
-        options.append(f"--phase{phase}_data={name}")
-        key.append([phase, on_rank0(source_key, name)])
-
-    folder = cache_folder(args, "texts", key)
-    make_once(folder, run_tool, "prepare_texts.py", *options)
-    corpus = Corpus(folder)
-    bad_rows = (folder / "bad_rows.txt").read_text().count("\n")
-    if bad_rows > 0:
-        logging.warning(f"left out {bad_rows} bad rows, listed in {folder}/bad_rows.txt")
-    logging.info("Data split complete:")
-    logging.info(f"  phase 1:   {len(corpus.phase1):,} texts")
-    logging.info(f"  phase 2:   {len(corpus.pairs):,} pairs of a query and a document")
-    logging.info(f"  held out:  {corpus.held_out()}")
-    return corpus
-
-
-class Tokens(NamedTuple):
-    """The student's tokens of all texts: those of text i are ids[offsets[i]:offsets[i + 1]]."""
-
-    folder: Path
-    ids: np.ndarray
-    offsets: np.ndarray
-    lengths: np.ndarray
-    pad: int
-
-
-def load_tokens(args, corpus, student):
-    """Made once with the student's tokenizer and prompts. (all ranks)"""
-    tokenizer = student.tokenizer
-    length = student.max_seq_length
-    definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    definition.update(truncation=None, padding=None)  # calling a tokenizer changes these
-    key = [corpus.folder.name, student.prompts, length, definition]
-    folder = cache_folder(args, "tokens", *key)
-
-    def tokenize(folder):
-        pieces = []
-        starts = range(0, len(corpus.kinds), 1024)
-        for start in tqdm(starts, "tokens", disable=not sys.stderr.isatty()):
-            numbers = range(start, min(start + 1024, len(corpus.kinds)))
-            texts = corpus.texts(numbers, student.prompts)
-            for ids in tokenizer(texts, truncation=True, max_length=length)["input_ids"]:
-                pieces.append(np.array(ids, np.int32))
-        offsets = np.cumsum([0, *map(len, pieces)])
-        write_arrays(folder, {"ids": np.concatenate(pieces), "offsets": offsets})
-
-    make_once(folder, tokenize)
-    offsets = load_array(folder, "offsets")
-    ids = load_array(folder, "ids")
-    return Tokens(folder, ids, offsets, np.diff(offsets), tokenizer.pad_token_id or 0)
-
-
-def model_key(name):
-    """What tells a model from others: its name on the hub, or the files of its folder."""
-    if not Path(name).is_dir():
-        return name
-    key = []
-    for path in sorted(Path(name).rglob("*")):
-        if path.is_file() and path.suffix != ".md":
-            size = path.stat().st_size
-            with open(path, "rb") as file:  # both ends of it: such files are large
-                digest = hashlib.sha256(file.read(2**20))
-                file.seek(max(0, size - 2**20))
-                digest.update(file.read())
-            key.append([str(path.relative_to(name)), size, digest.hexdigest()])
-    return key
-
-
-FEWEST_TOGETHER = 64  # texts that a rank encodes between two looks at the clock and at signals
-MOST_TOGETHER = 512
-AS_TENSOR = {"convert_to_tensor": True, "show_progress_bar": False}  # for SentenceTransformer
-
-
-def teacher_vectors(args, corpus, name, folder, device, guard):
-    """The teacher's unit vectors of all texts (N, D), mapped; None if the ranks agreed to stop.
-
-    Blocks of texts of similar length are dealt to the ranks, which write them into one file and
-    note what is done: what a stopped run has computed is not computed again. (all ranks)"""
-    count = len(corpus.kinds)
-    # of few texts few at a time: no rank shall wait long for the last block of another
-    together = min(MOST_TOGETHER, max(FEWEST_TOGETHER, count // 64))
-    done = np.zeros(math.ceil(count / together), np.uint8)
-    if on_rank0(folder.exists):
-        done = on_rank0(load_array, folder, "done")
-    missing = np.flatnonzero(done == 0)
-    if len(missing) == 0:
-        logging.info("Teacher vectors of an earlier run: no teacher is needed")
-        return load_array(folder, "vectors")
-
-    teacher = load_in_turn(load_teacher, args, name, device)
-    shape = (count, teacher.get_embedding_dimension())
-    logging.info(f"The teacher reads {shape[0]:,} texts, with the prompts {teacher.prompts}")
-    make_once(folder, write_arrays, {"vectors": np.zeros(shape, np.float16), "done": done})
-    # prompt: the texts have theirs, a model's default would come before it
-    options = {"batch_size": args.teacher_batch_size, "prompt": "", **AS_TENSOR}
-    longest_first = np.argsort(-np.diff(corpus.offsets), kind="stable")  # no memory: at once
-    rank = dist.get_rank()
-    own = missing[rank :: dist.get_world_size()]
-    turns = range(math.ceil(len(missing) / dist.get_world_size()))
-    for turn in tqdm(turns, "teacher", disable=rank > 0 or not sys.stderr.isatty()):
-        if guard.agree():
-            return None
-        if turn < len(own):
-            first = own[turn] * together
-            rows = longest_first[first : first + together]
-            vectors = teacher.encode(corpus.texts(rows, teacher.prompts), **options)
-            vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
-            if not np.isfinite(vectors).all():
-                text = corpus.decode(rows[0])[:80]
-                raise InputError(f"the teacher's vectors are not finite, near the text {text!r}")
-            write_rows(folder / "vectors.npy", rows, vectors.astype(np.float16))
-            write_rows(folder / "done.npy", own[turn : turn + 1], np.ones(1, np.uint8))
-    dist.barrier()
-    return load_array(folder, "vectors")
-
-
-def write_rows(path, numbers, rows):
-    """Overwrite some rows of an .npy file. (Not through a memory map: on a network file system the
-    ranks of several machines would overwrite each other's neighbours.)"""
-    begin = np.load(path, mmap_mode="r").offset
-    try:
-        with open(path, "r+b") as file:
-            for number, row in zip(numbers, rows, strict=True):
-                file.seek(begin + int(number) * row.nbytes)
-                file.write(row.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error}") from None
-
-
-def load_in_turn(load, *args):
-    """load(*args), by one rank of a machine after the other: the memory of a machine holds one copy
-    of a large model on its way to the GPUs, not eight. (all ranks)"""
-    _, _, local_rank = find_ranks() or (0, 1, 0)
-    model = None
-    # as many turns on all machines, however many ranks each has: all ranks meet at each barrier
-    for turn in range(dist.get_world_size()):
-        if turn == local_rank:
-            model = load(*args)
-        dist.barrier()
-    return model
-
-
 class Texts(NamedTuple):
-    """Texts for a forward pass, longest first, in groups of similar length that lie one after the
-    other; within a group all are padded to the longest."""
+    """B texts as tensors, in a few groups of similar length, each padded to its longest."""
 
-    ids: torch.Tensor  # (T,) int64 tokens
-    mask: torch.Tensor  # (T,) int64, 0 where there is padding
-    positions: torch.Tensor  # (T,) int64 place of a token in its text
-    order: torch.Tensor  # (B,) int64 which of these texts is the first, the second, ... asked for
-    shapes: list  # of (texts, length) for each group
-
-    def groups(self, tensor):
-        """The parts of a tensor (T, ...) that belong to each group, (texts, length, ...)."""
-        parts = tensor.split([texts * length for texts, length in self.shapes])
-        pairs = zip(parts, self.shapes, strict=True)
-        return [part.view(*shape, *part.shape[1:]) for part, shape in pairs]
-
-
-def lay_out(tokens, rows, least, waste):
-    """Texts `rows` (B,), in groups of at least so many, with at most this share of padding."""
-    by_length = np.argsort(-tokens.lengths[rows], kind="stable")
-    lengths = tokens.lengths[rows][by_length]
-    cuts = [0]
-    for i in range(least, len(rows) - least // 2):
-        if i - cuts[-1] >= least and lengths[i] < (1 - waste) * lengths[cuts[-1]]:
-            cuts.append(i)
-    sizes = np.diff([*cuts, len(rows)])
-
-    # of each token, with the padding: its text, its place in it, and where it is among all tokens
-    padded = np.repeat(lengths[cuts], sizes)
-    text = np.repeat(np.arange(len(rows)), padded)
-    positions = np.arange(len(text)) - (np.cumsum(padded) - padded)[text]
-    mask = positions < lengths[text]
-    source = tokens.offsets[rows][by_length][text] + positions
-    ids = tokens.ids[np.minimum(source, len(tokens.ids) - 1)]
-    arrays = [np.where(mask, ids, tokens.pad), mask, positions, np.argsort(by_length)]
-    tensors = [torch.from_numpy(array.astype(np.int64)) for array in arrays]
-    return Texts(*tensors, list(zip(sizes.tolist(), lengths[cuts].tolist(), strict=True)))
+    ids: list  # of tokens (n, L) int64 of each group
+    masks: list  # (n, L) int64, 0 where there is padding
+    order: torch.Tensor  # (B,) where each text is among those of the groups
 
 
 class TextBatch(NamedTuple):
@@ -463,228 +189,197 @@ class TextBatch(NamedTuple):
     targets: torch.Tensor  # (B, D) float16, the teacher's vectors
     total: int  # texts of the whole step, all ranks
 
+    def to(self, device):
+        return to_device(self, device)
+
 
 class PairBatch(NamedTuple):
-    """A micro-batch of phase 2: n queries, their positives, and their negatives, as B texts in this
-    order. The documents of the whole step, all ranks, are numbered through: those of its first
-    query (its positive, then its K negatives), those of its second, and so on. That makes M = total
-    (1 + K)."""
+    """A micro-batch of phase 2: n queries, their n positives, and all their negatives, as B texts
+    in this order."""
 
     texts: Texts
     targets: torch.Tensor  # (B, D) float16
+    numbers: torch.Tensor  # (B,) of the texts in the corpus: the same text has the same one
+    positives: torch.Tensor  # (n, P) numbers of all texts that answer a query, then -1
     pull: torch.Tensor  # (B,) weight of a text's distance: of all queries and all documents 0.5
-    slots: torch.Tensor  # (n, 1 + K) each query's documents among the B texts; a gap has any
-    places: torch.Tensor  # (n,) the numbers of these queries among those of the step
-    positives: torch.Tensor  # (n, P) all positive texts of the queries, then -1
-    documents: torch.Tensor  # (M,) the text of each document, -1: a gap
     total: int  # queries of the whole step, all ranks
 
+    def to(self, device):
+        return to_device(self, device)
 
-def move(batch, device):
+
+def to_device(value, device):
     """A batch with all its tensors on the device."""
-    moved = []
-    for part in batch:
-        if isinstance(part, Texts):
-            part = move(part, device)
-        elif isinstance(part, torch.Tensor):
-            part = part.to(device, non_blocking=True)
-        moved.append(part)
-    return type(batch)(*moved)
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, list):
+        return [to_device(part, device) for part in value]
+    if isinstance(value, tuple):
+        return type(value)(*[to_device(part, device) for part in value])
+    return value
+
+
+GROUPS = 4  # more: less padding, but each group is a pass of its own through the network
+
+
+def lay_out(tokens, rows):
+    """The texts with the numbers `rows` (B,), as Texts."""
+    by_length = np.argsort(tokens.lengths[rows], kind="stable")
+    ids = []
+    masks = []
+    for part in np.array_split(rows[by_length], min(GROUPS, len(rows))):
+        lengths = tokens.lengths[part]
+        places = np.arange(lengths.max())
+        mask = places < lengths[:, None]
+        source = tokens.offsets[part][:, None] + places
+        found = tokens.ids[np.minimum(source, len(tokens.ids) - 1)]
+        ids.append(torch.from_numpy(np.where(mask, found, tokens.pad).astype(np.int64)))
+        masks.append(torch.from_numpy(mask.astype(np.int64)))
+    return Texts(ids, masks, torch.from_numpy(np.argsort(by_length)))
 
 
 class TextData(Dataset):
-    """Phase 1: item (ids, whole) is a micro-batch of texts, and the global batch it is part of."""
+    """Phase 1: single texts, queries and documents alike."""
 
-    def __init__(self, tokens, vectors, limits, dimensions):
-        self.tokens = tokens
-        self.vectors = vectors
-        self.limits = limits  # of groups, for lay_out
-        self.dimensions = dimensions  # of the teacher's vectors that the student has, too
+    parts = ["loss"]  # what is logged of a step
 
-    def __getitem__(self, item):
-        ids, whole = item
-        return TextBatch(self.lay_out(ids), self.targets(ids), len(whole))
-
-    def lay_out(self, rows):
-        return lay_out(self.tokens, rows, *self.limits)
-
-    def targets(self, rows):
-        return torch.from_numpy(self.vectors[rows, : self.dimensions])
-
-
-class PairData(Dataset):
-    """Phase 2: item (ids, whole) is a micro-batch of pairs, and the global batch it is part of."""
-
-    def __init__(self, args, corpus, data):
+    def __init__(self, args, corpus, tokens):
         self.args = args
         self.corpus = corpus
-        self.data = data
+        self.tokens = tokens
 
-    def draw(self, whole):
-        """--num_negatives of each pair's negatives (total, K), -1 where there are fewer; as the
-        batches are new in every epoch, so are the draws."""
-        negatives = self.corpus.negatives[whole]
-        wanted = self.args.num_negatives
-        if negatives.shape[1] > wanted:
-            rng = np.random.default_rng([self.args.seed, *whole[:8]])
-            keys = rng.random(negatives.shape) + (negatives < 0)
-            chosen = np.argsort(keys, axis=1)[:, :wanted]
-            negatives = np.take_along_axis(negatives, chosen, axis=1)
-        return negatives
+    def use(self, vectors, dimensions):
+        """The teacher's vectors, of which the student has the first dimensions."""
+        self.vectors = vectors
+        self.dimensions = dimensions
+
+    def ids(self):
+        return self.corpus.phase1
+
+    def cost(self):
+        """Of each text: the number of its tokens."""
+        return self.tokens.lengths
+
+    def targets(self, rows):
+        """(B,) numbers of texts -> (B, D) float16, the teacher's vectors, cut but not normalised"""
+        return torch.from_numpy(self.vectors[rows][:, : self.dimensions])
 
     def __getitem__(self, item):
-        ids, whole = item
-        pairs = self.corpus.pairs
-        n = len(ids)
-        # all ranks draw the same for the whole step, and so know its documents
-        documents = np.concatenate([pairs[whole, 1:], self.draw(whole)], axis=1)
-        places = np.flatnonzero(np.isin(whole, ids))  # they stand there in the same order
-        negatives = documents[places, 1:]
-        is_there = negatives >= 0
+        """item: (step, whole, places), the texts of the global batch, and which of them are in this
+        micro-batch."""
+        _, whole, places = item
+        rows = whole[places]
+        return TextBatch(lay_out(self.tokens, rows), self.targets(rows), len(whole))
 
-        # the texts of this micro-batch, and where each query finds its documents among them
-        rows = np.concatenate([pairs[ids, 0], pairs[ids, 1], negatives[is_there]])
-        slots = np.zeros((n, documents.shape[1]), np.int64)
-        slots[:, 0] = np.arange(n, 2 * n)
-        slots[:, 1:][is_there] = np.arange(2 * n, len(rows))
-        pull = np.full(len(rows), 0.5 / (documents >= 0).sum(), np.float32)
-        pull[:n] = 0.5 / len(whole)
-        arrays = [pull, slots, places, self.corpus.positives[ids], documents.ravel()]
-        tensors = [torch.from_numpy(array) for array in arrays]
-        texts = self.data.lay_out(rows)
-        return PairBatch(texts, self.data.targets(rows), *tensors, len(whole))
+
+class PairData(TextData):
+    """Phase 2: a query, a document that answers it, and some that do not."""
+
+    parts = ["loss", "infonce", "distance"]
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        available = (self.corpus.negatives >= 0).sum(1)
+        self.documents = 1 + np.minimum(available, self.args.num_negatives)  # of each pair
+
+    def ids(self):
+        return np.arange(len(self.corpus.pairs))
+
+    def cost(self):
+        """Of each pair: the number of its tokens, with those of as many negatives as it gets."""
+        negatives = self.corpus.negatives[:, : self.args.num_negatives]
+        cost = self.tokens.lengths[self.corpus.pairs].sum(1)
+        return cost + (self.tokens.lengths[negatives] * (negatives >= 0)).sum(1)
+
+    def draw(self, step, place, pair):
+        """The negatives of a pair, drawn by (seed, step, place): so on any number of ranks a step
+        has the same, and a rank draws for its own queries only."""
+        negatives = self.corpus.negatives[pair]
+        negatives = negatives[negatives >= 0]
+        rng = np.random.default_rng([self.args.seed, step, place])
+        return rng.permutation(negatives)[: self.args.num_negatives]
+
+    def __getitem__(self, item):
+        step, whole, places = item
+        ids = whole[places]
+        queries, positives = self.corpus.pairs[ids].T
+        negatives = [self.draw(step, place, whole[place]) for place in places]
+        rows = np.concatenate([queries, positives, *negatives])
+
+        pull = np.full(len(rows), 0.5 / self.documents[whole].sum(), np.float32)
+        pull[: len(ids)] = 0.5 / len(whole)
+        return PairBatch(
+            lay_out(self.tokens, rows),
+            self.targets(rows),
+            torch.from_numpy(rows),
+            torch.from_numpy(self.corpus.positives[ids]),
+            torch.from_numpy(pull),
+            len(whole),
+        )
 
 
 # --------------------------------------------------------------------------------------------------
 # Model
 
-# The task in the default teacher's model card; its documents have no prompt.
-INFLY_PROMPT = (
-    "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
-)
 
+class Student(nn.Module):
+    """A SentenceTransformer that reads Texts, and a head."""
 
-def find_hub(args):
-    """Whether the hub is needed and cannot be reached: its libraries would try for minutes.
-    (rank 0)"""
-    from concurrent.futures import ThreadPoolExecutor, wait
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
+    def __init__(self, model):
+        super().__init__()
+        self.model = model  # a transformer, pooling, and what else it has; the last one: Normalize
+        self.head = nn.Sequential()
+        self.width = model.get_embedding_dimension()  # without the head
+        self.dimensions = self.width
 
-    names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
-    remote = []
-    for name in sorted(names):
-        # a missing ./model or texts.txt is no name of the hub, either
-        is_local = name.startswith(("builtin:", "pydocs", ".", "/"))
-        is_file = name.endswith((".txt", ".jsonl", ".json", ".csv", ".parquet"))
-        if not (is_local or is_file or Path(name).exists()):
-            remote.append(name)
-    if not remote or "HF_HUB_OFFLINE" in os.environ:
-        return False
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    answer = ThreadPoolExecutor(1).submit(urlopen, url, timeout=4)
-    wait([answer], timeout=5)  # to look up a name has no time limit of its own
-    # a mirror need not have a page there: an error over HTTP is an answer, too
-    if answer.done() and isinstance(answer.exception(), HTTPError | None):
-        return False
-    logging.warning(f"no model hub: {', '.join(remote)} must already be on this machine")
-    return True
+    def add_head(self, hidden, dimensions):
+        """Its modules are those of sentence-transformers, so that anybody can load them. (The
+        original has LayerNorm before GELU, for which there are none.)"""
+        from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 
+        self.head.append(Dense(self.width, hidden, activation_function=nn.GELU()))
+        self.head.append(LayerNorm(hidden))
+        self.head.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
+        self.head.append(Normalize())
+        self.dimensions = dimensions
 
-def local_model(args, name, corpus):
-    """The folder of a model builtin:..., made if need be; other names as they are. (all ranks)"""
-    if not name.startswith("builtin:"):
-        return name
-    _, kind, *size = name.split(":")
-    options = [kind, f"--texts={corpus.folder}"]
-    if size:
-        options.append(f"--size={size[0]}")
-    if kind == "bert":
-        options += [f"--length={args.student_max_length or 64}", f"--seed={args.seed}"]
-    folder = cache_folder(args, kind, corpus.folder.name, options[2:])
-    make_once(folder, run_tool, "make_builtin_models.py", *options)
-    return str(folder)
+    def forward(self, texts, head=True):
+        """Unit vectors (B, D) in float32, in the order in which the texts were asked for."""
+        network, pooling, *others = self.model
+        if head:
+            others += self.head
+        states = []
+        for ids, mask in zip(texts.ids, texts.masks, strict=True):
+            features = network({"input_ids": ids, "attention_mask": mask})
+            states.append(features["token_embeddings"].float())
 
-
-def load_model(name, what, local, **options):
-    """A SentenceTransformer, on the CPU."""
-    import transformers
-    from sentence_transformers import SentenceTransformer
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # every rank has one
-    try:
-        return SentenceTransformer(name, device="cpu", **options)
-    except (OSError, ValueError) as error:
-        text = f"--{what}_model {name} cannot be loaded; without a download: builtin:{local}"
-        raise InputError(f"{text} ({str(error).splitlines()[0][:200]})") from None
-
-
-def set_prompts(model, query, document, default=""):
-    """Texts before queries and documents: as given, else the model's own, else none."""
-    own = model.prompts or {}
-    if query is None:
-        query = own.get("query") or default
-    if document is None:
-        document = own.get("document") or ""
-    model.prompts = {"query": query, "document": document}
-
-
-def load_teacher(args, name, device):
-    options = {"trust_remote_code": args.trust_remote_code}
-    prompt = ""
-    if device.type != "cpu":
-        options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
-    if name.startswith("infly/"):  # without its own code it would be another, causal model
-        options["trust_remote_code"] = True
-        options["config_kwargs"] = {"use_cache": False}
-        prompt = INFLY_PROMPT
-    teacher = load_model(name, "teacher", "lsa", **options)
-    set_prompts(teacher, args.teacher_query_prompt, args.teacher_document_prompt, prompt)
-    if args.teacher_max_length:
-        if teacher.max_seq_length == math.inf:
-            raise InputError(f"--teacher_max_length: {name} has no maximum length")
-        teacher.max_seq_length = args.teacher_max_length
-    return teacher.to(device).eval()
-
-
-def load_student(args, name):
-    """A SentenceTransformer that ends in Normalize, without a head."""
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
-
-    options = {"trust_remote_code": args.trust_remote_code}
-    options["model_kwargs"] = {"dtype": torch.float32}
-    student = load_model(name, "student", "bert", **options)
-    if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
-        raise InputError(f"--student_model {name}: no transformer with a fast tokenizer")
-    if len(student) < 2 or not isinstance(student[1], Pooling):
-        raise InputError(f"--student_model {name}: its second module must be Pooling")
-    if args.student_layers:
-        keep_layers(student[0].model, args.student_layers)
-    if args.student_max_length:
-        student.max_seq_length = args.student_max_length
-    if student.max_seq_length is None:
-        raise InputError(f"--student_model {name} has no maximum length: --student_max_length")
-    set_prompts(student, args.student_query_prompt, args.student_document_prompt)
-    if any(student.prompts.values()) and not student[1].include_prompt:
-        hint = "--student_query_prompt= --student_document_prompt= leaves them out"
-        raise InputError(f"--student_model {name} pools without its prompts: {hint}")
-    if not isinstance(student[-1], Normalize):
-        student.append(Normalize())
-    return student
+        # bf16 has three digits: enough within the network, not for vectors that are compared
+        with torch.autocast(texts.order.device.type, enabled=False):
+            pooled = []
+            for group, mask in zip(states, texts.masks, strict=True):
+                features = pooling({"token_embeddings": group, "attention_mask": mask})
+                pooled.append(features["sentence_embedding"])
+            features = {"sentence_embedding": torch.cat(pooled).index_select(0, texts.order)}
+            for module in others:
+                features = module(features)
+        return features["sentence_embedding"]
 
 
 def keep_layers(network, wanted):
     """Keep so many evenly spaced layers of a transformer, the first and the last among them."""
     config = network.config
     depth = config.num_hidden_layers
+    if wanted > depth:
+        raise InputError(f"--student_layers {wanted}: the student has {depth} layers")
     stacks = []
     for module in network.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 stacks.append((module, name, child))
-    if not stacks or wanted > depth:
-        raise InputError(f"--student_layers {wanted}: the student has {depth} layers")
+    if not stacks:
+        text = f"the student has no list of {depth} layers (ALBERT runs one of them many times)"
+        raise InputError(f"--student_layers {wanted}: {text}")
+
     kept = [int(i * (depth - 1) / max(1, wanted - 1) + 0.5) for i in range(wanted)]
     for module, name, child in stacks:
         setattr(module, name, nn.ModuleList([child[i] for i in kept]))
@@ -696,117 +391,21 @@ def keep_layers(network, wanted):
     logging.info(f"The student keeps its layers {kept} of {depth}")
 
 
-class Student(nn.Module):
-    """A SentenceTransformer that reads Texts, and a head."""
-
-    def __init__(self, model, dtype):
-        super().__init__()
-        self.model = model
-        self.head = nn.Sequential()
-        self.dtype = dtype  # of autocast
-        self.in_one_pass = False
-        self.width = model.get_embedding_dimension()  # without the head
-        self.dimensions = self.width
-
-    def add_head(self, hidden, dimensions):
-        """The original has the norm before GELU, which sentence-transformers has no modules for."""
-        from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
-
-        self.head.append(Dense(self.width, hidden, activation_function=nn.GELU()))
-        self.head.append(LayerNorm(hidden))
-        self.head.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
-        self.head.append(Normalize())
-        self.dimensions = dimensions
-
-    def forward(self, texts, head=True, full_precision=False):
-        """Unit vectors (B, D) in float32, in the order in which the texts were asked for.
-        full_precision: without autocast, as a saved student is used."""
-        network, pooling, *others = self.model
-        dtype = torch.float32 if full_precision else self.dtype
-        masks = texts.groups(texts.mask)
-        # one autocast around all groups: it makes copies of all weights, and keeps them to its end
-        with torch.autocast(texts.ids.device.type, dtype, enabled=dtype != torch.float32):
-            if self.in_one_pass:
-                tokens = {"input_ids": texts.ids[None], "position_ids": texts.positions[None]}
-                output = network.model(**tokens, texts=texts)
-                states = texts.groups(output.last_hidden_state[0].float())
-            else:
-                states = []
-                for ids, mask in zip(texts.groups(texts.ids), masks, strict=True):
-                    features = network({"input_ids": ids, "attention_mask": mask})
-                    states.append(features["token_embeddings"].float())
-        pooled = []
-        for group, mask in zip(states, masks, strict=True):
-            features = pooling({"token_embeddings": group, "attention_mask": mask})
-            pooled.append(features["sentence_embedding"])
-        features = {"sentence_embedding": torch.cat(pooled).index_select(0, texts.order)}
-        for module in others:
-            features = module(features)
-        if head:
-            features = self.head(features)
-        return features["sentence_embedding"]
-
-
-def attend(module, query, key, value, mask, scaling=None, dropout=0.0, **options):
-    """Attention, for transformers' models, within each of the texts that lie one after the other in
-    query, key and value (1, H, T, D): group by group. Returns (1, T, H, D)."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    texts = options["texts"]
-    causal = getattr(module, "is_causal", False)
-    parts = [texts.groups(tensor[0].transpose(0, 1)) for tensor in (query, key, value)]
-    outputs = []
-    for *group, mask in zip(*parts, texts.groups(texts.mask), strict=True):
-        # where tokens see only those before them, padding behind them changes nothing
-        seen = None if causal else mask[:, None, None].bool()
-        group = [tensor.transpose(1, 2) for tensor in group]
-        output, _ = sdpa_attention_forward(module, *group, seen, dropout, scaling, is_causal=causal)
-        outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs)[None], None
-
-
-@torch.no_grad()
-def choose_groups(student, tokens, device):
-    """Let the student read all groups in one pass, with attention group by group, if it gives the
-    same vectors in that way. Else it makes a pass for each group, as all models can. Returns what
-    groups it should get: (texts in a group at least, share of padding in it at most)."""
-    from transformers import AttentionInterface
-
-    network = student.model[0].model
-    rows = np.unique(np.linspace(0, len(tokens.lengths) - 1, 16, dtype=np.int64))
-    rows = np.concatenate([rows, np.argsort(tokens.lengths)[-8:]])  # and the longest
-    texts = move(lay_out(tokens, rows, 1, 0.02), device)
-    student.eval()
-    if getattr(network, "_supports_attention_backend", False):
-        expected = student(texts, head=False, full_precision=True)
-        own_attention = network.config._attn_implementation
-        AttentionInterface.register("within_texts", attend)
-        network.set_attn_implementation("within_texts")
-        student.in_one_pass = True
-        try:
-            found = student(texts, head=False, full_precision=True)
-            student.in_one_pass = (found - expected).abs().max().item() < 1e-4
-        except (RuntimeError, TypeError, ValueError):  # it takes no positions, or hands on no texts
-            student.in_one_pass = False
-        if not student.in_one_pass:
-            network.set_attn_implementation(own_attention)
-    student.train()
-    logging.info(f"The student reads a batch in one pass: {student.in_one_pass}")
-    if device.type != "cpu":
-        return 32, 0.15  # every group costs the time of many small kernels
-    return (1, 0.02) if student.in_one_pass else (16, 0.15)
-
-
 def freeze_unused(student, texts):
     """Freeze what gets no gradient, such as BERT's pooler: DDP would wait for it. (It stays in the
     model, which loads without complaint.)"""
-    student(texts).sum().backward()
-    unused = []
+    names = []
+    parameters = []
     for name, parameter in student.named_parameters():
-        if parameter.grad is None:
+        if parameter.requires_grad:
+            names.append(name)
+            parameters.append(parameter)
+    gradients = torch.autograd.grad(student(texts).sum(), parameters, allow_unused=True)
+    unused = []
+    for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+        if gradient is None:
             parameter.requires_grad_(False)
             unused.append(name.removeprefix("model."))
-    student.zero_grad()
     if unused:
         logging.info(f"Not trained, since they get no gradient: {', '.join(unused)}")
 
@@ -816,20 +415,12 @@ def freeze_unused(student, texts):
 
 
 def distance(student, target, l2_weight, cosine_weight):
-    """Of unit vectors (B, D): squared distance, summed over D, and 1 - cosine, weighted -> (B,)."""
+    """Of unit vectors (B, D): squared distance, summed over D, and 1 - cosine, weighted -> (B,).
+
+    Summed, and not averaged as in the original (yuancu/distill-for-retrieval): a mean over 3584
+    dimensions would make a weight of 0.4 mean nothing."""
     cosine = (student * target).sum(1)
     return l2_weight * (student - target).square().sum(1) + cosine_weight * (1 - cosine)
-
-
-def not_negatives(documents, positives, labels, teacher_scores, margin):
-    """Documents that are no negatives of a query (n, M): gaps, other positives of it, and those for
-    which the teacher's score is above that for the positive by more than the margin (Solatorio
-    2024). The positive itself is never among them."""
-    limit = teacher_scores.gather(1, labels[:, None]) + margin
-    masked = (teacher_scores > limit) | (documents == -1)
-    for column in positives.unbind(1):
-        masked |= documents == column[:, None]
-    return masked.scatter(1, labels[:, None], False)
 
 
 class GatherRows(torch.autograd.Function):
@@ -849,7 +440,7 @@ class GatherRows(torch.autograd.Function):
         return own
 
 
-def gather(rows, most, filler=0):
+def gather_rows(rows, most, filler=0):
     """The rows (n, ...) of all ranks, rank by rank, each rank's filled up to `most`. (all ranks)"""
     filling = rows.new_full((most - len(rows), *rows.shape[1:]), filler)
     rows = torch.cat([rows, filling])
@@ -858,15 +449,14 @@ def gather(rows, most, filler=0):
     return GatherRows.apply(rows)
 
 
-def split_texts(batches, vectors):
-    """Vectors of the batches' texts -> queries (n, D), their documents (n, 1 + K, D)."""
-    queries = []
-    documents = []
-    for batch, part in zip(batches, vectors, strict=True):
-        n, k = batch.slots.shape
-        queries.append(part[:n])
-        documents.append(part.index_select(0, batch.slots.flatten()).view(n, k, -1))
-    return torch.cat(queries), torch.cat(documents)
+def not_negatives(documents, positives, teacher_scores, limits):
+    """Which of the documents (m,) are no negatives of each query, (q, m) bool: its positives (q, P)
+    and those that the teacher scores above the query's limit (q,), which may well answer it, too
+    (Solatorio 2024)."""
+    masked = teacher_scores > limits[:, None]
+    for column in positives.unbind(1):
+        masked |= documents == column[:, None]
+    return masked
 
 
 def text_loss(args, batch, vectors):
@@ -876,799 +466,93 @@ def text_loss(args, batch, vectors):
     return terms.sum() / batch.total
 
 
+def split_texts(batches, parts):
+    """Of what each micro-batch has for its texts: that of all queries, and of all documents."""
+    queries = []
+    documents = []
+    for batch, part in zip(batches, parts, strict=True):
+        n = len(batch.positives)
+        queries.append(part[:n])
+        documents.append(part[n:])
+    return torch.cat(queries), torch.cat(documents)
+
+
+def contrast(args, batches, vectors):
+    """What this rank adds to InfoNCE (van den Oord et al. 2018) of the step: the cross entropy of
+    each query's positive among the documents of the whole step, on all ranks. (all ranks)
+
+    The documents are many, and stay where they are. The queries travel: each rank scores those of
+    all ranks against its own documents, by the student and by the teacher. The denominator of a
+    query's softmax is then a sum over the ranks: they exchange one number for each query."""
+    total = batches[0].total
+    most = len(batches) * math.ceil(total / (len(batches) * dist.get_world_size()))  # of a rank
+    queries, documents = split_texts(batches, vectors)
+    teacher_queries, teacher_documents = split_texts(batches, [batch.targets for batch in batches])
+    _, numbers = split_texts(batches, [batch.numbers for batch in batches])
+    positives = torch.cat([batch.positives for batch in batches])
+
+    # where this rank's queries are among all queries, and their positives among its documents
+    rows = dist.get_rank() * most + torch.arange(len(queries), device=queries.device)
+    columns = []
+    before = 0
+    for batch in batches:
+        n = len(batch.positives)
+        columns.append(before + torch.arange(n, device=queries.device))
+        before += len(batch.numbers) - n
+    columns = torch.cat(columns)
+
+    # what is no negative of a query, by the teacher and by the data
+    teacher_queries = F.normalize(gather_rows(teacher_queries, most).float(), dim=1)
+    teacher_documents = F.normalize(teacher_documents.float(), dim=1)
+    right = teacher_documents.index_select(0, columns)
+    limits = (teacher_queries.index_select(0, rows) * right).sum(1) + args.false_negative_margin
+    limits = gather_rows(limits + 1e-5, most)  # equal scores may differ by rounding
+    teacher_scores = teacher_queries @ teacher_documents.T
+    positives = gather_rows(positives, most, filler=-1)
+    masked = not_negatives(numbers, positives, teacher_scores, limits)
+    masked.index_put_((rows, columns), torch.zeros_like(rows, dtype=torch.bool))
+
+    scores = gather_rows(queries, most) @ documents.T / args.temperature
+    scores = scores.masked_fill(masked, -1e30)  # -inf would make NaN where all are masked
+    denominators = scores.logsumexp(1)  # over the documents of this rank ...
+    denominators = gather_rows(denominators[None], 1).logsumexp(0)  # ... and of all
+    return (denominators[rows] - scores[rows, columns]).sum() / total
+
+
 def pair_loss(args, batches, vectors):
     """What this rank adds to the mean loss of phase 2 over the step, and to its parts: loss,
     infonce, distance. batches: its micro-batches; vectors: those of their texts. (all ranks)"""
-    first = batches[0]
-    total = first.total
-    places = torch.cat([batch.places for batch in batches])
-    positives = torch.cat([batch.positives for batch in batches])
+    infonce = contrast(args, batches, vectors)
+    targets = F.normalize(torch.cat([batch.targets for batch in batches]).float(), dim=1)
     pull = torch.cat([batch.pull for batch in batches])
-    targets = [batch.targets for batch in batches]
-
-    # a query's documents are those of all ranks, in the order of the step's queries
-    most = len(batches) * math.ceil(total / (len(batches) * dist.get_world_size()))
-    order = gather(places, most, filler=total).argsort()[:total]
-    queries, documents = split_texts(batches, vectors)
-    documents = gather(documents, most).index_select(0, order).flatten(0, 1)
-    teacher_queries, teacher_documents = split_texts(batches, targets)
-    teacher_documents = gather(teacher_documents, most).index_select(0, order).flatten(0, 1)
-
-    labels = places * (len(documents) // total)  # the positives' numbers
-    scores = F.normalize(teacher_queries.float(), dim=1)
-    scores = scores @ F.normalize(teacher_documents.float(), dim=1).T
-    margin = args.false_negative_margin
-    masked = not_negatives(first.documents, positives, labels, scores, margin)
-    logits = queries @ documents.T / args.temperature
-    logits = logits.masked_fill(masked, -math.inf)
-    contrast = F.cross_entropy(logits, labels, reduction="none").sum() / total
-    targets = F.normalize(torch.cat(targets).float(), dim=1)
-    terms = distance(torch.cat(vectors), targets, args.phase2_l2_weight, 0.0)
-    far = (terms * pull).sum()
-    return torch.stack([args.infonce_weight * contrast + far, contrast, far])
-
-
-# ==================================================================================================
-# Distributed training. These lines are the same in every script: read them once.
-# "(all ranks)": every rank must call this, in the same order. "(rank 0)": only rank 0 calls it.
-
-START = time.monotonic()
-PARENT = os.getppid()
-SCRIPT = Path(sys.argv[0]).name
-FORMAT = 3  # of checkpoints
-
-# In these variables launchers tell a process its rank, the number of ranks, and its rank on this
-# machine.
-RANK_VARIABLES = [
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
-    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
-    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
-    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
-    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
-    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
-    ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
-]
-
-stop_signal = 0  # the last signal that this process got
-folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
-
-
-class RunError(Exception):
-    """The run cannot go on: one line that says why, no traceback, exit status 1."""
-
-
-class InputError(RunError):
-    """What the user gave cannot work: also one line, exit status 2."""
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """--help with the docstring as it stands and the default of every option."""
-
-
-class Parser(argparse.ArgumentParser):
-    source = "command line"  # or the file that is being read
-
-    def __init__(self, description):
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-
-    def error(self, message):
-        raise InputError(f"{self.source}: {message}")
-
-
-def boolean(text):
-    if text.lower() in ("true", "yes", "1"):
-        return True
-    if text.lower() in ("false", "no", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
-
-
-def count(text):
-    """The type of options that are whole numbers from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
-
-
-def default_timeout(parser):
-    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
-    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
-    if not seconds.isdecimal() or int(seconds) == 0:
-        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
-    return int(seconds) / 60
-
-
-# an option that may be given as --compile, --compile=True, --compile no
-FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
-
-
-def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
-    add = parser.add_argument_group("the same in every script").add_argument
-    add("--config", help="YAML or JSON file of options; the command line wins")
-    add("--output_dir", default=output_dir, help="a run found there is resumed")
-    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
-    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
-    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
-    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
-    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
-    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end a run")
-    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
-    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
-    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
-    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
-    text = "for a step that uses only some of the parameters; slower"
-    add("--find_unused_parameters", **FLAG, default=False, help=text)
-    add("--save_every", type=count, default=500, help="steps between checkpoints")
-    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
-    add("--log_every", type=count, default=10, help="steps between log lines")
-    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
-    add("--nproc_per_node", type=count, default=1, help="processes to start, if no launcher did")
-    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--backend", default="auto", help="nccl, gloo, xccl; auto: by the device")
-    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
-    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
-    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
-
-
-def parse_with_config(parser):
-    """Options of the command line; else of the --config file; else the defaults."""
-    words = sys.argv[1:]
-    # the file may come first, without --config
-    if words and "=" not in words[0] and words[0].endswith((".yaml", ".yml", ".json")):
-        words = [f"--config={words[0]}", *words[1:]]
-    words = as_options(parser, words)
-    args = parser.parse_args(words)
-    if args.config:
-        parser.source = args.config
-        try:
-            content = yaml.safe_load(Path(args.config).read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
-        if not isinstance(content, dict):
-            parser.error("must be made of lines such as lr: 0.001")
-        args = parser.parse_args(as_options(parser, config_words(content)))
-        parser.source = "command line"
-        args = parser.parse_args(words, args)  # on top of what the file said
-    for name in ("global_batch_size", "num_workers", "max_grad_norm", "max_minutes"):
-        if not getattr(args, name) >= 0:
-            parser.error(f"--{name} {getattr(args, name)}: must not be below 0")
-    if not args.timeout_minutes > 0:
-        parser.error(f"--timeout_minutes {args.timeout_minutes}: must be above 0")
-    if not 0 <= args.seed < 2**32:
-        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
-    return args
-
-
-def config_words(content, prefix="--"):
-    """A YAML file as a command line; a key in a section becomes --section.key."""
-    words = []
-    for key, value in content.items():
-        if isinstance(value, dict):
-            words += config_words(value, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            words += [f"{prefix}{key}", *map(str, value)]
-        elif value is not None:
-            words.append(f"{prefix}{key}={value}")
-    return words
-
-
-def as_options(parser, words):
-    """key=value becomes --key=value. --section.key becomes --section_key if that is an option, else
-    --key: then the section only groups options."""
-    known = [*vars(parser.parse_args([])), "help"]  # the names of all options
-    options = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
-            parts = key.removeprefix("--").replace("-", "_").split(".")
-            names = ["_".join(parts[start:]) for start in range(len(parts))]
-            found = [name for name in names if name in known]
-            if not found:
-                near = difflib.get_close_matches(names[0], known, n=1, cutoff=0.7)
-                near += difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
-                hint = f"did you mean {near[0]}?" if near else "--help lists them"
-                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
-            key = f"--{found[0]}"
-        options.append(key + equals + value)
-    return options
-
-
-def find_ranks():
-    """(rank, world size, local rank) from the launcher that started us, None without one."""
-    incomplete = None
-    for names in RANK_VARIABLES:
-        # inside sbatch, but without srun, Slurm sets these for a single plain process, too
-        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
-            continue
-        missing = [name for name in names if name not in os.environ]
-        if not missing:
-            return [int(os.environ[name]) for name in names]
-        if names[0] in os.environ:
-            incomplete = f"{names[0]} is set, but not {missing[0]}: use torchrun, or export it"
-    if incomplete:
-        raise InputError(incomplete)
-    return None
-
-
-class LogHandler(logging.StreamHandler):
-    def emit(self, record):
-        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
-            super().emit(record)
-
-
-def setup_ddp(args):
-    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
-    # plain python is a group of one: the code below has one path only
-    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    if "MASTER_ADDR" not in os.environ and rank != local_rank:  # there are ranks elsewhere
-        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
-
-    logging.basicConfig(
-        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
-        level=logging.INFO,
-        datefmt="%Y-%m-%d %H:%M:%S",
-        handlers=[LogHandler(sys.stdout)],
-    )
-    logging.info(f"Process {rank}/{world_size} started")
-    if args.nproc_per_node not in (1, world_size):
-        logging.info(f"  --nproc_per_node {args.nproc_per_node} is ignored: a launcher started it")
-    device = choose_device(args, local_rank)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
-    keep_freed_memory()
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
-        torch.use_deterministic_algorithms(True)
-
-    logging.info(f"Initializing DDP for rank {rank}...")
-    backend = args.backend
-    if backend == "auto":
-        backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=args.timeout_minutes),
-        device_id=None if device.type == "cpu" else device,
-    )
-    dist.barrier()  # a rank that refuses the data must not leave while another still connects
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, on_signal)
-    if rank > 0:
-        logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
-    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
-    return device
-
-
-def keep_freed_memory():
-    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
-    system again and again can take a sixth of a step on CPUs."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; 0: too high for an older glibc
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def choose_device(args, local_rank):
-    """The accelerator of this rank, or the CPU where there is none."""
-    device = torch.device("cpu")
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
-        devices = torch.accelerator.device_count()
-        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
-        masks = "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK"
-        masked = any(name in os.environ for name in masks.split())
-        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
-            local_rank = 0
-        if local_rank >= devices:
-            text = f"local rank {local_rank}, but {devices} devices on this machine"
-            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
-        device = torch.device(kind.type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
-    if args.device not in ("auto", device.type):
-        raise InputError(f"--device {args.device}: this machine has {device.type}")
-    return device
-
-
-def on_signal(number, frame):
-    global stop_signal
-    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
-
-
-def ignore_signals(worker):
-    """For the workers of a DataLoader. A launcher's signal reaches them, too. They ignore it: their
-    rank still needs them, and they end when it ends."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def cleanup():
-    gc.collect()  # gloo may abort where a tensor of the group outlives it
-    if dist.is_initialized():  # not after --help
-        dist.destroy_process_group()
-
-
-def launch(parse_args, main):
-    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
-
-    @record  # torchrun's summary then shows the traceback of the rank that failed first
-    def run():
-        try:
-            args = parse_args()
-            if args.nproc_per_node > 1 and find_ranks() is None:
-                hand_over_to_torchrun(args.nproc_per_node)
-            return main(args)
-        except RunError as error:
-            refuse(error)
-
-    try:
-        status = run()
-    except Exception as error:  # whatever it is, the other ranks are waiting for this one
-        logging.error(traceback.format_exc())
-        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
-            logging.error("another rank has died; the same command, given again, goes on")
-        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
-    cleanup()
-    sys.stdout.flush()
-    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
-
-
-def hand_over_to_torchrun(processes):
-    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
-    where = ["--standalone"]  # on any free port
-    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
-        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
-        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
-    threads = max(1, torch.get_num_threads() // processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # its option is new in 2.13
-    options = [f"--nproc_per_node={processes}"]
-    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
-    os.execv(sys.executable, [*torchrun, *sys.argv])
-
-
-def refuse(error):
-    """Say why the run cannot go on, and end. Usually all ranks fail for the same reason, and one
-    line is enough. Rank 0 writes it and exits. The others wait, and the launcher ends them. A rank
-    that still lives after three seconds failed alone, and writes its own line."""
-    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
-    if not is_rank0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's must end it now
-        time.sleep(3)
-    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
-    os._exit(2 if isinstance(error, InputError) else 1)
-
-
-def sum_over_ranks(values):
-    """Each element of a tensor summed over the ranks, as floats. It waits for the device. (all
-    ranks)"""
-    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, values)
-    columns = zip(*torch.stack(rows).tolist(), strict=True)
-    return [math.fsum(column) for column in columns]  # in Python: some devices have no float64
-
-
-def on_rank0(function, *args):
-    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
-    nobody waits for a rank 0 that has failed. (all ranks)"""
-    outcome = [None, None]  # result, error
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function(*args)
-        except RunError as error:
-            outcome[1] = error
-        except Exception:  # not every error can be sent to the other ranks, but its text can
-            outcome[1] = RuntimeError(traceback.format_exc())
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-class GlobalBatchSampler(DistributedSampler):
-    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
-    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
-    a restart.
-
-    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost[id] is the work
-    that a sample makes, such as its length. The global batch stays a random sample; within it, ids
-    of similar cost share a micro-batch, where they need little padding, and all ranks get equal
-    work."""
-
-    def __init__(self, ids, args, state, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
-        world_size = self.num_replicas
-        self.ids = ids
-        self.cost = cost
-        self.start = 0
-        self.global_batch = args.global_batch_size or args.batch_size * world_size
-        if state:  # a resumed run keeps its global batch, on any number of ranks
-            self.global_batch = state["global_batch"]
-            if args.global_batch_size not in (0, self.global_batch):
-                text = f"this run was started with {self.global_batch}"
-                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
-        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
-        parts = world_size * self.accumulation
-        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
-        if not parts <= self.global_batch <= len(ids):
-            named = "--global_batch_size, or --batch_size x GPUs"
-            limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
-        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
-        if self.accumulation > 1:
-            each += f" × {self.accumulation} micro-batches"
-        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
-
-    def set_epoch(self, epoch, start=0):
-        self.epoch = epoch
-        self.start = start
-
-    def __len__(self):
-        return (self.steps - self.start) * self.accumulation
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
-        for step in range(self.start, self.steps):
-            first = step * self.global_batch
-            batch = self.ids[order[first : first + self.global_batch]]
-            if self.cost is not None:
-                batch = batch[np.argsort(self.cost[batch], kind="stable")]
-            for part in np.array_split(batch, self.accumulation):
-                yield part[self.owners(len(part)) == self.rank], batch
-
-    def owners(self, count):
-        """The rank of each of `count` samples: 0 1 2 2 1 0 0 1 2 ... They are sorted by cost, and
-        so no rank always gets the costliest."""
-        ranks = np.arange(self.num_replicas)
-        return np.resize(np.concatenate([ranks, ranks[::-1]]), count)
-
-
-def choose_precision(args, device):
-    """The dtype for torch.autocast; float32: no autocast."""
-    name = args.precision
-    if name == "auto":
-        name = "fp32" if device.type == "cpu" else "bf16"
-    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
-    # torch.compile may fail once the newer one, fp32_precision, was used.
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-
-
-def wrap_ddp(model, args, device):
-    if args.compile:
-        model = torch.compile(model)
-    if dist.get_world_size() == 1:
-        return model  # nothing to add up, and DDP would take its time for it
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=None if device.type == "cpu" else [device.index],
-        find_unused_parameters=args.find_unused_parameters,
-        gradient_as_bucket_view=True,
-    )
-    # buffers are the same on all ranks, or each rank's own. As an attribute, since torch 2.13 has
-    # another name for the argument
-    wrapped.broadcast_buffers = False
-    # DDP regroups its buckets of gradients after the first backward pass. That changes the order of
-    # sums over three or more ranks, and a resumed run would differ in the last bit. So make that
-    # pass now. It needs no network, only a loss that depends on every parameter: 0 x their sum.
-    wrapped.module = nn.Identity()
-    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
-    wrapped.module = model
-    wrapped.zero_grad()
-    return wrapped
-
-
-def default_generator(device):
-    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.get_device_module(device).default_generators[device.index]
-
-
-class StepGuard:
-    """Skips updates that are not finite, and lets the ranks agree to stop.
-
-    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
-    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
-    next step is queued, and are read one step late."""
-
-    def __init__(self, args, device):
-        self.args = args
-        self.deadline = START + 60 * (args.max_minutes or math.inf)
-        self.launched = find_ranks() is not None
-        self.bad_in_row = torch.zeros((), device=device)
-        self.flags = None  # of the call before, on their way to the host
-        self.arrived = None  # event: they are there
-        self.reason = ""
-
-    def update(self, optimizer, scaler):
-        """Clip and step. Returns the gradient's norm, on the device."""
-        if not optimizer.defaults.get("fused"):
-            raise InputError("only an optimizer with fused=True can skip a step without a wait")
-        scaler.unscale_(optimizer)
-        parameters = []
-        for group in optimizer.param_groups:
-            parameters += group["params"]
-        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
-        norm = nn.utils.clip_grad_norm_(parameters, limit)
-        # DDP has summed the gradients: a NaN of one rank is on every rank, and all skip alike.
-        bad = norm.isfinite().logical_not().float()
-        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
-        optimizer.step()
-        scaler.update()
-        optimizer.zero_grad()
-        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
-        return norm
-
-    def agree(self):
-        """Why to stop, or "": what any rank knew at the call before. (all ranks)"""
-        if self.flags is not None:
-            if self.arrived is not None:
-                self.arrived.synchronize()
-            bad, number, late, orphaned = self.flags.tolist()
-            if bad >= self.args.max_bad_steps:
-                text = f"{bad:.0f} steps in a row without a finite gradient"
-                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
-            if number > 0:
-                self.reason = signal.Signals(int(number)).name
-            elif late > 0:
-                self.reason = "time limit"
-            elif orphaned > 0:
-                self.reason = "death of the launcher"
-
-        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
-        number = torch.full_like(self.bad_in_row, stop_signal)
-        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
-        # a rank whose launcher was killed gets another parent, and nobody would ever end it
-        is_orphan = self.launched and os.getppid() != PARENT
-        orphaned = torch.full_like(self.bad_in_row, is_orphan)
-        flags = torch.stack([self.bad_in_row, number, late, orphaned])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        self.flags = flags.to("cpu", non_blocking=True)
-        if flags.device.type != "cpu":
-            self.arrived = torch.accelerator.current_stream().record_event()
-        return self.reason
-
-
-def exit_status(reason):
-    """For a reason to stop; "" means finished. A time limit and a queue's SIGUSR1 are planned."""
-    if reason:
-        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
-    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
-    return statuses.get(reason, 1)
-
-
-def save_checkpoint(folder, name, state):
-    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
-    new = folder / "new.tmp"
-    try:
-        with open(new, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if name == "latest.pt" and (folder / name).exists():
-            os.replace(folder / name, folder / "previous.pt")
-        os.replace(new, folder / name)
-    except (OSError, RuntimeError) as error:  # most likely a full disk; the next may succeed
-        new.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
-
-
-def is_whole(path):
-    """Whether a checkpoint can be read, and its checksums are right, which torch.load ignores."""
-    try:
-        load_checkpoint(path)
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except Exception:  # missing, cut short, or a flipped bit, which raises errors of many kinds
-        return False
-
-
-def load_checkpoint(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def prepare_folder(folder, fresh):
-    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
-    global folder_lock
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
-        # until this process ends (flock would be inherited by the workers, which may live longer)
-        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
-    except OSError as error:  # some network file systems have no locks
-        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
-
-    if (folder / "meta.json").exists():
-        raise InputError(f"{folder} holds data, not a run: give another --output_dir")
-    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    try:
-        if fresh and first_start and folder.exists():
-            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            logging.info(f"the run in {folder} is now in {old}")
-        folder.mkdir(exist_ok=True)
-        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
-        (folder / "new.tmp").unlink()
-    except OSError as error:
-        raise InputError(f"{folder} is not writable: {error}") from None
-
-    latest = folder / "latest.pt"
-    previous = folder / "previous.pt"
-    if is_whole(latest):
-        return latest
-    if is_whole(previous):
-        if latest.exists():
-            logging.warning(f"{latest} is damaged: trying the one before it")
-            latest.rename(folder / "damaged.pt")  # or the next save would put it over previous.pt
-        return previous
-    if latest.exists() or previous.exists():
-        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
-    return None
-
-
-def open_run(args, data_hash):
-    """The checkpoint to go on from, or None for a new run. (all ranks)"""
-    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
-    if path is None:
-        logging.info(f"a new run in {args.output_dir}")
-        return None
-    state = load_checkpoint(path) if path.exists() else {}
-    if state.get("step") != on_rank0(state.get, "step"):
-        raise InputError(f"{path} is not that of rank 0: all machines must see --output_dir")
-    hint = "--fresh moves the old run aside, --output_dir names another folder"
-    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
-        if state.get(what) != now:
-            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
-    if state["data_hash"] != data_hash:
-        raise InputError(f"{path} was trained on other data: {hint}")
-    if state["args"]["seed"] != args.seed:  # the order of the epoch would change
-        raise InputError(f"--seed: this run was started with {state['args']['seed']}; {hint}")
-    logging.info(f"resuming {path} at step {state['step']}")
-    for name, value in vars(args).items():
-        if value != state["args"].get(name):
-            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
-    return state
-
-
-def restore(state, model, optimizer, scaler):
-    # keep the saved momenta, but take today's options, such as --weight_decay
-    options = optimizer.state_dict()["param_groups"]
-    try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
-        scaler.load_state_dict(state["scaler"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        hint = "give the options it had; or --fresh, which moves the old run aside"
-        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
-
-
-class RunLog:
-    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
-
-    def __init__(self, args, state):
-        self.args = args
-        self.folder = Path(args.output_dir)
-        self.path = self.folder / "metrics.jsonl"
-        # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = state["log_size"] if state else 0
-        if dist.get_rank() == 0 and self.size() > kept:
-            os.truncate(self.path, kept)
-        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
-        self.rows = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
-        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
-            self.thread.start()
-
-    def size(self):
-        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def feed_wandb(self):
-        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
-        try:
-            import wandb
-
-            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
-            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
-            run = wandb.init(project=project, resume="allow", **options)
-            for row in iter(self.rows.get, None):  # until there is a None in the queue
-                run.log(row, step=row["step"])
-            run.finish()
-        except Exception as error:
-            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
-
-    def write(self, row):
-        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
-        if dist.get_rank() > 0:
-            return
-        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
-        size = self.size()
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
-            if self.path.exists():
-                os.truncate(self.path, size)  # a full disk may have taken half of the line
-        if self.thread.is_alive():
-            self.rows.put(row)
-
-    def close(self, **summary):
-        if dist.get_rank() > 0:
-            return
-        seconds = round(time.monotonic() - START, 1)
-        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
-        summary.update(torch=torch.__version__, args=vars(self.args))
-        try:
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            if self.path.exists():
-                draw_curves(self.path)
-        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
-            logging.warning(f"no summary.json or no curves.png: {error}")
-        if self.thread.is_alive():
-            self.rows.put(None)
-            self.thread.join(timeout=30)
-
-
-def draw_curves(path):
-    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
-    from matplotlib.figure import Figure
-
-    curves = {}
-    for line in open(path):
-        row = json.loads(line)
-        step = row.pop("step")
-        for name, value in row.items():
-            curves.setdefault(name, []).append((step, value))
-    figure = Figure((12, 1 + len(curves)), layout="constrained")
-    for number, (name, points) in enumerate(curves.items(), start=1):
-        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
-        axis.plot(*zip(*points, strict=True), linewidth=1)
-    figure.savefig(path.with_name("curves.png"), dpi=110)
-
-
-# End of the lines that every script has.
-# ==================================================================================================
+    far = (distance(torch.cat(vectors), targets, 1.0, 0.0) * pull).sum()
+    loss = args.infonce_weight * infonce + args.phase2_l2_weight * far
+    return torch.stack([loss, infonce, far])
 
 
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
-EVALUATED_TOGETHER = 64  # texts
+EVALUATED_TOGETHER = 128  # texts
 
 
 @torch.no_grad()
-def embed(run, rows, head):
-    """The student's vectors of texts `rows` (B, D), or None if the ranks agreed to stop. Batch k
-    goes to rank k % world_size: the batches are the same on any number of ranks. (all ranks)"""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    student = run.student
-    by_length = np.argsort(-run.data.tokens.lengths[rows], kind="stable")
-    starts = range(0, len(rows), EVALUATED_TOGETHER)
-    batches = [by_length[start : start + EVALUATED_TOGETHER] for start in starts]
+def embed(student, data, rows, args, device, head):
+    """The student's vectors (B, D) of texts `rows`, in full precision, as a saved student gives
+    them; None if the ranks agreed to stop. Batch k goes to rank k % world_size: each text is read
+    once, in the same batch on any number of ranks. (all ranks)"""
+    by_length = np.argsort(-data.tokens.lengths[rows], kind="stable")
+    batches = np.array_split(by_length, math.ceil(len(rows) / EVALUATED_TOGETHER))
     dimensions = student.dimensions if head else student.width
-    vectors = torch.zeros(len(rows), dimensions, device=run.device)
+    vectors = torch.zeros(len(rows), dimensions, device=device)
     student.eval()
-    for first in range(0, len(batches), world_size):
-        if run.guard.agree():  # here and not once at the end: an evaluation may take long
+    for first in range(0, len(batches), dist.get_world_size()):
+        if max(gather(wish_to_stop(args))):  # of many distractors it may take long
             return None
-        if first + rank < len(batches):
-            part = batches[first + rank]
-            texts = move(run.data.lay_out(rows[part]), run.device)
-            vectors[torch.from_numpy(part).to(run.device)] = student(texts, head)
+        own = first + dist.get_rank()
+        if own < len(batches):
+            texts = to_device(lay_out(data.tokens, rows[batches[own]]), device)
+            vectors[torch.from_numpy(batches[own]).to(device)] = student(texts, head)
     student.train()
     dist.all_reduce(vectors)  # each row is zero on all ranks but one
     return vectors
@@ -1676,69 +560,75 @@ def embed(run, rows, head):
 
 def ranking_metrics(corpus, vectors):
     """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
-    held-out queries; nothing if there are none. vectors: of corpus.eval_texts. (all ranks)"""
-    pairs = corpus.eval_pairs
-    if len(pairs) == 0:
+    held-out queries; nothing if there are none. vectors: of corpus.eval_texts. (rank 0)
+
+    The place of an answer: after all other documents that have its score or a higher one, and
+    after the query's better answers. So one vector for all texts does not look good, and a query's
+    answers do not count against each other."""
+    count = len(corpus.eval_queries)
+    if count == 0:
         return {}
-    queries = vectors[: len(corpus.eval_queries)]
-    documents = vectors[len(queries) :]
-
-    # the place of each pair's document in the ranking for its query; ties count against us, or one
-    # vector for all texts would look good
-    found = torch.zeros(len(pairs), dtype=torch.float64, device=vectors.device)
-    on_device = torch.from_numpy(pairs.copy()).to(vectors.device)
-    for start in range(512 * dist.get_rank(), len(pairs), 512 * dist.get_world_size()):
-        query, document = on_device[start : start + 512].T
-        scores = queries.index_select(0, query) @ documents.T
-        own = scores.gather(1, document[:, None])
-        found[start : start + 512] = (scores >= own).sum(1)
-    dist.all_reduce(found)
-    places = found.cpu().numpy()
-
-    query = pairs[:, 0]
-    answers = np.bincount(query)
+    documents = vectors[count:]
+    answers = np.split(
+        corpus.eval_pairs[:, 1], np.cumsum(np.bincount(corpus.eval_pairs[:, 0]))[:-1]
+    )
     discounts = 1 / np.log2(np.arange(2, 12))
-    gains = np.where(places <= 10, 1 / np.log2(places + 1), 0)
-    ideal = np.cumsum(discounts)[np.minimum(answers, 10) - 1]
-    first = np.full(len(answers), np.inf)
-    np.minimum.at(first, query, places)
-    return {
-        "ndcg@10": float((np.bincount(query, gains) / ideal).mean()),
-        "mrr@10": float(np.where(first <= 10, 1 / first, 0).mean()),
-        "recall@100": float((np.bincount(query, places <= 100) / answers).mean()),
-    }
+    ndcg = []
+    mrr = []
+    recall = []
+    for start in range(0, count, 64):
+        scores = vectors[start : min(start + 64, count)] @ documents.T
+        for query, row in enumerate(scores.cpu().numpy(), start):
+            own = -np.sort(-row[answers[query]])
+            row[answers[query]] = -math.inf
+            places = np.array([1 + k + (row >= score).sum() for k, score in enumerate(own)])
+
+            ndcg.append(discounts[places[places <= 10] - 1].sum() / discounts[: len(own)].sum())
+            mrr.append(1 / places[0] if places[0] <= 10 else 0)
+            recall.append((places <= 100).mean())
+    metrics = {"ndcg@10": ndcg, "mrr@10": mrr, "recall@100": recall}
+    return {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
-def evaluate(run, head=True):
-    """Held-out metrics of the student, with its head or without; None if the ranks agreed to stop.
-    (all ranks)"""
-    corpus = run.corpus
-    vectors = embed(run, corpus.eval_texts, head)
-    if vectors is None:
-        return None
+def measure(args, data, vectors, head):
+    """Metrics of the student's vectors of the held-out texts. (rank 0)"""
     if not vectors.isfinite().all():
-        raise RunError("the student's vectors are no longer finite: lower the learning rate")
+        raise RunError("the student's vectors are no longer finite: --fresh and a lower rate")
+    corpus = data.corpus
     metrics = ranking_metrics(corpus, vectors)
     if head:  # without the distractors, which may have been trained on
         rows = corpus.eval_texts[: len(corpus.eval_queries) + corpus.eval_answers]
         found = vectors[: len(rows)]
-        target = F.normalize(run.data.targets(rows).to(run.device).float(), dim=1)
-        weights = (run.args.phase1_l2_weight, run.args.phase1_cosine_weight)
+        target = F.normalize(data.targets(rows).to(found).float(), dim=1)
+        weights = (args.phase1_l2_weight, args.phase1_cosine_weight)
         metrics["loss"] = distance(found, target, *weights).double().mean().item()
         metrics["teacher_cosine"] = (found * target).sum(1).double().mean().item()
-    # rank 0's for all, who decide by them: another processor might round differently
-    return on_rank0(dict, metrics)
+    return metrics
 
 
-def evaluate_baselines(run):
-    """The teacher and the untrained student. (all ranks)"""
-    loop = run.loop
-    vectors = torch.from_numpy(run.data.vectors[run.corpus.eval_texts]).to(run.device)
-    loop["teacher"] = ranking_metrics(run.corpus, F.normalize(vectors.float(), dim=1))
-    logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")
-    # a head with random weights would make the student look worse than it is
-    loop["untrained"] = evaluate(run, head=len(run.corpus.eval_queries) == 0) or {}
-    logging.info(f"Held out, the untrained student: {as_text(loop['untrained'])}")
+def evaluate(student, data, args, device, head=True):
+    """Held-out metrics of the student, with its head or without; None if the ranks agreed to stop.
+    All ranks decide by them, so one computes them: another processor might round otherwise.
+    (all ranks)"""
+    vectors = embed(student, data, data.corpus.eval_texts, args, device, head)
+    if vectors is None:
+        return None
+    return on_rank0(measure, args, data, vectors, head)
+
+
+def note_metrics(loop, number, metrics):
+    """Keep the best of a phase. Returns the names of the checkpoints of which these weights are the
+    best so far."""
+    metric = "ndcg@10" if "ndcg@10" in metrics else "teacher_cosine"  # where there are no queries
+    value = metrics[metric]
+    before = {name: best["value"] for name, best in loop["best"].items()}
+    if not value > before.get(f"phase {number}", -math.inf):  # NaN is never better
+        return []
+    best = {"metric": metric, "value": value, "better": "higher", "step": loop["step"]}
+    loop["best"][f"phase {number}"] = {**best, "metrics": metrics}
+    if value > max(before.values(), default=-math.inf):
+        return [f"phase{number}_best.pt", "best.pt"]
+    return [f"phase{number}_best.pt"]
 
 
 def as_text(metrics):
@@ -1747,6 +637,39 @@ def as_text(metrics):
 
 # --------------------------------------------------------------------------------------------------
 # Train
+
+
+class Phase(NamedTuple):
+    number: int
+    data: TextData
+    sampler: DistributedSampler
+    steps: int
+    lr: float  # its peak
+
+
+def make_phases(args, corpus, tokens):
+    """Those that are not skipped."""
+    phases = []
+    for phase, kind in {1: TextData, 2: PairData}.items():
+        if getattr(args, f"skip_phase{phase}"):
+            continue
+        logging.info(f"Phase {phase}:")
+        data = kind(args, corpus, tokens)
+        sampler = GlobalBatchSampler(data.ids(), args, data.cost())
+        steps = sampler.count_steps(getattr(args, f"phase{phase}_epochs"))
+        if steps < 100:
+            logging.warning(
+                f"a smaller --global_batch_size or more --phase{phase}_epochs give more"
+            )
+        if args.max_steps > 0:
+            steps = min(steps, args.max_steps)
+        lr = getattr(args, f"phase{phase}_lr")
+        logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch, peak rate {lr:g}")
+        phases.append(Phase(phase, data, sampler, steps, lr))
+    weights = f"{args.infonce_weight:g} x infonce + {args.phase2_l2_weight:g} x distance"
+    if not args.skip_phase2:
+        logging.info(f"  loss = {weights}")
+    return phases
 
 
 def lr_factor(args, step, steps):
@@ -1758,329 +681,216 @@ def lr_factor(args, step, steps):
 
 
 def make_optimizer(args, model, lr):
+    # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size,
+    # and the vector of a rare word would fade.
     decay = []
     no_decay = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            if parameter.ndim > 1 and "embeddings." not in name:
-                decay.append(parameter)
-            else:
-                no_decay.append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": args.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, fused=True)
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim > 1 and "embeddings." not in name:
+            decay.append(parameter)
+        else:
+            no_decay.append(parameter)
+    groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=args.weight_decay, fused=True)
 
 
-def without_sync(ddp_model, needed):
-    """Gradients are added up over the ranks in the last micro-batch only."""
-    if needed or dist.get_world_size() == 1:
-        return contextlib.nullcontext()
-    return ddp_model.no_sync()
+def text_step(args, ddp_model, batches, autocast, scaler, step):
+    """Forward and backward of a step of phase 1, micro-batch by micro-batch. Returns this rank's
+    share of the loss (1,). (all ranks)"""
+    share = torch.zeros(1, device=batches[0].targets.device)
+    for micro, batch in enumerate(batches, start=1):
+        ddp_model.require_backward_grad_sync = micro == len(batches)
+        with autocast():
+            vectors = ddp_model(batch.texts)
+        loss = text_loss(args, batch, vectors)
+        # DDP takes the mean over the ranks, we want the sum
+        scaler.scale(loss * dist.get_world_size()).backward()
+        share += loss.detach()
+    return share
 
 
-def text_step(args, ddp_model, batches, scaler):
-    """Forward and backward of a step of phase 1; its part of the loss (1,)."""
-    parts = 0.0
-    for number, batch in enumerate(batches, start=1):
-        with without_sync(ddp_model, number == len(batches)):
-            loss = text_loss(args, batch, ddp_model(batch.texts)).reshape(1)
-            # DDP takes the mean over the ranks, we want the sum
-            scaler.scale(loss.sum() * dist.get_world_size()).backward()
-        parts = parts + loss.detach()
-    return parts
+def pair_step(args, ddp_model, batches, autocast, scaler, step):
+    """The same of phase 2: shares of PairData.parts (3,).
 
-
-def pair_step(args, ddp_model, student, batches, scaler, reseed):
-    """The same of phase 2, (3,). The negatives are those of the whole step. So with several
-    micro-batches all vectors come first, without a graph; then the loss and its gradient by the
-    vectors; then each micro-batch again, with its part of that gradient (Gao et al. 2021)."""
+    The negatives are the documents of the whole step. So with several micro-batches all vectors
+    come first, each micro-batch's graph is dropped; then the loss, and its gradient by the vectors;
+    then each micro-batch again, with its part of that gradient (Gao et al. 2021). Both times they
+    pass through the same function, compiled or not, with the same seed: only so does dropout hit
+    the same places. (all ranks)"""
     scale = dist.get_world_size()
+    vectors = []
+    for batch in batches:
+        ddp_model.require_backward_grad_sync = len(batches) == 1
+        with autocast():
+            found = ddp_model(batch.texts)
+        vectors.append(found if len(batches) == 1 else found.detach().requires_grad_())
+    shares = pair_loss(args, batches, vectors)
     if len(batches) == 1:
-        parts = pair_loss(args, batches, [ddp_model(batches[0].texts)])
-        scaler.scale(parts[0] * scale).backward()
-        return parts.detach()
-    with torch.no_grad():
-        vectors = [student(batch.texts) for batch in batches]
-    parts = pair_loss(args, batches, [vector.requires_grad_() for vector in vectors])
-    gradients = torch.autograd.grad(parts[0] * scale, vectors)
-    reseed()  # the same dropout again
-    for number, batch in enumerate(batches):
-        with without_sync(ddp_model, number == len(batches) - 1):
-            loss = (ddp_model(batch.texts) * gradients[number]).sum()
-            scaler.scale(loss).backward()
-    return parts.detach()
+        scaler.scale(shares[0] * scale).backward()
+        return shares.detach()
+
+    gradients = torch.autograd.grad(shares[0] * scale, vectors)
+    seed_step(args, step)
+    for micro, batch in enumerate(batches, start=1):
+        ddp_model.require_backward_grad_sync = micro == len(batches)
+        with autocast():
+            found = ddp_model(batch.texts)
+        scaler.scale((found * gradients[micro - 1]).sum()).backward()
+    return shares.detach()
 
 
-class Run(NamedTuple):
-    """What both phases and the evaluation share."""
-
-    args: argparse.Namespace
-    device: torch.device
-    corpus: Corpus
-    data: TextData
-    student: Student
-    ddp_model: nn.Module
-    guard: StepGuard
-    log: RunLog
-    state: dict  # the checkpoint to go on from, or None
-    loop: dict  # where training stands: it is saved with the weights
-
-
-PARTS = {1: ["loss"], 2: ["loss", "infonce", "distance"]}
-
-
-def make_sampler(run, phase):
-    """The sampler of a phase, and its data."""
-    args = run.args
-    corpus = run.corpus
-    lengths = run.data.tokens.lengths
-    if phase == 1:
-        return GlobalBatchSampler(corpus.phase1, args, run.state, lengths), run.data
-    some = corpus.negatives[:, : args.num_negatives]
-    cost = lengths[corpus.pairs].sum(1) + (lengths[some] * (some >= 0)).sum(1)
-    sampler = GlobalBatchSampler(np.arange(len(corpus.pairs)), args, run.state, cost)
-    return sampler, PairData(args, corpus, run.data)
-
-
-def note_metrics(run, phase, metrics):
-    """Log held-out metrics; the names of the checkpoints of which these weights are the best."""
-    loop = run.loop
-    row = {"step": loop["step"], "phase": phase, "epoch": loop["epoch"]}
-    run.log.write({**row, **{f"val/{name}": value for name, value in metrics.items()}})
-    metric = "ndcg@10" if "ndcg@10" in metrics else "teacher_cosine"  # where there are no queries
-    value = metrics[metric]
-    before = {name: best["value"] for name, best in loop["best"].items()}
-    files = []
-    if value > before.get(f"phase {phase}", -math.inf):  # NaN is never better
-        files.append(f"phase{phase}_best.pt")
-        if value > max(before.values(), default=-math.inf):
-            files.append("best.pt")
-        best = {"metric": metric, "value": value, "better": "higher", "step": loop["step"]}
-        loop["best"][f"phase {phase}"] = {**best, "metrics": metrics}
-    return files
-
-
-def train(run, phase):
-    """One phase, from where it stands. (all ranks)"""
-    args = run.args
-    device = run.device
-    guard = run.guard
-    loop = run.loop
-    log = run.log
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    if loop["phase"] != phase:
-        loop.update(phase=phase, first=loop["step"], validated=0)
-    sampler, data = make_sampler(run, phase)
-    loop["global_batch"] = sampler.global_batch
-    steps = getattr(args, f"phase{phase}_epochs") * sampler.steps
-    if args.max_steps > 0:
-        steps = min(steps, args.max_steps)
+def train(args, device, phase, model, ddp_model, state, log, loop):
+    """One phase, from where `loop` says that it stands. Returns why training was stopped, or "" if
+    the phase has ended. (all ranks)"""
+    sampler = phase.sampler
+    forward_backward = text_step if phase.number == 1 else pair_step
     eval_every = args.eval_every or sampler.steps
-    # The host prepares the next batch while a GPU computes this one; if data_wait says that it
-    # takes longer: --num_workers.
-    loader = DataLoader(
-        data,
-        batch_size=None,  # our sampler makes whole batches
-        sampler=sampler,
-        num_workers=args.num_workers,
-        persistent_workers=args.num_workers > 0,
-        pin_memory=device.type != "cpu",
-        worker_init_fn=ignore_signals,
-    )
-    peak = getattr(args, f"phase{phase}_lr")
-    optimizer = make_optimizer(args, run.student, peak)
-    scaler = torch.amp.GradScaler(device.type, enabled=run.student.dtype == torch.float16)
-    generator = default_generator(device)
-    if run.state and run.state["phase"] == phase:
-        restore(run.state, run.student, optimizer, scaler)
-    logging.info(f"Phase {phase}: {steps:,} steps, {sampler.steps:,} an epoch, peak rate {peak:g}")
+    optimizer = make_optimizer(args, model, phase.lr)
+    autocast, scaler = choose_precision(args, device)
+    if state:
+        restore(state, model=model, optimizer=optimizer, scaler=scaler)
+    if loop["phase"] != phase.number:
+        loop.update(phase=phase.number, before=loop["step"], validated=0)
+    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
+    if loop["step"] == 0:
+        save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
+    done = loop["step"] - loop["before"]  # steps of this phase
+    sampler.start = done
+    batches = make_loader(phase.data, sampler, args, device)
 
-    def save(name):
-        content = {"script": SCRIPT, "format": FORMAT, "args": vars(args)}
-        content.update(loop, wandb_id=log.wandb_id, log_size=log.size())
-        content["model"] = run.student.state_dict()
-        if name == "latest.pt":  # the best weights are not trained on
-            content["optimizer"] = optimizer.state_dict()
-            content["scaler"] = scaler.state_dict()
-        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
-
-    def reseed():
-        # Dropout depends on (seed, step, rank) alone, so a resumed run draws the same. (The factors
-        # keep steps below 1,000,003 and ranks below 4,099 apart.)
-        generator.manual_seed((args.seed * 1_000_003 + loop["step"]) * 4099 + rank)
-
-    done = loop["step"] - loop["first"]
-    hide = rank > 0 or not sys.stderr.isatty()
-    bar = tqdm(total=steps, initial=done, desc=f"phase {phase}", disable=hide)
-    batches = None
-    began = time.monotonic()
-    since = done
-    data_wait = 0.0
-    # parts of the loss, gradient norm, steps; none of skipped steps
-    sums = torch.zeros(len(PARTS[phase]) + 2, device=device)
-    while not guard.reason:
-        done = loop["step"] - loop["first"]  # steps of this phase
+    bar = tqdm(total=phase.steps, initial=done, disable=None if dist.get_rank() == 0 else True)
+    meter = Meter(phase.data.parts, args, device)
+    reason = ""
+    while not reason:
+        done = loop["step"] - loop["before"]
         epoch, position = divmod(done, sampler.steps)
-        loop["epoch"] = epoch
 
-        # evaluate; all ranks have the same metrics, and so agree on what is best
-        due = done > 0 and (done % eval_every == 0 or done >= steps)
-        if due and loop["validated"] < done:
-            paused = time.monotonic()
-            metrics = evaluate(run)
-            if metrics is None:  # the ranks stop: this step's checkpoint was made before
+        # Evaluate. All ranks have the same metrics, and so agree on what is best.
+        is_due = done > 0 and (done % eval_every == 0 or done >= phase.steps)
+        if is_due and loop["validated"] < done:
+            metrics = evaluate(model, phase.data, args, device)
+            if metrics is None:  # latest.pt was saved before this evaluation, which is made again
+                reason = max(gather(wish_to_stop(args)))
                 break
             loop["validated"] = done
-            for name in note_metrics(run, phase, metrics):
+            row = {"step": loop["step"], "phase": phase.number, "epoch": loop["epoch"]}
+            log.write({**row, **{f"val/{name}": value for name, value in metrics.items()}})
+            for name in note_metrics(loop, phase.number, metrics):
                 logging.info(f"Saving {name}, the best so far")
                 save(name)
-            if done >= steps:
-                save("latest.pt")  # the same command, given again, then knows it
-            began += time.monotonic() - paused
-        if done >= steps:
+            meter.start()
+        if done >= phase.steps:
+            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
             break
 
-        if position == 0 or batches is None:
-            sampler.set_epoch(epoch, start=position)
-            batches = iter(loader)
-        reseed()
-        lr = peak * lr_factor(args, done, steps)
+        seed_step(args, loop["step"])
+        kept = [buffer.clone() for buffer in model.buffers()]
+        lr = phase.lr * lr_factor(args, done, phase.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # the micro-batches of a step; forward and backward
-        asked = time.monotonic()
+        # the micro-batches of a step; forward and backward; update
         step_batches = []
         for _ in range(sampler.accumulation):
-            step_batches.append(move(next(batches), device))
-        data_wait += time.monotonic() - asked
-        if phase == 1:
-            parts = text_step(args, run.ddp_model, step_batches, scaler)
-        else:
-            parts = pair_step(args, run.ddp_model, run.student, step_batches, scaler, reseed)
-
-        # update, unless the gradient is not finite; then the step counts in no mean, either
-        norm = guard.update(optimizer, scaler)
-        values = torch.cat([parts, norm.reshape(1), torch.ones_like(norm).reshape(1)])
-        sums += torch.where(norm.isfinite(), values, 0.0)
-        done += 1
+            step_batches.append(meter.next_batch(batches, device))
+        shares = forward_backward(args, ddp_model, step_batches, autocast, scaler, loop["step"])
+        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        meter.add(shares, norm)
         loop["step"] += 1
+        loop["epoch"] = epoch
+        done += 1
         bar.update()
 
-        # once in a while: log. Here the host waits for the GPU. (all ranks)
-        if done % args.log_every == 0 or done == steps:
-            *part_sums, norm_sum, good = sum_over_ranks(sums)
-            seconds = time.monotonic() - began
-            made = done - since
-            row = {"step": loop["step"], "phase": phase, "epoch": epoch, "lr": lr}
-            row["skipped"] = made - good / world_size
-            if good > 0:
-                for name, part in zip(PARTS[phase], part_sums, strict=True):
-                    row[name] = part * world_size / good  # each rank has a share of it ...
-                row["grad_norm"] = norm_sum / good  # ... and all of the norm
-            row["samples_per_s"] = made * sampler.global_batch / seconds
-            row["data_wait"] = data_wait / seconds
-            log.write(row)
-            began = time.monotonic()
-            since = done
-            data_wait = 0.0
-            sums.zero_()
-
-        # save; also before an evaluation, which may be long and may be interrupted (all ranks)
-        reason = guard.agree()
-        if reason or done % args.save_every == 0 or done % eval_every == 0 or done == steps:
-            save("latest.pt")
+        # log and save; also before an evaluation, which may be interrupted
+        is_last = done % eval_every == 0 or done >= phase.steps
+        must_save = done % args.save_every == 0 or is_last
+        row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
+        reason = meter.meet(log, row, sampler.global_batch, must_save)
+        if reason or must_save:
+            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=bool(reason))
     bar.close()
-
-
-def load_weights(args, student, name, otherwise):
-    """Those of a checkpoint of this run, or a warning about what is used otherwise. (all ranks)"""
-    path = Path(args.output_dir) / name
-    if not on_rank0(is_whole, path):
-        logging.warning(f"{path} is missing or damaged: {otherwise}")
-        return
-    state = load_checkpoint(path)
-    trained = state["args"]["student_model"]
-    if name == "phase1_best.pt" and trained != args.student_model:
-        raise InputError(f"{path} was trained with --student_model {trained}")
-    try:
-        student.load_state_dict(state["model"])
-    except (KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} does not fit this student: {reason}") from None
-    logging.info(f"Loaded {path}, step {state['step']}")
+    return reason
 
 
 # --------------------------------------------------------------------------------------------------
 # Main
 
 
-def save_student(args, student, head, path, corpus, tokens):
-    """Save as a SentenceTransformer of its own modules, with the head or without; load it, and
-    compare what it gives with the forward pass. (rank 0)"""
+def load_weights(args, model, path, otherwise, step=None):
+    """Those of a checkpoint (of this step). Where there is none, a warning about what is used
+    otherwise. (all ranks)"""
+    state = on_rank0(read_checkpoint, Path(path))
+    if state is None or step not in (None, state["loop"]["step"]):
+        logging.warning(f"{path} is missing, damaged or old: {otherwise}")
+        return
+    trained = state["args"]["student_model"]
+    if trained != args.student_model:
+        raise InputError(f"{path} was trained with --student_model {trained}")
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} does not fit this student: {reason}") from None
+    logging.info(f"Loaded {path}, step {state['loop']['step']}")
+
+
+def begin_phase2(args, model, loop):
+    """With the best weights of phase 1. (all ranks)"""
+    path = Path(args.output_dir) / "phase1_best.pt"
+    if args.phase1_weights:
+        path = Path(args.phase1_weights)
+        if not on_rank0(path.is_file):
+            raise InputError(f"--phase1_weights {path}: there is no such file")
+    if args.skip_phase1:
+        load_weights(args, model, path, "phase 2 starts from the untrained student")
+    else:
+        step = loop["best"]["phase 1"]["step"]
+        load_weights(args, model, path, "phase 2 starts from the last weights", step)
+
+
+def save_student(args, student, path, head):
+    """Save as a SentenceTransformer of its own modules, with the head or without. (rank 0)"""
     from sentence_transformers import SentenceTransformer
 
-    prompts = student.model.prompts
-    device = student.model.device
-    options = {"device": str(device), "trust_remote_code": args.trust_remote_code}
     modules = [*student.model, *student.head] if head else [*student.model]
+    options = {"prompts": student.model.prompts, "trust_remote_code": args.trust_remote_code}
+    model = SentenceTransformer(modules=modules, device=str(student.model.device), **options)
     new = f"{path}.tmp"
     shutil.rmtree(new, ignore_errors=True)
-    model = SentenceTransformer(modules=modules, prompts=prompts, **options)
     model.save(new, create_model_card=False)
-
-    loaded = SentenceTransformer(new, **options)
-    rows = np.unique(np.linspace(0, len(corpus.kinds) - 1, 64, dtype=np.int64))
-    found = loaded.encode(corpus.texts(rows, prompts), batch_size=8, prompt="", **AS_TENSOR)
-    student.eval()
-    with torch.no_grad():
-        texts = move(lay_out(tokens, rows, 16, 0.15), device)
-        expected = student(texts, head, full_precision=True)
-    student.train()
-    gap = (found.float() - expected).abs().max().item()
-    limit = 1e-2 if args.precision == "tf32" else 1e-5  # other shapes are rounded in another way
-    if not gap <= limit:
-        raise RunError(f"saved and loaded, the student gives vectors that are {gap:.1e} apart")
-    shutil.rmtree(path, ignore_errors=True)
-    os.rename(new, path)  # complete and compared, or not there
-    logging.info(f"Saved {path}: loaded, it gives the same vectors to {gap:.1e}")
+    os.rename(new, path)  # whole, or not there
 
 
-def check_saving(args, student, corpus, tokens):
-    """Better known now than after hours: can the student be saved and loaded? (rank 0)"""
-    with tempfile.TemporaryDirectory(dir=args.output_dir, prefix="check-") as folder:
-        save_student(args, student, True, f"{folder}/student", corpus, tokens)
-
-
-def save_artifacts(run):
-    """The best student as a SentenceTransformer, and beside it without the head. (rank 0)"""
-    args = run.args
-    student = run.student
+def save_artifacts(args, student):
+    """The best student, and beside it without the head. Returns their folders. (rank 0)"""
     short = re.sub(r"\W+", "-", args.student_model.rstrip("/").rpartition("/")[2]).strip("-")
     name = f"{args.artifacts_dir}/distilled-{short}-{student.dimensions}d"
     paths = {f"{name}-mrl": True}
     if args.use_projection:
-        paths = {f"{name}-base-{student.width}d": False, name: True}
-    for path, head in paths.items():
-        if Path(path).exists():  # it may be another run's
-            old = Path(path).rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            logging.info(f"what was in {path} is now in {old}")
-        save_student(args, student, head, path, run.corpus, run.data.tokens)
+        paths = {name: True, f"{name}-base-{student.width}d": False}
+    try:
+        for path, head in paths.items():
+            if Path(path).exists():  # it may be another run's
+                old = Path(path).rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+                logging.info(f"what was in {path} is now in {old}")
+            save_student(args, student, path, head)
+            what = "for use" if head else "without the head: not in the teacher's space"
+            logging.info(f"Saved {path} ({what})")
+    except OSError as error:  # most likely a full disk
+        raise RunError(f"no artifact: {error}; the same command, given again, saves it") from None
     return list(paths)
 
 
-def compare(run):
+def compare(corpus, loop):
     """The last word: the best of each phase beside the untrained student and the teacher. Returns
-    the best of both phases. (all ranks)"""
-    loop = run.loop
+    the best of both phases."""
     rows = {"untrained student": loop["untrained"]}
     for phase, best in loop["best"].items():
         rows[f"after {phase}"] = best["metrics"]
     rows["teacher"] = loop["teacher"]
-    logging.info(f"Held out: {run.corpus.held_out()}; the best of each phase:")
+    logging.info(f"Held out: {corpus.held_out()}; the best of each phase:")
     for who, metrics in rows.items():
         logging.info(f"  {who:18} {as_text(metrics)}")
 
@@ -2094,114 +904,1915 @@ def compare(run):
     return best
 
 
-def prepare(args, device):
-    """Data, models, teacher vectors and the run's folder, as a Run; if the ranks agreed to stop,
-    the reason. (all ranks)"""
-    if on_rank0(find_hub, args):
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    corpus = load_corpus(args)
-    teacher_name = local_model(args, args.teacher_model, corpus)
-    student_name = local_model(args, args.student_model, corpus)
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = load_student(args, student_name)
-    tokens = load_tokens(args, corpus, model)
-    settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
-    key = [corpus.folder.name, on_rank0(model_key, teacher_name), settings]
-    folder = cache_folder(args, "teacher", *key)
-    data_hash = f"{corpus.folder.name} {tokens.folder.name} {folder.name}"
-    state = open_run(args, data_hash)
-    if state and state["phase"] == 2 and args.skip_phase2:
-        text = f"--skip_phase2: {args.output_dir} is in phase 2"
-        raise InputError(f"{text}: go on without it, or give --fresh")
+def train_phases(args, device, phases, student, state, log, loop):
+    """Returns why training was stopped, or "" if it has ended. (all ranks)"""
+    if state is None and not measure_baselines(args, student, phases[0].data, device, loop):
+        return max(gather(wish_to_stop(args)))
+    logging.info("Starting distributed training...")
+    ddp_model = wrap_ddp(student, args, device)
+    for phase in phases:
+        if phase.number < loop["phase"]:  # it has ended before
+            continue
+        if phase.number == 2 and loop["phase"] < 2:
+            begin_phase2(args, student, loop)
+            state = None  # what it held was phase 1
+        reason = train(args, device, phase, student, ddp_model, state, log, loop)
+        if reason:
+            return reason
+    return ""
 
-    # the student as it will be saved, before the teacher reads for hours
-    student = Student(model.to(device), choose_precision(args, device))
-    limits = choose_groups(student, tokens, device)
-    on_rank0(check_saving, args, student, corpus, tokens)
-    guard = StepGuard(args, device)
-    vectors = teacher_vectors(args, corpus, teacher_name, folder, device, guard)
-    if vectors is None:
-        return guard.reason
-    width = student.width
-    dimensions = vectors.shape[1]
-    if args.use_projection:
-        torch.manual_seed(args.seed)  # the same head on all ranks
-        student.add_head(args.projection_hidden, dimensions)
-        student.to(device)
-        logging.info(f"With a head from {width} to the teacher's {dimensions} dimensions")
-    elif dimensions < width:
-        text = f"needs {width} teacher dimensions for this student, there are {dimensions}"
-        raise InputError(f"--use_projection False {text}")
-    else:
-        logging.info(f"No head: the target is the first {width} of {dimensions} dimensions")
-    data = TextData(tokens, vectors, limits, student.dimensions)
-    freeze_unused(student, move(data.lay_out(np.arange(min(4, len(tokens.lengths)))), device))
-    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    logging.info(f"{trained:,} parameters are trained")
+
+def measure_baselines(args, student, data, device, loop):
+    """The teacher and the untrained student. Returns whether it was not interrupted. (all ranks)"""
+
+    def measure_teacher():
+        vectors = torch.from_numpy(data.vectors[data.corpus.eval_texts]).to(device)
+        return ranking_metrics(data.corpus, F.normalize(vectors.float(), dim=1))
+
+    loop["teacher"] = on_rank0(measure_teacher)
+    logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")
+    # a head with random weights would make the student look worse than it is
+    has_queries = len(data.corpus.eval_queries) > 0
+    loop["untrained"] = evaluate(student, data, args, device, head=not has_queries)
+    if loop["untrained"] is None:
+        return False
+    logging.info(f"Held out, the untrained student: {as_text(loop['untrained'])}")
+    return True
+
+
+def main(args):
+    device = setup_ddp(args)
+    logging.info("Preparing data loaders...")
+    if on_rank0(check_hub, args):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    corpus = Corpus(read_once(prepare_texts, args))
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    model = load_student(args, local_model(args, args.student_model, corpus))
+    tokens = Tokens(args, corpus, model)
+    teacher = local_model(args, args.teacher_model, corpus)
+    if args.prepare_only:
+        logging.info(f"texts and tokens are ready: {args.cache_dir}")
+        return 0
+
+    may_change = """phase1_data phase2_data cache_dir phase1_epochs phase2_epochs max_steps
+        skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts artifacts_dir
+        trust_remote_code""".split()
+    key = teacher_key(args, corpus, teacher)
+    state = open_run(args, f"{corpus.hash} {tokens.folder.name} {key}", may_change)
     loop = {
         "step": 0,
         "phase": 0,
-        "first": 0,  # steps before this phase
+        "before": 0,  # steps before this phase
         "epoch": 0,
         "validated": 0,  # steps of this phase at the last evaluation
         "best": {},  # of each phase
         "untrained": {},
         "teacher": {},
-        "global_batch": 0,
-        "data_hash": data_hash,
     }
     if state:
-        loop = {name: state[name] for name in loop}
+        loop = state["loop"]
+    if args.skip_phase2 and loop["phase"] == 2:
+        text = f"--skip_phase2: {args.output_dir} is in phase 2"
+        raise InputError(f"{text}: go on without it, or give --fresh")
+
+    student = Student(model)
+    on_rank0(check_student, args, student, tokens)
+    phases = make_phases(args, corpus, tokens)
+    vectors = teacher_vectors(args, key, teacher, corpus, student.width, device)
+    if vectors is None:
+        return exit_status(max(gather(wish_to_stop(args))))
+    if args.use_projection:
+        torch.manual_seed(args.seed)  # the same head on all ranks
+        student.add_head(args.projection_hidden, vectors.dimensions)
+        logging.info(f"With a head from {student.width} to {vectors.dimensions} dimensions")
+    else:
+        width = f"{student.width} of {vectors.dimensions} dimensions"
+        logging.info(f"No head: the target is the first {width}")
+    for phase in phases:
+        phase.data.use(vectors, student.dimensions)
+    student.to(device)
+    freeze_unused(student, to_device(lay_out(tokens, corpus.eval_texts[:4]), device))
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    logging.info(f"{trained:,} parameters are trained")
+
     log = RunLog(args, state)
-    ddp_model = wrap_ddp(student, args, device)
-    return Run(args, device, corpus, data, student, ddp_model, guard, log, state, loop)
+    with logging_redirect_tqdm():
+        reason = train_phases(args, device, phases, student, state, log, loop)
+    if reason:
+        log.close(f"stopped by {reason}", steps=loop["step"])
+        return exit_status(reason)
+    logging.info("Training process completed.")
+    end_on_signals()
+    best = compare(corpus, loop)
+    summary = {
+        "best": {name: value for name, value in best.items() if name != "metrics"},
+        "held_out": corpus.held_out(),
+        "baselines": {"untrained": loop["untrained"], "teacher": loop["teacher"]},
+        "phases": {name: best["metrics"] for name, best in loop["best"].items()},
+    }
+    if args.save_to_artifacts:
+        path = Path(args.output_dir) / "best.pt"
+        load_weights(args, student, path, "the last weights are saved", best["step"])
+        summary["artifacts"] = on_rank0(save_artifacts, args, student)
+    log.close("finished", steps=loop["step"], **summary)
+    return 0
 
 
-def main(args):
-    device = setup_ddp(args)
-    # On Hopper GPUs torch prefers cuDNN's attention, which plans anew for each new shape: a step of
-    # batches of varying lengths took 856 ms in bf16, and 47 ms in fp32, which cuDNN does not take.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    logging.info("Preparing data loaders...")
-    run = prepare(args, device)
-    if isinstance(run, str):
-        return exit_status(run)
-    loop = run.loop
-    guard = run.guard
-    log = run.log
+# --------------------------------------------------------------------------------------------------
+# Reading: the user's files and models, once. Training needs only Corpus, Tokens and Vectors
+
+READER = 1  # raise it when you change what is read or kept: else an old cache is used
+FILES = [".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet"]  # each also .gz
+PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
+COLUMNS = {  # names that a column may have; the first that is there is read
+    "query": ["query", "anchor", "question"],
+    "positive": ["positive", "positives", "answer", "document", "passage", "text"],
+    "label": ["label", "labels"],
+    "group": ["group"],
+}
+NEGATIVE = re.compile(r"negatives?(_\d+)?")  # all of these are read
+SURROGATE = re.compile("[\ud800-\udfff]")  # Python has these in place of bytes that are not UTF-8
+LABELS = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}
+
+
+class Row(NamedTuple):
+    place: int  # in its source, from 0 on
+    query: str  # "" where there is none
+    right: list  # documents that answer it
+    wrong: list  # documents that do not
+    group: str  # rows of a group are held out together
+
+
+def kind_of(name):
+    """The ending of a file's name; "" of a data set of the hub."""
+    kind = Path(name.lower().removesuffix(".gz")).suffix
+    return kind if kind in FILES or Path(name).exists() else ""
+
+
+def read_source(name, split):
+    """Yields (where, record or ValueError) for each row of a file or of a data set of the hub."""
+    kind = kind_of(name)
+    if kind == "":
+        yield from read_hub(name, split)
+        return
+    if kind not in FILES or not Path(name).is_file():
+        found = "this ending is unknown" if Path(name).is_file() else "there is no such file"
+        raise InputError(f"{name}: {found}; expected {' '.join(FILES)}, each also .gz")
+
+    with open(name, "rb") as file:
+        start = file.read(2)
+    if start in (b"\xff\xfe", b"\xfe\xff"):
+        raise InputError(f"{name} is UTF-16: save it as UTF-8")
+    opener = gzip.open if start == b"\x1f\x8b" else open
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        with opener(name, "rb") as file:
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+            records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from named_rows(name, records)
+        return
+
+    # -sig: without the mark that spreadsheets write before the first name. surrogateescape: what is
+    # not UTF-8 is found in its row. newline: csv finds the ends of its lines itself.
+    form = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with opener(name, "rt", **form) as file:
+        if kind in (".csv", ".tsv"):
+            yield from read_csv(name, file, "\t" if kind == ".tsv" else ",")
+            return
+        is_list = kind != ".txt" and file.read(100).lstrip().startswith("[")
+        file.seek(0)
+        if is_list:
+            yield from named_rows(name, json.load(file, object_pairs_hook=as_record))
+            return
+        for line, text in enumerate(file, start=1):
+            try:
+                if kind == ".txt" and text.strip():
+                    yield f"{name} line {line}", {"text": text}
+                elif text.strip():
+                    yield f"{name} line {line}", json.loads(text, object_pairs_hook=as_record)
+            except ValueError as error:
+                yield f"{name} line {line}", error
+
+
+def named_rows(name, records):
+    for row, record in enumerate(records, start=1):
+        yield f"{name} row {row}", record
+
+
+def as_record(pairs):
+    """A dictionary of a JSON object; of two values with one name Python would keep the last."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError(f"two values have one name: {', '.join(key for key, _ in pairs)}")
+    return record
+
+
+def read_csv(name, file, separator):
+    """The rows of a CSV file. A quote that is not closed swallows all rows up to the next one."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(file, delimiter=separator, strict=True)
+    columns = []
+    while True:
+        line = reader.line_num + 1
+        where = f"{name} line {line}"
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            yield where, ValueError(f"{error}: is a quote not closed?")
+            return
+        if fields is None:
+            return
+        if not any(fields):  # an empty line
+            continue
+        if not columns:
+            columns = [field.strip() for field in fields]
+            if len(set(columns)) < len(columns):
+                raise InputError(f"{where}: two columns have one name: {', '.join(columns)}")
+            continue
+
+        if reader.line_num > line:
+            where = f"{name} lines {line} to {reader.line_num}"
+        if len(fields) != len(columns):
+            text = f"{len(fields)} fields, the header has {len(columns)}: put quotes around those"
+            yield where, ValueError(f"{text} with a {separator!r} in them")
+        elif any(holds_rows(field, separator, len(columns)) for field in fields):
+            text = "one field, and its lines look like rows: is a quote not closed?"
+            yield where, ValueError(text)
+        else:
+            yield where, dict(zip(columns, fields, strict=True))
+
+
+def holds_rows(field, separator, columns):
+    """Whether ten lines or more of a field each have as many separators as a row."""
+    inner = field.splitlines()[1:-1]
+    is_like_rows = all(line.count(separator) == columns - 1 for line in inner)
+    return columns > 1 and len(inner) >= 10 and is_like_rows
+
+
+def read_hub(name, split):
+    """The rows of a data set of the hub; those of MS MARCO with the names of COLUMNS."""
+    path, _, config = name.partition(":")
+    if name == "ms_marco":
+        path, config = "microsoft/ms_marco", "v1.1"
+    try:
+        import datasets
+
+        rows = datasets.load_dataset(path, config or None, split=split)
+    except Exception as error:  # the library raises a dozen kinds
+        reason = " ".join(str(error).split())[:200]
+        text = f"{path} is no file here, and not on this machine as a data set of the hub"
+        raise InputError(f"{text}; without a download: pydocs, or FILE.jsonl ({reason})") from None
+    for where, record in named_rows(f"{name} {split}", rows):
+        if name == "ms_marco":
+            passages = record["passages"]
+            record = {"query": record["query"], "positive": passages["passage_text"]}
+            record["label"] = passages["is_selected"]
+        yield where, record
+
+
+@functools.lru_cache
+def find_columns(names, needs_query):
+    """{role: the names of a record that are read for it}; a ValueError if one is lacking."""
+    columns = {"negative": [name for name in names if NEGATIVE.fullmatch(name)]}
+    for role, known in COLUMNS.items():
+        columns[role] = [name for name in known if name in names][:1]
+    if not columns["positive"] or (needs_query and not columns["query"]):
+        wanted = "query and positive" if needs_query else "text"
+        raise ValueError(f"found the columns {', '.join(names)}; expected {wanted}")
+    if not columns["query"]:  # single texts: a label may say anything
+        columns.update(label=[], negative=[])
+    return columns
+
+
+def parse_row(place, record, needs_query):
+    """A record as a Row. A ValueError says what was found and what was expected."""
+    if not isinstance(record, dict):
+        raise ValueError(f"found {str(record)[:60]!r}, expected names with values")
+    columns = find_columns(tuple(record), needs_query)
+    texts = {}
+    for role in ("query", "positive", "negative"):
+        texts[role] = []
+        for name in columns[role]:
+            value = record[name]
+            values = value if isinstance(value, list) else [value or ""]
+            if not all(isinstance(text, str) for text in values):
+                raise ValueError(f"{name} is {str(value)[:60]!r}, expected a text or texts")
+            texts[role] += [text.strip() for text in values]
+        if SURROGATE.search("".join(texts[role])):
+            raise ValueError(f"{columns[role][0]} is not UTF-8, or holds half of a character")
+        if role != "negative" and columns[role] and not (texts[role] and all(texts[role])):
+            raise ValueError(f"{columns[role][0]} is missing or empty")
+    if len(texts["query"]) > 1:
+        raise ValueError(f"found {len(texts['query'])} queries, expected one")
+
+    labels = [True] * len(texts["positive"])
+    for name in columns["label"]:
+        values = record[name] if isinstance(record[name], list) else [record[name]]
+        labels = [LABELS.get(str(value)) for value in values]
+        if len(labels) != len(texts["positive"]) or None in labels:
+            text = f"{name} is {str(record[name])[:60]}, expected 1 (it answers the query) or 0"
+            raise ValueError(f"{text} for each text")
+    right = [text for text, label in zip(texts["positive"], labels, strict=True) if label]
+    wrong = [text for text, label in zip(texts["positive"], labels, strict=True) if not label]
+    wrong += [text for text in texts["negative"] if text]
+    query = "".join(texts["query"])
+    group = query or texts["positive"][0]
+    for name in columns["group"]:
+        if record[name] not in (None, ""):
+            group = str(record[name])
+    return Row(place, query, right, wrong, group)
+
+
+def read_rows(args, name, split, limit, problems, notes):
+    """So many rows of a source; to `problems` a line for each that is wrong."""
+    needs_query = name == args.phase2_data and not args.skip_phase2
+    path = str(PYDOCS) if name == "pydocs" else name
+    records = itertools.islice(read_source(path, split), limit)
+    bar = tqdm(records, desc=name, unit=" rows", disable=None, leave=False)
+    has_header = kind_of(path) not in (".json", ".jsonl")  # then one line is enough
+    rows = []
+    unread = set()
+    long = []
+    try:
+        for place, (where, record) in enumerate(bar):
+            try:
+                if isinstance(record, ValueError):
+                    raise record
+                if has_header and place == 0:
+                    check_columns(name, record, needs_query)
+                rows.append(parse_row(place, record, needs_query))
+            except ValueError as error:
+                problems.append(f"{where}: {error}")
+                continue
+            columns = find_columns(tuple(record), needs_query)
+            unread.update(set(record).difference(*columns.values()))
+            if where.startswith(f"{name} lines "):
+                long.append(where)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise InputError(f"{name} cannot be read: {error}") from None
+    if unread:
+        notes.append(f"{name}: these columns are not read: {', '.join(sorted(unread))}")
+    if long:
+        notes.append(f"{len(long)} rows have line breaks within their quotes, such as {long[0]}")
+    return rows
+
+
+def check_columns(name, record, needs_query):
+    try:
+        find_columns(tuple(record), needs_query)
+    except ValueError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def place_of(group):
+    """A number from 0 to 1, by a hash: a split by it is the same for any order and any seed."""
+    digest = hashlib.sha256(group.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def choose_held_out(args, rows):
+    """The groups of a source to hold out: --eval_fraction of them, --eval_samples rows at most."""
+    sizes = Counter(row.group for row in rows)
+    held_out = set()
+    room = args.eval_samples
+    for group in sorted(sizes, key=place_of):
+        if place_of(group) < args.eval_fraction and sizes[group] <= room:
+            held_out.add(group)
+            room -= sizes[group]
+    return held_out
+
+
+def read_sources(args, notes):
+    """{name: rows} of the data of both phases, and the groups that are held out.
+
+    The data of a skipped phase are read, too, if they are here: what is held out is then the same
+    for both phases, and a later run without the option goes on."""
+    limits = {}
+    for phase in (1, 2):
+        name = getattr(args, f"phase{phase}_data")
+        is_here = name == "pydocs" or Path(name).is_file() or args.phase1_data == args.phase2_data
+        if is_here or not getattr(args, f"skip_phase{phase}"):
+            limit = getattr(args, f"max_samples_phase{phase}")
+            limits[name] = max(limit, limits.get(name, 0))
+
+    sources = {}
+    held_out = set()
+    problems = []
+    for name, limit in limits.items():
+        rows = read_rows(args, name, "train", limit, problems, notes)
+        if name == "ms_marco":  # it has rows for this purpose
+            more = read_rows(args, name, "validation", args.eval_samples, problems, notes)
+            held_out.update(row.group for row in more)
+            rows += more
+        else:
+            held_out |= choose_held_out(args, rows)
+        sources[name] = rows
+        unanswered = sum(row.query != "" and not row.right for row in rows)
+        if unanswered:
+            notes.append(f"{name}: {unanswered:,} of {len(rows):,} rows have only wrong answers")
+    if problems:
+        text = f"{len(problems)} bad rows"
+        if not args.skip_bad_data:
+            text = f"{text} (--skip_bad_data goes on without them):"
+            raise InputError(text + list_problems(problems))
+        notes.append(f"{text} are left out:" + list_problems(problems))
+    return sources, held_out
+
+
+def spread_out(numbers, wanted):
+    """So many of the numbers, evenly spaced; all where there are not so many."""
+    wanted = min(wanted, len(numbers))
+    return [numbers[i * len(numbers) // wanted] for i in range(wanted)]
+
+
+def as_table(lists):
+    """Lists of numbers as the rows of an array, filled up with -1."""
+    table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int64)
+    for row, numbers in zip(table, lists, strict=True):
+        row[: len(numbers)] = numbers
+    return table
+
+
+def build_corpus(args, sources, held_out):
+    """Number the texts, each distinct one once, and split them: the arrays of a Corpus."""
+    known_queries = set()
+    for rows in sources.values():
+        known_queries.update(row.query for row in rows)
+    known_queries.discard("")
+    numbers = {}  # of each distinct (is it a query, text)
+
+    def number_of(is_query, text):
+        return numbers.setdefault((is_query, text), len(numbers))
+
+    phase1 = set()
+    pairs = set()  # of a query and a document that answers it
+    eval_pairs = set()
+    answers = set()  # documents of held-out rows
+    right = {}  # of each query: none of these is a negative of it
+    wrong = {}
+    for phase in (1, 2):
+        limit = getattr(args, f"max_samples_phase{phase}")
+        for row in sources.get(getattr(args, f"phase{phase}_data"), []):
+            is_held_out = row.group in held_out
+            if row.place >= limit and not is_held_out:
+                continue
+            if not row.query and row.right[0] in known_queries:
+                # among the documents it would be the best answer to itself
+                row = row._replace(query=row.right[0], right=[])
+            documents = [number_of(False, text) for text in row.right]
+            queries = [number_of(True, row.query)] if row.query else []
+            if is_held_out:
+                answers.update(documents)
+            elif phase == 1:
+                phase1.update(documents + queries)
+            for query in queries:
+                right.setdefault(query, set()).update(documents)
+                if is_held_out or phase == 2:
+                    found = [number_of(False, text) for text in row.wrong]
+                    wrong.setdefault(query, []).extend(found)
+                    into = eval_pairs if is_held_out else pairs
+                    into.update((query, document) for document in documents)
+
+    # what is held out is not trained on where it stands in other rows, either
+    held = answers.union(query for query, _ in eval_pairs)
+    phase1 -= held
+    pairs = sorted(pair for pair in pairs if not held.intersection(pair))
+    eval_pairs = sorted(eval_pairs)
+    check_counts(args, phase1, pairs, eval_pairs, held)
+
+    positives = []
+    negatives = []
+    for query, _ in pairs:
+        positives.append(sorted(right[query] - held))
+        own = dict.fromkeys(wrong.get(query, []))  # each once, in order
+        negatives.append([text for text in own if text not in right[query] | held])
+
+    # the judged negatives of held-out queries first, they are the hardest; then training documents
+    eval_queries = sorted({query for query, _ in eval_pairs})
+    judged = set()
+    for query in eval_queries:
+        judged.update(wrong[query])
+    judged -= held
+    documents = {number for (is_query, _), number in numbers.items() if not is_query}
+    wanted = round(min(args.eval_distractors * len(answers), len(documents)))  # also of inf
+    distractors = spread_out(sorted(judged), wanted)
+    distractors += spread_out(sorted(documents - judged - held), wanted - len(distractors))
+    eval_documents = [*sorted(answers), *distractors]
+    row_of_query = {query: row for row, query in enumerate(eval_queries)}
+    row_of_document = {document: row for row, document in enumerate(eval_documents)}
+    matches = [(row_of_query[query], row_of_document[document]) for query, document in eval_pairs]
+    encoded = [text.encode() for _, text in numbers]
+    return {
+        "text": np.frombuffer(b"".join(encoded), np.uint8),
+        "offsets": np.cumsum([0, *map(len, encoded)]),
+        "is_query": np.array([is_query for is_query, _ in numbers]),
+        "phase1": np.array(sorted(phase1), np.int64),
+        "pairs": np.array(pairs, np.int64).reshape(-1, 2),
+        "positives": as_table(positives),
+        "negatives": as_table(negatives),
+        "eval_queries": np.array(eval_queries, np.int64),
+        "eval_documents": np.array(eval_documents, np.int64),
+        "eval_answers": np.array(len(answers)),
+        "eval_pairs": np.array(matches, np.int64).reshape(-1, 2),
+    }
+
+
+def check_counts(args, phase1, pairs, eval_pairs, held):
+    counts = {"held-out texts": len(held)}
+    if not args.skip_phase1:
+        counts["texts for phase 1"] = len(phase1)
     if not args.skip_phase2:
-        make_sampler(run, 2)  # too few pairs: better known now than after phase 1
-    if run.state is None:
-        evaluate_baselines(run)
+        counts["pairs for phase 2"] = len(pairs)
+        counts["held-out queries"] = len({query for query, _ in eval_pairs})
+    if 0 in counts.values():
+        found = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise InputError(f"{found}; none may be 0: give more data, or another --eval_fraction")
 
-    logging.info("Starting distributed training...")
-    if not args.skip_phase1 and loop["phase"] < 2:
-        train(run, 1)
-    if not args.skip_phase2 and not guard.reason:
-        if loop["phase"] < 2:
-            what = "the untrained student" if args.skip_phase1 else "the last weights"
-            load_weights(args, run.student, "phase1_best.pt", f"phase 2 starts from {what}")
-        train(run, 2)
-    summary = {}
-    if not guard.reason:
-        logging.info("Training process completed.")
-        best = compare(run)
-        summary["best"] = {key: value for key, value in best.items() if key != "metrics"}
-        summary["held_out"] = run.corpus.held_out()
-        summary["baselines"] = {"untrained": loop["untrained"], "teacher": loop["teacher"]}
-        summary["phases"] = {name: best["metrics"] for name, best in loop["best"].items()}
-        if args.save_to_artifacts:
-            load_weights(args, run.student, "best.pt", "the last weights are saved")
-            summary["artifacts"] = on_rank0(save_artifacts, run)
-    if run.state and loop["step"] == run.state["step"]:
-        logging.info("nothing was left to train; the options are those of then")
-        log.args = argparse.Namespace(**run.state["args"])
-    status = f"stopped by {guard.reason}" if guard.reason else "finished"
-    log.close(status=status, steps=loop["step"], **summary)
-    if not guard.reason:
-        logging.info("Training and evaluation completed successfully!")
-    return exit_status(guard.reason)
+
+def file_states(path):
+    """What tells a file, or the files of a folder, from others, without reading them."""
+    path = Path(path)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [file.stat() for file in files if file.is_file()]
+    return [str(path.resolve()), [(state.st_size, state.st_mtime_ns) for state in states]]
+
+
+def write_corpus(folder, args):
+    """Read the data, and write the arrays of a Corpus. (rank 0)"""
+    notes = []
+    sources, held_out = read_sources(args, notes)
+    digest = hashlib.sha256()
+    for name, array in build_corpus(args, sources, held_out).items():
+        np.save(folder / f"{name}.npy", array)
+        digest.update(array)
+    meta = {"notes": notes, "hash": digest.hexdigest()[:16]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def prepare_texts(args):
+    """The folder of a Corpus, made once, and kept. (rank 0)"""
+    names = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 skip_phase1 skip_phase2
+        eval_fraction eval_samples eval_distractors skip_bad_data""".split()
+    key = [READER, [getattr(args, name) for name in names]]
+    for name in {args.phase1_data: 1, args.phase2_data: 2}:
+        path = PYDOCS if name == "pydocs" else Path(name)
+        key.append(file_states(path) if path.is_file() else name)
+    return cached(args.cache_dir, "texts", key, lambda new: write_corpus(new, args))
+
+
+def load_array(folder, name):
+    """Mapped into memory, which the ranks of a machine share; np.asarray: faster than a memmap."""
+    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
+
+
+class Corpus:
+    """What `prepare_texts` has written. Texts are numbered, each distinct one once; a text that is
+    a query and a document is two."""
+
+    def __init__(self, folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        self.hash = meta["hash"]
+        for note in meta["notes"]:
+            logging.warning(note)
+        self.text = load_array(folder, "text")
+        self.offsets = load_array(folder, "offsets")  # text i is text[offsets[i]:offsets[i + 1]]
+        self.is_query = load_array(folder, "is_query")  # (N,) or a document
+        self.phase1 = load_array(folder, "phase1")  # texts to train on
+        self.pairs = load_array(folder, "pairs")  # (n, 2) query, document
+        self.positives = load_array(folder, "positives")  # (n, P) all of its query, then -1
+        self.negatives = load_array(folder, "negatives")  # (n, K) wrong for its query, then -1
+        self.eval_queries = load_array(folder, "eval_queries")
+        self.eval_documents = load_array(folder, "eval_documents")  # distractors come last
+        self.eval_pairs = load_array(folder, "eval_pairs")  # (m, 2) places in these two lists
+        self.eval_answers = int(load_array(folder, "eval_answers"))  # documents held out
+        self.eval_texts = np.concatenate([self.eval_queries, self.eval_documents])
+        logging.info("Data split complete:")
+        logging.info(f"  phase 1:   {len(self.phase1):,} texts")
+        logging.info(f"  phase 2:   {len(self.pairs):,} pairs of a query and a document")
+        logging.info(f"  held out:  {self.held_out()}")
+
+    def __len__(self):
+        return len(self.is_query)
+
+    def texts(self, numbers, prompts=None):
+        """With the prompt for queries, or the one for documents, before each."""
+        texts = []
+        for i in numbers:
+            text = self.text[self.offsets[i] : self.offsets[i + 1]].tobytes().decode()
+            if prompts:
+                text = prompts["query" if self.is_query[i] else "document"] + text
+            texts.append(text)
+        return texts
+
+    def held_out(self):
+        """What the held-out figures are measured on."""
+        documents = len(self.eval_documents)
+        others = documents - len(np.unique(self.eval_pairs[:, 1]))
+        text = f"{len(self.eval_queries):,} queries, {documents:,} documents"
+        return f"{text}, of which {others:,} ({others / documents:.0%}) answer none of them"
+
+
+class Tokens:
+    """The student's tokens of all texts: those of text i are ids[offsets[i]:offsets[i + 1]]."""
+
+    def __init__(self, args, corpus, student):
+        """Made once with the student's tokenizer and prompts. (all ranks)"""
+        tokenizer = student.tokenizer
+        definition = json.loads(tokenizer.backend_tokenizer.to_str())
+        definition.update(truncation=None, padding=None)  # calling a tokenizer changes these
+        prompts = [student.prompts["query"], student.prompts["document"]]
+        key = [READER, corpus.hash, prompts, student.max_seq_length, definition]
+
+        def prepare(args):
+            return cached(
+                args.cache_dir, "tokens", key, lambda new: self.write(new, corpus, student)
+            )
+
+        self.folder = read_once(prepare, args)
+        self.ids = load_array(self.folder, "ids")
+        self.offsets = load_array(self.folder, "offsets")
+        self.lengths = np.diff(self.offsets)
+        self.pad = tokenizer.pad_token_id
+        cut = int((self.lengths >= student.max_seq_length).sum())
+        text = f"of {len(corpus):,} texts {cut:,} are cut there"
+        logging.info(f"The student reads {student.max_seq_length} tokens: {text}")
+
+    def write(self, folder, corpus, student):
+        """(rank 0)"""
+        pieces = []
+        options = {"truncation": True, "max_length": student.max_seq_length}
+        for start in tqdm(range(0, len(corpus), 1024), "tokens", disable=None, leave=False):
+            numbers = range(start, min(start + 1024, len(corpus)))
+            texts = corpus.texts(numbers, student.prompts)
+            for ids in student.tokenizer(texts, **options).input_ids:
+                pieces.append(np.array(ids, np.int32))
+        np.save(folder / "ids.npy", np.concatenate(pieces))
+        np.save(folder / "offsets.npy", np.cumsum([0, *map(len, pieces)]))
+
+
+class Vectors:
+    """The teacher's unit vectors of all texts, the longest first, a file for each block of them."""
+
+    def __init__(self, corpus, blocks):
+        self.blocks = blocks  # (n, D) float16 each, mapped into memory
+        self.size = len(blocks[0])  # n; the last block may have fewer
+        self.places = np.argsort(longest_first(corpus))  # of each text
+        self.dimensions = blocks[0].shape[1]
+
+    def __getitem__(self, rows):
+        """(B,) numbers of texts -> (B, D)"""
+        vectors = np.empty((len(rows), self.dimensions), np.float16)
+        for i, place in enumerate(self.places[rows]):
+            vectors[i] = self.blocks[place // self.size][place % self.size]
+        return vectors
+
+
+def longest_first(corpus):
+    """The numbers of all texts: a teacher that needs too much memory says so at once."""
+    return np.argsort(-np.diff(corpus.offsets), kind="stable")
+
+
+def teacher_key(args, corpus, name):
+    """A hash of all that its vectors depend on. (rank 0)"""
+    settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
+    model = file_states(name) if Path(name).is_dir() else name
+    key = json.dumps([READER, corpus.hash, model, settings])
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def teacher_vectors(args, key, name, corpus, width, device):
+    """Vectors; None if the ranks agreed to stop. The student needs `width` dimensions of them.
+
+    The texts are dealt to the ranks in blocks, one file each. A block that is there is not computed
+    again: a stopped run goes on, on any number of ranks. (all ranks)"""
+    is_lsa = name.startswith("builtin:lsa")
+    size = len(corpus) if is_lsa else max(64, math.ceil(len(corpus) / 256))
+    starts = range(0, len(corpus), size)
+    folder = Path(args.cache_dir) / f"teacher-{key}"
+    paths = [folder / f"{start:010}.npy" for start in starts]
+    missing = on_rank0(lambda: [i for i, path in enumerate(paths) if not path.exists()])
+    if not missing:
+        logging.info("Teacher vectors of an earlier run: no teacher is needed")
+    elif is_lsa:
+        on_rank0(make_lsa, paths[0], args, corpus)
+    elif not encode_blocks(args, name, corpus, width, device, paths, size, missing):
+        return None
+
+    dist.barrier()
+    vectors = Vectors(corpus, [np.load(path, mmap_mode="r") for path in paths])
+    check_dimensions(args, width, vectors.dimensions)
+    return vectors
+
+
+def check_dimensions(args, width, dimensions):
+    if not args.use_projection and dimensions < width:
+        text = f"needs {width} teacher dimensions for this student, there are {dimensions}"
+        raise InputError(f"--use_projection False {text}")
+
+
+def encode_blocks(args, name, corpus, width, device, paths, size, missing):
+    """Let the teacher read the missing blocks. Returns False if the ranks agreed to stop.
+    (all ranks)"""
+    teacher = load_teacher(args, name, device)
+    check_dimensions(args, width, teacher.get_embedding_dimension())
+    logging.info(f"The teacher reads {len(corpus):,} texts, with the prompts {teacher.prompts}")
+    # prompt: the texts have theirs, a model's default would come before it
+    options = {"prompt": "", "convert_to_tensor": True, "show_progress_bar": False}
+    order = longest_first(corpus)
+    own = missing[dist.get_rank() :: dist.get_world_size()]
+    turns = math.ceil(len(missing) / dist.get_world_size())
+    is_hidden = None if dist.get_rank() == 0 else True
+    for turn in tqdm(range(turns), "teacher", disable=is_hidden):
+        if max(gather(wish_to_stop(args))):
+            return False
+        if turn >= len(own):
+            continue
+        block = own[turn]
+        texts = corpus.texts(order[block * size : (block + 1) * size], teacher.prompts)
+        vectors = teacher.encode(texts, batch_size=args.teacher_batch_size, **options)
+        vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
+        if not np.isfinite(vectors).all():
+            raise InputError(f"the teacher's vectors are not finite, near {texts[0][:80]!r}")
+        write_block(paths[block], vectors)
+    return True
+
+
+def write_block(path, vectors):
+    """It is there whole, or not at all, also where two runs write it."""
+    new = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(new, "wb") as file:
+            np.save(file, vectors.astype(np.float16))
+        np.load(new, mmap_mode="r")  # a full disk can cut off an array without an error
+        os.replace(new, path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be written, see --cache_dir: {error}") from None
+
+
+# The task in the default teacher's model card; its documents have no prompt.
+INFLY_PROMPT = (
+    "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+)
+
+
+def check_hub(args):
+    """Whether the hub is needed and cannot be reached: its libraries would try for half a minute.
+    (rank 0)"""
+    from concurrent.futures import ThreadPoolExecutor
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    remote = []
+    for name in {args.teacher_model: 1, args.student_model: 1}:
+        if not name.startswith(("builtin:", ".", "/")) and not Path(name).exists():
+            remote.append(name)
+    for name in {args.phase1_data: 1, args.phase2_data: 1}:
+        if name != "pydocs" and kind_of(name) == "":
+            remote.append(name)
+    if not remote or "HF_HUB_OFFLINE" in os.environ:
+        return False
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    answer = ThreadPoolExecutor(1).submit(urlopen, url, timeout=4)
+    try:
+        answer.result(timeout=5)  # to look up a name has no time limit of its own
+    except HTTPError:  # an answer, too: a mirror need not have a page there
+        return False
+    except Exception:
+        logging.warning(f"no model hub: {', '.join(remote)} must already be on this machine")
+        return True
+    return False
+
+
+def local_model(args, name, corpus):
+    """The folder of builtin:bert, made if need be; other names as they are. (all ranks)"""
+    if not name.startswith("builtin:bert"):
+        return name
+    key = [READER, corpus.hash, name, args.student_max_length, args.seed]
+
+    def prepare(args):
+        return cached(args.cache_dir, "bert", key, lambda new: make_bert(new, args, name, corpus))
+
+    return str(read_once(prepare, args))
+
+
+def load_model(args, name, what, local, **options):
+    """A SentenceTransformer, on the CPU."""
+    import transformers
+    from sentence_transformers import SentenceTransformer
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # every rank has one
+    options["trust_remote_code"] = args.trust_remote_code
+    try:
+        model = SentenceTransformer(name, device="cpu", **options)
+    except (OSError, ValueError) as error:
+        text = f"--{what}_model {name} cannot be loaded; without a download: builtin:{local}"
+        raise InputError(f"{text} ({str(error).splitlines()[0][:200]})") from None
+    config = getattr(getattr(model[0], "model", None), "config", None)
+    kinds = getattr(config, "architectures", None) or []
+    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise InputError(f"--{what}_model {name} is a cross-encoder: it gives scores, no vectors")
+    return model
+
+
+def set_prompts(model, what, query, document, default=""):
+    """Texts before queries and documents: as given, else the model's own, else none."""
+    own = model.prompts or {}
+    others = [name for name, text in own.items() if text and name not in ("query", "document")]
+    if others:
+        text = f"{', '.join(others)} (they stay in the model)"
+        logging.warning(f"The {what}'s prompts that are not used here: {text}")
+    if query is None:
+        query = own.get("query") or default
+    if document is None:
+        document = own.get("document") or ""
+    model.prompts = {**own, "query": query, "document": document}
+
+
+def load_teacher(args, name, device):
+    options = {}
+    prompt = ""
+    if device.type != "cpu":
+        options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
+    if name.startswith("infly/"):
+        if not args.trust_remote_code:  # without its own code it would be another, causal model
+            text = f"--teacher_model {name} comes with code of its own"
+            raise InputError(f"{text}: look at it, then give --trust_remote_code")
+        options["config_kwargs"] = {"use_cache": False}
+        prompt = INFLY_PROMPT
+    teacher = load_model(args, name, "teacher", "lsa", **options)
+    set_prompts(teacher, "teacher", args.teacher_query_prompt, args.teacher_document_prompt, prompt)
+    if args.teacher_max_length:
+        if teacher.max_seq_length in (None, math.inf):
+            raise InputError(f"--teacher_max_length: {name} has no maximum length")
+        teacher.max_seq_length = args.teacher_max_length
+    return teacher.to(device).eval()
+
+
+def load_student(args, name):
+    """A SentenceTransformer that ends in Normalize, without a head."""
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    options = {"model_kwargs": {"dtype": torch.float32}}
+    student = load_model(args, name, "student", "bert", **options)
+    head = f"--student_model {name}"
+    if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
+        raise InputError(f"{head}: no transformer with a fast tokenizer")
+    if len(student) < 2 or not isinstance(student[1], Pooling):
+        raise InputError(f"{head}: its second module must be Pooling")
+    if student.tokenizer.pad_token_id is None:
+        raise InputError(f"{head}: its tokenizer has no padding token, which a batch needs")
+    network = student[0].model
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        text = "all its weights are frozen, as those of an adapter (PEFT) are when it is loaded"
+        raise InputError(f"{head}: {text}: merge it into the model first")
+    if student.truncate_dim is not None:
+        logging.warning(f"The student's truncate_dim {student.truncate_dim} is not used")
+        student.truncate_dim = None
+    if args.student_layers:
+        keep_layers(network, args.student_layers)
+    if args.student_max_length:
+        student.max_seq_length = args.student_max_length
+    if student.max_seq_length is None:
+        raise InputError(f"{head} has no maximum length: give --student_max_length")
+    set_prompts(student, "student", args.student_query_prompt, args.student_document_prompt)
+    if any(student.prompts.values()) and not student[1].include_prompt:
+        hint = "--student_query_prompt= --student_document_prompt= leaves them out"
+        raise InputError(f"{head} pools without its prompts: {hint}")
+    if not isinstance(student[-1], Normalize):
+        student.append(Normalize())
+    return student
+
+
+@torch.no_grad()
+def check_student(args, student, tokens):
+    """Refuse now what would fail after hours: in a forward pass, or when it is saved. On the CPU: a
+    GPU cannot say what was wrong with an index. (rank 0)"""
+    head = f"--student_model {args.student_model}"
+    known = student.model[0].model.get_input_embeddings().num_embeddings
+    if tokens.ids.max() >= known:
+        text = f"its tokenizer gives token {tokens.ids.max()}, it has vectors for {known}"
+        raise InputError(f"{head}: {text}")
+    length = min(student.model.max_seq_length, 2048)
+    ids = torch.full((1, length), int(tokens.ids[0]))
+    try:
+        student(Texts([ids], [torch.ones_like(ids)], torch.zeros(1, dtype=torch.int64)))
+        with tempfile.TemporaryDirectory(dir=args.output_dir, prefix="check-") as folder:
+            save_student(args, student, f"{folder}/student", head=False)
+    except OSError as error:
+        raise InputError(f"the student cannot be saved in {args.output_dir}: {error}") from None
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0][:200]
+        hint = "or with a smaller --student_max_length"
+        raise InputError(f"{head} fails with texts of {length} tokens ({reason}), {hint}") from None
+
+
+def make_lsa(path, args, corpus):
+    """builtin:lsa[:DIMENSIONS], a teacher: latent semantic analysis (Deerwester et al. 1990), that
+    is TF-IDF and a truncated SVD, of the training texts. Writes its vectors. (rank 0)"""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    logging.info(f"making {args.teacher_model} from the training texts")
+    # a query and its document as one text: words that meet across the two share directions
+    fitted = ["\n".join(corpus.texts(pair)) for pair in corpus.pairs]
+    if not fitted:
+        fitted = corpus.texts(corpus.phase1)
+    # runs of letters or of digits: array_split and arraySplit2 fall apart
+    words = {"token_pattern": r"[^\W\d_]+|\d+", "max_features": 12_000, "dtype": np.float32}
+    vectorizer = TfidfVectorizer(**words).fit(fitted)
+    vectorizer.idf_ = vectorizer.idf_**1.5  # rare words count more: better on documentation
+    wanted = int(args.teacher_model.partition("lsa:")[2] or 384)
+    dimensions = min(wanted, len(vectorizer.vocabulary_), len(fitted))
+    if dimensions < wanted:
+        logging.warning(f"builtin:lsa has {dimensions} dimensions, for more it needs more texts")
+    svd = TruncatedSVD(dimensions, n_iter=3, random_state=0)
+    svd.fit(vectorizer.transform(fitted))
+    prompts = {"query": args.teacher_query_prompt, "document": args.teacher_document_prompt}
+    prompts = {name: text or "" for name, text in prompts.items()}
+    texts = corpus.texts(longest_first(corpus), prompts)
+    vectors = torch.from_numpy(svd.transform(vectorizer.transform(texts)))
+    write_block(path, F.normalize(vectors, dim=1).numpy())
+
+
+def make_bert(folder, args, name, corpus):
+    """builtin:bert[:LAYERSxWIDTH], a student: a BERT with random weights, and a tokenizer trained
+    on the training texts. (rank 0)"""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    logging.info(f"making {name} from the training texts")
+    # BPE: unlike that of WordPiece, the library's trainer makes the same pieces every time
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=special, show_progress=False)
+    trained = np.union1d(corpus.phase1, corpus.pairs)
+    tokenizer.train_from_iterator(corpus.texts(trained), trainer)
+    around = [("[CLS]", special.index("[CLS]")), ("[SEP]", special.index("[SEP]"))]
+    processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=around)
+    tokenizer.post_processor = processor
+    length = args.student_max_length or 64
+    names = {f"{name[1:-1].lower()}_token": name for name in special}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **names)
+    fast.save_pretrained(folder / "bert")
+
+    layers, width = map(int, (name.partition("bert:")[2] or "1x128").split("x"))
+    config = BertConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        intermediate_size=2 * width,
+        num_attention_heads=1 if width % 32 else width // 32,
+        max_position_embeddings=length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(args.seed)
+    BertModel(config).save_pretrained(folder / "bert")
+    network = Transformer(str(folder / "bert"), max_seq_length=length)
+    model = SentenceTransformer(modules=[network, Pooling(width)], device="cpu")
+    model.save(str(folder), create_model_card=False)
+
+
+# ==================================================================================================
+# How a run starts and ends. These lines are the same in every script: read them once.
+
+START = time.monotonic()
+PARENT = os.getppid()
+SCRIPT = Path(sys.argv[0]).name
+
+# In these variables a launcher tells a process its rank, the number of ranks, and its rank on this
+# machine. A launcher is there if all of its variables are.
+LAUNCHERS = [
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
+    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
+    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"],  # srun (sbatch: no step)
+    ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
+]
+
+MEETING_MINUTES = 2  # in which all ranks must have come
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+stop_signal = ""  # name of the last signal that asked this process to stop
+
+# words of errors that need no traceback, and what to do
+HINTS = {
+    " by peer": "another rank has died: the same command, given again, goes on",
+    "OutOfMemoryError": "half the --batch_size, with the same --global_batch_size, needs less",
+    "allocate memory": "half the --batch_size, with the same --global_batch_size, needs less",
+    "Too many open files": "raise the limit: ulimit -n 4096",
+    "No space left": "a disk is full",
+    "DataLoader worker (pid": "--num_workers 0 needs no worker, and no /dev/shm",
+    "DataLoader timed out": "--num_workers 0 needs no worker, and no /dev/shm",
+    "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
+}
+
+
+class RunError(Exception):
+    """The run cannot go on: one line that says why, no traceback."""
+
+    status = 1
+
+
+class InputError(RunError):
+    """What the user gave cannot work."""
+
+    status = 2
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help with the docstring as it stands and the default of every option."""
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(message)  # so that one rank says it, not all
+
+
+def number(least, most=math.inf, kind=float):
+    """The type of options that are numbers within limits."""
+
+    def parse(text):
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most}")
+        return value
+
+    parse.__name__ = "number"  # for argparse's own messages
+    return parse
+
+
+def boolean(text):
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+
+
+COUNT = number(1, kind=int)
+# an option that may be given as --compile, --compile=True, --compile no
+FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+
+
+def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+    add = parser.add_argument_group("the same in every script").add_argument
+    add("--config", help="YAML or JSON file of options; the command line wins")
+    add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--prepare_only", **FLAG, default=False, help="read the data into --cache_dir, no more")
+    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--seed", type=number(0, 2**32, int), default=42, help="of weights, order and dropout")
+    add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
+    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs"
+    add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
+    add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
+    add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
+    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs that have it")
+    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=number(0), default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=COUNT, default=10, help="steps between log lines")
+    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
+    add("--nproc_per_node", type=COUNT, default=1, help="processes to start, if no launcher did")
+    kinds = ["auto", "cuda", "xpu", "cpu"]
+    add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
+    kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
+    add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
+    seconds = os.environ.get("NCCL_TIMEOUT") or "1800"  # many guides export it
+    if not seconds.isdigit() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds}: expected a number of seconds")
+    minutes = int(seconds) / 60
+    limit = number(0.01, 1e6)
+    add("--timeout_minutes", type=limit, default=minutes, help="limit of one collective")
+    # torch.distributed.launch gives it, but also sets RANK
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+
+
+def parse_with_config(parser):
+    """Options of the command line; else of the --config file; else the defaults."""
+    path = parser.parse_args().config
+    if path is None:
+        return parser.parse_args()
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        # JSON may hold tabs, which YAML refuses
+        content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise InputError("expected lines such as batch_size: 32")
+        words = config_words(content, parser)
+        parser.parse_args(words)
+    except (OSError, ValueError, yaml.YAMLError, InputError) as error:
+        raise InputError(f"--config {path}: {' '.join(str(error).split())}") from None
+    return parser.parse_args([*words, *sys.argv[1:]])  # of two values the later one counts
+
+
+def config_words(content, parser, section=""):
+    """A YAML file as a command line. In a section, attack: {eps: 1} is --attack_eps if the script
+    has such an option, and --eps if not: then the section only groups options."""
+    words = []
+    for key, value in content.items():
+        name = f"--{section}_{key}"
+        if name not in parser._option_string_actions:
+            name = f"--{key}"
+        if isinstance(value, dict):
+            words += config_words(value, parser, key)
+        elif isinstance(value, list):
+            words += [name, *map(str, value)]
+        elif value is not None:
+            words.append(f"{name}={value}")
+    return words
+
+
+def find_ranks():
+    """(rank, world size, local rank) from the launcher; None without one."""
+    for names in LAUNCHERS:
+        values = [os.environ.get(name) for name in names]
+        if not all(values):  # some shells keep empty ones
+            continue
+        if not all(value.isdigit() for value in values[:3]) or int(values[0]) >= int(values[1]):
+            text = " ".join(f"{name}={os.environ[name]}" for name in names[:3])
+            raise InputError(f"{text}: expected a rank below the number of ranks, from a launcher")
+        return tuple(map(int, values[:3]))
+    if os.environ.get("RANK") or os.environ.get("PALS_RANKID"):
+        raise InputError("this process has a rank, but no world size: export WORLD_SIZE")
+    return None
+
+
+def setup_ddp(args):
+    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
+    # plain python is a group of one: the code below has one path only
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    logging.basicConfig(
+        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
+        level=logging.INFO,
+        datefmt="%Y-%m-%d %H:%M:%S",
+        stream=sys.stdout,
+    )
+    logging.info(f"Process {rank}/{world_size} started")
+    device = choose_device(args, local_rank)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
+        torch.use_deterministic_algorithms(True)
+
+    backend = args.backend
+    if backend in ("auto", "ccl", "xpu"):
+        backend = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend) or (device.type == "cpu" and backend != "gloo"):
+        raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
+    if device.type != "cpu":
+        # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    if not os.environ.get("MASTER_ADDR"):
+        if rank != local_rank:  # there are ranks elsewhere
+            raise InputError("several machines: export MASTER_ADDR, the name of the first one")
+        os.environ["MASTER_ADDR"] = "localhost"
+    if not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
+
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    handle_signals(signal.SIG_DFL)  # Python's own would not run before all ranks have come
+    watchdog = start_watchdog(rank, world_size, place)
+    try:
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=args.timeout_minutes),
+            device_id=None if device.type == "cpu" else device,
+        )
+    except (dist.DistNetworkError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in text:
+            text = "the port is in use, export another MASTER_PORT"
+        raise RunError(f"no meeting at {place}: {text}") from None
+    watchdog.cancel()
+    compare_ranks(args)
+
+    # Launchers other than torchrun may leave all cores of a machine to each of its ranks.
+    here = gather(socket.gethostname()).count(socket.gethostname())
+    is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
+    if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    # The C library keeps about twice the largest block that was freed, up to 32 MB, and gives the
+    # rest back to the system: fetching it again and again takes a tenth of a step on CPUs.
+    torch.empty(8 * 2**20 - 4096)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
+    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
+    return device
+
+
+def choose_device(args, local_rank):
+    """A GPU for this rank, or the CPU where there is none."""
+    kind = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+    if args.device not in ("auto", "cpu", kind):
+        text = f"torch {torch.__version__} finds only {kind} here"
+        raise InputError(f"--device {args.device}: {text}")
+    if args.device == "cpu" or kind not in ("cuda", "xpu"):
+        return torch.device("cpu")
+
+    # torchrun shows all GPUs to all ranks; mpiexec and srun may show each rank its own one
+    count = torch.accelerator.device_count()
+    if count > 1 and local_rank >= count:
+        raise InputError(f"{count} GPUs here, and a rank {local_rank}: start fewer processes")
+    device = torch.device(kind, local_rank % count)
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def start_watchdog(rank, world_size, place):
+    """Ends this process after MEETING_MINUTES, unless it is cancelled. Torch would wait as long as
+    for a slow rank, and for ever where another program listens on the port."""
+
+    def give_up():
+        text = f"{world_size} ranks did not meet at {place} in {MEETING_MINUTES} minutes"
+        sys.stderr.write(f"{SCRIPT}: error: {text}: are all of them started, and for this place?\n")
+        os._exit(RunError.status)
+
+    # rank 0, if there is one, says it for all
+    seconds = 60 * MEETING_MINUTES
+    watchdog = threading.Timer(seconds if rank == 0 else seconds + 3, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    return watchdog
+
+
+def compare_ranks(args):
+    """Refuse a group whose ranks were not started with the same command: a port that two jobs have
+    chosen, or an old file on one machine. (all ranks)"""
+    own = {"script": SCRIPT, **vars(args)}
+    for rank, theirs in enumerate(gather(own)):
+        for name in sorted((own.keys() | theirs.keys()) - {"local_rank"}):
+            if theirs.get(name) != own.get(name):
+                text = f"{name} is {own.get(name)} here, and {theirs.get(name)} on rank {rank}"
+                raise InputError(f"the ranks are of different runs: {text}")
+
+
+def handle_signals(handler):
+    for stop in STOP_SIGNALS:
+        # Under nohup a process ignores SIGHUP, and goes on doing so. But where torchrun sends it,
+        # to end its ranks, they have to save.
+        if signal.getsignal(stop) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(stop, handler)
+
+
+def end_on_signals():
+    """From here on a signal ends the process at once: there is nothing to save. (all ranks)"""
+    handle_signals(signal.default_int_handler if dist.get_rank() == 0 else signal.SIG_DFL)
+
+
+def on_signal(number, frame):
+    global stop_signal
+    stop_signal = signal.Signals(number).name  # training ends its step first, and agrees to stop
+
+
+def cleanup():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launch(parse_args, main):
+    """Run main(args) as this rank, or become torchrun to start --nproc_per_node ranks."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # workers of a loader share many files
+    rank = 0
+    try:
+        rank, world_size, _ = find_ranks() or (0, 1, 0)
+        args = parse_args()
+        is_alone = world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+        if args.nproc_per_node > 1 and is_alone:
+            become_torchrun(args.nproc_per_node)
+        status = main(args)
+        cleanup()
+    except RunError as error:
+        # Mostly all ranks have the same error. So rank 0 says it, and the others wait until their
+        # launcher ends them. If it does not within three seconds, rank 0 may have no error.
+        if rank > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
+        sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+        status = error.status
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{SCRIPT}: stopped before training or after it; nothing is lost\n")
+        status = 130
+    except Exception as error:
+        explain(error)
+        status = 1
+    for worker in multiprocessing.active_children():  # one that is stuck would outlive us
+        worker.kill()
+    sys.stdout.flush()
+    os._exit(status)  # at once: a cleanup would wait for other ranks, which may wait for this one
+
+
+def explain(error):
+    """One line for an error that users meet, with what to do; for others the traceback."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    for words, hint in HINTS.items():
+        for line in lines:
+            if words in line:
+                logging.error(f"{hint} ({line.strip()[:200]})")
+                return
+    logging.error(traceback.format_exc())
+
+
+def become_torchrun(processes):
+    """Go on as torchrun with the same script and options. Unlike by default it hands SIGUSR1 to the
+    ranks, and gives them time to save."""
+    # any free port of this machine, which may not know its own name
+    where = ["--standalone", "--local-addr=127.0.0.1"]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
+    names = [stop.name for stop in STOP_SIGNALS if signal.getsignal(stop) != signal.SIG_IGN]
+    threads = max(1, torch.get_num_threads() // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
+    options = [f"--nproc_per_node={processes}", f"--signals-to-handle={','.join(names)}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+def gather(value):
+    """[value of rank 0, value of rank 1, ...] on every rank. (all ranks)"""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_rank0(function, *args, group=None):
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
+    nobody waits for a rank 0 that has failed. (all ranks)"""
+    outcome = [None, None]  # result, error
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*args)
+        except RunError as error:
+            outcome[1] = error
+        except Exception:  # not every error can be sent to the other ranks, but its text can
+            outcome[1] = RuntimeError(traceback.format_exc())
+    dist.broadcast_object_list(outcome, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+# ==================================================================================================
+# What happens around a step: batches, precision, update, log, checkpoints. Also the same lines in
+# every training script.
+
+MAX_BAD_STEPS = 10  # in a row, then the run ends
+# options that a resumed run may be given anew; with others it would be another run
+MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
+    prepare_only""".split()
+
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+
+
+def list_problems(problems):
+    """Of many at most 20, and a count."""
+    more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+    return "\n  ".join(["", *problems[:20], *more])
+
+
+def cached(cache_dir, name, key, write):
+    """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
+    Runs that share the cache do not touch each other's. (rank 0)"""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    folder = Path(cache_dir) / f"{name}-{digest}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob("unfinished-*"):
+        with contextlib.suppress(OSError):  # another run is at work in it, and has it locked
+            with open(old / "lock", "r+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as place:
+        lock = lock_file(Path(place) / "lock")
+        new = Path(place) / "data"
+        new.mkdir()
+        write(new)
+        for file in new.glob("*.npy"):
+            np.load(file, mmap_mode="r")  # a full disk can cut off an array without an error
+        try:
+            new.rename(folder)
+        except OSError:  # another run was faster, with the same data
+            if not folder.exists():
+                raise
+        lock.close()
+    return folder
+
+
+def read_once(prepare, args):
+    """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
+    end_on_signals()
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    folder = on_rank0(prepare, args, group=patient)
+    for _ in range(60):  # a network file system may show a new folder late
+        if folder.exists():
+            return folder
+        time.sleep(1)
+    raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
+
+
+class GlobalBatchSampler(DistributedSampler):
+    """Which samples each step is made of. They depend on (seed, epoch) alone, and so neither on the
+    number of ranks nor on a restart.
+
+    Yields for each micro-batch of this rank: the step, the ids of the whole global batch, and the
+    places in it that are this rank's, from step `start` on. (Random draws that depend on the seed,
+    the step and the place do not depend on the number of ranks.) cost[id] is the work that a sample
+    makes, such as its length: the global batch stays a random sample; within it samples of similar
+    cost share a micro-batch, where they need little padding, and all ranks get equal work."""
+
+    def __init__(self, ids, args, cost=None):
+        super().__init__(ids, seed=args.seed, drop_last=True)
+        self.ids = ids
+        self.cost = np.zeros(ids.max() + 1) if cost is None else cost
+        self.global_batch = args.global_batch_size
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        self.start = 0
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * self.num_replicas))
+        parts = self.num_replicas * self.accumulation
+        if not parts <= self.global_batch <= len(ids):
+            limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
+            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
+        each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
+
+    def count_steps(self, epochs):
+        """Optimizer steps of a run; a warning if they are few."""
+        steps = epochs * self.steps
+        if steps < 100:
+            text = f"{len(self.ids)} samples, {self.global_batch} a step, {epochs} epochs"
+            logging.warning(f"only {steps} optimizer steps ({text}): few networks learn in so few")
+        return steps
+
+    def __iter__(self):
+        for step in itertools.count(self.start):
+            epoch, position = divmod(step, self.steps)
+            if position == 0 or step == self.start:
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.ids)
+            whole = order[position * self.global_batch : (position + 1) * self.global_batch]
+            whole = whole[np.argsort(self.cost[whole], kind="stable")]
+            for places in np.array_split(np.arange(len(whole)), self.accumulation):
+                # dealt to and fro, 0 1 2 2 1 0 0 1 ..., or the last rank would get the costliest
+                turn = np.arange(len(places)) % (2 * self.num_replicas)
+                mine = np.minimum(turn, 2 * self.num_replicas - 1 - turn) == self.rank
+                yield step, whole, places[mine]
+
+
+def make_loader(dataset, sampler, args, device):
+    """An endless iterator over micro-batches. The host makes the next one while a GPU computes; if
+    that takes longer than the GPU needs (data_wait is high), give --num_workers."""
+    if args.num_workers > 0 and len(tempfile.gettempdir()) > 70:  # the paths of their sockets
+        raise InputError("--num_workers needs a shorter TMPDIR, of at most 70 letters")
+    loader = DataLoader(
+        dataset,
+        batch_size=None,  # the sampler makes whole batches
+        sampler=sampler,
+        num_workers=args.num_workers,
+        # forked workers share the dataset's memory; others would each be sent a copy
+        multiprocessing_context="fork" if args.num_workers > 0 else None,
+        timeout=60 * args.timeout_minutes if args.num_workers > 0 else 0,  # a worker that is stuck
+        pin_memory=device.type != "cpu",
+        worker_init_fn=start_worker,
+    )
+    return iter(loader)
+
+
+def start_worker(worker):
+    """Called in each worker of a loader."""
+    # A launcher sends its signals to the workers, too, but their rank still needs them.
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_IGN)
+    # A worker that cannot send its batch (/dev/shm is full) only prints an error, and its rank
+    # would wait for the batch. So let it end: the loader sees that.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_worker)
+
+
+def end_worker(error, batch):
+    sys.stderr.write(f"{SCRIPT}: a worker of the loader: {error}\n")
+    os._exit(1)
+
+
+def choose_precision(args, device):
+    """(a function that makes the context of a forward pass, gradient scaler of fp16)"""
+    name = args.precision
+    if name == "auto":
+        has_bf16 = device.type == "xpu" or (
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+        name = "bf16" if has_bf16 else "fp32"
+        logging.info(f"--precision {name}")
+    # cuDNN rounds to TF32 unless told otherwise
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # this attention is slow where shapes vary
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    is_low = dtype != torch.float32
+    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=is_low)
+    return autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+
+def wrap_ddp(model, args, device):
+    compiled = torch.compile(model) if args.compile else model
+    if dist.get_world_size() == 1:  # nothing to add up
+        return compiled
+    wrapped = DistributedDataParallel(
+        compiled,
+        device_ids=None if device.type == "cpu" else [device.index],
+        gradient_as_bucket_view=True,
+    )
+    # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
+    wrapped.broadcast_buffers = False
+    # After its first backward pass DDP puts the gradients in another order. Sums over three and
+    # more ranks then differ in the last bit, also after a restart. So make that pass now, with a
+    # loss that depends on every parameter and needs no network: 0 x their sum.
+    module = wrapped.module
+    wrapped.module = nn.Identity()
+    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
+    wrapped.module = module
+    wrapped.zero_grad()
+    return wrapped
+
+
+def seed_step(args, step):
+    """Dropout depends on (seed, step, rank) alone: there is no random state to be saved. (The
+    factors keep steps below 1,000,003 and ranks below 4,099 apart.)"""
+    torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
+
+
+def update_if_finite(args, model, kept, optimizer, scaler):
+    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
+    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
+    that the host can go on and queue the next step."""
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+    # All ranks have the same gradients by now: a NaN of one is on every rank, and all skip alike.
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~norm.isfinite()).float()  # 1: it changes nothing
+        optimizer.step()
+    elif norm.isfinite():  # the host waits for the device here, which costs speed
+        optimizer.step()
+    for buffer, old in zip(model.buffers(), kept, strict=True):
+        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+class Meter:
+    """Sums what the steps give, on the device.
+
+    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
+    the GPU waits for the host. So a step reads nothing. About once a second, and for every log
+    line, the ranks meet: they read their sums, and agree whether to stop."""
+
+    def __init__(self, names, args, device):
+        self.names = names  # of numbers of which each rank has a share
+        self.args = args
+        self.sums = torch.zeros(len(names) + 2, device=device)  # and the norm, and 1, of good steps
+        self.bad_in_row = torch.zeros((), device=device)
+        self.every = 1  # steps from one meeting to the next
+        self.start()
+
+    def start(self):
+        self.sums.zero_()
+        self.steps = 0
+        self.data_wait = 0.0
+        self.began = time.monotonic()
+
+    def next_batch(self, batches, device):
+        asked = time.monotonic()
+        batch = next(batches).to(device)
+        self.data_wait += time.monotonic() - asked
+        return batch
+
+    def add(self, shares, norm):
+        """shares: (len(names),) of a step"""
+        values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
+        self.sums += torch.where(norm.isfinite(), values, 0.0)
+        self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
+        self.steps += 1
+
+    def meet(self, log, row, samples, now=False):
+        """Once a second, at every log line, or now: agree whether to stop, and write the log line:
+        `row`, the means, and the speed, where a step has so many samples. Returns why to stop, or
+        "". (all ranks)"""
+        must_log = row["step"] % self.args.log_every == 0 or now
+        if not must_log and self.steps % self.every > 0:
+            return ""
+        sums = self.sums.tolist()  # waits for the device
+        seconds = time.monotonic() - self.began
+        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        if self.bad_in_row >= MAX_BAD_STEPS:
+            text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
+            raise RunError(f"{text}: lower the learning rate, or look for such numbers in the data")
+        seconds = everyone[0]["seconds"]  # rank 0's, so that all meet again after the same step
+        self.every = max(1, int(self.steps / seconds))
+        reason = max(theirs["wish"] for theirs in everyone)  # of any rank that has one
+        if not must_log and not reason:
+            return ""
+
+        *_, norm, good = sums  # the same on all ranks
+        row["skipped"] = self.steps - good
+        if good > 0:
+            shares = np.sum([theirs["sums"] for theirs in everyone], axis=0)
+            for name, share in zip(self.names, shares, strict=False):
+                row[name] = share / good
+            row["grad_norm"] = norm / good
+        row["samples_per_s"] = self.steps * samples / seconds
+        row["data_wait"] = self.data_wait / seconds
+        log.write(row)
+        self.start()
+        return reason
+
+
+def wish_to_stop(args):
+    """Why this rank would stop; "" if it would go on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
+        return "death of torchrun"  # nobody else would ever end this process
+    if 0 < 60 * args.max_minutes < time.monotonic() - START:
+        return "time limit"
+    return stop_signal
+
+
+def exit_status(reason):
+    """For a reason to stop. A time limit, and the SIGUSR1 of a batch queue, are planned."""
+    logging.info(f"stopped by {reason}: the same command (without --fresh) goes on")
+    return {"time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}.get(reason, 1)
+
+
+def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
+    """Write OUTPUT_DIR/name: options, where training stands, the state of `parts`. A run goes on
+    without a save that fails, since the next may succeed; the first and the last one must.
+    (all ranks)"""
+
+    def write():
+        state = {"script": SCRIPT, "args": vars(args), "loop": loop}
+        state.update(wandb_id=log.wandb_id, log_size=log.size())
+        for key, part in parts.items():
+            state[key] = part.state_dict()
+            state[f"class of {key}"] = type(part).__name__
+        folder = Path(args.output_dir)
+        try:
+            with open(folder / "new.tmp", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                sync_to_disk(file)
+            if name == "latest.pt" and (folder / name).exists():
+                os.replace(folder / name, folder / "previous.pt")
+            os.replace(folder / "new.tmp", folder / name)  # whole, or as it was
+        except (OSError, RuntimeError) as error:  # most likely a full disk
+            if "DataLoader worker" in str(error):  # its end can interrupt us anywhere
+                raise
+            with contextlib.suppress(OSError):
+                (folder / "new.tmp").unlink()
+            text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
+            if must_succeed:
+                raise RunError(text) from None
+            logging.warning(f"{text}; the run goes on")
+
+    on_rank0(write)
+
+
+def restore(state, **parts):
+    """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
+    for name, part in parts.items():
+        before = state[f"class of {name}"]
+        if before != type(part).__name__:
+            text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"
+            raise InputError(f"{text}: --fresh moves the old run aside")
+        try:
+            part.load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"the checkpoint does not fit this {name}: {error}") from None
+    loop = state["loop"]
+    state.clear()  # each rank has a copy: free it
+    return loop
+
+
+def sync_to_disk(file):
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such call
+            raise
+
+
+def read_checkpoint(path):
+    """Its content; None if it is missing or damaged. (rank 0)"""
+    try:
+        # torch.load does not look at the checksums
+        if zipfile.ZipFile(path).testzip() is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (PermissionError, pickle.UnpicklingError) as error:  # not for want of some bytes
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # cut short, or a flipped bit, which raises errors of many kinds
+        logging.warning(str(error))
+    logging.warning(f"{path} is damaged")
+    return None
+
+
+def lock_file(path):
+    """The file, open, and locked until it is closed. Raises BlockingIOError where another process
+    has it."""
+    file = open(path, "a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{path} cannot be locked ({error}): start no second run there")
+    return file
+
+
+def lock_folder(folder):
+    """Only one run works in a folder, by whatever name and on whatever mount. (rank 0)"""
+    global folder_lock
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder_lock = lock_file(folder / "lock")
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+
+
+def find_checkpoint(folder, fresh):
+    """The state to go on from; None for a new run. (rank 0)"""
+    try:
+        lock_folder(folder)
+        counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
+        is_restart = any(count not in (None, "", "0") for count in counts)
+        is_run = (folder / "metrics.jsonl").exists() or any(folder.glob("*.pt"))
+        if fresh and is_run and not is_restart:
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            lock_folder(folder)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise InputError(f"--output_dir {folder} is not writable: {error}") from None
+
+    latest = folder / "latest.pt"
+    previous = folder / "previous.pt"
+    state = read_checkpoint(latest)
+    if state is None:
+        state = read_checkpoint(previous)
+        if state is not None:
+            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        elif any(folder.glob("*.pt")):
+            raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
+    return state
+
+
+def open_run(args, data_hash, may_change):
+    """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
+    the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
+    state = on_rank0(find_checkpoint, Path(args.output_dir), args.fresh)
+    if args.global_batch_size == 0:
+        args.global_batch_size = args.batch_size * dist.get_world_size()
+        if state:  # a resumed run keeps its own, on any number of ranks
+            args.global_batch_size = state["args"]["global_batch_size"]
+    args.data_hash = data_hash
+    compare_ranks(args)
+    handle_signals(on_signal)  # from here on there is something to save
+    if state is None:
+        logging.info(f"a new run in {args.output_dir}")
+        return None
+
+    hint = "give that, another --output_dir, or --fresh, which moves the old run aside"
+    if state.get("script") != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
+    for name, value in vars(args).items():
+        before = state["args"].get(name)
+        if value == before or name in MAY_CHANGE:
+            continue
+        text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+        if name not in may_change:
+            raise InputError(f"{text}: {hint}")
+        logging.info(text)
+    logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
+    return state
+
+
+class RunLog:
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (all ranks, of
+    which rank 0 writes)"""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.path = Path(args.output_dir) / "metrics.jsonl"
+        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
+        self.wandb = None
+        if dist.get_rank() > 0:
+            return
+        # steps after the checkpoint (without one: all) are made again: remove their lines
+        os.truncate(self.path, min(state["log_size"], self.size()) if state else 0)
+        self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
+        if args.wandb_mode != "disabled":
+            try:
+                self.wandb = self.start_wandb()
+            except Exception as error:  # no network, no login: no reason to stop
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def start_wandb(self):
+        import wandb
+
+        sys.stdin = open(os.devnull)  # so that it never asks for a key among the log lines
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds
+        # An offline run cannot be resumed: `wandb sync` of the second folder would overwrite what
+        # the first has sent. So each start has an id of its own, in one group.
+        is_online = self.args.wandb_mode == "online"
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem),
+            mode=self.args.wandb_mode,
+            id=self.wandb_id if is_online else None,
+            resume="allow" if is_online else None,
+            group=self.wandb_id,
+            config=vars(self.args),
+        )
+
+    def size(self):
+        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
+        return self.path.stat().st_size
+
+    def write(self, row):
+        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
+        if dist.get_rank() > 0:
+            return
+        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        if self.wandb:
+            try:
+                self.wandb.log(row, step=row["step"])
+            except Exception as error:
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+                self.wandb = None
+
+    def close(self, status, **summary):
+        """status: "finished", or why the run was stopped"""
+        if dist.get_rank() > 0:
+            return
+        seconds = round(time.monotonic() - START, 1)
+        summary.update(status=status, script=SCRIPT, seconds=seconds, args=vars(self.args))
+        summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
+        try:
+            self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
+            self.draw()
+        except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
+            logging.warning(f"no summary.json or no curves.png: {error}")
+        if self.wandb:  # without a network its end would wait for ever
+            finish = threading.Thread(target=self.wandb.finish, daemon=True)
+            finish.start()
+            finish.join(30)
+            if finish.is_alive():
+                folder = Path(self.wandb.dir).parent
+                logging.warning(f"wandb lacks the last rows, send them: wandb sync {folder}")
+
+    def draw(self):
+        """curves.png: a panel for each column of metrics.jsonl"""
+        import pandas
+
+        rows = pandas.read_json(self.path, lines=True).groupby("step").first()
+        rows = rows.drop(columns=["epoch", "phase"], errors="ignore").interpolate()
+        axes = rows.plot(
+            subplots=True,
+            layout=(-1, 3),
+            figsize=(12, 1 + len(rows.columns)),
+            marker=".",
+            linewidth=1,
+            xlabel="step",
+        )
+        axes[0, 0].figure.savefig(self.path.with_name("curves.png"))
+
+
+# End of the lines that every script has.
+# ==================================================================================================
 
 
 if __name__ == "__main__":
