@@ -423,6 +423,11 @@ def distance(student, target, l2_weight, cosine_weight):
     return l2_weight * (student - target).square().sum(1) + cosine_weight * (1 - cosine)
 
 
+# torch 2.13 has other names for these
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class GatherRows(torch.autograd.Function):
     """The rows of all ranks (W b, ...), rank by rank. Each rank gets the sum of what the ranks have
     as the gradient of its rows: that is a reduce-scatter, half of the work of an all-reduce."""
@@ -430,13 +435,13 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
         gathered = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, rows.contiguous())
+        all_gather(gathered, rows.contiguous())
         return gathered
 
     @staticmethod
     def backward(ctx, gradient):
         own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, gradient.contiguous())
+        reduce_scatter(own, gradient.contiguous())
         return own
 
 
@@ -943,7 +948,7 @@ def measure_baselines(args, student, data, device, loop):
 def main(args):
     device = setup_ddp(args)
     logging.info("Preparing data loaders...")
-    if on_rank0(check_hub, args):
+    if on_rank0(is_without_hub, args):
         os.environ["HF_HUB_OFFLINE"] = "1"
     corpus = Corpus(read_once(prepare_texts, args))
     torch.manual_seed(args.seed)  # the same weights on all ranks
@@ -957,7 +962,7 @@ def main(args):
     may_change = """phase1_data phase2_data cache_dir phase1_epochs phase2_epochs max_steps
         skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts artifacts_dir
         trust_remote_code""".split()
-    key = teacher_key(args, corpus, teacher)
+    key = on_rank0(teacher_key, args, corpus, teacher)
     state = open_run(args, f"{corpus.hash} {tokens.folder.name} {key}", may_change)
     loop = {
         "step": 0,
@@ -1044,117 +1049,125 @@ class Row(NamedTuple):
 
 
 def kind_of(name):
-    """The ending of a file's name; "" of a data set of the hub."""
-    kind = Path(name.lower().removesuffix(".gz")).suffix
-    return kind if kind in FILES or Path(name).exists() else ""
+    """The ending of a file's name, without .gz."""
+    return Path(name.lower().removesuffix(".gz")).suffix
+
+
+def is_remote(name):
+    """Whether this is the name of data or of a model on the hub."""
+    is_local = name.startswith(("builtin:", "pydocs", ".", "/")) or Path(name).exists()
+    return not is_local and kind_of(name) not in FILES
 
 
 def read_source(name, split):
     """Yields (where, record or ValueError) for each row of a file or of a data set of the hub."""
     kind = kind_of(name)
-    if kind == "":
-        yield from read_hub(name, split)
+    if is_remote(name):
+        records = read_hub(name, split)
+        name = f"{name} {split}"
+    elif not Path(name).is_file():
+        raise InputError(f"{name} is not a file here")
+    elif kind == ".parquet":
+        records = read_parquet(name)
+    elif kind in (".csv", ".tsv"):
+        yield from read_csv(name, "\t" if kind == ".tsv" else ",")
         return
-    if kind not in FILES or not Path(name).is_file():
-        found = "this ending is unknown" if Path(name).is_file() else "there is no such file"
-        raise InputError(f"{name}: {found}; expected {' '.join(FILES)}, each also .gz")
-
-    with open(name, "rb") as file:
-        start = file.read(2)
-    if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise InputError(f"{name} is UTF-16: save it as UTF-8")
-    opener = gzip.open if start == b"\x1f\x8b" else open
-    if kind == ".parquet":
-        import pyarrow.parquet
-
-        with opener(name, "rb") as file:
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches()
-            records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-            yield from named_rows(name, records)
+    elif kind in FILES:
+        yield from read_lines(name, kind)
         return
-
-    # -sig: without the mark that spreadsheets write before the first name. surrogateescape: what is
-    # not UTF-8 is found in its row. newline: csv finds the ends of its lines itself.
-    form = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-    with opener(name, "rt", **form) as file:
-        if kind in (".csv", ".tsv"):
-            yield from read_csv(name, file, "\t" if kind == ".tsv" else ",")
-            return
-        is_list = kind != ".txt" and file.read(100).lstrip().startswith("[")
-        file.seek(0)
-        if is_list:
-            yield from named_rows(name, json.load(file, object_pairs_hook=as_record))
-            return
-        for line, text in enumerate(file, start=1):
-            try:
-                if kind == ".txt" and text.strip():
-                    yield f"{name} line {line}", {"text": text}
-                elif text.strip():
-                    yield f"{name} line {line}", json.loads(text, object_pairs_hook=as_record)
-            except ValueError as error:
-                yield f"{name} line {line}", error
-
-
-def named_rows(name, records):
+    else:
+        raise InputError(f"{name}: its ending must be {' '.join(FILES)}, or one of these with .gz")
     for row, record in enumerate(records, start=1):
         yield f"{name} row {row}", record
 
 
-def as_record(pairs):
-    """A dictionary of a JSON object; of two values with one name Python would keep the last."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError(f"two values have one name: {', '.join(key for key, _ in pairs)}")
-    return record
+def open_file(name, mode="rt", **form):
+    """Packed or not, whatever its name says."""
+    with open(name, "rb") as file:
+        start = file.read(2)
+    if start in (b"\xff\xfe", b"\xfe\xff"):
+        raise InputError(f"{name} is UTF-16: save it as UTF-8")
+    if mode == "rt":
+        # -sig: without the mark that spreadsheets write before the first name. surrogateescape:
+        # what is not UTF-8 is found in its row. newline: csv finds the ends of its lines itself.
+        form = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    return gzip.open(name, mode, **form) if start == b"\x1f\x8b" else open(name, mode, **form)
 
 
-def read_csv(name, file, separator):
-    """The rows of a CSV file. A quote that is not closed swallows all rows up to the next one."""
+def read_parquet(name):
+    import pyarrow.parquet
+
+    with open_file(name, "rb") as file:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()
+
+
+def read_lines(name, kind):
+    """Of .txt each line is a text; of .json and .jsonl each line, or each entry of one list, is a
+    record."""
+    with open_file(name) as file:
+        is_list = kind != ".txt" and file.read(100).lstrip().startswith("[")
+        file.seek(0)
+        if is_list:
+            for row, record in enumerate(json.load(file), start=1):
+                yield f"{name} row {row}", record
+            return
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                record = {"text": text} if kind == ".txt" else json.loads(text)
+            except json.JSONDecodeError as error:
+                record = ValueError(f"no JSON: {error.msg}, column {error.colno}")
+            yield f"{name} line {line}", record
+
+
+def read_csv(name, separator):
+    """A quote that is not closed swallows all rows up to the next one, or to the end."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(file, delimiter=separator, strict=True)
     columns = []
-    while True:
-        line = reader.line_num + 1
-        where = f"{name} line {line}"
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            yield where, ValueError(f"{error}: is a quote not closed?")
-            return
-        if fields is None:
-            return
-        if not any(fields):  # an empty line
-            continue
-        if not columns:
-            columns = [field.strip() for field in fields]
-            if len(set(columns)) < len(columns):
-                raise InputError(f"{where}: two columns have one name: {', '.join(columns)}")
-            continue
+    with open_file(name) as file:
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        while True:
+            line = reader.line_num + 1
+            where = f"{name} line {line}"
+            try:
+                fields = next(reader, None)
+            except csv.Error as error:
+                yield where, ValueError(f"{error}: is a quote not closed?")
+                return
+            if fields is None:
+                return
+            if not any(fields):  # an empty line
+                continue
+            if not columns:
+                columns = [field.strip() for field in fields]
+                if len(set(columns)) < len(columns):
+                    raise InputError(f"{where}: two columns have one name: {', '.join(columns)}")
+                continue
 
-        if reader.line_num > line:
-            where = f"{name} lines {line} to {reader.line_num}"
-        if len(fields) != len(columns):
-            text = f"{len(fields)} fields, the header has {len(columns)}: put quotes around those"
-            yield where, ValueError(f"{text} with a {separator!r} in them")
-        elif any(holds_rows(field, separator, len(columns)) for field in fields):
-            text = "one field, and its lines look like rows: is a quote not closed?"
-            yield where, ValueError(text)
-        else:
-            yield where, dict(zip(columns, fields, strict=True))
+            if reader.line_num > line:
+                where = f"{name} lines {line} to {reader.line_num}"
+            record = dict(zip(columns, fields, strict=False))
+            if len(fields) != len(columns):
+                text = f"{len(fields)} fields, the header has {len(columns)}"
+                record = ValueError(f"{text}: put quotes around those with a {separator!r} in them")
+            elif any(holds_rows(field, separator, len(columns)) for field in fields):
+                record = ValueError("one row, whose lines look like rows: is a quote not closed?")
+            yield where, record
 
 
 def holds_rows(field, separator, columns):
-    """Whether ten lines or more of a field each have as many separators as a row."""
+    """Whether five lines or more of a field each have as many separators as a row."""
     inner = field.splitlines()[1:-1]
     is_like_rows = all(line.count(separator) == columns - 1 for line in inner)
-    return columns > 1 and len(inner) >= 10 and is_like_rows
+    return columns > 1 and len(inner) >= 5 and is_like_rows
 
 
 def read_hub(name, split):
     """The rows of a data set of the hub; those of MS MARCO with the names of COLUMNS."""
-    path, _, config = name.partition(":")
-    if name == "ms_marco":
-        path, config = "microsoft/ms_marco", "v1.1"
+    hub = "microsoft/ms_marco:v1.1" if name == "ms_marco" else name
+    path, _, config = hub.partition(":")
     try:
         import datasets
 
@@ -1163,12 +1176,12 @@ def read_hub(name, split):
         reason = " ".join(str(error).split())[:200]
         text = f"{path} is no file here, and not on this machine as a data set of the hub"
         raise InputError(f"{text}; without a download: pydocs, or FILE.jsonl ({reason})") from None
-    for where, record in named_rows(f"{name} {split}", rows):
+    for record in rows:
         if name == "ms_marco":
             passages = record["passages"]
             record = {"query": record["query"], "positive": passages["passage_text"]}
             record["label"] = passages["is_selected"]
-        yield where, record
+        yield record
 
 
 @functools.lru_cache
@@ -1185,39 +1198,51 @@ def find_columns(names, needs_query):
     return columns
 
 
+def texts_of(record, names):
+    """The texts of a record in these columns, each of which may have a list of them."""
+    texts = []
+    for name in names:
+        value = record[name]
+        values = value if isinstance(value, list) else [value or ""]
+        if not all(isinstance(text, str) for text in values):
+            raise ValueError(f"{name} is {str(value)[:60]!r}, expected a text or a list of texts")
+        if SURROGATE.search("".join(values)):
+            raise ValueError(f"{name} is not UTF-8, or has half of a character")
+        texts += [text.strip() for text in values]
+    return texts
+
+
+def labels_of(record, names, count):
+    """For each of the texts whether it answers the query; all do where there is no such column."""
+    if not names:
+        return [True] * count
+    value = record[names[0]]
+    values = value if isinstance(value, list) else [value]
+    labels = [LABELS.get(str(label)) for label in values]
+    if len(labels) != count or None in labels:
+        text = "expected for each text 1 (it answers the query) or 0"
+        raise ValueError(f"{names[0]} is {str(value)[:60]}, {text}")
+    return labels
+
+
 def parse_row(place, record, needs_query):
     """A record as a Row. A ValueError says what was found and what was expected."""
     if not isinstance(record, dict):
         raise ValueError(f"found {str(record)[:60]!r}, expected names with values")
     columns = find_columns(tuple(record), needs_query)
-    texts = {}
-    for role in ("query", "positive", "negative"):
-        texts[role] = []
-        for name in columns[role]:
-            value = record[name]
-            values = value if isinstance(value, list) else [value or ""]
-            if not all(isinstance(text, str) for text in values):
-                raise ValueError(f"{name} is {str(value)[:60]!r}, expected a text or texts")
-            texts[role] += [text.strip() for text in values]
-        if SURROGATE.search("".join(texts[role])):
-            raise ValueError(f"{columns[role][0]} is not UTF-8, or holds half of a character")
-        if role != "negative" and columns[role] and not (texts[role] and all(texts[role])):
-            raise ValueError(f"{columns[role][0]} is missing or empty")
-    if len(texts["query"]) > 1:
-        raise ValueError(f"found {len(texts['query'])} queries, expected one")
+    queries = texts_of(record, columns["query"])
+    texts = texts_of(record, columns["positive"])
+    if not texts or not all(texts):
+        raise ValueError(f"{columns['positive'][0]} is missing or empty")
+    if columns["query"] and (len(queries) != 1 or not queries[0]):
+        raise ValueError(f"{columns['query'][0]} is missing or empty, or more than one")
 
-    labels = [True] * len(texts["positive"])
-    for name in columns["label"]:
-        values = record[name] if isinstance(record[name], list) else [record[name]]
-        labels = [LABELS.get(str(value)) for value in values]
-        if len(labels) != len(texts["positive"]) or None in labels:
-            text = f"{name} is {str(record[name])[:60]}, expected 1 (it answers the query) or 0"
-            raise ValueError(f"{text} for each text")
-    right = [text for text, label in zip(texts["positive"], labels, strict=True) if label]
-    wrong = [text for text, label in zip(texts["positive"], labels, strict=True) if not label]
-    wrong += [text for text in texts["negative"] if text]
-    query = "".join(texts["query"])
-    group = query or texts["positive"][0]
+    labels = labels_of(record, columns["label"], len(texts))
+    right = [text for text, label in zip(texts, labels, strict=True) if label]
+    wrong = [text for text, label in zip(texts, labels, strict=True) if not label]
+    wrong += [text for text in texts_of(record, columns["negative"]) if text]
+    query = "".join(queries)
+    group = query or texts[0]
     for name in columns["group"]:
         if record[name] not in (None, ""):
             group = str(record[name])
@@ -1228,41 +1253,32 @@ def read_rows(args, name, split, limit, problems, notes):
     """So many rows of a source; to `problems` a line for each that is wrong."""
     needs_query = name == args.phase2_data and not args.skip_phase2
     path = str(PYDOCS) if name == "pydocs" else name
+    is_table = kind_of(path) not in (".json", ".jsonl")  # all rows have the same columns
     records = itertools.islice(read_source(path, split), limit)
-    bar = tqdm(records, desc=name, unit=" rows", disable=None, leave=False)
-    has_header = kind_of(path) not in (".json", ".jsonl")  # then one line is enough
     rows = []
     unread = set()
     long = []
     try:
-        for place, (where, record) in enumerate(bar):
+        for place, (where, record) in enumerate(tqdm(records, name, disable=None, leave=False)):
             try:
                 if isinstance(record, ValueError):
                     raise record
-                if has_header and place == 0:
-                    check_columns(name, record, needs_query)
                 rows.append(parse_row(place, record, needs_query))
+                columns = find_columns(tuple(record), needs_query)
+                unread.update(set(record).difference(*columns.values()))
+                if where.startswith(f"{name} lines "):
+                    long.append(where)
             except ValueError as error:
+                if is_table and "the columns" in str(error):  # all rows would say so
+                    raise InputError(f"{name}: {error}") from None
                 problems.append(f"{where}: {error}")
-                continue
-            columns = find_columns(tuple(record), needs_query)
-            unread.update(set(record).difference(*columns.values()))
-            if where.startswith(f"{name} lines "):
-                long.append(where)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise InputError(f"{name} cannot be read: {error}") from None
     if unread:
         notes.append(f"{name}: these columns are not read: {', '.join(sorted(unread))}")
     if long:
-        notes.append(f"{len(long)} rows have line breaks within their quotes, such as {long[0]}")
+        notes.append(f"{len(long)} rows have line breaks within quotes, such as {long[0]}")
     return rows
-
-
-def check_columns(name, record, needs_query):
-    try:
-        find_columns(tuple(record), needs_query)
-    except ValueError as error:
-        raise InputError(f"{name}: {error}") from None
 
 
 def place_of(group):
@@ -1386,7 +1402,7 @@ def build_corpus(args, sources, held_out):
     for query, _ in pairs:
         positives.append(sorted(right[query] - held))
         own = dict.fromkeys(wrong.get(query, []))  # each once, in order
-        negatives.append([text for text in own if text not in right[query] | held])
+        negatives.append([text for text in own if text not in right[query] and text not in held])
 
     # the judged negatives of held-out queries first, they are the hardest; then training documents
     eval_queries = sorted({query for query, _ in eval_pairs})
@@ -1419,6 +1435,7 @@ def build_corpus(args, sources, held_out):
 
 
 def check_counts(args, phase1, pairs, eval_pairs, held):
+    """Refuse what would train on nothing, or could not be measured."""
     counts = {"held-out texts": len(held)}
     if not args.skip_phase1:
         counts["texts for phase 1"] = len(phase1)
@@ -1432,22 +1449,9 @@ def check_counts(args, phase1, pairs, eval_pairs, held):
 
 def file_states(path):
     """What tells a file, or the files of a folder, from others, without reading them."""
-    path = Path(path)
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     states = [file.stat() for file in files if file.is_file()]
     return [str(path.resolve()), [(state.st_size, state.st_mtime_ns) for state in states]]
-
-
-def write_corpus(folder, args):
-    """Read the data, and write the arrays of a Corpus. (rank 0)"""
-    notes = []
-    sources, held_out = read_sources(args, notes)
-    digest = hashlib.sha256()
-    for name, array in build_corpus(args, sources, held_out).items():
-        np.save(folder / f"{name}.npy", array)
-        digest.update(array)
-    meta = {"notes": notes, "hash": digest.hexdigest()[:16]}
-    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def prepare_texts(args):
@@ -1455,10 +1459,21 @@ def prepare_texts(args):
     names = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 skip_phase1 skip_phase2
         eval_fraction eval_samples eval_distractors skip_bad_data""".split()
     key = [READER, [getattr(args, name) for name in names]]
-    for name in {args.phase1_data: 1, args.phase2_data: 2}:
+    for name in (args.phase1_data, args.phase2_data):
         path = PYDOCS if name == "pydocs" else Path(name)
         key.append(file_states(path) if path.is_file() else name)
-    return cached(args.cache_dir, "texts", key, lambda new: write_corpus(new, args))
+
+    def write(folder):
+        notes = []
+        sources, held_out = read_sources(args, notes)
+        digest = hashlib.sha256()
+        for name, array in build_corpus(args, sources, held_out).items():
+            np.save(folder / f"{name}.npy", array)
+            digest.update(array)
+        meta = {"notes": notes, "hash": digest.hexdigest()[:16]}
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+    return cached(args.cache_dir, "texts", key, write)
 
 
 def load_array(folder, name):
@@ -1576,7 +1591,7 @@ def longest_first(corpus):
 def teacher_key(args, corpus, name):
     """A hash of all that its vectors depend on. (rank 0)"""
     settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
-    model = file_states(name) if Path(name).is_dir() else name
+    model = file_states(Path(name)) if Path(name).is_dir() else name
     key = json.dumps([READER, corpus.hash, model, settings])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
@@ -1657,26 +1672,20 @@ INFLY_PROMPT = (
 )
 
 
-def check_hub(args):
-    """Whether the hub is needed and cannot be reached: its libraries would try for half a minute.
+def is_without_hub(args):
+    """Whether the hub is needed and does not answer: its libraries would try for half a minute.
     (rank 0)"""
     from concurrent.futures import ThreadPoolExecutor
     from urllib.error import HTTPError
     from urllib.request import urlopen
 
-    remote = []
-    for name in {args.teacher_model: 1, args.student_model: 1}:
-        if not name.startswith(("builtin:", ".", "/")) and not Path(name).exists():
-            remote.append(name)
-    for name in {args.phase1_data: 1, args.phase2_data: 1}:
-        if name != "pydocs" and kind_of(name) == "":
-            remote.append(name)
+    names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
+    remote = sorted(filter(is_remote, names))
     if not remote or "HF_HUB_OFFLINE" in os.environ:
         return False
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    answer = ThreadPoolExecutor(1).submit(urlopen, url, timeout=4)
-    try:
-        answer.result(timeout=5)  # to look up a name has no time limit of its own
+    try:  # in a thread: to look up a name has no time limit of its own
+        ThreadPoolExecutor(1).submit(urlopen, url, timeout=4).result(timeout=5)
     except HTTPError:  # an answer, too: a mirror need not have a page there
         return False
     except Exception:
@@ -1705,6 +1714,7 @@ def load_model(args, name, what, local, **options):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # every rank has one
+    logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
     options["trust_remote_code"] = args.trust_remote_code
     try:
         model = SentenceTransformer(name, device="cpu", **options)
