@@ -874,7 +874,7 @@ def save_artifacts(args, student):
     name = f"{args.artifacts_dir}/distilled-{short}-{student.dimensions}d"
     paths = {f"{name}-mrl": True}
     if args.use_projection:
-        paths = {name: True, f"{name}-base-{student.width}d": False}
+        paths = {f"{name}-base-{student.width}d": False, name: True}
     try:
         for path, head in paths.items():
             if Path(path).exists():  # it may be another run's
