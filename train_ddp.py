@@ -83,6 +83,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # --------------------------------------------------------------------------------------------------
 # Arguments
 
+BUILTIN = {  # models that the script makes itself
+    "teacher_model": r"builtin:(lsa(:[1-9]\d*)?|bert(:[1-9]\d*x[1-9]\d*)?)",
+    "student_model": r"builtin:bert(:[1-9]\d*x[1-9]\d*)?",
+}
+
 
 def parse_args():
     parser = Parser(description=__doc__)
@@ -141,9 +146,8 @@ def parse_args():
     add("--warmup_ratio", type=number(0, 1), default=0.1, help=text)
     text = "of matrices; biases, norms and embeddings: 0"
     add("--weight_decay", type=number(0), default=0.01, help=text)
-    text = "start phase 2 from --phase1_weights"
-    add("--skip_phase1", **FLAG, default=False, help=text)
-    text = "for --skip_phase1, of another run, too; None: OUTPUT_DIR/phase1_best.pt, if it is there"
+    add("--skip_phase1", **FLAG, default=False, help="start phase 2 from --phase1_weights")
+    text = "for --skip_phase1, of any run; None: OUTPUT_DIR/phase1_best.pt, if it is there"
     add("--phase1_weights", help=text)
     add("--skip_phase2", **FLAG, default=False, help="stop after phase 1")
 
@@ -159,10 +163,10 @@ def parse_args():
         parser.error("--phase1_weights is for --skip_phase1")
     if kind_of(args.phase2_data) == ".txt" and not args.skip_phase2:
         parser.error(f"--phase2_data {args.phase2_data}: needs queries with their documents")
-    for role, kind in {"teacher": "(bert|lsa)", "student": "bert"}.items():
-        name = getattr(args, f"{role}_model")
-        if name.startswith("builtin:") and not re.fullmatch(rf"builtin:{kind}(:\d+(x\d+)?)?", name):
-            parser.error(f"--{role}_model {name}: see --help for what it can be")
+    for option, kinds in BUILTIN.items():
+        name = getattr(args, option)
+        if name.startswith("builtin:") and not re.fullmatch(kinds, name):
+            parser.error(f"--{option} {name}: see --help for what it can be")
     if args.teacher_model.startswith("builtin:lsa") and args.teacher_max_length:
         parser.error("--teacher_max_length: builtin:lsa reads whole texts")
     mode = "projection" if args.use_projection else "mrl"
@@ -296,8 +300,10 @@ class PairData(TextData):
         has the same, and a rank draws for its own queries only."""
         negatives = self.corpus.negatives[pair]
         negatives = negatives[negatives >= 0]
+        if len(negatives) <= self.args.num_negatives:
+            return negatives
         rng = np.random.default_rng([self.args.seed, step, place])
-        return rng.permutation(negatives)[: self.args.num_negatives]
+        return rng.choice(negatives, self.args.num_negatives, replace=False)
 
     def __getitem__(self, item):
         step, whole, places = item
@@ -1476,9 +1482,9 @@ def prepare_texts(args):
     return cached(args.cache_dir, "texts", key, write)
 
 
-def load_array(folder, name):
+def load_array(path):
     """Mapped into memory, which the ranks of a machine share; np.asarray: faster than a memmap."""
-    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
+    return np.asarray(np.load(path, mmap_mode="r"))
 
 
 class Corpus:
@@ -1490,17 +1496,19 @@ class Corpus:
         self.hash = meta["hash"]
         for note in meta["notes"]:
             logging.warning(note)
-        self.text = load_array(folder, "text")
-        self.offsets = load_array(folder, "offsets")  # text i is text[offsets[i]:offsets[i + 1]]
-        self.is_query = load_array(folder, "is_query")  # (N,) or a document
-        self.phase1 = load_array(folder, "phase1")  # texts to train on
-        self.pairs = load_array(folder, "pairs")  # (n, 2) query, document
-        self.positives = load_array(folder, "positives")  # (n, P) all of its query, then -1
-        self.negatives = load_array(folder, "negatives")  # (n, K) wrong for its query, then -1
-        self.eval_queries = load_array(folder, "eval_queries")
-        self.eval_documents = load_array(folder, "eval_documents")  # distractors come last
-        self.eval_pairs = load_array(folder, "eval_pairs")  # (m, 2) places in these two lists
-        self.eval_answers = int(load_array(folder, "eval_answers"))  # documents held out
+        self.text = load_array(folder / "text.npy")
+        self.offsets = load_array(
+            folder / "offsets.npy"
+        )  # text i is text[offsets[i]:offsets[i + 1]]
+        self.is_query = load_array(folder / "is_query.npy")  # (N,) or a document
+        self.phase1 = load_array(folder / "phase1.npy")  # texts to train on
+        self.pairs = load_array(folder / "pairs.npy")  # (n, 2) query, document
+        self.positives = load_array(folder / "positives.npy")  # (n, P) all of its query, then -1
+        self.negatives = load_array(folder / "negatives.npy")  # (n, K) wrong for its query, then -1
+        self.eval_queries = load_array(folder / "eval_queries.npy")
+        self.eval_documents = load_array(folder / "eval_documents.npy")  # distractors come last
+        self.eval_pairs = load_array(folder / "eval_pairs.npy")  # (m, 2) places in these two lists
+        self.eval_answers = int(load_array(folder / "eval_answers.npy"))  # documents held out
         self.eval_texts = np.concatenate([self.eval_queries, self.eval_documents])
         logging.info("Data split complete:")
         logging.info(f"  phase 1:   {len(self.phase1):,} texts")
@@ -1545,8 +1553,8 @@ class Tokens:
             )
 
         self.folder = read_once(prepare, args)
-        self.ids = load_array(self.folder, "ids")
-        self.offsets = load_array(self.folder, "offsets")
+        self.ids = load_array(self.folder / "ids.npy")
+        self.offsets = load_array(self.folder / "offsets.npy")
         self.lengths = np.diff(self.offsets)
         self.pad = tokenizer.pad_token_id
         cut = int((self.lengths >= student.max_seq_length).sum())
@@ -1615,7 +1623,7 @@ def teacher_vectors(args, key, name, corpus, width, device):
         return None
 
     dist.barrier()
-    vectors = Vectors(corpus, [np.load(path, mmap_mode="r") for path in paths])
+    vectors = Vectors(corpus, [load_array(path) for path in paths])
     check_dimensions(args, width, vectors.dimensions)
     return vectors
 
@@ -1816,8 +1824,8 @@ def check_student(args, student, tokens):
         raise InputError(f"the student cannot be saved in {args.output_dir}: {error}") from None
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
-        hint = "or with a smaller --student_max_length"
-        raise InputError(f"{head} fails with texts of {length} tokens ({reason}), {hint}") from None
+        hint = "if it cannot read so many, give --student_max_length"
+        raise InputError(f"{head} fails on a text of {length} tokens: {reason}; {hint}") from None
 
 
 def make_lsa(path, args, corpus):
