@@ -1001,7 +1001,7 @@ def main(args):
         logging.info(f"No head: the target is the first {width}")
     for phase in phases:
         phase.data.use(vectors, student.dimensions)
-    student.to(device)
+    student.to(device).train()  # a saved student comes without dropout
     freeze_unused(student, to_device(lay_out(tokens, corpus.eval_texts[:4]), device))
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     logging.info(f"{trained:,} parameters are trained")
