@@ -170,7 +170,9 @@ def test_a_name_that_is_bound_twice(tmp_path):
     write_folder(tmp_path)
     with open(tmp_path / "run_train_uniref50_ddp.py", "a") as file:
         file.write("old = 4\n")
-    assert find_faults(tmp_path) == ["run_train_uniref50_ddp.py binds names of block old once more: {'old'}"]
+    assert find_faults(tmp_path) == [
+        "run_train_uniref50_ddp.py binds names of block old once more: {'old'}"
+    ]
 
 
 if __name__ == "__main__":
