@@ -668,17 +668,13 @@ def make_phases(args, corpus, tokens):
         data = kind(args, corpus, tokens)
         sampler = GlobalBatchSampler(data.ids(), args, data.cost())
         steps = sampler.count_steps(getattr(args, f"phase{phase}_epochs"))
-        if steps < 100:
-            logging.warning(
-                f"a smaller --global_batch_size or more --phase{phase}_epochs give more"
-            )
         if args.max_steps > 0:
             steps = min(steps, args.max_steps)
         lr = getattr(args, f"phase{phase}_lr")
         logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch, peak rate {lr:g}")
         phases.append(Phase(phase, data, sampler, steps, lr))
-    weights = f"{args.infonce_weight:g} x infonce + {args.phase2_l2_weight:g} x distance"
     if not args.skip_phase2:
+        weights = f"{args.infonce_weight:g} x infonce + {args.phase2_l2_weight:g} x distance"
         logging.info(f"  loss = {weights}")
     return phases
 
@@ -849,16 +845,12 @@ def load_weights(args, model, path, otherwise, step=None):
 
 def begin_phase2(args, model, loop):
     """With the best weights of phase 1. (all ranks)"""
-    path = Path(args.output_dir) / "phase1_best.pt"
-    if args.phase1_weights:
-        path = Path(args.phase1_weights)
-        if not on_rank0(path.is_file):
-            raise InputError(f"--phase1_weights {path}: there is no such file")
-    if args.skip_phase1:
-        load_weights(args, model, path, "phase 2 starts from the untrained student")
-    else:
-        step = loop["best"]["phase 1"]["step"]
-        load_weights(args, model, path, "phase 2 starts from the last weights", step)
+    path = Path(args.phase1_weights or f"{args.output_dir}/phase1_best.pt")
+    if args.phase1_weights and not on_rank0(path.is_file):
+        raise InputError(f"--phase1_weights {path}: there is no such file")
+    step = None if args.skip_phase1 else loop["best"]["phase 1"]["step"]
+    what = "the untrained student" if args.skip_phase1 else "the last weights"
+    load_weights(args, model, path, f"phase 2 starts from {what}", step)
 
 
 def save_student(args, student, path, head):
@@ -956,6 +948,10 @@ def main(args):
     logging.info("Preparing data loaders...")
     if on_rank0(is_without_hub, args):
         os.environ["HF_HUB_OFFLINE"] = "1"
+    elif args.teacher_model.startswith("infly/") and not args.trust_remote_code:
+        # without its own code it would be another, causal model
+        text = f"--teacher_model {args.teacher_model} comes with code of its own"
+        raise InputError(f"{text}: look at it, then give --trust_remote_code")
     corpus = Corpus(read_once(prepare_texts, args))
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, local_model(args, args.student_model, corpus))
@@ -1756,9 +1752,6 @@ def load_teacher(args, name, device):
     if device.type != "cpu":
         options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
     if name.startswith("infly/"):
-        if not args.trust_remote_code:  # without its own code it would be another, causal model
-            text = f"--teacher_model {name} comes with code of its own"
-            raise InputError(f"{text}: look at it, then give --trust_remote_code")
         options["config_kwargs"] = {"use_cache": False}
         prompt = INFLY_PROMPT
     teacher = load_model(args, name, "teacher", "lsa", **options)
