@@ -49,11 +49,10 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing.queues
+import multiprocessing
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -66,6 +65,7 @@ import zipfile
 import zlib
 from collections import Counter
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1918,12 +1918,10 @@ stop_signal = ""  # name of the last signal that asked this process to stop
 # words of errors that need no traceback, and what to do
 HINTS = {
     " by peer": "another rank has died: the same command, given again, goes on",
-    "OutOfMemoryError": "half the --batch_size, with the same --global_batch_size, needs less",
-    "allocate memory": "half the --batch_size, with the same --global_batch_size, needs less",
+    " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "DataLoader worker (pid": "--num_workers 0 needs no worker, and no /dev/shm",
-    "DataLoader timed out": "--num_workers 0 needs no worker, and no /dev/shm",
+    "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
 }
 
@@ -2068,12 +2066,9 @@ def setup_ddp(args):
     """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
     # plain python is a group of one: the code below has one path only
     rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    logging.basicConfig(
-        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
-        level=logging.INFO,
-        datefmt="%Y-%m-%d %H:%M:%S",
-        stream=sys.stdout,
-    )
+    form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
+    clock = "%Y-%m-%d %H:%M:%S"
+    logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
     logging.info(f"Process {rank}/{world_size} started")
     device = choose_device(args, local_rank)
     if args.deterministic:
@@ -2101,13 +2096,10 @@ def setup_ddp(args):
     handle_signals(signal.SIG_DFL)  # Python's own would not run before all ranks have come
     watchdog = start_watchdog(rank, world_size, place)
     try:
-        dist.init_process_group(
-            backend,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=args.timeout_minutes),
-            device_id=None if device.type == "cpu" else device,
-        )
+        wait = timedelta(minutes=args.timeout_minutes)
+        gpu = None if device.type == "cpu" else device
+        ranks = {"rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
     except (dist.DistNetworkError, ValueError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
@@ -2202,8 +2194,6 @@ def cleanup():
 def launch(parse_args, main):
     """Run main(args) as this rank, or become torchrun to start --nproc_per_node ranks."""
     sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # workers of a loader share many files
     rank = 0
     try:
         rank, world_size, _ = find_ranks() or (0, 1, 0)
@@ -2392,8 +2382,10 @@ class GlobalBatchSampler(DistributedSampler):
 def make_loader(dataset, sampler, args, device):
     """An endless iterator over micro-batches. The host makes the next one while a GPU computes; if
     that takes longer than the GPU needs (data_wait is high), give --num_workers."""
-    if args.num_workers > 0 and len(tempfile.gettempdir()) > 70:  # the paths of their sockets
-        raise InputError("--num_workers needs a shorter TMPDIR, of at most 70 letters")
+    if args.num_workers > 0:
+        # After a collective a thread of gloo holds a lock of Python for a moment. A worker that is
+        # forked in this moment waits for it for ever (before Python 3.12: cpython issue 112275).
+        time.sleep(0.2)
     loader = DataLoader(
         dataset,
         batch_size=None,  # the sampler makes whole batches
@@ -2413,14 +2405,9 @@ def start_worker(worker):
     # A launcher sends its signals to the workers, too, but their rank still needs them.
     for stop in STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
-    # A worker that cannot send its batch (/dev/shm is full) only prints an error, and its rank
-    # would wait for the batch. So let it end: the loader sees that.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_worker)
-
-
-def end_worker(error, batch):
-    sys.stderr.write(f"{SCRIPT}: a worker of the loader: {error}\n")
-    os._exit(1)
+    # Send batches through a pipe. Torch's own way, a file in shared memory for each tensor, is slow
+    # for small ones, and it fails where /dev/shm is full, or the path of TMPDIR is long.
+    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
 
 
 def choose_precision(args, device):
@@ -2811,14 +2798,8 @@ class RunLog:
 
         rows = pandas.read_json(self.path, lines=True).groupby("step").first()
         rows = rows.drop(columns=["epoch", "phase"], errors="ignore").interpolate()
-        axes = rows.plot(
-            subplots=True,
-            layout=(-1, 3),
-            figsize=(12, 1 + len(rows.columns)),
-            marker=".",
-            linewidth=1,
-            xlabel="step",
-        )
+        size = (12, 1 + len(rows.columns))
+        axes = rows.plot(subplots=True, layout=(-1, 3), figsize=size, marker=".", xlabel="step")
         axes[0, 0].figure.savefig(self.path.with_name("curves.png"))
 
 
