@@ -1,5 +1,5 @@
-"""Training steps of run_dpo_ddp.py beside the program that it replaces and beside a port of the
-step of the program that its document describes.
+"""Training steps of run_dpo_ddp.py beside a port of the step of the program that its document
+describes.
 
     python benchmarks/bench_dpo.py
     python benchmarks/bench_dpo.py --rounds 1 --seconds 3 --lengths 20
@@ -10,7 +10,6 @@ worst case for a program that encodes a structure once for all its sequences.
 
 ours       the script. What is done once per run is not measured: parsing, features, the scores of
            the reference
-replaced   the program that it replaces (commit e7785a5), likewise
 port       what the original program did. In each step the PDB file is parsed and made into tensors,
            of which some are never used. Four full forward passes, policy and frozen reference on
            both sequences: 25 distance matrices [L, L], the order mask by an einsum of one-hot
@@ -37,7 +36,7 @@ import torch.nn.functional as F
 
 SCRIPT = "run_dpo_ddp.py"
 UNIT = "pairs/s"
-NAMES = {"replaced": sides.REPLACED, "port": "port of the original"}
+NAMES = {"port": "port of the original"}
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 ATOMS = ["N", "CA", "C", "O"]
@@ -283,8 +282,6 @@ def start(folder, pairs, flush_denormal, side, seed):
         settings = {"pairs": str(pairs), "flush_denormal": flush_denormal}
         return [sides.port_job(__file__, side, folder, settings, 1)]
     options = f"{OPTIONS} --train_data={pairs} --seed={seed}".split()
-    if side == "replaced":
-        options.append(f"--cache_dir={folder}/cache")
     return [sides.script_job(SCRIPT, side, folder, options, 1)]
 
 

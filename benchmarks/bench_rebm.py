@@ -1,5 +1,4 @@
-"""Training steps of stage 2 of run_train_rebm_ddp.py beside the program that it replaces and beside
-a port of the original's step.
+"""Training steps of stage 2 of run_train_rebm_ddp.py beside a port of the original's step.
 
     python benchmarks/bench_rebm.py
     python benchmarks/bench_rebm.py --rounds 1 --seconds 3 --networks SmallNet
@@ -9,7 +8,6 @@ and the same lengths of the attacks: T = 20 steps on OOD images, 10 on images to
 
 ours         the script, in stage 2
 compiled     the same with --compile
-replaced     the program that it replaces (commit e7785a5), which makes an epoch of stage 1 before
 original     xuwangyin/DAT fb2ffc7, from a description of it: attacks through the
              DistributedDataParallel wrapper with parameters that require gradients; one more
              forward pass over real, OOD and attacked images for two AUCs by scikit-learn; one joint
@@ -35,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 SCRIPT = "run_train_rebm_ddp.py"
 UNIT = "images/s"
-NAMES = {"replaced": sides.REPLACED, "original": "the original's step"}
+NAMES = {"original": "the original's step"}
 T = 20
 CLF_STEPS = 10
 STEP = 0.1
@@ -49,8 +47,6 @@ OPTIONS = f"""--total_epochs=100000 --AUC_th=1 --attack.step_size={STEP}
     --indist_attack_clf.step_size={STEP} --indist_attack_clf.eps={CLF_EPS} --lr={RATE}
     --ema={DECAY} --max_grad_norm=5 --log_every=1 --augm_type_classification=shift
     --n_imgs_per_evaluation_log=0 --eval_steps=1 --eval_images={HELD_OUT}"""
-REPLACED_OPTIONS = f"""--stage=both --at_epochs=1 --indist_dataset=file --eval_restarts=1
-    --valid_images={HELD_OUT} --image_log.num_samples={HELD_OUT} --image_log.num_steps=1"""
 
 
 class Setting(NamedTuple):
@@ -184,14 +180,10 @@ def start(folder, network, side, seed):
     batch = SETTINGS[network].batch
     if side == "original":
         return [sides.port_job(__file__, side, folder, {"network": network}, batch)]
-    options = f"{OPTIONS} --model_type={network} --batch_size={batch} --seed={seed} "
     data = folder / network
-    if side == "replaced":
-        options += f"{REPLACED_OPTIONS} --indist_ds_dir={data}.npz"
-    else:
-        options += f"--data={data} --stage=dat --ckpt_path={data}.pt --compile={side == 'compiled'}"
-    # lines with a T are of stage 2
-    return [sides.script_job(SCRIPT, side, folder, options.split(), batch, counted='"T"')]
+    options = f"""{OPTIONS} --model_type={network} --batch_size={batch} --seed={seed} --data={data}
+        --stage=dat --ckpt_path={data}.pt --compile={side == "compiled"}"""
+    return [sides.script_job(SCRIPT, side, folder, options.split(), batch)]
 
 
 def main():

@@ -1,5 +1,4 @@
-"""Training steps of train_ddp.py beside the program that it replaces and beside the Trainer of
-sentence-transformers.
+"""Training steps of train_ddp.py beside the Trainer of sentence-transformers.
 
     pip install "accelerate>=1.10"
     python benchmarks/bench_train_ddp.py --teacher
@@ -7,15 +6,13 @@ sentence-transformers.
 
 The same student, texts, batch, processes (two, one thread each) and fp32 on a CPU. The student is a
 BERT with random weights in the shape of 3 layers of all-MiniLM (384 wide), the teacher one of 6
-layers: what they cost is real, what they know does not matter. The texts are the documentation that
-comes with Python.
+layers: what they cost is real, what they know does not matter. The texts are data/pydocs.jsonl.gz.
 
 ours         train_ddp.py; phase 1 by the cosine alone, phase 2 by InfoNCE alone
-replaced     the same of the program that it replaces (commit e7785a5)
 default      SentenceTransformerTrainer as its documentation writes it: EmbedDistillLoss (cosine),
              MultipleNegativesRankingLoss with negatives from all ranks
 best         the Trainer with what we found to help it: texts of similar length share a batch, and
-             the C library keeps freed memory, as in train_ddp.py
+             the C library keeps all memory that was freed
 
 --teacher also measures three epochs of phase 1 in wall seconds, one run of each side, with start
 and the teacher. Its vectors are computed once by all ranks here and in best; in default by
@@ -24,6 +21,8 @@ and the teacher. Its vectors are computed once by all ranks here and in best; in
 
 import ctypes
 import functools
+import gzip
+import itertools
 import json
 import shutil
 import time
@@ -42,7 +41,6 @@ OPTIONS = f"""--use_projection=False --student_max_length={LENGTH} --teacher_max
     --infonce_weight=1 --false_negative_margin=2 --phase1_lr=2e-5 --phase2_lr=2e-5 --log_every=1
     --eval_every=1000000"""
 NAMES = {  # side: what the tables call it
-    "replaced": sides.REPLACED,
     "default": "SentenceTransformerTrainer, default",
     "best": "SentenceTransformerTrainer, at its best",
 }
@@ -76,7 +74,6 @@ def similar_lengths(lengths):
 
 
 def keep_freed_memory():
-    """As train_ddp.py does."""
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(-3, 2**30)
     mallopt(-1, 2**31 - 1)
@@ -164,15 +161,16 @@ def port(side, phase, epochs, batch, with_teacher, seed):
 
 def prepare(rows, folder):
     """pairs.jsonl and the models."""
-    sides.run_tool("make_builtin_models.py", "pydocs", "--out", folder / "pydocs")
-    lines = (folder / "pydocs" / "pairs.jsonl").read_text().splitlines()[:rows]
     pairs = folder / "pairs.jsonl"
-    pairs.write_text("\n".join(lines) + "\n")
-    texts = folder / "texts"
-    sides.run_tool("prepare_texts.py", f"--phase2_data={pairs}", f"--out={texts}")
-    for name, size in {"student": "3x384", "teacher": "6x384"}.items():
-        options = ["--texts", texts, "--size", size, "--length", LENGTH, "--out", folder / name]
-        sides.run_tool("make_builtin_models.py", "bert", *options)
+    with gzip.open(sides.ROOT / "data" / "pydocs.jsonl.gz", "rt") as file:
+        pairs.write_text("".join(itertools.islice(file, rows)))
+    options = f"""--prepare_only --phase1_data={pairs} --phase2_data={pairs} --cache_dir={folder}
+        --student_model=builtin:bert:3x384 --teacher_model=builtin:bert:6x384
+        --student_max_length={LENGTH}"""
+    sides.script_job("train_ddp.py", "prepare", folder, options.split()).wait()
+    for model in folder.glob("bert-*"):
+        layers = json.loads((model / "bert" / "config.json").read_text())["num_hidden_layers"]
+        model.rename(folder / {3: "student", 6: "teacher"}[layers])
 
 
 def start(folder, batch, phase, epochs, cache, side, seed):

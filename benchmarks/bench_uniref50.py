@@ -1,4 +1,4 @@
-"""run_train_uniref50_ddp.py beside the program it replaced, and a port of the original's step.
+"""run_train_uniref50_ddp.py beside a port of the original's step.
 
     python benchmarks/bench_uniref50.py
     python benchmarks/bench_uniref50.py --rounds 1 --seconds 3 --sequences 400
@@ -6,10 +6,6 @@
 All sides: a model of the same width, depth and heads, the same sequences, two processes of one
 thread each, 16 sequences x 4 micro-batches per process, fp32 on a CPU. Real residues per second of
 whole optimizer steps, over all processes: steps by the mean number of residues of a step.
-
-Our steps and those of the program replaced (commit e7785a5) are made of the same number of
-sequences on average; there all those of a step had one length, ours are a random sample. Its batch
-is in rows of 512 tokens, each for 512 / mean length sequences.
 
 The port does what the original did. Rows of 512 int64 tokens, padded, the first 510 residues of a
 sequence. Attention in a Python loop over the sequences: start and end by `.item()`, scores in
@@ -26,8 +22,6 @@ Padding: share of the tokens computed that are padding.
 import functools
 import itertools
 import math
-import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -40,7 +34,7 @@ from torch import nn
 
 SCRIPT = "run_train_uniref50_ddp.py"
 UNIT = "real residues/s"
-NAMES = {"replaced": sides.REPLACED, "port": "port of the original"}
+NAMES = {"port": "port of the original"}
 PROCESSES = 2
 BATCH = 16
 ACCUMULATION = 4
@@ -224,8 +218,6 @@ def make_sequences(count, folder):
     fasta = folder / "sequences.fasta"
     fasta.write_text("".join(records))
     sides.run_tool("prepare_uniref50.py", fasta, folder / "data")
-    old = [sys.executable, folder / "replaced-program" / SCRIPT, "--prepare", fasta]
-    subprocess.run([*old, folder / "data-replaced"], check=True, stdout=subprocess.DEVNULL)
     return lengths
 
 
@@ -235,17 +227,9 @@ def start(folder, residues, side, seed):
     if side == "port":
         settings = {"fasta": f"{folder}/sequences.fasta"}
         return [sides.port_job(__file__, side, folder, settings, amount, PROCESSES)]
-    if side == "ours":
-        options = f"""--datafile={folder}/data --batch_size={BATCH} --log_every=1
-            --samples_per_eval=0"""
-    else:
-        # a sequence has two tokens more; padding is taken off at the end
-        rows = max(1, round(BATCH * (residues + 2) / LENGTH))
-        amount = rows * ACCUMULATION * PROCESSES * LENGTH * residues / (residues + 2)
-        options = f"""--datafile={folder}/data-replaced --batch_size={rows} --log_freq=1
-            --snapshot_sampling=False"""
-    options = f"{OPTIONS} --seed={seed} {options}".split()
-    return [sides.script_job(SCRIPT, side, folder, options, amount, PROCESSES)]
+    options = f"""{OPTIONS} --seed={seed} --datafile={folder}/data --batch_size={BATCH}
+        --log_every=1 --samples_per_eval=0"""
+    return [sides.script_job(SCRIPT, side, folder, options.split(), amount, PROCESSES)]
 
 
 def main():
@@ -259,10 +243,8 @@ def main():
         residues = np.minimum(lengths, LENGTH - 2).mean()
         start_side = functools.partial(start, folder, residues)
         measured = sides.measure(start_side, ["ours", *NAMES], args.rounds, args.seconds)
-        padding = statistics.mean(row["padding"] for row in measured[-1]["replaced"][0].rows())
 
     found = sides.speeds(measured)
-    found["replaced"] = [speed * (1 - padding) for speed in found["replaced"]]
     print(
         f"{PROCESSES} processes x 1 thread, {BATCH} x {ACCUMULATION} sequences per process and "
         f"step, {args.rounds} rounds of {args.seconds:g} s\n"
@@ -271,7 +253,7 @@ def main():
     sides.print_comparison_head(UNIT)
     records = sides.compare("small model, lengths of uniref50", UNIT, found, NAMES)
     of_port = 1 - residues / LENGTH
-    print(f"\npadding: ours 0.0%  replaced {padding:.1%}  port {of_port:.1%}")
+    print(f"\npadding: ours 0.0%  port {of_port:.1%}")
     sides.write_json(args.json, records)
 
 

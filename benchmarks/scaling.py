@@ -13,20 +13,46 @@ reach 0.95.
 
 Below the table are the two parts of what is lost. DDP takes processor time of its own, to copy and
 add gradients. And it lets a rank wait for the other one: then its share of busy time falls.
+
+    python benchmarks/scaling.py --ranks
+
+Whether a rank's own work in a step grows with the number of ranks, where its batch stays the same:
+one process takes itself for a rank in the middle of 1, 8 and 64. Measured are milliseconds in which
+it makes the batch of a step; step: and queues the loss and its gradient (of the causal sets also
+the network), on the meta device, where nothing is computed or sent. The ratio, time of one rank by
+time of one of many, should not be below 0.67 for a step.
 """
 
 import functools
+import importlib
+import itertools
+import json
+import logging
+import random
 import statistics
+import sys
+import time
 from typing import NamedTuple
+from unittest import mock
 
 import bench_dpo
 import sides
+import torch
+import torch.distributed as dist
 
 PROCESSES = 2
 UNIT = "samples/s"
 SIDES = ["ddp", "independent"]
 DIGITS = """--data=digits --indist_attack_clf.max_steps=8 --n_imgs_per_evaluation_log=0
     --eval_images=64"""
+
+RANKS = [1, 8, 64]
+STEPS = 20  # of each number of ranks in a round
+RANK_OPTIONS = {
+    "train_ddp": """--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl --batch_size=32
+        --teacher_model=builtin:lsa:64 --student_model=builtin:bert:1x64""",
+    "run_train_quantumgrav_ddp": "--data=sets.npz --batch_size=32 --split 0.98 0.01 0.01",
+}
 
 
 class Workload(NamedTuple):
@@ -138,13 +164,126 @@ def measure(name, args, folder):
     return records, rows
 
 
+# ---- The work of one of many ranks ---------------------------------------------------------------
+
+
+def write_rank_data(folder):
+    """2,500 queries of five words, each with an answer and eight wrong ones; 2,500 causal sets."""
+    draw = random.Random(0)
+    words = [f"word{number}" for number in range(2000)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(5, 60))) for _ in range(2500)]
+    lines = []
+    for text in texts:
+        query = " ".join(draw.choices(text.split(), k=5))
+        row = {"query": query, "positive": text, "negatives": draw.sample(texts, 8)}
+        lines.append(json.dumps(row) + "\n")
+    (folder / "pairs.jsonl").write_text("".join(lines))
+    sides.run_tool("make_causal_sets.py", "--samples=2500", f"--out={folder}/sets.npz")
+
+
+def load_data(module, args, device):
+    """{name: (data set, ids to train on, cost of each, a function of a batch: the loss)} as main()
+    of the script has them."""
+    if module.__name__ == "run_train_quantumgrav_ddp":
+        data = module.CausalSets(module.read_once(module.prepare, args), args)
+        model = module.CausalSetNet(args, data.classes).to("meta")
+
+        def loss_of_sets(batch):
+            return module.share_of_loss(model(batch), batch)
+
+        return {module.__name__: (data, data.part("train"), data.cost, loss_of_sets)}
+
+    def loss_of_texts(batch):
+        vectors = torch.empty_like(batch.targets, dtype=torch.float32, requires_grad=True)
+        if hasattr(batch, "pull"):
+            return module.pair_loss(args, [batch], [vectors])[0]
+        return module.text_loss(args, batch, vectors)
+
+    corpus = module.Corpus(module.read_once(module.prepare_texts, args))
+    student = module.load_student(args, module.local_model(args, args.student_model, corpus))
+    tokens = module.Tokens(args, corpus, student)
+    key = module.teacher_key(args, corpus, args.teacher_model)
+    vectors = module.teacher_vectors(args, key, args.teacher_model, corpus, 64, device)
+    found = {}
+    for phase, kind in {1: module.TextData, 2: module.PairData}.items():
+        data = kind(args, corpus, tokens)
+        data.use(vectors, vectors.dimensions)
+        found[f"train_ddp, phase {phase}"] = (data, data.ids(), data.cost(), loss_of_texts)
+    return found
+
+
+def take_step(batches, loss_of):
+    """Milliseconds in which the host makes a batch, and those of the whole step."""
+    begin = time.perf_counter()
+    batch = next(batches)
+    made = time.perf_counter() - begin
+    loss_of(batch.to("meta")).backward()
+    return 1000 * made, 1000 * (time.perf_counter() - begin)
+
+
+def send_nothing(*tensors):
+    pass
+
+
+def measure_ranks(script, rounds, folder):
+    options = f"{RANK_OPTIONS[script]} --device=cpu --cache_dir={folder}/cache"
+    sys.argv = [f"{script}.py", *options.replace("=pairs", f"={folder}/pairs").split()]
+    sys.argv = [word.replace("=sets", f"={folder}/sets") for word in sys.argv]
+    module = importlib.import_module(script)
+    args = module.parse_args()
+    device = module.setup_ddp(args)
+    records = []
+    patches = {"all_gather": send_nothing, "reduce_scatter": send_nothing}
+    for name, (data, ids, cost, loss_of) in load_data(module, args, device).items():
+        found = {"batch": {ranks: [] for ranks in RANKS}, "step": {ranks: [] for ranks in RANKS}}
+        loaders = {}
+        for turn in range(rounds + 1):
+            for ranks in RANKS:
+                with (
+                    mock.patch.object(dist, "get_world_size", return_value=ranks),
+                    mock.patch.object(dist, "get_rank", return_value=ranks // 2),
+                    mock.patch.multiple(module, create=True, **patches),
+                ):
+                    if turn == 0:
+                        args.global_batch_size = args.batch_size * ranks
+                        sampler = module.GlobalBatchSampler(ids, args, cost)
+                        loaders[ranks] = module.make_loader(data, sampler, args, device)
+                    times = [take_step(loaders[ranks], loss_of) for _ in range(STEPS)]
+                if turn > 0:  # the first one warms up
+                    for part, values in zip(found, zip(*times, strict=True), strict=True):
+                        found[part][ranks].append(statistics.median(values))
+        for part, ranks in itertools.product(found, RANKS[1:]):
+            work = f"{name}, {ranks} ranks: {part}"
+            records += sides.compare(work, "ms", found[part], {1: "1 rank"}, ranks)
+    module.cleanup()
+    return records
+
+
+# ---- Both ----------------------------------------------------------------------------------------
+
+
 def main():
     parser = sides.make_parser(__doc__)
     names = list(WORKLOADS)
     text = f"which: {', '.join(names)}"
     add = parser.add_argument
     add("--scripts", nargs="+", default=names, choices=names, metavar="NAME", help=text)
+    add("--ranks", action="store_true", help="the work of one of many ranks")
     args = parser.parse_args()
+    if args.ranks:
+        print(f"1 thread, {args.rounds} rounds of {STEPS} steps, the median of each\n")
+        sides.print_comparison_head("ms")
+        sys.path.insert(0, str(sides.ROOT))
+        logging.disable()
+        torch.set_num_threads(1)
+        records = []
+        with sides.workplace() as folder:
+            write_rank_data(folder)
+            for script in RANK_OPTIONS:
+                records += measure_ranks(script, args.rounds, folder)
+        sides.write_json(args.json, records)
+        return
+
     turns = f"{args.rounds} rounds of {args.seconds:g} s each, in turns of {sides.TURN:g} s"
     print(f"{PROCESSES} processes x 1 thread, {turns}\n")
     sides.print_comparison_head(UNIT)

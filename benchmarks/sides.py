@@ -1,7 +1,7 @@
 """What the benchmarks share: sides that take turns, and what is made of their speeds.
 
-A side is one of the programs that are compared: ours, the program that it replaces, a port of the
-step of another program. In a round all sides are started, with one thread a process. Then they work
+A side is one of the programs that are compared: ours, or a port of the step of another program. In
+a round all sides are started, with one thread a process. Then they work
 in turns of a few seconds: while one side works, the processes of the others are stopped (SIGSTOP).
 So all see the same moods of a shared machine. A round ends when each side has worked for --seconds;
 a ratio is of speeds of the same round. The next round starts all sides anew, with another seed:
@@ -29,12 +29,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMIT = "e7785a5"
-REPLACED = f"the program replaced ({COMMIT})"
 COMMON = "--device=cpu --precision=fp32 --wandb_mode=disabled --save_every=1000000"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 TURN = 3.0  # seconds
 WARM = 2  # lines that a side writes before it is measured
+COUNTED = '"lr"'  # what is in the line of a step, and in no other
 
 running = []  # jobs
 
@@ -44,13 +43,8 @@ running = []  # jobs
 
 @contextlib.contextmanager
 def workplace():
-    """A folder, removed at the end, with the program replaced in its folder `replaced-program`."""
+    """A folder for the runs. At the end they end, and it is removed."""
     with tempfile.TemporaryDirectory() as name:
-        program = Path(name) / "replaced-program"
-        program.mkdir()
-        command = ["git", "-C", ROOT, "archive", COMMIT]
-        archive = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-        subprocess.run(["tar", "-x", "-C", program], check=True, input=archive.stdout)
         try:
             yield Path(name)
         finally:
@@ -70,11 +64,10 @@ def end_with_parent():
 class Job:
     """A run of a program, a process for each rank. Its clock runs while it works."""
 
-    def __init__(self, command, out, amount=1, processes=1, counted='"lr"'):
+    def __init__(self, command, out, amount=1, processes=1):
         self.metrics = out / "metrics.jsonl"
         self.log = Path(f"{out}.log")
         self.amount = amount  # samples that a line of metrics.jsonl stands for
-        self.counted = counted  # what is in each of these lines, and in no other
         self.clock = 0.0
         self.last = None  # (clock, lines) at the last line
         self.first = None  # that at the begin of the round
@@ -122,14 +115,14 @@ class Job:
 
     def rows(self):
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        return [json.loads(line) for line in lines if self.counted in line]
+        return [json.loads(line) for line in lines if COUNTED in line]
 
     def lines(self):
         """How many there are. If a process has ended, this program ends, too."""
         for process in self.processes:
             if process.poll() is not None:
                 self.fail()
-        return self.metrics.read_text().count(self.counted) if self.metrics.exists() else 0
+        return self.metrics.read_text().count(COUNTED) if self.metrics.exists() else 0
 
     def processor_seconds(self):
         """That all threads of its processes have used since they started (Linux)."""
@@ -161,13 +154,11 @@ class Job:
         self.busy = (self.processor_seconds() - seconds) / worked
 
 
-def script_job(script, side, folder, options, amount=1, processes=1, counted='"lr"'):
-    """A new run of a training script. side: "replaced" for the program replaced; anything else is
-    ours. `folder` is that of workplace()."""
-    program = folder / "replaced-program" if side == "replaced" else ROOT
+def script_job(script, side, folder, options, amount=1, processes=1):
+    """A new run of a training script. `folder` is that of workplace()."""
     out = folder / f"run-{side}"
-    command = [program / script, *COMMON.split(), f"--output_dir={out}", *options]
-    return Job(command, out, amount, processes, counted)
+    command = [ROOT / script, *COMMON.split(), f"--output_dir={out}", *options]
+    return Job(command, out, amount, processes)
 
 
 def port_job(file, side, folder, settings, amount, processes=1):
@@ -321,7 +312,7 @@ def compare(work, unit, found, names, mine="ours"):
     for side, name in names.items():
         rounds = []
         for ours, other in zip(found[mine], found[side], strict=True):
-            ratio = other / ours if unit == "seconds" else ours / other
+            ratio = other / ours if unit in ("seconds", "ms") else ours / other
             record = {"work": work, "with": name, "unit": unit}
             rounds.append({**record, "ours": ours, "other": other, "ratio": ratio})
         digits = 0 if min(found[mine]) > 1000 else 2
