@@ -48,10 +48,10 @@ DIGITS = """--data=digits --indist_attack_clf.max_steps=8 --n_imgs_per_evaluatio
 
 RANKS = [1, 8, 64]
 STEPS = 20  # of each number of ranks in a round
-RANK_OPTIONS = {
-    "train_ddp": """--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl --batch_size=32
+RANK_OPTIONS = {  # FOLDER is that of the data
+    "train_ddp": """--phase1_data=FOLDER/pairs.jsonl --phase2_data=FOLDER/pairs.jsonl
         --teacher_model=builtin:lsa:64 --student_model=builtin:bert:1x64""",
-    "run_train_quantumgrav_ddp": "--data=sets.npz --batch_size=32 --split 0.98 0.01 0.01",
+    "run_train_quantumgrav_ddp": "--data=FOLDER/sets.npz --split 0.98 0.01 0.01",
 }
 
 
@@ -226,9 +226,9 @@ def send_nothing(*tensors):
 
 
 def measure_ranks(script, rounds, folder):
-    options = f"{RANK_OPTIONS[script]} --device=cpu --cache_dir={folder}/cache"
-    sys.argv = [f"{script}.py", *options.replace("=pairs", f"={folder}/pairs").split()]
-    sys.argv = [word.replace("=sets", f"={folder}/sets") for word in sys.argv]
+    """Prints rows of the table; returns the records."""
+    options = f"{RANK_OPTIONS[script]} --batch_size=32 --device=cpu --cache_dir=FOLDER/cache"
+    sys.argv = [f"{script}.py", *options.replace("FOLDER", str(folder)).split()]
     module = importlib.import_module(script)
     args = module.parse_args()
     device = module.setup_ddp(args)
