@@ -855,6 +855,7 @@ def begin_phase2(args, model, loop):
 
 def save_student(args, student, path, head):
     """Save as a SentenceTransformer of its own modules, with the head or without. (rank 0)"""
+    from safetensors import SafetensorError
     from sentence_transformers import SentenceTransformer
 
     modules = [*student.model, *student.head] if head else [*student.model]
@@ -862,7 +863,10 @@ def save_student(args, student, path, head):
     model = SentenceTransformer(modules=modules, device=str(student.model.device), **options)
     new = f"{path}.tmp"
     shutil.rmtree(new, ignore_errors=True)
-    model.save(new, create_model_card=False)
+    try:
+        model.save(new, create_model_card=False)
+    except SafetensorError as error:  # most likely a full disk
+        raise OSError(str(error)) from None
     os.rename(new, path)  # whole, or not there
 
 
@@ -1022,6 +1026,7 @@ def main(args):
         load_weights(args, student, path, "the last weights are saved", best["step"])
         summary["artifacts"] = on_rank0(save_artifacts, args, student)
     log.close("finished", steps=loop["step"], **summary)
+    logging.info("Training and evaluation completed successfully!")
     return 0
 
 
@@ -1811,10 +1816,12 @@ def check_student(args, student, tokens):
     ids = torch.full((1, length), int(tokens.ids[0]))
     try:
         student(Texts([ids], [torch.ones_like(ids)], torch.zeros(1, dtype=torch.int64)))
-        with tempfile.TemporaryDirectory(dir=args.output_dir, prefix="check-") as folder:
+        with tempfile.TemporaryDirectory() as folder:
             save_student(args, student, f"{folder}/student", head=False)
     except OSError as error:
-        raise InputError(f"the student cannot be saved in {args.output_dir}: {error}") from None
+        raise InputError(
+            f"the student cannot be saved in {tempfile.gettempdir()}: {error}"
+        ) from None
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
         hint = "if it cannot read so many, give --student_max_length"
