@@ -316,19 +316,19 @@ def run_script(script, argv):
 
 def listen_to_meter(module):
     deal = module.GlobalBatchSampler.__iter__
-    add = module.Meter.add
+    meet = module.Meter.meet
     cached = module.cached
-    dealt = {}  # {step: ids}; workers ask for it before its time
+    dealt = {}  # {step of the phase: ids}; workers ask for it before its time
 
     def listen(sampler):
+        dealt.clear()  # of the phase before
         for step, whole, places in deal(sampler):
-            dealt.setdefault(step + 1, []).extend(whole[places].tolist())
+            dealt.setdefault(step, []).extend(whole[places].tolist())
             yield step, whole, places
 
-    def add_and_tell(meter, *shares):
-        add(meter, *shares)
-        step = min(dealt)
-        after_step(step, dealt.pop(step))
+    def tell_and_meet(meter, log, row, *more):
+        after_step(row["step"], dealt.pop(min(dealt)))
+        return meet(meter, log, row, *more)
 
     def tell_of_reading(cache_dir, name, key, write):
         def write_and_tell(folder):
@@ -338,7 +338,7 @@ def listen_to_meter(module):
         return cached(cache_dir, name, key, write_and_tell)
 
     module.GlobalBatchSampler.__iter__ = listen
-    module.Meter.add = add_and_tell
+    module.Meter.meet = tell_and_meet
     module.cached = tell_of_reading
 
 
@@ -357,7 +357,6 @@ def listen_to_log(module):
     def write_and_tell(log, row):
         write(log, row)
         if "lr" in row:  # of a step, and not of an evaluation
-            # train_ddp's second phase counts its steps from 1 again
             after_step(row["step"], dealt.pop(min(dealt)))
 
     module.GlobalBatchSampler.__iter__ = listen

@@ -338,17 +338,18 @@ SEVEN_STEPS = {
         --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16 --width=4
         --eval_steps=2 --n_imgs_per_evaluation_log=0""",
 }
-# what is read in it, where that is not once a step and once a log line. A Meter reads only where
-# the ranks meet: after step 1, and at the three log lines. Of the older scripts train_ddp has two
-# phases; dpo compares the first loss with ln 2; rebm has two stages, and in the second T grows
-# twice, after each two steps
+# What is read in it, where that is not once a step and once a log line. A Meter reads only where
+# the ranks meet: after step 1, and at the three log lines; of train_ddp after step 1 and 3 of each
+# phase. Of the older scripts dpo compares the first loss with ln 2; rebm has two stages, and in the
+# second T grows twice, after each two steps
+MEETINGS = {
+    "meet: tolist": 4,
+    "meet: __bool__": 4,  # are too many steps bad?
+    "meet: _local_scalar_dense": 4,  # of the same
+}
 READS = {
-    "run_train_quantumgrav_ddp": {
-        "meet: tolist": 4,
-        "meet: __bool__": 4,  # are too many steps bad?
-        "meet: _local_scalar_dense": 4,  # of the same
-    },
-    "train_ddp": {"agree: tolist": 6, "sum_over_ranks: tolist": 2},
+    "run_train_quantumgrav_ddp": MEETINGS,
+    "train_ddp": MEETINGS,
     "run_dpo_ddp": {"agree: tolist": 7, "sum_over_ranks: tolist": 5},
     "run_train_rebm_ddp": {
         "agree: tolist": 13,

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import run_dpo_ddp
 import run_train_quantumgrav_ddp
-import train_ddp
 
 pytestmark = pytest.mark.usefixtures("group")
 
 
 class Old:
-    script = train_ddp
-    read = staticmethod(train_ddp.load_checkpoint)
-    is_whole = staticmethod(train_ddp.is_whole)
+    script = run_dpo_ddp
+    read = staticmethod(run_dpo_ddp.load_checkpoint)
+    is_whole = staticmethod(run_dpo_ddp.is_whole)
 
     def __init__(self, folder):
         self.folder = folder

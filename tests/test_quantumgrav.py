@@ -233,6 +233,7 @@ def test_learning_rates():
     fall = [1.0, 0.5 + 0.5 * math.cos(math.pi / 3), 0.5 + 0.5 * math.cos(2 * math.pi / 3)]
     rise = [0.04, *[0.04 + 0.48 * (1 - math.cos(math.pi * i / 3)) for i in (1, 2)]]
     assert factors(6, "--warmup=0.5") == pytest.approx(rise + fall)
+    assert factors(3, "--warmup=0") == pytest.approx(fall)
     for steps in (1, 2, 50):
         for warmup in ("0", "0.3", "1"):
             assert all(0 < factor <= 1 for factor in factors(steps, f"--warmup={warmup}"))
