@@ -371,6 +371,20 @@ class Student(nn.Module):
         return features["sentence_embedding"]
 
 
+def keep_masks_whole():
+    """Transformers leaves out a mask that hides nothing. To see that it reads the mask: the host
+    would wait there until a GPU has done all that is queued."""
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    def whole(make_mask, *args, **options):
+        options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return make_mask(*args, **options)
+
+    for name, make_mask in {"sdpa": sdpa_mask, "eager": eager_mask}.items():
+        AttentionMaskInterface.register(name, functools.partial(whole, make_mask))
+
+
 def keep_layers(network, wanted):
     """Keep so many evenly spaced layers of a transformer, the first and the last among them."""
     config = network.config
@@ -1001,6 +1015,7 @@ def main(args):
         logging.info(f"No head: the target is the first {width}")
     for phase in phases:
         phase.data.use(vectors, student.dimensions)
+    keep_masks_whole()
     student.to(device).train()  # a saved student comes without dropout
     freeze_unused(student, to_device(lay_out(tokens, corpus.eval_texts[:4]), device))
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
@@ -1819,9 +1834,8 @@ def check_student(args, student, tokens):
         with tempfile.TemporaryDirectory() as folder:
             save_student(args, student, f"{folder}/student", head=False)
     except OSError as error:
-        raise InputError(
-            f"the student cannot be saved in {tempfile.gettempdir()}: {error}"
-        ) from None
+        where = tempfile.gettempdir()
+        raise InputError(f"the student cannot be saved in {where}: {error}") from None
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
         hint = "if it cannot read so many, give --student_max_length"
