@@ -1,8 +1,8 @@
-"""train_ddp.py and its two tools: known answers, and what a user sees of a run."""
+"""train_ddp.py: known answers, and what a user sees of a run. (What it reads: test_texts.py.)"""
 
 import contextlib
+import itertools
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -15,17 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, call_program, environment, free_port, import_tool, parse_arguments
+from helpers import ROOT, call_script, environment, free_port, parse_arguments
 from runs import Run
 from test_accelerator import META, Copies
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ddp as script
 
-SCRIPT = ROOT / "train_ddp.py"
-PREPARE = ROOT / "tools" / "prepare_texts.py"
 CPU = torch.device("cpu")
-
 
 arguments = partial(parse_arguments, script)
 
@@ -51,35 +47,46 @@ def small(work, *options):
     common = """--teacher_model=builtin:lsa:16 --student_model=builtin:bert:2x32 --device=cpu
         --student_max_length=24 --projection_hidden=32 --eval_fraction=0.3 --phase1_epochs=3
         --phase2_epochs=3 --phase1_lr=5e-3 --phase2_lr=2e-3 --num_negatives=1
-        --global_batch_size=24 --batch_size=8 --log_every=1"""
+        --global_batch_size=24 --batch_size=8 --log_every=1 --student_query_prompt=find:"""
     return [*data, f"--cache_dir={work}/cache", *common.split(), *options]
 
 
 def run(*options, status=0):
     """What a run says, and where it ends with an error, that."""
-    found, said = call_program(SCRIPT, *options, HF_HUB_OFFLINE=1)
+    found, said = call_script("train_ddp", *options, HF_HUB_OFFLINE=1)
     assert found == status, said[-3000:]
     return said
 
 
 @pytest.fixture(scope="module")
 def trained(work):
-    """A run of both phases, with a head; its texts, and its untrained student."""
+    """A run of both phases, with a head; its texts, and the folder of its untrained student."""
     options = [f"--output_dir={work}/out", "--save_to_artifacts", f"--artifacts_dir={work}/models"]
-    options.append("--student_query_prompt=find: ")
     trained = Run(work / "out", text=run(*small(work, *options)))
     trained.corpus = script.Corpus(next(work.glob("cache/texts-*")))
     trained.student = str(next(work.glob("cache/bert-*")))
     return trained
 
 
-# --------------------------------------------------------------------------------------------------
-# Losses
+@pytest.fixture
+def step(trained, work, tmp_path, group):
+    """What a step needs: args, a student, and the data of both phases with some vectors."""
+    args = arguments(*small(work, f"--output_dir={tmp_path}"))
+    torch.manual_seed(0)
+    model = script.load_student(args, trained.student)
+    phases = script.make_phases(args, trained.corpus, script.Tokens(args, trained.corpus, model))
+    for phase in phases:
+        phase.data.use(unit(len(trained.corpus), 32).numpy().astype(np.float16), 32)
+    return SimpleNamespace(args=args, student=script.Student(model), phases=phases)
 
 
 def unit(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return F.normalize(torch.randn(*shape, generator=generator, dtype=torch.float64), dim=-1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Losses
 
 
 def test_the_distance_is_a_sum_over_dimensions():
@@ -92,17 +99,6 @@ def test_the_distance_is_a_sum_over_dimensions():
         assert torch.allclose(script.distance(s, t, 0.4, 0.6), 1.4 * (1 - cosine))
 
 
-def pair_batch(total, places, targets, negatives=0):
-    """Queries `places` of a step, with as many negatives each; all documents differ."""
-    n = len(places)
-    slots = n + torch.arange(n * (1 + negatives)).view(-1, n).T
-    documents = torch.arange(total * (1 + negatives))
-    positives = places[:, None] * (1 + negatives)
-    return script.PairBatch(
-        None, targets, torch.zeros(len(targets)), slots, places, positives, documents, total
-    )
-
-
 def test_infonce_is_multiple_negatives_ranking_loss(group):
     from sentence_transformers.sentence_transformer import losses
 
@@ -111,49 +107,76 @@ def test_infonce_is_multiple_negatives_ranking_loss(group):
     theirs = losses.MultipleNegativesRankingLoss(None, scale=50.0)
     expected = theirs.compute_loss_from_embeddings([q, d], None).item()
     vectors = torch.cat([q, d])
-    batch = pair_batch(6, torch.arange(6), vectors)
+    numbers = torch.arange(12)
+    batch = script.PairBatch(None, vectors, numbers, numbers[6:, None], torch.ones(12), 6)
     args = arguments("--infonce_weight=0.5", "--false_negative_margin=2")
-    loss, infonce, _ = script.pair_loss(args, [batch], [vectors])
+    loss, infonce, far = script.pair_loss(args, [batch], [vectors])
     assert infonce.item() == pytest.approx(expected, rel=1e-5)
     assert loss.item() == pytest.approx(0.5 * expected, rel=1e-5)
+    assert far.item() == pytest.approx(0, abs=1e-10)
 
 
-def test_what_is_no_negative():
-    """Gaps, other positives of the query, and what the teacher scores above the positive."""
-    documents = torch.tensor([10, 11, 12, 10, -1, 13])
-    positives = torch.tensor([[10, 13], [11, -1]])
-    labels = torch.tensor([0, 1])
-    scores = torch.tensor([[0.8, 0.9, 0.1, 0.8, 0.0, 0.5], [0.2, 0.7, 0.71, 0.2, 0.0, 0.1]])
-    expected = {
-        0.0: [[0, 1, 0, 1, 1, 1], [0, 0, 1, 0, 1, 0]],
-        0.05: [[0, 1, 0, 1, 1, 1], [0, 0, 0, 0, 1, 0]],
-        2.0: [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 0]],
-    }
-    for margin, rows in expected.items():
-        masked = script.not_negatives(documents, positives, labels, scores, margin)
-        assert masked.int().tolist() == rows
+QUERIES = 7  # of a step; query q is answered by the documents 10 + q and 20 + q
+ANSWERS = torch.tensor([[10 + q, 20 + q] for q in range(QUERIES)])
+# what each brings: its positive, an answer to the next query, one that is nobody's
+DOCUMENTS = torch.tensor([[10 + q, 20 + (q + 1) % QUERIES, 30 + q] for q in range(QUERIES)])
 
 
-def gradient_of_a_step():
-    """Of the loss of 7 queries, with two documents each, which are dealt to the ranks."""
+def tensors_of_a_step():
+    """Weights of a network; texts and targets (QUERIES, 4, ...) of the queries, each with its
+    documents."""
     weight = torch.linspace(-1, 1, 30).view(6, 5).double().requires_grad_()
-    items = torch.sin(torch.arange(7 * 3 * 6.0)).view(7, 3, 6).double()
-    places = torch.arange(7)[dist.get_rank() :: dist.get_world_size()]
-    texts = items[places].transpose(0, 1).flatten(0, 1)
-    vectors = F.normalize(texts @ weight, dim=1)
-    batch = pair_batch(7, places, torch.ones(len(texts), 5), negatives=1)
-    args = arguments("--temperature=0.1", "--false_negative_margin=2")
-    loss = script.pair_loss(args, [batch], [vectors])[0]
+    texts = torch.sin(torch.arange(QUERIES * 4 * 6.0)).view(QUERIES, 4, 6).double()
+    targets = torch.cos(torch.arange(QUERIES * 4 * 5.0) ** 2).view(QUERIES, 4, 5)
+    return weight, texts, targets
+
+
+def expected_step(margin):
+    """(loss and its parts, gradient) of the whole step, as the equations are written."""
+    weight, texts, targets = tensors_of_a_step()
+    vectors = F.normalize(texts @ weight, dim=2)
+    targets = F.normalize(targets, dim=2)
+    scores = vectors[:, 0] @ vectors[:, 1:].flatten(0, 1).T / 0.1
+    teacher = targets[:, 0] @ targets[:, 1:].flatten(0, 1).T
+    masked = torch.zeros_like(scores, dtype=torch.bool)
+    for q in range(QUERIES):
+        for k, number in enumerate(DOCUMENTS.flatten()):
+            is_false = number in ANSWERS[q] or teacher[q, k] > teacher[q, 3 * q] + margin
+            masked[q, k] = is_false and k != 3 * q
+    infonce = F.cross_entropy(scores.masked_fill(masked, -1e9), 3 * torch.arange(QUERIES))
+    squares = (vectors - targets).square().sum(2)
+    far = 0.5 * squares[:, 0].mean() + 0.5 * squares[:, 1:].mean()
+    loss = 0.8 * infonce + 0.2 * far
+    return torch.stack([loss, infonce, far]).detach(), *torch.autograd.grad(loss, weight)
+
+
+def found_step(margin):
+    """The same, summed over the ranks, to whom the queries are dealt in micro-batches of two."""
+    weight, texts, targets = tensors_of_a_step()
+    args = arguments("--batch_size=2", f"--global_batch_size={QUERIES}", "--temperature=0.1")
+    args.false_negative_margin = margin
+    batches = []
+    vectors = []
+    sampler = script.GlobalBatchSampler(np.arange(QUERIES), args)
+    for (_, whole, places), _ in zip(sampler, range(sampler.accumulation), strict=False):
+        ids = torch.from_numpy(whole[places])
+        n = len(ids)
+        order = [0] * n + [1] * n + [2, 3] * n
+        rows = torch.cat([ids, ids, ids.repeat_interleave(2)])
+        numbers = torch.cat([ids, DOCUMENTS[ids, 0], DOCUMENTS[ids, 1:].flatten()])
+        pull = torch.full((4 * n,), 0.5 / (3 * QUERIES))
+        pull[:n] = 0.5 / QUERIES
+        own = targets[rows, order]
+        batches.append(script.PairBatch(None, own, numbers, ANSWERS[ids], pull, QUERIES))
+        vectors.append(F.normalize(texts[rows, order] @ weight, dim=1))
+
+    shares = script.pair_loss(args, batches, vectors)
     with mock.patch.object(dist, "all_reduce", None):  # the backward pass is a reduce-scatter
-        loss.backward()
+        shares[0].backward()
+    shares = shares.detach()
+    dist.all_reduce(shares)
     dist.all_reduce(weight.grad)
-    return weight.grad
-
-
-def load_slowly():
-    began = time.time()
-    time.sleep(0.3)
-    return [began, time.time()]
+    return shares, weight.grad
 
 
 THREE_RANKS = """
@@ -161,143 +184,279 @@ import sys
 import torch
 import torch.distributed as dist
 import test_train_ddp
-import train_ddp
 
 dist.init_process_group("gloo")
-gradient = test_train_ddp.gradient_of_a_step()
-times = [None] * 3
-dist.all_gather_object(times, train_ddp.load_in_turn(test_train_ddp.load_slowly))
+found = test_train_ddp.found_step(0.0)
 if dist.get_rank() == 0:
-    torch.save([gradient, times], sys.argv[1])
+    torch.save(found, sys.argv[1])
 dist.destroy_process_group()
 """
 
 
-def test_three_ranks(tmp_path, server, group):
-    """The gradient is that of the whole batch, with unequal shares, too: 3, 2 and 2 queries. And
-    they load the teacher one after the other."""
+@pytest.mark.parametrize("margin", [2.0, 0.5, 0.0])
+def test_the_loss_of_a_step(group, margin):
+    """In micro-batches; a query's other answers, and what the teacher finds better than its
+    positive, are no negatives."""
+    for found, expected in zip(found_step(margin), expected_step(margin), strict=True):
+        assert expected.abs().max() > 0.01
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_three_ranks(tmp_path, server):
+    """The gradient is that of the whole step, with unequal shares, too: 2, 2 and 3 queries."""
     (tmp_path / "program.py").write_text(THREE_RANKS)
     common = {"WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     variables = [{**common, "RANK": rank} for rank in range(3)]
     server.start(variables, [str(tmp_path / "program.py"), str(tmp_path / "found.pt")])
     assert server.wait() == [0, 0, 0], server.text
-    gradient, times = torch.load(tmp_path / "found.pt")
-    assert gradient.abs().max() > 0.01
-    assert torch.allclose(gradient, gradient_of_a_step(), rtol=1e-12, atol=1e-14)
-    times.sort()
-    for one, other in zip(times[:-1], times[1:], strict=True):
-        assert one[1] <= other[0]
+    found = torch.load(tmp_path / "found.pt")
+    for value, expected in zip(found, expected_step(0.0), strict=True):
+        assert torch.allclose(value, expected, rtol=1e-6, atol=1e-8)
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps
+
+
+def take_step(phase):
+    """The micro-batches of the first step of a phase."""
+    items = itertools.islice(phase.sampler, phase.sampler.accumulation)
+    return [phase.data[item] for item in items]
+
+
+def batches_of(step, batch_size):
+    """Those of phase 2."""
+    step.args.batch_size = batch_size
+    data = step.phases[1].data
+    sampler = script.GlobalBatchSampler(data.ids(), step.args, data.cost())
+    return take_step(step.phases[1]._replace(sampler=sampler))
+
+
+def gradient(step, batches, forward_backward=None):
+    """(shares, gradient) of a step of phase 2; without the function that of a plain one, which
+    keeps the graphs of all micro-batches."""
+    student = step.student.train()
+    student.zero_grad()
+    script.seed_step(step.args, 7)
+    if forward_backward is None:
+        shares = script.pair_loss(step.args, batches, [student(batch.texts) for batch in batches])
+        shares[0].backward()
+    else:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        common = (student, batches, contextlib.nullcontext, scaler, 7)
+        shares = forward_backward(step.args, *common)
+    found = [p.grad.flatten() for p in student.parameters() if p.grad is not None]
+    return shares.detach(), torch.cat(found)
+
+
+def assert_close(found, expected):
+    assert torch.allclose(found[0], expected[0], rtol=1e-5)
+    assert (found[1] - expected[1]).norm() < 1e-4 * expected[1].norm()
+
+
+def test_micro_batches_have_the_gradient_of_the_whole_step(step):
+    """Negatives come from all of them."""
+    whole, parts = [batches_of(step, size) for size in (24, 5)]
+    assert (len(whole), len(parts)) == (1, 5)
+    assert_close(gradient(step, parts, script.pair_step), gradient(step, whole))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_micro_batches_with_dropout(step, is_compiled, request):
+    """The second pass drops what the first one has dropped."""
+    if is_compiled and not request.config.getoption("--all-faults"):
+        pytest.skip("slow: --all-faults")
+    for module in step.student.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    if is_compiled:
+        step.student.compile(backend="aot_eager")
+    batches = batches_of(step, 8)
+    assert_close(gradient(step, batches, script.pair_step), gradient(step, batches))
+    other = gradient(step, batches)
+    step.args.seed = 1
+    assert not torch.allclose(gradient(step, batches)[0], other[0], rtol=1e-5)
+
+
+def test_a_step_of_each_phase_on_the_meta_device(step, monkeypatch):
+    """There a tensor made elsewhere, a read value and a test of a tensor's value are errors."""
+    # autocast does not know this device
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
+    script.keep_masks_whole()
+    step.student.to("meta")
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for phase, function in zip(step.phases, (script.text_step, script.pair_step), strict=True):
+        copies = Copies()
+        with copies:
+            batches = [batch.to(META) for batch in take_step(phase)]
+        assert len(batches) == 3
+        shares = function(step.args, step.student, batches, contextlib.nullcontext, scaler, 0)
+        assert shares.device == META
+        assert len(shares) == len(phase.data.parts)
+        assert set(copies.found) == {True}, "the host waits for a copy"
+
+
+def test_vectors_of_texts(step):
+    """One by one or in groups, where they need little padding, they are the same; compared in full
+    precision, whatever the network has."""
+    tokens = step.phases[0].data.tokens
+    rows = np.arange(40)
+    texts = script.lay_out(tokens, rows)
+    assert len(texts.ids) == script.GROUPS
+    padded = sum(ids.numel() for ids in texts.ids)
+    assert tokens.lengths[rows].sum() <= padded < 0.9 * 40 * tokens.lengths[rows].max()
+    with torch.no_grad():
+        expected = step.student.eval()(texts)
+        alone = [step.student(script.lay_out(tokens, rows[i : i + 1])) for i in range(40)]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = step.student(texts)
+    assert torch.allclose(torch.cat(alone), expected, atol=1e-5)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.norm(dim=1), torch.ones(40), atol=1e-6)
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_rank_reads_its_own_teacher_rows(step, monkeypatch):
+    """And sends no documents to others, only what it has of queries."""
+    read = []
+    sent = []
+    gather_rows = script.gather_rows
+    data = step.phases[1].data
+    vectors = data.vectors
+
+    class Counted:
+        def __getitem__(self, rows):
+            read.extend(rows)
+            return vectors[rows]
+
+    def send(rows, *more, **options):
+        sent.append(len(rows))
+        return gather_rows(rows, *more, **options)
+
+    monkeypatch.setattr(script, "gather_rows", send)
+    data.use(Counted(), 32)
+    batch = data[0, np.arange(24), np.arange(0, 24, 2)]
+    assert len(batch.positives) == 12
+    assert len(read) == len(batch.numbers) == 12 * 3
+    batch = batch._replace(total=12)
+    script.pair_loss(step.args, [batch], [step.student(batch.texts)])
+    assert max(sent) == 12
+
+
+def test_negatives(step):
+    """From those that are there, by (seed, step, place): on any number of ranks the same."""
+    data = step.phases[1].data
+    negatives = np.arange(1000).reshape(-1, 10)
+    negatives[:20, 1:] = -1
+    data.corpus = SimpleNamespace(negatives=negatives)
+    data.args.num_negatives = 4
+    assert data.draw(0, 0, 3).tolist() == [30]
+    drawn = data.draw(5, 2, 40)
+    assert len(set(drawn) & set(negatives[40])) == 4
+    assert np.array_equal(drawn, data.draw(5, 2, 40))
+    others = [data.draw(6, 2, 40), data.draw(5, 3, 40)]
+    data.args.seed = 1
+    others.append(data.draw(5, 2, 40))
+    assert all(set(other) != set(drawn) for other in others)
+
+
+def test_learning_rates():
+    args = arguments("--warmup_ratio=0.25")
+    found = [script.lr_factor(args, step, 8) for step in range(8)]
+    fall = [1 - i / 6 for i in range(6)]
+    assert found == pytest.approx([1 / 3, 2 / 3, *fall])
+    assert script.lr_factor(arguments("--warmup_ratio=0"), 0, 8) == 1
 
 
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
 
-def test_ranking_metrics_against_counting(group):
+def rank(queries, documents, answers):
+    """Metrics of queries with these answers each."""
+    pairs = [(query, document) for query, own in enumerate(answers) for document in own]
+    corpus = SimpleNamespace(eval_queries=np.arange(len(queries)), eval_pairs=np.array(pairs))
+    return script.ranking_metrics(corpus, torch.cat([queries, documents]))
+
+
+def test_ranking_metrics_against_counting():
+    """One vector for all texts must not look good; a query's answers do not count against it."""
     documents = torch.eye(12)
-    second = 0.9 * documents[1] + documents[2]
-    queries = torch.stack([documents[0], second, documents[3] - documents[4]])
-    pairs = np.array([[0, 0], [1, 1], [1, 2], [2, 4]])  # found at the places 1, 2, 1, 12
-    corpus = SimpleNamespace(eval_queries=[0, 1, 2], eval_pairs=pairs)
-    found = script.ranking_metrics(corpus, torch.cat([queries, documents]))
-    assert found["ndcg@10"] == pytest.approx(2 / 3)
-    assert found["mrr@10"] == pytest.approx(2 / 3)
-    assert found["recall@100"] == 1
-    found = script.ranking_metrics(corpus, torch.ones(15, 12))
-    assert found["mrr@10"] == 0  # one vector for all texts must not look good
+    d = documents
+    third = 1 / np.log2(3)
+    cases = [  # vector of a query, its answers, nDCG@10, MRR@10, recall@100
+        (d[0], [0], 1, 1, 1),
+        (0.9 * d[1] + d[2], [1, 2], 1, 1, 1),
+        (0.9 * d[1] + d[2], [1], third, 1 / 2, 1),
+        (0.9 * d[1] + d[2], [1, 5], third / (1 + third), 1 / 2, 1),
+        (d[3] - d[4], [4], 0, 0, 1),  # at place 12
+        (d[0] + d[1], [0, 1], 1, 1, 1),  # they tie
+        (d[0] + d[1], [0], third, 1 / 2, 1),  # with another document
+        (torch.ones(12), [0], 0, 0, 1),
+    ]
+    for query, own, *expected in cases:
+        found = rank(query[None], documents, [own])
+        assert [*found.values()] == pytest.approx(expected), (query, own)
+    found = rank(torch.stack([d[0], d[3] - d[4]]), documents, [[0], [4]])
+    assert found["ndcg@10"] == 0.5
+    assert rank(torch.ones(1, 12), torch.ones(200, 12), [[7]])["recall@100"] == 0
+    assert script.ranking_metrics(SimpleNamespace(eval_queries=[]), documents) == {}
 
 
-def test_the_artifact_has_the_figures_of_the_run(trained):
-    """By sentence-transformers' own evaluator, on the model as anybody loads it."""
+def test_the_artifact(trained, work, group):
+    """As anybody loads it: the vectors of the forward pass, and by sentence-transformers' own
+    evaluator the figures of the run. Queries have two answers each."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import evaluation
 
     base, whole = [SentenceTransformer(p, device="cpu") for p in trained.summary["artifacts"]]
-    assert base.encode("text").shape == (32,)
-    assert whole.encode("text").shape == (16,)
+    assert "base-32d (without the head" in trained.text
     for module in whole:
         assert type(module).__module__.startswith("sentence_transformers.")
 
     corpus = trained.corpus
-    queries = {str(i): corpus.decode(n) for i, n in enumerate(corpus.eval_queries)}
-    documents = {str(i): corpus.decode(n) for i, n in enumerate(corpus.eval_documents)}
+    args = arguments(*small(work))
+    model = script.load_student(args, trained.student)
+    student = script.Student(model)
+    student.add_head(args.projection_hidden, 16)
+    student.load_state_dict(torch.load(trained.folder / "best.pt")["model"])
+    rows = np.concatenate([corpus.eval_queries[:20], corpus.eval_documents[:20]])
+    texts = script.lay_out(script.Tokens(args, corpus, model), rows)
+    for artifact, head in ((whole, True), (base, False)):
+        with torch.no_grad():
+            expected = student.eval()(texts, head).numpy()
+        found = artifact.encode(corpus.texts(rows[:20]), prompt_name="query")
+        assert np.allclose(found, expected[:20], atol=1e-5)
+        found = artifact.encode(corpus.texts(rows[20:]))
+        assert np.allclose(found, expected[20:], atol=1e-5)
+
+    texts_of = [{}, {}]  # {number as a text: text} of queries and of documents
+    for texts, rows in zip(texts_of, (corpus.eval_queries, corpus.eval_documents), strict=True):
+        texts.update({str(i): text for i, text in enumerate(corpus.texts(rows))})
     relevant = {}
     for query, document in corpus.eval_pairs.tolist():
         relevant.setdefault(str(query), set()).add(str(document))
-    evaluator = evaluation.InformationRetrievalEvaluator(queries, documents, relevant)
-    best = trained.summary["best"]["value"]
-    assert evaluator(whole)["cosine_ndcg@10"] == pytest.approx(best, abs=2e-3)
-    assert best > trained.summary["baselines"]["untrained"]["ndcg@10"] + 0.05
-
-
-# --------------------------------------------------------------------------------------------------
-# Runs
-
-
-def test_mrl_and_the_teacher_once(work, trained):
-    """The target is the first part of the teacher's vectors; those of another run are found."""
-    options = [f"--output_dir={work}/mrl", "--use_projection=False", "--skip_phase2"]
-    options += ["--student_model=builtin:bert:1x32", "--max_steps=3"]
-    said = run(*small(work, *options, "--teacher_model=builtin:bert:1x64"))
-    assert "The teacher reads" in said
-    assert "the target is the first 32 of 64 dimensions" in said
-    said = run(*small(work, *options, "--fresh"), status=2)
-    assert "no teacher is needed" in said
-    assert "--use_projection False needs 32 teacher dimensions" in said
-
-
-def test_a_rate_changed_on_resume_is_applied(work, tmp_path, trained):
-    options = [f"--output_dir={tmp_path}/out", "--skip_phase2", "--warmup_ratio=0"]
-    run(*small(work, *options, "--max_steps=4"))
-    said = run(*small(work, *options, "--max_steps=8", "--phase1_lr=1e-4"))
-    assert "--phase1_lr 0.0001, it was 0.005" in said
-    rates = [row["lr"] for row in Run(tmp_path / "out").rows if "lr" in row]
-    assert len(rates) == 8
-    assert rates[0] == 5e-3
-    assert rates[4] == pytest.approx(0.5e-4)
+    assert len(relevant) > 20
+    evaluator = evaluation.InformationRetrievalEvaluator(
+        *texts_of, relevant, query_prompt_name="query"
+    )
+    found = evaluator(whole)
+    summary = trained.summary
+    best = max(summary["phases"].values(), key=lambda metrics: metrics["ndcg@10"])
+    assert best["ndcg@10"] == summary["best"]["value"]
+    for name in ("ndcg@10", "mrr@10"):
+        assert found[f"cosine_{name}"] == pytest.approx(best[name], abs=1e-3)
+    assert best["ndcg@10"] > summary["baselines"]["untrained"]["ndcg@10"] + 0.05
 
 
 def test_which_checkpoints_are_the_best():
     loop = {"step": 9, "epoch": 1, "best": {"phase 1": {"value": 0.54}}}
-    train = SimpleNamespace(loop=loop, log=mock.Mock())
-    assert script.note_metrics(train, 2, {"ndcg@10": float("nan")}) == []
-    assert script.note_metrics(train, 2, {"ndcg@10": 0.40}) == ["phase2_best.pt"]
-    assert script.note_metrics(train, 2, {"ndcg@10": 0.55}) == ["phase2_best.pt", "best.pt"]
+    assert script.note_metrics(loop, 2, {"ndcg@10": float("nan")}) == []
+    assert script.note_metrics(loop, 2, {"ndcg@10": 0.40}) == ["phase2_best.pt"]
+    assert script.note_metrics(loop, 2, {"ndcg@10": 0.55}) == ["phase2_best.pt", "best.pt"]
 
 
-def test_skip_phase1(work, tmp_path, trained, group, caplog):
-    """From the checkpoint in the folder, or from the raw student."""
-    options = small(work, f"--output_dir={tmp_path}/out", "--skip_phase1", "--max_steps=2")
-    (tmp_path / "out").mkdir()
-    shutil.copy(trained.folder / "phase1_best.pt", tmp_path / "out")
-    assert "Loaded " in run(*options).split("phase=2")[0]
-    found = Run(tmp_path / "out")
-    assert {row["phase"] for row in found.rows} == {2}
-    run(*options, "--phase2_lr=7")  # nothing is left to train
-    assert found.summary["args"]["phase2_lr"] == 2e-3
-
-    args = arguments(*options)
-    script.load_weights(args, None, "none.pt", "phase 2 starts from the untrained student")
-    assert "none.pt is missing or damaged: phase 2 starts from the untrained" in caplog.text
-    args.student_model = "another"
-    with pytest.raises(script.InputError, match="was trained with --student_model builtin:bert"):
-        script.load_weights(args, None, "phase1_best.pt", "")
-
-
-def test_without_a_hub_it_is_said_in_seconds(tmp_path):
-    began = time.monotonic()
-    env = environment(HF_HOME=tmp_path, HF_ENDPOINT="http://localhost:9")
-    command = [sys.executable, SCRIPT, f"--output_dir={tmp_path}/out", f"--cache_dir={tmp_path}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert time.monotonic() - began < 45  # 10 s on an idle machine
-    assert "no model hub" in done.stdout
-    assert "microsoft/ms_marco is not on this machine" in done.stderr
-    assert "pydocs" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_the_last_word_warns(caplog):
+def test_the_last_word_warns(trained, caplog):
     """Values of the untrained student and of both phases, and what is said of them."""
     cases = {
         (0.53, 0.54, 0.40): ["phase 2 made the student worse"],
@@ -309,163 +468,100 @@ def test_the_last_word_warns(caplog):
         for phase, value in enumerate(values, start=1):
             loop["best"][f"phase {phase}"] = {"metric": "ndcg@10", "value": value, "metrics": {}}
         caplog.clear()
-        assert script.compare(mock.Mock(loop=loop))["value"] == max(values)
+        assert script.compare(trained.corpus, loop)["value"] == max(values)
         said = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert [text.split(":")[0] for text in said] == expected
 
 
 # --------------------------------------------------------------------------------------------------
-# Students
+# Runs
 
 
-def load(args, corpus, folder, dtype=torch.float32):
-    model = script.load_student(args, folder)
-    tokens = script.load_tokens(args, corpus, model)
-    student = script.Student(model, dtype)
-    limits = script.choose_groups(student, tokens, CPU)
-    return student, tokens, limits
+def test_mrl(work, trained):
+    """The target is the first part of the teacher's vectors; those of another run are found."""
+    options = [f"--output_dir={work}/mrl", "--use_projection=False", "--skip_phase2"]
+    options += ["--student_model=builtin:bert:1x32", "--max_steps=3"]
+    said = run(*small(work, *options, "--teacher_model=builtin:bert:1x64"))
+    assert "The teacher reads" in said
+    assert "the target is the first 32 of 64 dimensions" in said
+    said = run(*small(work, *options, "--fresh"), status=2)
+    assert "no teacher is needed" in said
+    assert "--use_projection False needs 32 teacher dimensions" in said
 
 
-# whether one pass gives the same vectors: Roberta's positions start behind those of the padding
-IN_ONE_PASS = {"MPNet": False, "Roberta": False, "Qwen3": True}
+def test_skip_phase1(work, tmp_path, trained, step, caplog):
+    """From weights of any run, from those in the folder, or from the raw student."""
+    path = trained.folder / "phase1_best.pt"
+    options = small(work, f"--output_dir={tmp_path}/out", "--skip_phase1", "--max_steps=2")
+    said = run(*options, f"--phase1_weights={path}").split("phase=2")[0]
+    assert f"Loaded {path}" in said
+    assert {row["phase"] for row in Run(tmp_path / "out").rows} == {2}
+
+    step.student.add_head(32, 16)
+    args = arguments(*options)
+    script.begin_phase2(args, step.student, {})
+    assert "phase 2 starts from the untrained student" in caplog.text
+    args.output_dir = str(trained.folder)
+    script.begin_phase2(args, step.student, {})
+    expected = torch.load(path)["model"]
+    assert all(value.equal(expected[key]) for key, value in step.student.state_dict().items())
+    args.student_model = "another"
+    with pytest.raises(script.InputError, match="was trained with --student_model builtin:bert"):
+        script.begin_phase2(args, step.student, {})
+    args.phase1_weights = "nowhere.pt"
+    with pytest.raises(script.InputError, match="--phase1_weights nowhere.pt: there is no such"):
+        script.begin_phase2(args, step.student, {})
 
 
-@pytest.mark.parametrize("kind", IN_ONE_PASS)
-def test_students(kind, trained, tmp_path, group):
-    """In one pass or in several, cut to 3 layers, saved and loaded: the same vectors, or an
-    error. A small random network with the tokenizer of another student."""
-    import transformers
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    folder = str(tmp_path / "student")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.student)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=6,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,  # of Qwen3 alone, as is the next
-        head_dim=16,
-        max_position_embeddings=64,
-        pad_token_id=0,
-    )
-    transformers.AutoModel.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    pooling = Pooling(32, "lasttoken" if kind == "Qwen3" else "mean")
-    modules = [Transformer(folder, max_seq_length=24), pooling]
-    SentenceTransformer(modules=modules, device="cpu").save(folder)
-
-    args = arguments("--student_layers=3", f"--cache_dir={tmp_path}", f"--output_dir={tmp_path}")
-    student, tokens, _ = load(args, trained.corpus, folder, torch.bfloat16)
-    config = student.model[0].model.config
-    assert config.num_hidden_layers == 3
-    assert len(getattr(config, "layer_types", [1, 2, 3])) == 3
-    assert student.in_one_pass == IN_ONE_PASS[kind]
-    script.check_saving(args, student, trained.corpus, tokens)
+def test_phases_one_after_the_other(work, tmp_path):
+    """Where both runs are given the data of both, they have one split, and the second goes on.
+    Artifacts that are there are kept."""
+    rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
+    (tmp_path / "texts.txt").write_text("\n".join(row["positive"][0] for row in rows))
+    options = small(work, f"--output_dir={tmp_path}/out", f"--phase1_data={tmp_path}/texts.txt")
+    options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
+    run(*options, "--skip_phase2")
+    said = run(*options)
+    assert "resuming" in said and "at step 2" in said
+    assert "step=4 phase=2 " in said
+    assert "loss = 0.8 x infonce + 0.2 x distance" in said
+    assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 2
 
 
-class Casts(TorchDispatchMode):
-    """Counts the casts of weights."""
+def test_few_pairs(work, tmp_path, group, caplog):
+    """Too few are refused before phase 1. The teacher has no more dimensions than texts."""
+    few = (work / "pairs.jsonl").read_text().splitlines(keepends=True)[:12]
+    (tmp_path / "few.jsonl").write_text("".join(few))
+    options = small(work, f"--output_dir={tmp_path}/out", f"--phase2_data={tmp_path}/few.jsonl")
+    options += ["--global_batch_size=64", f"--cache_dir={tmp_path}/cache"]
+    said = run(*options, status=2)
+    assert "64 samples a step: must be from 8 (ranks x micro-batches) to " in said
+    assert "making builtin:lsa" not in said
 
-    found = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "_to_copy" in str(function) and isinstance(args[0], torch.nn.Parameter):
-            self.found += 1
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def step(trained, tmp_path, group, work):
-    """A run, as far as a step needs one, and its student."""
-    args = arguments(*small(work, f"--output_dir={tmp_path}", f"--cache_dir={tmp_path}"))
-    torch.manual_seed(0)
-    student, tokens, limits = load(args, trained.corpus, trained.student)
-    vectors = unit(len(trained.corpus.kinds), 32).numpy().astype(np.float16)
-    data = script.TextData(tokens, vectors, limits, 32)
-    return SimpleNamespace(args=args, corpus=trained.corpus, data=data, state=None), student
+    args = arguments(*options, f"--phase1_data={tmp_path}/few.jsonl", "--teacher_model=builtin:lsa")
+    corpus = script.Corpus(script.prepare_texts(args))
+    assert 4 < len(corpus.pairs) < 24
+    vectors = script.teacher_vectors(args, "key", "builtin:lsa", corpus, 8, CPU)
+    assert vectors.dimensions == len(corpus.pairs)
+    assert f"builtin:lsa has {len(corpus.pairs)} dimensions" in caplog.text
 
 
-def test_a_step_of_each_phase_on_the_meta_device(step, monkeypatch):
-    """There a tensor made elsewhere, a read value and a test of a tensor's value are errors."""
-    run, student = step
-    # autocast does not know this device
-    monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
-    student.to("meta")
-    for phase in (1, 2):
-        sampler, data = script.make_sampler(run, phase)
-        sampler.set_epoch(0)
-        item = next(iter(sampler))
-        copies = Copies()
-        with copies:
-            batch = script.move(data[item], META)
-        vectors = student(batch.texts)
-        if phase == 1:
-            loss = script.text_loss(run.args, batch, vectors)
-        else:
-            loss = script.pair_loss(run.args, [batch], [vectors])[0]
-
-        loss.backward()
-        assert loss.device == META
-        assert set(copies.found) == {True}, "the host waits for a copy"
-
-
-def test_micro_batches_have_the_gradient_of_the_whole_step(step):
-    """Negatives come from all of them."""
-    run, student = step
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    found = []
-    for batch_size in (24, 5):
-        run.args.batch_size = batch_size
-        sampler, data = script.make_sampler(run, 2)
-        sampler.set_epoch(0)
-        batches = [data[i] for _, i in zip(range(sampler.accumulation), sampler, strict=False)]
-        student.zero_grad()
-        parts = script.pair_step(run.args, student, student, batches, scaler, lambda: None)
-        gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
-        found.append((parts, gradient))
-
-    (whole_parts, whole), (parts, gradient) = found
-    assert torch.allclose(parts, whole_parts, rtol=1e-5)
-    assert (gradient - whole).norm() < 1e-4 * whole.norm()
-
-
-def test_one_autocast_around_all_groups(step):
-    run, student = step
-    student.dtype = torch.bfloat16
-    student.in_one_pass = False
-    student.model[0].model.set_attn_implementation("sdpa")
-    casts = []
-    for layout in ((64, 0.9), (2, 0.0)):
-        texts = script.lay_out(run.data.tokens, np.arange(40), *layout)
-        with Casts() as counter:
-            student(texts)
-        casts.append((len(texts.shapes), counter.found))
-    assert casts[0][0] == 1 and casts[1][0] > 5
-    assert casts[0][1] == casts[1][1] > 0
-
-
-def test_a_rank_reads_its_own_teacher_rows(step):
-    run, _ = step
-
-    class Counted(np.ndarray):
-        rows = 0
-
-        def __getitem__(self, key):
-            Counted.rows += len(key[0])
-            return np.asarray(self)[key]
-
-    run.data.vectors = run.data.vectors.view(Counted)
-    sampler, data = script.make_sampler(run, 2)
-    sampler.set_epoch(0)
-    batch = data[next(iter(sampler))]
-    assert Counted.rows == len(batch.targets) < len(batch.documents)
+def test_without_a_hub_it_is_said_in_seconds(tmp_path):
+    began = time.monotonic()
+    env = environment(HF_HOME=tmp_path, HF_ENDPOINT="http://localhost:9")
+    command = [sys.executable, ROOT / "train_ddp.py", f"--output_dir={tmp_path}/out"]
+    command.append(f"--cache_dir={tmp_path}/cache")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert time.monotonic() - began < 45  # 10 s on an idle machine
+    assert "no model hub" in done.stdout
+    assert "microsoft/ms_marco is no file here, and not on this machine" in done.stderr
+    assert "pydocs" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 # --------------------------------------------------------------------------------------------------
-# Teacher vectors and negatives
+# Teacher vectors
 
 
 class Teacher:
@@ -482,241 +578,182 @@ class Teacher:
 
 
 def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch):
-    """A stopped run's blocks are not computed again."""
+    """A stopped run's blocks are not computed again, whichever they are: with other ranks they are
+    not the first ones."""
     monkeypatch.setattr(script, "load_teacher", lambda *args: Teacher())
-    monkeypatch.setattr(script, "FEWEST_TOGETHER", 32)
     corpus = trained.corpus
     args = arguments(f"--cache_dir={tmp_path}")
-    guard = mock.Mock()
-    guard.agree.side_effect = ["", "", "SIGTERM"]
-    options = [args, corpus, "name", tmp_path / "teacher", CPU, guard]
+    wishes = mock.Mock(side_effect=["", "", "SIGTERM"])
+    monkeypatch.setattr(script, "wish_to_stop", wishes)
+    options = [args, "key", "name", corpus, 3, CPU]
     assert script.teacher_vectors(*options) is None
-    assert Teacher.encoded == 64
+    assert Teacher.encoded == 2 * 64
 
-    guard.agree = lambda: ""
+    monkeypatch.setattr(script, "wish_to_stop", lambda args: "")
     vectors = script.teacher_vectors(*options)
-    texts = corpus.texts(range(len(corpus.kinds)), Teacher.prompts)
+    assert Teacher.encoded == len(corpus)
+    texts = corpus.texts(range(len(corpus)), Teacher.prompts)
     expected = [[len(t), t.startswith("q: "), 1.0] for t in texts]
     expected = F.normalize(torch.tensor(expected), dim=1).numpy()
-    assert vectors.dtype == np.float16
-    assert np.allclose(vectors, expected, atol=1e-3)
-    assert np.array_equal(script.teacher_vectors(*options), vectors)
-    assert Teacher.encoded == len(texts)
+    found = vectors[np.arange(len(corpus))]
+    assert found.dtype == np.float16
+    assert np.allclose(found, expected, atol=1e-3)
 
-
-def test_negatives_are_drawn_from_those_that_are_there(step):
-    run, _ = step
-    _, data = script.make_sampler(run, 2)
-    negatives = np.arange(1000).reshape(-1, 10)
-    negatives[:20, 1:] = -1
-    data.corpus = SimpleNamespace(negatives=negatives)
-    data.args.num_negatives = 4
-    whole = np.array([3, 5, 9, 20, 40])
-    drawn = data.draw(whole)
-    assert np.array_equal(drawn, data.draw(whole))
-    assert [max(row) for row in drawn[:3]] == [30, 50, 90]
-    for row, number in zip(drawn[3:], whole[3:], strict=True):
-        assert len(set(row) & set(negatives[number])) == 4
-    assert not np.array_equal(drawn, data.draw(whole[::-1])[::-1])
+    (tmp_path / "teacher-key" / f"{64:010}.npy").rename(tmp_path / "teacher-key" / "cut.tmp")
+    assert np.array_equal(script.teacher_vectors(*options)[np.arange(len(corpus))], found)
+    assert Teacher.encoded == len(corpus) + 64
 
 
 # --------------------------------------------------------------------------------------------------
-# Texts
+# Students
 
 
-def prepare(out, *options, status=0):
-    """The texts that the tool has made, or what it says."""
-    found, said = call_program(PREPARE, *options, f"--out={out}")
-    assert found == status, said
-    return script.Corpus(out) if status == 0 else said
+def save_network(folder, trained, kind, pooling="mean", limit=64, spare=0, **config):
+    """A small random network with the tokenizer of another student."""
+    import transformers
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.student)
+    tokenizer.model_max_length = limit
+    if kind == "GPT2":
+        tokenizer.pad_token = config.pop("pad_token", None)
+    sizes = {
+        "vocab_size": len(tokenizer) + spare,
+        "hidden_size": 32,
+        "num_hidden_layers": 6,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 66,
+        "pad_token_id": 0,
+        **config,
+    }
+    for name in [name for name, value in sizes.items() if value is None]:
+        del sizes[name]
+    network = transformers.AutoModel.from_config(getattr(transformers, f"{kind}Config")(**sizes))
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    modules = [Transformer(str(folder)), Pooling(32, pooling)]
+    model = SentenceTransformer(modules=modules, device="cpu", prompts={"passage": "p: "})
+    model.save(str(folder), create_model_card=False)
+    return str(folder)
 
 
-def decoded(corpus, numbers):
-    return {corpus.decode(number) for number in np.ravel(numbers) if number >= 0}
+CAUSAL = {"num_key_value_heads": 1, "head_dim": 16}
+SAVED = {  # kind of network: its pooling, more of its configuration
+    "MPNet": ("mean", {}),
+    "Roberta": ("mean", {}),
+    "DistilBert": ("cls", {"hidden_dim": 64}),
+    "Electra": ("mean", {"embedding_size": 32}),
+    "ModernBert": ("mean", {}),
+    "Albert": ("mean", {"embedding_size": 32}),
+    "DebertaV2": ("mean", {}),
+    "Qwen3": ("lasttoken", CAUSAL),
+    "Gemma3Text": ("mean", CAUSAL),
+    "GPT2": ("lasttoken", {"pad_token": "[PAD]"}),
+}
 
 
-def test_nothing_held_out_is_trained_on(trained):
-    corpus = trained.corpus
-    held = decoded(corpus, corpus.eval_queries)
-    held |= decoded(corpus, corpus.eval_documents[: corpus.eval_answers])
-    used = decoded(corpus, corpus.phase1) | decoded(corpus, corpus.pairs)
-    used |= decoded(corpus, corpus.negatives)
-    assert not held & used
-    assert len(held) > 60
-    for query, document in corpus.eval_pairs:
-        name = corpus.decode(corpus.eval_queries[query]).split()[3]
-        assert f" {name} " in corpus.decode(corpus.eval_documents[document]) + " "
-    for pair, right, wrong in zip(corpus.pairs, corpus.positives, corpus.negatives, strict=True):
-        assert pair[1] in right
-        assert not {*right[right >= 0]} & {*wrong}
+@pytest.mark.parametrize("kind", SAVED)
+def test_students(kind, trained, tmp_path, group, caplog):
+    """Cut to 3 layers, in groups of texts of similar length, saved and loaded: the same vectors."""
+    from sentence_transformers import SentenceTransformer
+
+    pooling, config = SAVED[kind]
+    folder = save_network(tmp_path / "student", trained, kind, pooling, **config)
+    options = [f"--cache_dir={tmp_path}", f"--student_model={folder}", "--student_query_prompt=q:"]
+    if kind != "Albert":
+        options.append("--student_layers=3")
+    args = arguments(*options)
+    model = script.load_student(args, folder)
+    assert "prompts that are not used here: passage" in caplog.text
+    config = model[0].model.config
+    assert config.num_hidden_layers == (6 if kind == "Albert" else 3)
+    assert len(getattr(config, "layer_types", None) or "abc") == 3
+    student = script.Student(model).eval()
+    tokens = script.Tokens(args, trained.corpus, model)
+    script.check_student(args, student, tokens)
+    rows = np.arange(0, len(trained.corpus), 15)
+    script.save_student(args, student, tmp_path / "saved", head=True)
+    saved = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert saved.prompts["passage"] == "p: "
+    with torch.no_grad():
+        found = student(script.lay_out(tokens, rows)).numpy()
+    expected = saved.encode(trained.corpus.texts(rows, model.prompts), prompt="")
+    assert np.allclose(found, expected, atol=1e-5)
 
 
-def test_the_split(work, tmp_path):
-    """The same in any order; what it leaves is trained on; each source has its held-out rows;
-    distractors as many as asked for; a group is held out together."""
-    options = ["--eval_fraction=0.5", "--eval_samples=20"]
-    (tmp_path / "texts.txt").write_text("\n".join(f"text {i}" for i in range(2000)))
-    data = [f"--phase1_data={tmp_path}/texts.txt", f"--phase2_data={work}/pairs.jsonl"]
-    found = prepare(tmp_path / "a", *data, *options)
-    assert len(found.eval_queries) == 20
-    assert len(found.pairs) == 2 * 110
-    assert found.eval_answers == 20 + 2 * 20
-    assert len(found.eval_documents) == 2 * found.eval_answers
-
-    lines = (work / "pairs.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "other.jsonl").write_text("".join(reversed(lines)))
-    path = f"--phase2_data={tmp_path}/other.jsonl"
-    other = prepare(tmp_path / "b", path, *options, "--eval_distractors=0")
-    assert decoded(other, other.eval_queries) == decoded(found, found.eval_queries)
-    assert len(other.eval_documents) == 40
-
-    rows = []
-    for i in range(200):
-        row = {"query": f"query {i}", "positive": f"document {i}", "group": i // 10}
-        rows.append(json.dumps(row))
-    (tmp_path / "groups.jsonl").write_text("\n".join(rows))
-    found = prepare(tmp_path / "c", f"--phase2_data={tmp_path}/groups.jsonl", *options)
-    groups = {int(text.split()[1]) // 10 for text in decoded(found, found.eval_queries)}
-    assert len(found.eval_queries) == 10 * len(groups) == 20
+def with_head_for_scores(folder):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["architectures"] = ["BertForSequenceClassification"]
+    path.write_text(json.dumps(config))
 
 
-def test_all_kinds_of_files(work, tmp_path):
-    from datasets import Dataset
-
-    rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
-    Dataset.from_list(rows).to_parquet(str(tmp_path / "pairs.parquet"))
-    expected = prepare(tmp_path / "jsonl", f"--phase2_data={work}/pairs.jsonl")
-    found = prepare(tmp_path / "parquet", f"--phase2_data={tmp_path}/pairs.parquet")
-    assert decoded(found, found.pairs) == decoded(expected, expected.pairs)
-    (tmp_path / "texts.txt").write_text("\n\n".join(f"text {i} of some" for i in range(50)))
-    found = prepare(tmp_path / "txt", f"--phase1_data={tmp_path}/texts.txt")
-    assert len(found.phase1) + found.eval_answers == 50
-    assert len(found.pairs) == 0
-
-    # as spreadsheets write it: a byte-order mark, empty cells, a cell of any length
-    lines = ["anchor,positive,negatives,hard"]
-    lines += [f"query {i},document {i},," for i in range(20)]
-    lines.append(f"long,{'word ' * 40_000},wrong,")
-    (tmp_path / "pairs.csv").write_text("\r\n".join(lines), encoding="utf-8-sig")
-    options = ["--eval_fraction=0.5", "--eval_distractors=inf", f"--out={tmp_path}/csv"]
-    status, said = call_program(PREPARE, f"--phase2_data={tmp_path}/pairs.csv", *options)
-    assert status == 0
-    assert "pairs.csv: these columns are not read: hard" in said
-    found = script.Corpus(tmp_path / "csv")
-    assert len(found.pairs) + len(found.eval_queries) == 21
-    assert len(found.eval_documents) == (found.kinds == 1).sum() == 22
+UNFIT = {  # kind of network, more of it, options, what is said
+    "no limit": ("Roberta", {"limit": int(1e30)}, [], "fails on a text of 66 tokens: "),
+    "no padding token": ("GPT2", {}, [], "its tokenizer has no padding token"),
+    "tokens": ("Bert", {"spare": -50}, [], "its tokenizer gives token "),
+    "layers": ("Bert", {}, ["--student_layers=7"], "the student has 6 layers"),
+    "one layer": ("Albert", {"embedding_size": 32}, ["--student_layers=3"], "no list of 6 layers"),
+    "longer": ("Bert", {}, ["--student_max_length=90"], "fails on a text of 90 tokens: "),
+    "scores": ("Bert", {}, [], "is a cross-encoder"),
+    "frozen": ("Bert", {}, [], "all its weights are frozen"),
+}
 
 
-def test_queries_among_the_texts_of_phase_1_are_queries(work, tmp_path):
-    """Held out as documents, they would be found before those that answer them."""
-    rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
-    queries = {row["query"] for row in rows}
-    (tmp_path / "texts.txt").write_text("\n".join([*queries, "another text"]), encoding="utf-8-sig")
-    options = [f"--phase1_data={tmp_path}/texts.txt", f"--phase2_data={work}/pairs.jsonl"]
-    found = prepare(tmp_path / "out", *options, "--eval_fraction=0.5")
-    assert not decoded(found, found.eval_documents) & queries
-    trained = decoded(found, found.phase1)
-    assert trained & queries == queries - decoded(found, found.eval_queries)
+@pytest.mark.parametrize("case", UNFIT)
+def test_students_that_are_refused(case, trained, tmp_path, group, monkeypatch):
+    """In one line, before the teacher reads."""
+    kind, more, options, said = UNFIT[case]
+    folder = save_network(tmp_path / "student", trained, kind, **more)
+    args = arguments(f"--cache_dir={tmp_path}", f"--student_model={folder}", *options)
+    if case == "scores":
+        with_head_for_scores(tmp_path / "student")
+        with pytest.raises(script.InputError, match=said):
+            script.load_teacher(args, folder, CPU)
+    if case == "frozen":  # as an adapter's network is when it is loaded
+        model = script.load_model(args, folder, "student", "").requires_grad_(False)
+        monkeypatch.setattr(script, "load_model", lambda *args, **options: model)
+    with pytest.raises(script.InputError, match=said) as caught:
+        model = script.load_student(args, folder)
+        tokens = script.Tokens(args, trained.corpus, model)
+        script.check_student(args, script.Student(model), tokens)
+    assert f"--student_model {folder}" in str(caught.value) or case in ("layers", "one layer")
+    assert "\n" not in str(caught.value)
 
 
-BAD = [
-    b'{"query": "no positive"}',
-    b"not json",
-    b"\xff\xfe",
-    b'{"query": "q", "positive": ["fine", 3]}',
-    b'{"query": "half a character \\ud800", "positive": "p"}',
-]
+def test_a_student_that_was_saved_with_fewer_dimensions(trained, tmp_path, caplog):
+    folder = save_network(tmp_path / "student", trained, "Bert")
+    path = tmp_path / "student" / "config_sentence_transformers.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "truncate_dim": 8}))
+    student = script.Student(script.load_student(arguments(), folder))
+    assert student.width == 32
+    assert "truncate_dim 8 is not used" in caplog.text
 
 
-def test_bad_rows_are_all_named(work, tmp_path):
-    good = (work / "pairs.jsonl").read_bytes().splitlines()
-    path = tmp_path / "pairs.jsonl"
-    path.write_bytes(b"\n".join(good[:10] + BAD + good[10:] + [b"broken"] * 30))
-    said = prepare(tmp_path / "out", f"--phase2_data={path}", status=1)
-    for number in range(11, 16):
-        assert f"{path} line {number}: " in said
-    assert "35 bad rows" in said
-    assert "and 15 more" in said
-    assert len(said.splitlines()) == 22
-    assert not (tmp_path / "out").exists()
-    found = prepare(tmp_path / "out", f"--phase2_data={path}", "--skip_bad_data")
-    assert len(found.pairs) + 2 * len(found.eval_queries) == 260
-    assert len((tmp_path / "out" / "bad_rows.txt").read_text().splitlines()) == 35
-
-    (tmp_path / "empty.txt").write_text("")
-    for name, expected in {"gone.jsonl": "No such file", "empty.txt": "give more data"}.items():
-        said = prepare(tmp_path / "none", f"--phase1_data={tmp_path}/{name}", status=1)
-        assert expected in said
-        assert len(said.splitlines()) == 1
-
-    (tmp_path / "pairs.csv").write_text("query,positive\nq,red, hard and rare\nq,\n")
-    said = prepare(tmp_path / "none", f"--phase2_data={tmp_path}/pairs.csv", status=1)
-    assert "line 2: 1 fields more than the header has" in said
-    assert "line 3: found columns ['query'] with content" in said
-
-
-def test_phases_one_after_the_other(work, tmp_path):
-    """Where both runs are given the data of both, they have one split, and the second goes on.
-    Artifacts that are there are kept."""
-    rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
-    (tmp_path / "texts.txt").write_text("\n".join(row["positive"][0] for row in rows))
-    options = small(work, f"--output_dir={tmp_path}/out", f"--phase1_data={tmp_path}/texts.txt")
-    options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
-    run(*options, "--skip_phase2")
-    said = run(*options)
-    assert "resuming" in said and "at step 2" in said
-    assert "step=4 phase=2 " in said
-    assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 2
-
-
-def test_too_few_pairs_are_found_before_phase_1(work, tmp_path):
-    few = (work / "pairs.jsonl").read_text().splitlines(keepends=True)[:12]
-    (tmp_path / "few.jsonl").write_text("".join(few))
-    options = small(work, f"--output_dir={tmp_path}/out", f"--phase2_data={tmp_path}/few.jsonl")
-    said = run(*options, "--teacher_model=builtin:lsa:8", "--global_batch_size=64", status=2)
-    assert "--batch_size x GPUs: 64 samples a step, must be from" in said
-    assert "step=1 " not in said
-
-
-def test_ms_marco(tmp_path, monkeypatch):
-    """Selected passages are positives, the validation split is held out."""
-
-    def load_dataset(path, config, split):
-        assert (path, config) == ("microsoft/ms_marco", "v1.1")
-        rows = []
-        for i in range(6):
-            name = f"{split} {i}"
-            passages = {
-                "is_selected": [0, i % 5],
-                "passage_text": [f"{name} wrong", f"{name} right"],
-            }
-            rows.append({"query": name, "passages": passages})
-        return rows
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    tool = import_tool("prepare_texts")
-    options = ["--phase2_data=ms_marco", "--eval_samples=3", f"--out={tmp_path}/out"]
-    tool.main(parse_arguments(tool, *options))
-    found = script.Corpus(tmp_path / "out")
-    assert decoded(found, found.eval_queries) == {"validation 1", "validation 2"}
-    numbers = range(1, 5)  # nothing is selected for queries 0 and 5
-    assert decoded(found, found.pairs[:, 0]) == {f"train {i}" for i in numbers}
-    assert decoded(found, found.pairs[:, 1]) == {f"train {i} right" for i in numbers}
-    assert decoded(found, found.negatives) == {f"train {i} wrong" for i in numbers}
+def test_a_teacher_with_code_of_its_own(tmp_path):
+    options = [f"--cache_dir={tmp_path}", "--phase1_data=pydocs", "--phase2_data=pydocs"]
+    assert "then give --trust_remote_code" in run(*options, "--device=cpu", status=2)
 
 
 # --------------------------------------------------------------------------------------------------
 # Options
 
 
-def test_options_that_cannot_be():
-    for option in ("--false_negative_margin=-3", "--phase2_data=texts.txt", "--phase1_lr=nan"):
-        with pytest.raises(script.InputError, match=option.partition("=")[0]):
-            arguments(option)
-
-
-def test_learning_rates():
-    args = arguments("--warmup_ratio=0.25")
-    found = [script.lr_factor(args, step, 8) for step in range(8)]
-    fall = [1 - i / 6 for i in range(6)]
-    assert found == pytest.approx([1 / 3, 2 / 3, *fall])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--false_negative_margin=-3",
+        "--phase2_data=texts.txt.gz",
+        "--phase1_lr=nan",
+        "--student_model=builtin:lsa",
+        "--teacher_model=builtin:bert:0x8",
+        "--phase1_weights=a.pt",
+        "--skip_phase1 --skip_phase2",
+        "--teacher_max_length=9 --teacher_model=builtin:lsa",
+    ],
+)
+def test_options_that_cannot_be(words):
+    with pytest.raises(script.InputError, match=words.partition("=")[0].split()[0]):
+        arguments(*words.split())
