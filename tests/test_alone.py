@@ -3,12 +3,16 @@
 Each format is a function that writes such files into the folder, and returns the options.
 """
 
+import csv
+import gzip
 import json
 import shutil
 import subprocess
 import sys
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from helpers import ROOT, environment
 
@@ -63,38 +67,100 @@ def zarr(version, layout):
     return write
 
 
-QUANTUMGRAV = "run_train_quantumgrav_ddp"
-TINY = "--hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2 --batch_size=15".split()
-CASES = {"npz": (QUANTUMGRAV, TINY, npz)}  # script, its options, the user's files
+def pairs(count=40):
+    """Rows of queries with a document and one that is wrong."""
+    rows = []
+    for i in range(count):
+        row = {"query": f"where is item {i}", "positive": f"item {i} is in hall {i % 7}"}
+        rows.append({**row, "negative": f"nothing is in room {i}"})
+    return rows
+
+
+def csv_pairs(folder):
+    with open(folder / "pairs.csv", "w") as file:
+        writer = csv.DictWriter(file, ["query", "positive", "negative"])
+        writer.writeheader()
+        writer.writerows(pairs())
+    return ["--phase1_data=pairs.csv", "--phase2_data=pairs.csv"]
+
+
+def json_pairs(folder):
+    with gzip.open(folder / "pairs.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in pairs())
+    return ["--phase1_data=pairs.jsonl.gz", "--phase2_data=pairs.jsonl.gz"]
+
+
+def texts_and_parquet(folder):
+    (folder / "texts.txt").write_text("\n".join(f"item {i} is heavy" for i in range(60)))
+    table = pyarrow.Table.from_pylist(pairs())
+    pyarrow.parquet.write_table(table, folder / "pairs.parquet")
+    return ["--phase1_data=texts.txt", "--phase2_data=pairs.parquet"]
+
+
+def check_quantumgrav(folder, summary):
+    assert summary["steps"] == 2 * (SETS * 3 // 4 // 15)
+    assert 0 <= summary["test"]["manifold/accuracy"] <= 1
+    (read,) = (folder / "cache").iterdir()
+    assert len(np.load(read / "labels.npy")) == SETS
+
+
+def check_train_ddp(folder, summary):
+    assert summary["best"]["metric"] == "ndcg@10"
+    assert set(summary["phases"]) == {"phase 1", "phase 2"}
+    for path in summary["artifacts"]:
+        assert (folder / path / "modules.json").exists()
+
+
+SCRIPTS = {  # options of a tiny run, what is looked at, and the folders that are made
+    "run_train_quantumgrav_ddp": (
+        "--hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2 --batch_size=15",
+        check_quantumgrav,
+        {"cache", "run"},
+    ),
+    "train_ddp": (
+        """--teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
+        --eval_fraction=0.3 --batch_size=10 --max_steps=3 --save_to_artifacts""",
+        check_train_ddp,
+        {"cache", "run", "artifacts"},
+    ),
+}
+CASES = {  # script, the user's files
+    "npz": ("run_train_quantumgrav_ddp", npz),
+    "csv": ("train_ddp", csv_pairs),
+    "jsonl.gz": ("train_ddp", json_pairs),
+    "txt and parquet": ("train_ddp", texts_and_parquet),
+}
 for version in (2, 3):
     for layout in ("flat", "one group", "groups"):
-        CASES[f"zarr {version} {layout}"] = (QUANTUMGRAV, TINY, zarr(version, layout))
+        store = zarr(version, layout)
+        CASES[f"zarr {version} {layout}"] = ("run_train_quantumgrav_ddp", store)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_alone(case, tmp_path):
-    name, options, write = CASES[case]
+    name, write = CASES[case]
+    options, check, expected = SCRIPTS[name]
     shutil.copy(ROOT / f"{name}.py", tmp_path)
-    command = [sys.executable, f"{name}.py", *options, *write(tmp_path)]
-    env = environment(PYTHONPATH="")
+    command = [sys.executable, f"{name}.py", *options.split(), *write(tmp_path)]
+    env = environment(PYTHONPATH="", HF_HUB_OFFLINE=1)
 
     def call(*more):
         done = subprocess.run([*command, *more], cwd=tmp_path, env=env, capture_output=True, text=1)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def made():
+        return {path.name for path in set(tmp_path.iterdir()) - before}
+
     before = set(tmp_path.iterdir())
-    if case == "npz":  # one is enough: it ends where the data are read
+    if case in ("npz", "csv"):  # one of each is enough: it ends where the data are read
         call("--prepare_only")
-        assert {path.name for path in set(tmp_path.iterdir()) - before} == {"cache"}
+        assert made() == {"cache"}
     text = call("--output_dir=run")
     assert "completed successfully!" in text
-    assert {path.name for path in set(tmp_path.iterdir()) - before} == {"cache", "run"}
+    assert made() == expected
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
-    assert summary["steps"] == 2 * (SETS * 3 // 4 // 15)
-    assert 0 <= summary["test"]["manifold/accuracy"] <= 1
+    check(tmp_path, summary)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert all(np.isfinite(row["loss"]) for row in rows if "loss" in row)
-    (read,) = (tmp_path / "cache").iterdir()
-    assert len(np.load(read / "labels.npy")) == SETS
