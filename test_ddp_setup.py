@@ -371,8 +371,6 @@ def finish(args):
     statuses = [check["status"] for check in checks]
     counts = [f"{statuses.count(status)} {status}" for status in STATUSES]
     print(f"\n{', '.join(counts)} in {results['seconds']:.0f} s", flush=True)
-    for rank in multiprocessing.active_children():
-        rank.kill()
     os._exit(1 if "FAIL" in statuses else 0)  # at once: a group that misses a rank may not close
 
 
@@ -396,6 +394,11 @@ def start_ranks(args):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         context.Process(target=launch, args=(parse_args, main)).start()
     os.environ.update(RANK="0", LOCAL_RANK="0")
+
+
+def end_with(parent):
+    parent.join()
+    os._exit(1)
 
 
 def check_ranks(args, rank):
@@ -428,6 +431,9 @@ def main(args):
     MEETING_MINUTES = 6  # TIME_LIMIT is over first
     rank, world_size, _ = find_ranks() or (0, 1, 0)
     if rank > 0:
+        parent = multiprocessing.parent_process()
+        if parent:  # rank 0 has started this one
+            threading.Thread(target=end_with, args=[parent], daemon=True).start()
         check_ranks(args, rank)
         os._exit(0)  # at once, as rank 0
 

@@ -135,13 +135,14 @@ def test_results_that_cannot_be_written(tmp_path):
     assert statuses(output)["json"] == "FAIL"
 
 
-def test_a_signal_to_the_first_process(start):
-    """It does not leave its ranks alone."""
+@pytest.mark.parametrize("said", ["OK +shared memory", "OK +threads"])
+def test_a_signal_to_the_first_process(start, said):
+    """It does not leave its ranks alone, before they have met or after it."""
     job = start([sys.executable, str(PATH), "--nproc_per_node=2"])
-    job.wait_for("OK +threads")
+    job.wait_for(said)
     job.process.terminate()
     assert job.wait(60) != 0
-    assert job.is_gone()
+    assert job.is_gone(60)
 
 
 def test_ranks_that_do_not_reach_each_other():
