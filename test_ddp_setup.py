@@ -2,20 +2,17 @@
 
     python test_ddp_setup.py                          # a process per GPU, or 2 without GPUs
     python test_ddp_setup.py --nproc_per_node 4 --backend gloo --json check.json
-    python test_ddp_setup.py --quick                  # no speeds, and no rank that fails
     torchrun --nproc_per_node=8 test_ddp_setup.py     # or srun, mpiexec: checks its ranks
 
 The first command on a new machine. It prints a line for each check: OK, WARN or FAIL, what was
 found, and what to do about it. If a check fails the exit status is 1.
 
-One process checks the environment. Then ranks start, and check together: sums with known results,
-a DDP step against one process, each precision against float64. They measure matrix products,
-launches of a tiny operation, all-reduces, and how much more work all ranks do than one. Last a rank
-fails on purpose, and the others must end. (Where a launcher has started the ranks, neither the port
-is checked nor this.)
+The first process checks the environment. Then all ranks check together: sums with known results,
+a DDP step against one process, each precision. They measure all-reduces, and how much more work all
+ranks do than one. Last a rank ends without a word, and the others must notice.
 
 --json FILE: checks [{name, status, found}], measured {ranks, backend, device, tflop_per_s,
-launch_us, all_reduce [{bytes, seconds}], step {alone, together}}, host, torch, seconds.
+all_reduce [{bytes, seconds}], step {alone, together}}, host, torch, seconds.
 """
 
 import argparse
@@ -29,7 +26,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -45,14 +41,14 @@ import torch.nn as nn
 import yaml
 from torch.nn.parallel import DistributedDataParallel
 
-OK = "OK"
-WARN = "WARN"
-FAIL = "FAIL"
-STATUSES = [OK, WARN, FAIL]  # from good to bad
-
+STATUSES = ["OK", "WARN", "FAIL"]  # from good to bad
 CHECKPOINT_GB = 1.4  # the largest of the scripts' checkpoints, with the optimizer's state
 SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20, 25 * 2**20]  # bytes of all-reduces; DDP's: the last
-TIME_LIMIT = 600  # seconds for all that the ranks do
+TIME_LIMIT = 300  # seconds for all that the ranks do
+REACH = "Can the ranks reach each other? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewall"
+
+checks = []  # {name, status, found} of each, in the order of the report
+measured = {}  # figures for --json
 
 # --------------------------------------------------------------------------------------------------
 # Arguments
@@ -66,25 +62,12 @@ def parse_args():
     kinds = ["auto", "cuda", "xpu", "cpu"]
     add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
     add("--backend", default="auto", help="nccl, gloo, xccl; auto: by the device")
-    add("--quick", **FLAG, default=False, help="no speeds, and no rank that fails")
     add("--output_dir", default=".", help="where runs will write")
     add("--json", help="file for the results")
-    add("--timeout_minutes", type=number(0), default=2.0, help="limit of one collective")
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
-    add("--results", help=argparse.SUPPRESS)  # where ranks that this program starts leave them
-    # what the lines at the end of this file read beside these
-    parser.set_defaults(compile=False, deterministic=False)
-    args = parser.parse_args()
-
-    # The first process checks the environment, and then starts ranks, which are given --results.
-    args.nproc_per_node = args.ranks if args.results else 1
-    return args
-
-
-def is_launched():
-    """Whether this is one of several ranks. (srun with one task sets a rank, too.)"""
-    ranks = find_ranks()
-    return "TORCHELASTIC_RUN_ID" in os.environ or (ranks is not None and ranks[1] > 1)
+    # The lines at the end of this file read these, too. (10 minutes: TIME_LIMIT is over first.)
+    parser.set_defaults(nproc_per_node=1, timeout_minutes=10, compile=False, deterministic=False)
+    return parser.parse_args()
 
 
 def find_kind(args):
@@ -95,12 +78,6 @@ def find_kind(args):
     return found.type
 
 
-def count_ranks(args):
-    """How many ranks this program would start."""
-    devices = 2 if find_kind(args) == "cpu" else torch.accelerator.device_count()
-    return args.ranks or devices
-
-
 # --------------------------------------------------------------------------------------------------
 # Checks of the environment, in one process. Each returns its status, and what it found and advises
 
@@ -109,40 +86,37 @@ def check_versions(args):
     found = f"python {sys.version.split()[0]}, torch {torch.__version__}, numpy {np.__version__}"
     version = [int(part) for part in torch.__version__.split(".")[:2]]
     if sys.version_info < (3, 10) or version < [2, 11]:
-        return FAIL, f"{found}; python 3.10 and torch 2.11 at least: see requirements.txt"
+        return "FAIL", f"{found}; python 3.10 and torch 2.11 at least: see requirements.txt"
     if version > [2, 13]:
-        return WARN, f"{found}; the scripts were tested with torch 2.11 to 2.13"
-    return OK, found
+        return "WARN", f"{found}; the scripts were tested with torch 2.11 to 2.13"
+    return "OK", found
 
 
 def check_devices(args):
     kind = find_kind(args)
     if args.device not in ("auto", kind):
-        return FAIL, f"no {args.device} device that this torch can use; give --device cpu"
+        return "FAIL", f"no {args.device} device that this torch can use; give --device cpu"
     if kind == "cpu":
         if args.device == "auto" and shutil.which("nvidia-smi"):
             text = "are the GPUs hidden, or does this build of torch not fit the driver?"
-            return WARN, f"no accelerator, but there is an NVIDIA driver: {text}"
-        return OK, "the CPU"
+            return "WARN", f"no accelerator, but there is an NVIDIA driver: {text}"
+        return "OK", "the CPU"
 
     devices = torch.accelerator.device_count()
     found = f"{devices} x {torch.get_device_module(kind).get_device_name(0)}"
-    ranks = count_ranks(args)
-    if is_launched():
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, on this machine
-    if ranks > devices:
-        return FAIL, f"{found} for {ranks} ranks; start at most {devices}"
-    return OK, found
+    if args.ranks and args.ranks > devices:
+        return "FAIL", f"{found} for {args.ranks} ranks; start at most {devices}"
+    return "OK", found
 
 
 def check_backend(args):
     kind = find_kind(args)
     best = dist.get_default_backend_for_device(kind)
     if args.backend in ("auto", best):
-        return OK, f"{best} for {kind}"
+        return "OK", f"{best} for {kind}"
     if kind == "cpu" or not dist.is_backend_available(args.backend):
-        return FAIL, f"{args.backend} does not work here; give --backend {best}"
-    return WARN, f"{args.backend} for {kind}; {best} is made for it"
+        return "FAIL", f"{args.backend} does not work here; give --backend {best}"
+    return "WARN", f"{args.backend} for {kind}; {best} is made for it"
 
 
 def check_host_name(args):
@@ -150,63 +124,51 @@ def check_host_name(args):
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-        with socket.socket() as probe:
-            probe.bind((address, 0))
+        socket.create_server((address, 0)).close()
     except OSError as error:
         text = f"add the line '127.0.0.1 {name}' to /etc/hosts"
-        return FAIL, f"{name} has no address that works ({error}); {text}"
+        return "FAIL", f"{name} has no address that works ({error}); {text}"
     if address.startswith("127."):
-        return OK, f"{name} is {address}; on several machines export GLOO_SOCKET_IFNAME"
-    return OK, f"{name} is {address}"
+        return "OK", f"{name} is {address}; on several machines export GLOO_SOCKET_IFNAME"
+    return "OK", f"{name} is {address}"
 
 
 def check_port(args):
     """Where the ranks of srun, of mpiexec and of several machines meet."""
     port = os.environ.get("MASTER_PORT") or "29500"
     try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", int(port)))
-            probe.listen()
+        socket.create_server(("", int(port))).close()
     except (OSError, OverflowError, ValueError) as error:
-        status = FAIL if os.environ.get("MASTER_PORT") else WARN
-        text = "export another MASTER_PORT, or use torchrun --standalone"
-        return status, f"{port}: {error}; {text}"
-    return OK, f"{port} is free"
+        status = "FAIL" if os.environ.get("MASTER_PORT") else "WARN"
+        return status, f"{port}: {error}; export another MASTER_PORT, or use torchrun --standalone"
+    return "OK", f"{port} is free"
 
 
 def check_disk(args):
     """Write as much as a small checkpoint where runs will write."""
     folder = Path(args.output_dir).resolve()
-    content = os.urandom(32_000_000)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            begin = time.monotonic()
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            rate = 32 / (time.monotonic() - begin)
+            file.write(bytes(32_000_000))
         free = shutil.disk_usage(folder).free / 1e9
     except OSError as error:
-        return FAIL, f"{folder} does not take 32 MB ({error.strerror}); give another --output_dir"
+        return "FAIL", f"{folder} does not take 32 MB ({error.strerror}); give another --output_dir"
 
-    found = f"{free:.1f} GB free in {folder}, written at {rate:.0f} MB/s"
+    found = f"{free:.1f} GB free in {folder}"
     if free < 3 * CHECKPOINT_GB:
         text = f"the largest run keeps 3 checkpoints of {CHECKPOINT_GB} GB"
-        return WARN, f"{found}; {text}: give another --output_dir"
-    return OK, found
+        return "WARN", f"{found}; {text}: give another --output_dir"
+    return "OK", found
 
 
 def check_shared_memory(args):
-    if not Path("/dev/shm").is_dir():
-        return OK, "no /dev/shm here: it is not used"
-    free = shutil.disk_usage("/dev/shm").free / 1e9
+    free = shutil.disk_usage("/dev/shm").free / 1e9 if os.path.isdir("/dev/shm") else 0
     found = f"{free:.2f} GB free in /dev/shm"
     if free < 1:
         text = "loader processes and NCCL die of this: docker run --shm-size=8g, or --ipc=host"
-        return WARN, f"{found}; {text}"
-    return OK, found
+        return "WARN", f"{found}; {text}"
+    return "OK", found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -219,14 +181,14 @@ def check_process_group(args, device):
     hosts = sorted(set(gather(socket.gethostname())))
     found = f"{dist.get_world_size()} ranks on {', '.join(hosts)}; {dist.get_backend()} on {device}"
     if len(versions) > 1:
-        return FAIL, f"{found}; {' and '.join(versions)}: install the same on all machines"
+        return "FAIL", f"{found}; {' and '.join(versions)}: install the same on all machines"
 
     if device.type != "cpu":
         free, total = torch.get_device_module(device).mem_get_info(device)
         found += f", {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         if free < 0.8 * total:
-            return WARN, f"{found}; another process uses it: end that one, or take another device"
-    return OK, found
+            return "WARN", f"{found}; another process uses it: end that one, or take another device"
+    return "OK", found
 
 
 def check_threads(args, device):
@@ -241,8 +203,8 @@ def check_threads(args, device):
     found = f"{threads} in {len(here)} ranks on {len(cores)} cores of {host}"
     if threads > max(len(here), len(cores)):
         share = max(1, len(cores) // len(here))
-        return WARN, f"{found}; they wait for each other: export OMP_NUM_THREADS={share}"
-    return OK, found
+        return "WARN", f"{found}; they wait for each other: export OMP_NUM_THREADS={share}"
+    return "OK", found
 
 
 def check_sums(args, device):
@@ -252,67 +214,37 @@ def check_sums(args, device):
     dist.all_reduce(values)
     expected = n * (n + 1) / 2
     if (values != expected).any():
-        found = f"1 + ... + {n} is {values.tolist()[0]:.0f}, not {expected:.0f}"
-        return FAIL, f"{found}; give another --backend"
-    return OK, f"1 + ... + {n} is {expected:.0f} on all ranks"
+        found = f"1 + ... + {n} is {values[0].item():.0f}, not {expected:.0f}"
+        return "FAIL", f"{found}; give another --backend"
+    return "OK", f"1 + ... + {n} is {expected:.0f} on all ranks"
 
 
 def check_DDP_step(args, device):
     """A step with unequal shares of a batch, on all ranks, against one process with all of it."""
     n = dist.get_world_size()
     torch.manual_seed(0)  # the same network and the same batch on all ranks
-    network = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
+    alone = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
+    together = wrap_ddp(copy.deepcopy(alone), args, device)
     x = torch.randn(9 * n + 1, 16).to(device)
     target = torch.randn(9 * n + 1, 4).to(device)
-    alone = copy.deepcopy(network)
-    together = wrap_ddp(copy.deepcopy(network), args, device)
+    weights = [nn.utils.parameters_to_vector(alone.parameters())]
 
     (alone(x) - target).square().mean().backward()
     own = slice(dist.get_rank(), None, n)
     loss = (together(x[own]) - target[own]).square().sum() / target.numel()
     (loss * n).backward()  # DDP takes the mean of the ranks, and the sum is meant
-    weights = []
     for model in (alone, together):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        weights.append(nn.utils.parameters_to_vector(model.parameters()))
 
-    update = weights[0] - nn.utils.parameters_to_vector(network.parameters()).detach()
-    error = ((weights[1] - weights[0]).norm() / update.norm()).item()
+    before, expected, actual = weights
+    error = ((actual - expected).norm() / (expected - before).norm()).item()
     found = f"the update differs from that of one process by {error:.0e} of its length"
-    different = len(set(gather(weights[1].cpu().numpy().tobytes())))
+    different = len(set(gather(actual.detach().cpu().numpy().tobytes())))
     if not error < 1e-4 or different > 1:
         text = f"the ranks have {different} different weights"
-        return FAIL, f"{found}, {text}; give another --backend"
-    return OK, f"{found}, all ranks have the same weights"
-
-
-def check_precision(args, device):
-    """A matrix product in each precision against float64 on the CPU."""
-    torch.manual_seed(0)
-    a = torch.randn(256, 256)
-    b = torch.randn(256, 256)
-    exact = a.double() @ b.double()
-
-    errors = []
-    wrong = []
-    for name, limit in {"fp32": 1e-5, "tf32": 3e-3, "bf16": 3e-2, "fp16": 3e-3}.items():
-        args.precision = name
-        autocast, _ = choose_precision(args, device)
-        with autocast():
-            product = a.to(device) @ b.to(device)
-        error = ((product.cpu().double() - exact).norm() / exact.norm()).item()
-        errors.append(f"{name} {error:.0e}")
-        if not error < limit:
-            wrong.append(name)
-
-    found = f"error of a matrix product: {', '.join(errors)}"
-    if wrong:
-        return FAIL, f"{found}; {', '.join(wrong)}: too large, train in another precision"
-    return OK, found
-
-
-# --------------------------------------------------------------------------------------------------
-# Measurements, with all ranks at work. Each also returns its figures
+        return "FAIL", f"{found}, {text}; give another --backend"
+    return "OK", f"{found}, all ranks have the same weights"
 
 
 def seconds_of(function, device):
@@ -327,48 +259,51 @@ def seconds_of(function, device):
     return float(np.median(times[1:]))
 
 
-def measure_matrix_products(args, device):
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if device.type == "cuda":
-        dtypes["tf32"] = torch.float32
-    side = 1024 if device.type == "cpu" else 8192
-    rates = {}
-    for name, dtype in dtypes.items():
+def check_precision(args, device):
+    """A matrix product in each precision: its error, by float64 on the CPU, and its speed."""
+    torch.manual_seed(0)
+    a = torch.randn(256, 256)
+    b = torch.randn(256, 256)
+    exact = a.double() @ b.double()
+
+    side = 256 if device.type == "cpu" else 8192
+    measured["tflop_per_s"] = {}
+    texts = []
+    wrong = []
+    for name, limit in {"fp32": 1e-5, "tf32": 3e-3, "bf16": 3e-2, "fp16": 3e-3}.items():
         args.precision = name
-        choose_precision(args, device)  # whether float32 may be rounded to TF32
-        a = torch.randn(side, side, device=device, dtype=dtype)
-        seconds = seconds_of(functools.partial(torch.matmul, a, a), device)
-        rates[name] = 2 * side**3 / seconds / 1e12
-    found = ", ".join(f"{name} {rate:.2g}" for name, rate in rates.items())
-    return OK, f"{found} TFLOP/s on each rank", {"tflop_per_s": rates}
+        autocast, _ = choose_precision(args, device)
+        with autocast():
+            product = a.to(device) @ b.to(device)
+        error = ((product.cpu().double() - exact).norm() / exact.norm()).item()
+        if not error < limit:
+            wrong.append(name)
+        large = torch.randn(side, side, device=device, dtype=product.dtype)
+        seconds = seconds_of(functools.partial(torch.matmul, large, large), device)
+        rate = 2 * side**3 / seconds / 1e12
+        measured["tflop_per_s"][name] = rate
+        texts.append(f"{name} {error:.0e} at {rate:.2g} TFLOP/s")
+
+    found = f"error of a matrix product: {', '.join(texts)}"
+    if wrong:
+        return "FAIL", f"{found}; {', '.join(wrong)}: too large, train in another precision"
+    return "OK", found
 
 
-def measure_launches(args, device):
-    """Of an operation that has nothing to do. With a small network a GPU waits for its launches."""
-    x = torch.zeros(1, device=device)
-
-    def launch_many():
-        for _ in range(1000):
-            x.add_(1)
-
-    microseconds = seconds_of(launch_many, device) * 1e6 / 1000
-    return OK, f"{microseconds:.1f} microseconds each", {"launch_us": microseconds}
-
-
-def measure_all_reduce(args, device):
+def check_all_reduce(args, device):
     n = dist.get_world_size()
-    rows = []
+    measured["all_reduce"] = []
     texts = []
     for size in SIZES:
         buffer = torch.zeros(size // 4, device=device)
         seconds = seconds_of(functools.partial(dist.all_reduce, buffer), device)
-        rows.append({"bytes": size, "seconds": seconds})
+        measured["all_reduce"].append({"bytes": size, "seconds": seconds})
         bandwidth = 2 * (n - 1) / n * size / seconds / 1e9  # as NCCL's own tests count it
         texts.append(f"{size // 2**10:,} KiB {1000 * seconds:.3g} ms ({bandwidth:.2g} GB/s)")
-    return OK, ", ".join(texts), {"all_reduce": rows}
+    return "OK", ", ".join(texts)
 
 
-def measure_speedup(args, device):
+def check_speedup(args, device):
     """Forward and backward passes through four matrices: of rank 0 while the others wait, and of
     all ranks with DDP, each with a batch of the same size."""
     n = dist.get_world_size()
@@ -386,48 +321,25 @@ def measure_speedup(args, device):
         loss.backward()
 
     alone = on_rank0(seconds_of, functools.partial(step, model), device)
-    together = seconds_of(functools.partial(step, ddp_model), device)
-    figures = {"step": {"alone": alone, "together": together}}
+    together = max(gather(seconds_of(functools.partial(step, ddp_model), device)))
+    measured["step"] = {"alone": alone, "together": together}
     found = f"{n} ranks do {n * alone / together:.2f} times the work of one"
     if n * alone < together:
         text = "is the machine busy? If not, larger batches on each rank exchange less"
-        return WARN, f"{found}; {text}", figures
-    return OK, found, figures
+        return "WARN", f"{found}; {text}"
+    return "OK", found
 
 
-# --------------------------------------------------------------------------------------------------
-# Report
-
-
-def report(results, name, outcome):
-    """outcome: what a check has returned. name: that of its function, or another"""
-    status, found, *figures = outcome
-    name = name.removeprefix("check_").removeprefix("measure_").replace("_", " ")
-    results["checks"].append({"name": name, "status": status, "found": found})
-    for figure in figures:
-        results["measured"].update(figure)
-    print(f"{status:<4}  {name}: {found}", flush=True)
-
-
-def save(results, path):
-    """Whole or not at all: a rank may be ended while it writes."""
+def check_failing_rank():
+    """The last rank ends, and the others wait for it. (all ranks)"""
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        os._exit(0)  # no error, or a launcher would end the others
     try:
-        Path(f"{path}.tmp").write_text(json.dumps(results, indent=1))
-        os.replace(f"{path}.tmp", path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
-
-
-def finish(results, args):
-    """The last line, and --json; returns the exit status."""
-    statuses = [check["status"] for check in results["checks"]]
-    counts = [f"{statuses.count(status)} {status}" for status in STATUSES]
-    seconds = time.monotonic() - START
-    print(f"\n{', '.join(counts)} in {seconds:.0f} s", flush=True)
-    if args.json:
-        results.update(host=socket.gethostname(), torch=torch.__version__, seconds=seconds)
-        save(results, args.json)
-    return 1 if FAIL in statuses else 0
+        gather(None)
+    except RuntimeError:
+        return "OK", f"rank {last} ended on purpose, and the others noticed"
+    return "FAIL", f"rank {last} ended on purpose, and nobody noticed"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -436,117 +348,105 @@ def finish(results, args):
 ENVIRONMENT = [check_versions, check_devices, check_backend, check_host_name, check_port]
 ENVIRONMENT += [check_disk, check_shared_memory]
 TOGETHER = [check_process_group, check_threads, check_sums, check_DDP_step, check_precision]
-SPEEDS = [measure_matrix_products, measure_launches]
-EXCHANGES = [measure_all_reduce, measure_speedup]  # one rank exchanges nothing
+EXCHANGES = [check_all_reduce, check_speedup]  # one rank exchanges nothing
 
 
-def check_ranks(results, args):
+def report(name, status, found):
+    """name: of the function that has checked"""
+    name = name.removeprefix("check_").replace("_", " ")
+    checks.append({"name": name, "status": status, "found": found})
+    print(f"{status:<4}  {name}: {found}", flush=True)
+
+
+def finish(args):
+    """--json, and the last line; ends the program. (rank 0)"""
+    results = {"checks": checks, "measured": measured, "host": socket.gethostname()}
+    results.update(torch=torch.__version__, seconds=time.monotonic() - START)
+    if args.json:
+        try:
+            Path(args.json).write_text(json.dumps(results, indent=1))
+        except OSError as error:
+            report("json", "FAIL", f"cannot write {args.json}: {error.strerror}")
+    statuses = [check["status"] for check in checks]
+    counts = [f"{statuses.count(status)} {status}" for status in STATUSES]
+    print(f"\n{', '.join(counts)} in {results['seconds']:.0f} s", flush=True)
+    os._exit(1 if "FAIL" in statuses else 0)  # at once: a group that misses a rank may not close
+
+
+def give_up(args):
+    load = f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+    found = f"the checks took too long, more than {TIME_LIMIT} s; is the machine busy ({load})?"
+    report("time", "FAIL", f"{found} {REACH}")
+    finish(args)
+
+
+def start_ranks(args):
+    """This process becomes rank 0, and starts the others."""
+    ranks = args.ranks
+    if ranks is None:
+        ranks = 2 if find_kind(args) == "cpu" else torch.accelerator.device_count()
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    context = multiprocessing.get_context("spawn")  # GPUs do not work in a process that is forked
+    for rank in range(1, ranks):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        context.Process(target=launch, args=(parse_args, main)).start()
+    os.environ.update(RANK="0", LOCAL_RANK="0")
+
+
+def end_with(parent):
+    parent.join()
+    os._exit(1)
+
+
+def check_ranks(args, rank):
     """All that needs a process group; rank 0 reports it. (all ranks)"""
     logging.disable(logging.INFO)  # the report is enough
+    check = check_process_group  # which of them an error belongs to
     try:
         device = setup_ddp(args)
+        n = dist.get_world_size()
+        measured.update(ranks=n, backend=dist.get_backend(), device=device.type)
+        for check in TOGETHER + EXCHANGES if n > 1 else TOGETHER:
+            outcomes = gather(check(args, device))
+            if rank == 0:
+                worst = max(outcomes, key=lambda outcome: STATUSES.index(outcome[0]))
+                report(check.__name__, *worst)
     except RuntimeError as error:
-        hint = "can the ranks reach each other? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewall"
-        raise RunError(f"no process group: {str(error).splitlines()[0]}; {hint}") from None
-
-    checks = list(TOGETHER)
-    if not args.quick:
-        checks += SPEEDS
-        results["measured"].update(ranks=dist.get_world_size(), backend=dist.get_backend())
-        results["measured"].update(device=device.type, all_reduce=[])
-        if dist.get_world_size() > 1:
-            checks += EXCHANGES
-    for check in checks:
-        outcomes = gather(check(args, device))
-        worst = max(outcomes, key=lambda outcome: STATUSES.index(outcome[0]))
-        if dist.get_rank() == 0:
-            report(results, check.__name__, worst)
-            if args.results:  # now: what follows may never end
-                save(results, args.results)
-
-
-def be_own_rank(args):
-    """A rank that this program has started. (all ranks)"""
-    results = json.loads(Path(args.results).read_text())  # of the environment
-    check_ranks(results, args)
-    if dist.get_rank() == 0:
-        save({**results, "ended": time.time()}, args.results)
-    if not args.quick and dist.get_world_size() > 1:
-        handle_signals(on_signal)  # as in training: a launcher's signal does not end a rank
-        logging.disable(logging.CRITICAL)  # it is no news
-        dist.barrier()
-        if dist.get_rank() == dist.get_world_size() - 1:
-            raise RuntimeError("on purpose")
-        dist.barrier()  # which never ends, since one is missing
-    return 0
-
-
-def start_ranks(results, args):
-    """This program once more, as ranks. Returns the results of all checks."""
-    ranks = count_ranks(args)
-    env = dict(os.environ)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # perhaps of another machine
-        env.pop(name, None)
-    handle_signals(signal.default_int_handler)  # or the ranks would outlive this process
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "results.json")
-        save(results, path)
-        command = [sys.executable, __file__, *sys.argv[1:]]
-        command += [f"--nproc_per_node={ranks}", f"--results={path}"]
-        is_late = False
-        with open(Path(folder, "errors"), "w+") as file:
-            job = subprocess.Popen(command, env=env, stderr=file)
-            try:
-                job.wait(TIME_LIMIT)
-            except subprocess.TimeoutExpired:
-                is_late = True
-            finally:
-                job.terminate()  # does nothing if it has ended
-                job.wait()
-            file.seek(0)
-            errors = file.read()
-        results = json.loads(path.read_text())
-
-    must_fail = ranks > 1 and not args.quick
-    if "ended" in results:
-        seconds = time.time() - results.pop("ended")
-        found = f"{seconds:.1f} s after the last check, with status {job.returncode}"
-        if must_fail:
-            found = f"rank {ranks - 1} failed on purpose, the others ended {found}"
-        is_right = must_fail == (job.returncode != 0) and not is_late
-    elif is_late:
-        load = f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
-        found = f"the checks took too long, more than {TIME_LIMIT} s; is the machine busy ({load})?"
-        is_right = False
-    else:
-        print(errors)
-        found = f"status {job.returncode} before the checks were over; the lines above say why"
-        is_right = False
-    report(results, "end of the ranks", (OK if is_right else FAIL, found))
-    return results
+        if rank > 0:
+            raise
+        text = f"{' '.join(str(error).split())}; did another rank say why? {REACH}"
+        report(check.__name__, "FAIL", text)
+        return
+    if n > 1:
+        outcome = check_failing_rank()
+        if rank == 0:
+            report("failing rank", *outcome)
 
 
 def main(args):
-    if args.results:
-        return be_own_rank(args)
+    global MEETING_MINUTES
+    MEETING_MINUTES = 6  # TIME_LIMIT is over first
+    rank, world_size, _ = find_ranks() or (0, 1, 0)
+    if rank > 0:
+        parent = multiprocessing.parent_process()
+        if parent:  # rank 0 has started this one
+            threading.Thread(target=end_with, args=[parent], daemon=True).start()
+        check_ranks(args, rank)
+        os._exit(0)  # at once, as rank 0
 
-    results = {"checks": [], "measured": {}}
-    launched = is_launched()
-    if launched and find_ranks()[0] > 0:
-        check_ranks(results, args)
-        return 0
+    threading.Timer(TIME_LIMIT, give_up, [args]).start()
+    # srun with one task sets a rank, too
+    is_launched = world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     for check in ENVIRONMENT:
-        if check != check_port or not launched:
-            report(results, check.__name__, check(args))
-    if all(check["status"] != FAIL for check in results["checks"]):  # else no rank starts
-        if launched:
-            check_ranks(results, args)
-        else:
-            results = start_ranks(results, args)
-    status = finish(results, args)
-    if not dist.is_initialized():  # this process is no rank: it has no group to leave
-        sys.exit(status)
-    return status
+        if check != check_port or not is_launched:
+            report(check.__name__, *check(args))
+    if all(check["status"] != "FAIL" for check in checks):
+        if not is_launched:
+            start_ranks(args)
+        check_ranks(args, rank)
+    finish(args)
 
 
 # --------------------------------------------------------------------------------------------------
