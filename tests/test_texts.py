@@ -66,16 +66,16 @@ def records(**more):
     return rows
 
 
-def judged(texts, labels):
-    """With a label for each document, in one row or in several."""
+def judged(labels):
+    """A right and a wrong document with their labels: in one row as a list, or in two."""
     rows = []
     for i in range(COUNT):
-        query = {"query": f"query {i}"}
+        texts = [f"document {i}", f"other {i}"]
         if isinstance(labels, list):
-            rows.append({**query, "positive": [f"{text} {i}" for text in texts], "labels": labels})
+            rows.append({"query": f"query {i}", "positive": texts, "labels": labels})
         else:
             for text, label in zip(texts, labels.split(), strict=True):
-                rows.append({**query, "positive": f"{text} {i}", "label": label})
+                rows.append({"query": f"query {i}", "positive": text, "label": label})
     return rows
 
 
@@ -99,39 +99,53 @@ def packed(content):
     return gzip.compress(content.encode())
 
 
-DOCUMENTS = ["document", "other"]
-READ = {  # file: its content, and a part of what is said of it
-    "a.jsonl": (lines(records()), ""),
-    "a.jsonl.gz": (packed(lines(records())), ""),
-    "list.json": (json.dumps(records(), indent=1), ""),
-    "list.json.gz": (packed(json.dumps(records())), ""),
-    "lines.json": (lines(records()), ""),
-    "a.csv": (table(records()), ""),
-    "a.csv.gz": (packed(table(records())), ""),
-    "A.CSV": (table(records()), ""),
-    "packed.csv": (packed(table(records())), ""),
-    "a.tsv": (table(records(), "\t"), ""),
-    "a.tsv.gz": (packed(table(records(), "\t")), ""),
-    "a.parquet": (parquet(records()), ""),
-    "lists.parquet": (parquet(judged(DOCUMENTS, [1, 0])), ""),
-    "spreadsheet.csv": (("\ufeff" + table(records(), end="\r\n")).encode(), ""),
-    "old.csv": (table(records(), end="\r"), ""),
-    "mark.jsonl": (("\ufeff" + lines(records())).encode(), ""),
-    "numbered.csv": (
-        table(records()).replace("other", ",other").replace("negative", "negative_1,negative_2"),
-        "",
-    ),
-    "label.csv": (table(judged(DOCUMENTS, "1 0")), "40 of 80 rows have only wrong answers"),
-    "floats.csv": (table(judged(DOCUMENTS, "1.0 0.0")), "only wrong answers"),
-    "labels.jsonl": (lines(judged(DOCUMENTS, [1, 0])), ""),
-    "booleans.jsonl": (lines(judged(DOCUMENTS, [True, False])), ""),
-    "names.csv": (table(records()).replace("query,positive", "anchor,answer", 1), ""),
-    "unread.csv": (table(records(hard="x", id="7")), "these columns are not read: hard, id"),
-    "breaks.csv": (
-        table(records()) + '"query\n0",document 0,\n',
-        "1 rows have line breaks within quotes, such as {} lines 42 to 43",
-    ),
-    "empty_lines.csv": (table(records(), end="\n\n"), ""),
+def replaced(old, new, **more):
+    """A table with other words; row i is in line i + 2."""
+    text = table(records()).replace(old, new)
+    for old, new in more.items():
+        text = text.replace(old, new)
+    return text
+
+
+def odd(**values):
+    """Lines of which the eleventh has other values."""
+    rows = records()
+    rows[10].update(values)
+    return lines(rows)
+
+
+READ = {  # file: its content
+    "a.jsonl": lines(records()),
+    "a.jsonl.gz": packed(lines(records())),
+    "list.json": json.dumps(records(), indent=1),
+    "list.json.gz": packed(json.dumps(records())),
+    "lines.json": lines(records()),
+    "a.csv": table(records()),
+    "a.csv.gz": packed(table(records())),
+    "A.CSV": table(records()),
+    "packed.csv": packed(table(records())),
+    "a.tsv": table(records(), "\t"),
+    "a.tsv.gz": packed(table(records(), "\t")),
+    "a.parquet": parquet(records()),
+    "lists.parquet": parquet(judged([1, 0])),
+    "spreadsheet.csv": "\ufeff" + table(records(), end="\r\n"),
+    "old.csv": table(records(), end="\r"),
+    "empty_lines.csv": table(records(), end="\n\n"),
+    "mark.jsonl": "\ufeff" + lines(records()),
+    "numbered.csv": replaced("other", ",other", negative="negative_1,negative_2"),
+    "names.csv": replaced("query,positive", "anchor,answer"),
+    "labels.jsonl": lines(judged([1, 0])),
+    "booleans.jsonl": lines(judged([True, False])),
+    "label.csv": table(judged("1 0")),
+    "floats.csv": table(judged("1.0 0.0")),
+    "unread.csv": table(records(hard="x", id="7")),
+    "breaks.csv": table(records()) + '"query\n0",document 0,\n',
+}
+SAID = {  # of some of them
+    "label.csv": "40 of 80 rows have only wrong answers",
+    "floats.csv": "40 of 80 rows have only wrong answers",
+    "unread.csv": "these columns are not read: hard, id",
+    "breaks.csv": "1 rows have line breaks within quotes, such as {} lines 42 to 43",
 }
 
 
@@ -141,24 +155,23 @@ def write(path, content):
     elif isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        path.write_text(content, newline="")
+        path.write_text(content, encoding="utf-8", newline="")
 
 
 @pytest.mark.parametrize("name", READ)
 def test_files_that_are_read(name, tmp_path, caplog, monkeypatch):
     """The same pairs and negatives, without `datasets`."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    content, said = READ[name]
     path = tmp_path / name
-    write(path, content)
+    write(path, READ[name])
     corpus = read(path)
     assert pairs_of(corpus) - {("query\n0", "document 0")} == PAIRS
     found = wrong_of(corpus)
     assert found == {(query, other) for query, other in WRONG if query in {q for q, _ in found}}
     assert len(corpus.pairs) > 20 and len(found) >= COUNT - len(corpus.eval_queries)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (said != "")
-    assert said.format(path) in "".join(warnings)
+    assert len(warnings) == (name in SAID)
+    assert SAID.get(name, "").format(path) in "".join(warnings)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -186,78 +199,56 @@ def test_long_texts_are_whole(tmp_path):
 # Files that are refused
 
 
-def without(row, name):
-    """With a row 11 (line 12 of a table) that lacks something."""
-    rows = records()
-    rows[10] = {**rows[10], **row}
-    if name:
-        del rows[10][name]
-    return rows
-
-
-def replaced(old, new, rows=None):
-    return table(rows or records()).replace(old, new)
-
-
-QUOTES = replaced("10,document 10", '10,"document 10').replace("document 30", 'document 30"')
-REFUSED = {  # file: its content, and a part of what is said
-    "gone.csv": (None, "{} is not a file here"),
-    "a.xlsx": ("x", "its ending must be .txt .jsonl"),
-    "empty.csv": ("", "none may be 0"),
-    "empty.txt": ("", "none may be 0"),
-    "empty.jsonl": ("", "none may be 0"),
-    "header.csv": ("query,positive\n", "none may be 0"),
-    "empty.parquet": ("", "{} cannot be read"),
-    "one.jsonl": (lines(records()[:1]), "none may be 0"),
-    "utf16.csv": (table(records()).encode("utf-16"), "{} is UTF-16"),
-    "latin1.csv": (
-        replaced("document 10", "Größe").encode("latin-1"),
-        "{} line 12: positive is not",
-    ),
-    "latin1.jsonl": ('{"query": "q", "positive": "ä"}'.encode("latin-1"), "{} line 1: positive"),
-    "half.jsonl": (
-        lines(without({"query": "\ud83d"}, "")),
-        "{} line 11: query .* half of a character",
-    ),
-    "end.csv": (replaced("39,document", '39,"document'), "{} line 41: .*is a quote not closed"),
-    "middle.csv": (replaced("10,document", '10,"document'), "{} line 12: .*is a quote not closed"),
-    "two.csv": (QUOTES, "{} lines 12 to 32: .*is a quote not closed"),
-    "twice.csv": (replaced("query", "negative", records()), "line 1: two columns have one name"),
-    "comma.csv": (replaced("document 10", "red, hard"), "{} line 12: 4 fields, the header has 3"),
-    "short.csv": (replaced(",document 10,other 10", ",document 10"), "{} line 12: 2 fields"),
-    "columns.csv": (replaced("positive", "right"), "{}: found the columns query, right, negative"),
-    "columns.parquet": (parquet([{"query": "q"}] * 9), "{}: found the columns query; expected"),
-    "columns.jsonl": (lines(without({}, "positive")), "{} line 11: found the columns query, neg"),
-    "texts.jsonl": (lines([{"text": "t"}] * 9), "{} line 9: .*expected query and positive"),
-    "blank.jsonl": (
-        lines(without({"positive": " "}, "")),
-        "{} line 11: positive is missing or empty",
-    ),
-    "blank.csv": (replaced("document 10", ""), "{} line 12: positive is missing or empty"),
-    "none.jsonl": (lines(without({"query": None}, "")), "{} line 11: query is missing or empty"),
-    "number.jsonl": (
-        lines(without({"positive": ["a", 3]}, "")),
-        "{} line 11: positive is .* expected",
-    ),
-    "label.csv": (table(judged(DOCUMENTS, "1 0.5")), "{} line 3: label is 0.5, expected"),
-    "labels.jsonl": (lines(judged(DOCUMENTS, [1])), "{} line 1: labels is"),
-    "broken.jsonl": (lines(records())[:-20], "{} line 40: no JSON"),
-    "broken.json": (json.dumps(records())[:-20], "{} cannot be read"),
-    "list.jsonl": ("[1, 2]", "{} row 2: found '2', expected names with values"),
-    "cut.jsonl.gz": (packed(lines(records()))[:-30], "{} cannot be read"),
-    "text.parquet": (table(records()), "{} cannot be read"),
+QUOTES = replaced("document 10", '"document 10', **{"document 30": 'document 30"'})
+REFUSED = {  # file: its content, and a part of what is said of it
+    "gone.csv": (None, "is not a file here"),
+    "a.xlsx": ("x", ": its ending must be .txt .jsonl"),
+    "empty.parquet": ("", "cannot be read"),
+    "utf16.csv": (table(records()).encode("utf-16"), "is UTF-16"),
+    "latin1.csv": (replaced("document 10", "ö").encode("latin-1"), "line 12: positive is not"),
+    "latin1.jsonl": ('{"query": "ö", "positive": "a"}'.encode("latin-1"), "line 1: query is not"),
+    "half.jsonl": (odd(query="\ud83d"), "line 11: query is not UTF-8, or has half of a character"),
+    "end.csv": (replaced("39,document", '39,"document'), "line 41: .*is a quote not closed"),
+    "middle.csv": (replaced("10,document", '10,"document'), "line 12: .*is a quote not closed"),
+    "two.csv": (QUOTES, "lines 12 to 32: .*is a quote not closed"),
+    "twice.csv": (replaced("query", "negative"), "line 1: two columns have one name: negative"),
+    "comma.csv": (replaced("document 10", "red, hard"), "line 12: 4 fields, the header has 3"),
+    "short.csv": (replaced("document 10,", ""), "line 12: 2 fields, the header has 3"),
+    "columns.csv": (replaced("positive", "right"), ": found the columns query, right, negative"),
+    "columns.parquet": (parquet([{"query": "q"}] * 9), ": found the columns query; expected"),
+    "columns.jsonl": (lines([{"query": "q"}] * 9), "line 9: found the columns query; expected"),
+    "texts.jsonl": (lines([{"text": "t"}] * 9), "line 9: .*expected query and positive"),
+    "blank.jsonl": (odd(positive=" "), "line 11: positive is missing or empty"),
+    "blank.csv": (replaced("document 10", ""), "line 12: positive is missing or empty"),
+    "none.jsonl": (odd(query=None), "line 11: query is missing or empty"),
+    "number.jsonl": (odd(positive=["a", 3]), "line 11: positive is .*, expected a text or a list"),
+    "label.csv": (table(judged("1 0.5")), "line 3: label is 0.5, expected for each text 1"),
+    "labels.jsonl": (lines(judged([1])), "line 1: labels is .1., expected for each text 1"),
+    "broken.jsonl": (lines(records())[:-20], "line 40: no JSON"),
+    "broken.json": (json.dumps(records())[:-20], "cannot be read"),
+    "list.jsonl": ("[1, 2]", "row 2: found '2', expected names with values"),
+    "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read"),
+    "text.parquet": (table(records()), "cannot be read"),
+}
+NOTHING = {  # nothing to train on, or to measure by
+    "empty.csv": "",
+    "empty.txt": "",
+    "empty.jsonl": "",
+    "header.csv": "query,positive\n",
+    "one.jsonl": lines(records()[:1]),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *NOTHING])
 def test_files_that_are_refused(name, tmp_path):
-    """In one line for each problem; nothing is kept."""
-    content, said = REFUSED[name]
+    """By name, with the line and what would be right; nothing is kept."""
     path = tmp_path / name
+    content, said = REFUSED.get(name) or (NOTHING[name], "none may be 0")
     if content is not None:
         write(path, content)
-    with pytest.raises(script.InputError, match=said.format(path)):
+    with pytest.raises(script.InputError, match=said) as caught:
         read(path)
+    assert name in NOTHING or str(path) in str(caught.value)
     assert not list(tmp_path.glob("cache/*"))
 
 
@@ -296,7 +287,9 @@ def two_answers(**more):
 
 
 def test_nothing_held_out_is_trained_on(tmp_path):
-    write(tmp_path / "a.jsonl", lines(two_answers()))
+    """Also where it stands in other rows."""
+    again = [{"query": f"again {i}", "positive": f"second {i}"} for i in range(130)]
+    write(tmp_path / "a.jsonl", lines([*two_answers(), *again]))
     corpus = read(tmp_path / "a.jsonl")
     held = decoded(corpus, corpus.eval_queries)
     held |= decoded(corpus, corpus.eval_documents[: corpus.eval_answers])

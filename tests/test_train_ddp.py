@@ -15,7 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, call_script, environment, free_port, parse_arguments
+from helpers import (
+    ROOT,
+    call_script,
+    environment,
+    free_port,
+    on_small_disk,
+    parse_arguments,
+)
 from runs import Run
 from test_accelerator import META, Copies
 
@@ -447,6 +454,15 @@ def test_the_artifact(trained, work, group):
     for name in ("ndcg@10", "mrr@10"):
         assert found[f"cosine_{name}"] == pytest.approx(best[name], abs=1e-3)
     assert best["ndcg@10"] > summary["baselines"]["untrained"]["ndcg@10"] + 0.05
+
+
+def test_a_full_disk_at_the_end(step, tmp_path):
+    """It costs no more than the artifact."""
+    step.args.artifacts_dir = str(tmp_path / "disk")
+    (tmp_path / "disk").mkdir()
+    with on_small_disk(tmp_path / "disk", "8k"):
+        with pytest.raises(script.RunError, match="no artifact: .*No space.* the same command"):
+            script.save_artifacts(step.args, step.student)
 
 
 def test_which_checkpoints_are_the_best():
