@@ -4,9 +4,9 @@ Phase 1 pulls the student's vectors of single texts to the teacher's. Phase 2 tr
 their documents by a contrastive loss (InfoNCE), and keeps the pull. The teacher reads each text
 once, before training. Its vectors stay in --cache_dir for the next run.
 
-    python train_ddp.py                                                # one GPU, or CPU
     ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml     # minutes, no download
-    torchrun --nproc_per_node=8 train_ddp.py --use_projection=False
+    python train_ddp.py --trust_remote_code            # MS MARCO; the teacher comes with code
+    torchrun --nproc_per_node=8 train_ddp.py --use_projection=False --trust_remote_code
 
 Modes: --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as
 the teacher has. False (MRL): none; the target is the first part of its vectors, renormalised.
@@ -26,6 +26,9 @@ ndcg@10, mrr@10, recall@100 (0 to 1, held-out queries against the documents that
 
 Files in --output_dir: latest.pt, previous.pt, phase1_best.pt, phase2_best.pt, best.pt (of both),
 metrics.jsonl, curves.png, summary.json. In --artifacts_dir: SentenceTransformer folders.
+
+Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
+that only rank 0 does.
 """
 
 # /// script
@@ -205,7 +208,7 @@ class PairBatch(NamedTuple):
     targets: torch.Tensor  # (B, D) float16
     numbers: torch.Tensor  # (B,) of the texts in the corpus: the same text has the same one
     positives: torch.Tensor  # (n, P) numbers of all texts that answer a query, then -1
-    pull: torch.Tensor  # (B,) weight of a text's distance: of all queries and all documents 0.5
+    pull: torch.Tensor  # (B,) weights: in a step those of queries sum to 0.5, of documents, too
     total: int  # queries of the whole step, all ranks
 
     def to(self, device):
@@ -492,7 +495,7 @@ def text_loss(args, batch, vectors):
 
 
 def split_texts(batches, parts):
-    """Of what each micro-batch has for its texts: that of all queries, and of all documents."""
+    """Split what each micro-batch has for its texts: (that of all queries, of all documents)."""
     queries = []
     documents = []
     for batch, part in zip(batches, parts, strict=True):
@@ -673,7 +676,7 @@ class Phase(NamedTuple):
 
 
 def make_phases(args, corpus, tokens):
-    """Those that are not skipped."""
+    """The phases that are not skipped."""
     phases = []
     for phase, kind in {1: TextData, 2: PairData}.items():
         if getattr(args, f"skip_phase{phase}"):
@@ -840,8 +843,8 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
 
 
 def load_weights(args, model, path, otherwise, step=None):
-    """Those of a checkpoint (of this step). Where there is none, a warning about what is used
-    otherwise. (all ranks)"""
+    """Load the weights of a checkpoint, of this step if one is given. If there is none, warn, and
+    keep the weights that the model has. (all ranks)"""
     state = on_rank0(read_checkpoint, Path(path))
     if state is None or step not in (None, state["loop"]["step"]):
         logging.warning(f"{path} is missing, damaged or old: {otherwise}")
@@ -966,10 +969,8 @@ def main(args):
     logging.info("Preparing data loaders...")
     if on_rank0(is_without_hub, args):
         os.environ["HF_HUB_OFFLINE"] = "1"
-    elif args.teacher_model.startswith("infly/") and not args.trust_remote_code:
-        # without its own code it would be another, causal model
-        text = f"--teacher_model {args.teacher_model} comes with code of its own"
-        raise InputError(f"{text}: look at it, then give --trust_remote_code")
+    else:
+        check_remote_code(args, args.teacher_model)  # before the data are fetched
     corpus = Corpus(read_once(prepare_texts, args))
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, local_model(args, args.student_model, corpus))
@@ -1180,7 +1181,8 @@ def read_csv(name, separator):
 
 
 def holds_rows(field, separator, columns):
-    """Whether five lines or more of a field each have as many separators as a row."""
+    """Whether a field seems to hold whole rows: five lines or more, each with the separators of a
+    row."""
     inner = field.splitlines()[1:-1]
     is_like_rows = all(line.count(separator) == columns - 1 for line in inner)
     return columns > 1 and len(inner) >= 5 and is_like_rows
@@ -1766,7 +1768,15 @@ def set_prompts(model, what, query, document, default=""):
     model.prompts = {**own, "query": query, "document": document}
 
 
+def check_remote_code(args, name):
+    """Without its own code the default teacher would be another, causal model."""
+    if name.startswith("infly/") and not args.trust_remote_code:
+        text = f"--teacher_model {name} comes with code of its own"
+        raise InputError(f"{text}: look at it, then give --trust_remote_code")
+
+
 def load_teacher(args, name, device):
+    check_remote_code(args, name)  # it may be on this machine, where no hub answers
     options = {}
     prompt = ""
     if device.type != "cpu":
