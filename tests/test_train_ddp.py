@@ -703,6 +703,7 @@ def test_students(kind, trained, tmp_path, group, caplog):
         found = student(script.lay_out(tokens, rows)).numpy()
     expected = saved.encode(trained.corpus.texts(rows, model.prompts), prompt="")
     assert np.allclose(found, expected, atol=1e-5)
+    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
 
 
 def with_head_for_scores(folder):
