@@ -375,8 +375,8 @@ class Student(nn.Module):
 
 
 def keep_masks_whole():
-    """Transformers leaves out a mask that hides nothing. To see that it reads the mask: the host
-    would wait there until a GPU has done all that is queued."""
+    """For speed alone. Transformers looks whether a mask hides anything, and leaves it out if not.
+    To look at it, the host waits until a GPU has done all that is queued. Now it does not look."""
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -513,38 +513,39 @@ def contrast(args, batches, vectors):
     all ranks against its own documents, by the student and by the teacher. The denominator of a
     query's softmax is then a sum over the ranks: they exchange one number for each query."""
     total = batches[0].total
-    most = len(batches) * math.ceil(total / (len(batches) * dist.get_world_size()))  # of a rank
+    parts = len(batches) * dist.get_world_size()
+    most = len(batches) * math.ceil(total / parts)  # queries that a rank can have
     queries, documents = split_texts(batches, vectors)
     teacher_queries, teacher_documents = split_texts(batches, [batch.targets for batch in batches])
     _, numbers = split_texts(batches, [batch.numbers for batch in batches])
     positives = torch.cat([batch.positives for batch in batches])
 
     # where this rank's queries are among all queries, and their positives among its documents
-    rows = dist.get_rank() * most + torch.arange(len(queries), device=queries.device)
-    columns = []
+    own_rows = dist.get_rank() * most + torch.arange(len(queries), device=queries.device)
+    own_columns = []
     before = 0
     for batch in batches:
         n = len(batch.positives)
-        columns.append(before + torch.arange(n, device=queries.device))
+        own_columns.append(before + torch.arange(n, device=queries.device))
         before += len(batch.numbers) - n
-    columns = torch.cat(columns)
+    own_columns = torch.cat(own_columns)
 
     # what is no negative of a query, by the teacher and by the data
     teacher_queries = F.normalize(gather_rows(teacher_queries, most).float(), dim=1)
     teacher_documents = F.normalize(teacher_documents.float(), dim=1)
-    right = teacher_documents.index_select(0, columns)
-    limits = (teacher_queries.index_select(0, rows) * right).sum(1) + args.false_negative_margin
+    right = teacher_documents.index_select(0, own_columns)
+    limits = (teacher_queries.index_select(0, own_rows) * right).sum(1) + args.false_negative_margin
     limits = gather_rows(limits + 1e-5, most)  # equal scores may differ by rounding
     teacher_scores = teacher_queries @ teacher_documents.T
     positives = gather_rows(positives, most, filler=-1)
     masked = not_negatives(numbers, positives, teacher_scores, limits)
-    masked.index_put_((rows, columns), torch.zeros_like(rows, dtype=torch.bool))
+    masked.index_put_((own_rows, own_columns), torch.zeros_like(own_rows, dtype=torch.bool))
 
     scores = gather_rows(queries, most) @ documents.T / args.temperature
     scores = scores.masked_fill(masked, -1e30)  # -inf would make NaN where all are masked
     denominators = scores.logsumexp(1)  # over the documents of this rank ...
     denominators = gather_rows(denominators[None], 1).logsumexp(0)  # ... and of all
-    return (denominators[rows] - scores[rows, columns]).sum() / total
+    return (denominators[own_rows] - scores[own_rows, own_columns]).sum() / total
 
 
 def pair_loss(args, batches, vectors):
@@ -566,7 +567,7 @@ EVALUATED_TOGETHER = 128  # texts
 
 @torch.no_grad()
 def embed(student, data, rows, args, device, head):
-    """The student's vectors (B, D) of texts `rows`, in full precision, as a saved student gives
+    """The student's vectors (B, D) of texts `rows`, without autocast, as a saved student gives
     them; None if the ranks agreed to stop. Batch k goes to rank k % world_size: each text is read
     once, in the same batch on any number of ranks. (all ranks)"""
     by_length = np.argsort(-data.tokens.lengths[rows], kind="stable")
@@ -844,11 +845,11 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
 
 def load_weights(args, model, path, otherwise, step=None):
     """Load the weights of a checkpoint, of this step if one is given. If there is none, warn, and
-    keep the weights that the model has. (all ranks)"""
+    keep the weights that the model has. Returns whether there was one. (all ranks)"""
     state = on_rank0(read_checkpoint, Path(path))
     if state is None or step not in (None, state["loop"]["step"]):
         logging.warning(f"{path} is missing, damaged or old: {otherwise}")
-        return
+        return False
     trained = state["args"]["student_model"]
     if trained != args.student_model:
         raise InputError(f"{path} was trained with --student_model {trained}")
@@ -858,6 +859,7 @@ def load_weights(args, model, path, otherwise, step=None):
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} does not fit this student: {reason}") from None
     logging.info(f"Loaded {path}, step {state['loop']['step']}")
+    return True
 
 
 def begin_phase2(args, model, loop):
@@ -983,7 +985,7 @@ def main(args):
     may_change = """phase1_data phase2_data cache_dir phase1_epochs phase2_epochs max_steps
         skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts artifacts_dir
         trust_remote_code""".split()
-    key = on_rank0(teacher_key, args, corpus, teacher)
+    key = on_rank0(teacher_key, args, corpus, teacher, device)
     state = open_run(args, f"{corpus.hash} {tokens.folder.name} {key}", may_change)
     loop = {
         "step": 0,
@@ -1039,7 +1041,8 @@ def main(args):
     }
     if args.save_to_artifacts:
         path = Path(args.output_dir) / "best.pt"
-        load_weights(args, student, path, "the last weights are saved", best["step"])
+        if not load_weights(args, student, path, "no artifact is saved", best["step"]):
+            raise RunError(f"no artifact: {path} of step {best['step']} is needed for it")
         summary["artifacts"] = on_rank0(save_artifacts, args, student)
     log.close("finished", steps=loop["step"], **summary)
     logging.info("Training and evaluation completed successfully!")
@@ -1061,6 +1064,10 @@ COLUMNS = {  # names that a column may have; the first that is there is read
 NEGATIVE = re.compile(r"negatives?(_\d+)?")  # all of these are read
 SURROGATE = re.compile("[\ud800-\udfff]")  # Python has these in place of bytes that are not UTF-8
 LABELS = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}
+
+
+class ColumnError(ValueError):
+    """A column that is needed is not there."""
 
 
 class Row(NamedTuple):
@@ -1146,7 +1153,8 @@ def read_lines(name, kind):
 
 
 def read_csv(name, separator):
-    """A quote that is not closed swallows all rows up to the next one, or to the end."""
+    """Records of a table. A quote that is not closed would swallow all rows up to the next one, or
+    to the end: so odd quotes, and rows that hold rows, are errors."""
     csv.field_size_limit(sys.maxsize)
     columns = []
     with open_file(name) as file:
@@ -1157,7 +1165,7 @@ def read_csv(name, separator):
             try:
                 fields = next(reader, None)
             except csv.Error as error:
-                yield where, ValueError(f"{error}: is a quote not closed?")
+                yield where, ValueError(f"{error}: is a quote not closed? What follows is not read")
                 return
             if fields is None:
                 return
@@ -1210,13 +1218,13 @@ def read_hub(name, split):
 
 @functools.lru_cache
 def find_columns(names, needs_query):
-    """{role: the names of a record that are read for it}; a ValueError if one is lacking."""
+    """{role: the names of a record that are read for it}; a ColumnError if one is lacking."""
     columns = {"negative": [name for name in names if NEGATIVE.fullmatch(name)]}
     for role, known in COLUMNS.items():
         columns[role] = [name for name in known if name in names][:1]
     if not columns["positive"] or (needs_query and not columns["query"]):
         wanted = "query and positive" if needs_query else "text"
-        raise ValueError(f"found the columns {', '.join(names)}; expected {wanted}")
+        raise ColumnError(f"found the columns {', '.join(names)}; expected {wanted}")
     if not columns["query"]:  # single texts: a label may say anything
         columns.update(label=[], negative=[])
     return columns
@@ -1242,7 +1250,7 @@ def labels_of(record, names, count):
         return [True] * count
     value = record[names[0]]
     values = value if isinstance(value, list) else [value]
-    labels = [LABELS.get(str(label)) for label in values]
+    labels = [LABELS.get(str(label).capitalize()) for label in values]
     if len(labels) != count or None in labels:
         text = "expected for each text 1 (it answers the query) or 0"
         raise ValueError(f"{names[0]} is {str(value)[:60]}, {text}")
@@ -1293,7 +1301,7 @@ def read_rows(args, name, split, limit, problems, notes):
                 if where.startswith(f"{name} lines "):
                     long.append(where)
             except ValueError as error:
-                if is_table and "the columns" in str(error):  # all rows would say so
+                if is_table and isinstance(error, ColumnError):  # all rows would say so
                     raise InputError(f"{name}: {error}") from None
                 problems.append(f"{where}: {error}")
     except (OSError, EOFError, zlib.error, ValueError) as error:
@@ -1397,16 +1405,20 @@ def build_corpus(args, sources, held_out):
             is_held_out = row.group in held_out
             if row.place >= limit and not is_held_out:
                 continue
-            if not row.query and row.right[0] in known_queries:
-                # among the documents it would be the best answer to itself
-                row = row._replace(query=row.right[0], right=[])
-            documents = [number_of(False, text) for text in row.right]
-            queries = [number_of(True, row.query)] if row.query else []
+            queries = [row.query] if row.query else []
+            texts = row.right
+            if not row.query:
+                # a query among single texts: as a document it would be the best answer to itself
+                queries = [text for text in row.right if text in known_queries]
+                texts = [text for text in row.right if text not in known_queries]
+            documents = [number_of(False, text) for text in texts]
+            queries = [number_of(True, text) for text in queries]
             if is_held_out:
                 answers.update(documents)
             elif phase == 1:
                 phase1.update(documents + queries)
-            for query in queries:
+            if row.query:
+                query = queries[0]
                 right.setdefault(query, set()).update(documents)
                 if is_held_out or phase == 2:
                     found = [number_of(False, text) for text in row.wrong]
@@ -1614,11 +1626,12 @@ def longest_first(corpus):
     return np.argsort(-np.diff(corpus.offsets), kind="stable")
 
 
-def teacher_key(args, corpus, name):
+def teacher_key(args, corpus, name, device):
     """A hash of all that its vectors depend on. (rank 0)"""
     settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
     model = file_states(Path(name)) if Path(name).is_dir() else name
-    key = json.dumps([READER, corpus.hash, model, settings])
+    is_bf16 = device.type != "cpu"  # see load_teacher
+    key = json.dumps([READER, corpus.hash, model, settings, is_bf16])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -1714,7 +1727,7 @@ def is_without_hub(args):
         ThreadPoolExecutor(1).submit(urlopen, url, timeout=4).result(timeout=5)
     except HTTPError:  # an answer, too: a mirror need not have a page there
         return False
-    except Exception:
+    except Exception:  # no name, no route, no certificate, no time: all mean the same here
         logging.warning(f"no model hub: {', '.join(remote)} must already be on this machine")
         return True
     return False

@@ -138,12 +138,14 @@ READ = {  # file: its content
     "booleans.jsonl": lines(judged([True, False])),
     "label.csv": table(judged("1 0")),
     "floats.csv": table(judged("1.0 0.0")),
+    "words.csv": table(judged("TRUE false")),
     "unread.csv": table(records(hard="x", id="7")),
     "breaks.csv": table(records()) + '"query\n0",document 0,\n',
 }
 SAID = {  # of some of them
     "label.csv": "40 of 80 rows have only wrong answers",
     "floats.csv": "40 of 80 rows have only wrong answers",
+    "words.csv": "40 of 80 rows have only wrong answers",
     "unread.csv": "these columns are not read: hard, id",
     "breaks.csv": "1 rows have line breaks within quotes, such as {} lines 42 to 43",
 }
@@ -209,7 +211,10 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "latin1.jsonl": ('{"query": "ö", "positive": "a"}'.encode("latin-1"), "line 1: query is not"),
     "half.jsonl": (odd(query="\ud83d"), "line 11: query is not UTF-8, or has half of a character"),
     "end.csv": (replaced("39,document", '39,"document'), "line 41: .*is a quote not closed"),
-    "middle.csv": (replaced("10,document", '10,"document'), "line 12: .*is a quote not closed"),
+    "middle.csv": (
+        replaced("10,document", '10,"document'),
+        "line 12: .*not closed. What follows is not read",
+    ),
     "two.csv": (QUOTES, "lines 12 to 32: .*is a quote not closed"),
     "twice.csv": (replaced("query", "negative"), "line 1: two columns have one name: negative"),
     "comma.csv": (replaced("document 10", "red, hard"), "line 12: 4 fields, the header has 3"),
@@ -337,6 +342,24 @@ def test_queries_among_the_texts_of_phase_1_are_queries(tmp_path):
     held = decoded(found, found.eval_queries)
     assert held
     assert decoded(found, found.phase1) & queries == queries - held
+
+
+def test_texts_beside_a_query_in_a_list_are_documents(tmp_path):
+    rows = [{"text": [query, f"beside {query}"]} for query in QUERIES]
+    write(tmp_path / "a.jsonl", lines(records()))
+    write(tmp_path / "lists.jsonl", lines(rows))
+    found = read(tmp_path / "a.jsonl", f"--phase1_data={tmp_path}/lists.jsonl")
+    beside = {text for text in found.texts(range(len(found))) if text.startswith("beside")}
+    assert beside == {f"beside {query}" for query in QUERIES}
+    assert not decoded(found, found.eval_documents) & set(QUERIES)
+    assert pairs_of(found) == PAIRS
+
+
+def test_a_row_that_speaks_of_columns_is_a_bad_row(tmp_path):
+    """It is not taken for a table without the columns that are needed."""
+    write(tmp_path / "a.csv", table(judged("1 0")) + "q,d,the columns\n")
+    with pytest.raises(script.InputError, match="1 bad rows"):
+        read(tmp_path / "a.csv")
 
 
 def test_ms_marco(tmp_path, monkeypatch):

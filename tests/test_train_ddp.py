@@ -550,6 +550,16 @@ def test_phases_one_after_the_other(work, tmp_path):
     assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 2
 
 
+def test_no_artifact_of_other_weights_than_the_best(work, tmp_path):
+    """Where best.pt is lost, the last weights are not saved in its place."""
+    options = small(work, f"--output_dir={tmp_path}/out", "--max_steps=2", "--skip_phase2")
+    run(*options)
+    (tmp_path / "out" / "best.pt").unlink()
+    options += ["--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
+    assert "error: no artifact: " in run(*options, status=1)
+    assert not (tmp_path / "models").exists()
+
+
 def test_few_pairs(work, tmp_path, group, caplog):
     """Too few are refused before phase 1. The teacher has no more dimensions than texts."""
     few = (work / "pairs.jsonl").read_text().splitlines(keepends=True)[:12]
