@@ -801,17 +801,19 @@ def is_fasta(path):
 
 def read_records(path):
     """Yields (where it stands in the file, sequence as bytes) of each record."""
-    with open(path, "rb") as file:
-        start = file.read(4)
-    if start.startswith((b"PK\3\4", b"\x80")):  # as torch.save begins
-        yield from read_list(path)
-        return
-    read_text = read_fasta if is_fasta(path) else read_lines
     try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+        if start.startswith((b"PK\3\4", b"\x80")):  # as torch.save begins
+            yield from read_list(path)
+            return
+        read_text = read_fasta if is_fasta(path) else read_lines
         with open_text(path) as file:
             yield from read_text(file)
-    except (OSError, EOFError, ValueError, RuntimeError) as error:
-        raise InputError(f"{path} is damaged, fetch it again: {error}") from None
+    except InputError:
+        raise
+    except Exception as error:  # each kind of compression has its own
+        raise InputError(f"{path} cannot be read to its end, fetch it again: {error}") from None
 
 
 def read_fasta(file):
@@ -910,10 +912,10 @@ def write_tokens(folder, args):
         text = f"{nucleotides / max(1, sum(letters)):.0%} of its letters are A C G T U N"
         raise InputError(f"{args.datafile}: expected proteins; it is DNA or RNA: {text}")
     if not all(ends.values()):
-        text = f"{sum(lengths.values())} sequences to train on, and none held out"
-        if ends["train"] == 0:
-            text = "no sequences to train on"
-        raise InputError(f"{args.datafile}: {text}: more of them, or another --val_ratio")
+        text = f"{sum(lengths.values())} proteins to train on, {len(bad)} bad ones left out"
+        if ends["valid"] == 0:
+            text += ", none held out"
+        raise InputError(f"{args.datafile}: {text}: expected more, or another --val_ratio")
     meta = {"letters": letters, "lengths": lengths, "bad": bad, "hash": train_hash + valid_hash}
     (folder / "meta.json").write_text(json.dumps(meta))
 
