@@ -86,9 +86,7 @@ def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument_group("data").add_argument
     default = "./input_data/processed_uniref50.pt"
-    text = (
-        "FASTA, or a sequence on each line, also packed (.gz .bz2 .xz .zst); or the original's .pt"
-    )
+    text = "FASTA, or a sequence a line, also packed (.gz .bz2 .xz .zst); or the original's .pt"
     add("--datafile", default=default, help=text)
     add("--cache_dir", default="./cache", help="where what is read once is kept")
     add("--val_ratio", type=number(0, 1), default=0.05, help="share of sequences that is held out")
@@ -238,21 +236,17 @@ class Proteins:
     def __len__(self):
         return len(self.offsets) - 1
 
-    def lengths(self, rows):
-        """Tokens of the sequences with these numbers."""
-        return self.offsets[rows + 1] - self.offsets[rows]
-
     def __getitem__(self, rows):
         """Tokens of their crops. The sampler takes it for their cost: so it need not hold a number
         for each of 60 million sequences."""
-        return np.minimum(self.lengths(rows), self.most)
+        return np.minimum(self.offsets[rows + 1] - self.offsets[rows], self.most)
 
     def crops(self, rows, draws):
         """(starts, ends, residues) of crops: which tokens they are, and how many of them are
         residues. A crop is the whole sequence if it is short enough; else it begins anywhere, by a
         number from 0 to below 1 for each sequence."""
-        whole = self.lengths(rows)
-        lengths = self[rows]
+        whole = self.offsets[rows + 1] - self.offsets[rows]
+        lengths = np.minimum(whole, self.most)
         first = (draws * (whole - lengths + 1)).astype(np.int64)
         residues = lengths - (first == 0) - (first + lengths == whole)  # without BEGIN and END
         starts = self.offsets[rows] + first
@@ -448,7 +442,7 @@ def evaluate(model, data, args, autocast, device):
     k % world_size: each sequence counts once, on any number of ranks. (all ranks)"""
     number = min(len(data.valid), args.eval_sequences)
     rows = np.linspace(0, len(data.valid) - 1, number).astype(np.int64)
-    rows = rows[np.argsort(data.valid.lengths(rows), kind="stable")]  # equal work on all ranks
+    rows = rows[np.argsort(data.valid[rows], kind="stable")]  # equal work on all ranks
     letters = np.array(data.letters) + 0.5  # a residue that the training part lacks costs much
     surprise = -np.log(letters / letters.sum())
     # of each sequence: residues, nats by the residues' shares, nats by the model in each draw
@@ -515,15 +509,6 @@ def summarize(table):
 LAST_RATE = 0.01  # of the peak: where the cosine ends, as in the original
 
 
-def warmup_steps(args, factor, steps):
-    warmup = round(args.warmup * factor)
-    if warmup > steps // 2:
-        warmup = steps // 10
-        text = f"--warmup {args.warmup} x {factor} is more than half of {steps} steps"
-        logging.warning(f"{text}: it takes {warmup}")
-    return warmup
-
-
 def lr_factor(step, steps, warmup):
     """What the peak rate is multiplied by: a straight rise from above 0, then half a cosine."""
     if step < warmup:
@@ -552,9 +537,8 @@ def train(args, device, data, model, state, log, loop):
     """Returns why training was stopped, or "" if it has ended. `loop` says where training stands.
     (all ranks)"""
     world_size = dist.get_world_size()
-    proteins = data.train
-    ids = np.arange(len(proteins), dtype=np.int32)  # half of the memory of int64
-    sampler = GlobalBatchSampler(ids, args, cost=proteins)
+    ids = np.arange(len(data.train), dtype=np.int32)  # half of the memory of int64
+    sampler = GlobalBatchSampler(ids, args, cost=data.train)
     steps = min(sampler.count_steps(args.epochs), args.n_iters)
     warmup = warmup_steps(args, loop["gpu_factor"], steps)
     peak = args.lr * loop["gpu_factor"]
@@ -578,7 +562,7 @@ def train(args, device, data, model, state, log, loop):
     if loop["step"] == 0:
         save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
     sampler.start = loop["step"]
-    batches = make_loader(NoisyProteins(proteins, args.seed), sampler, args, device)
+    batches = make_loader(NoisyProteins(data.train, args.seed), sampler, args, device)
 
     logging.info("Starting distributed training...")
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
@@ -681,6 +665,15 @@ def gpu_factor(args, world_size):
     if args.lr_scaling == "conservative":
         return min(world_size, 6)
     return world_size
+
+
+def warmup_steps(args, factor, steps):
+    warmup = round(args.warmup * factor)
+    if warmup > steps // 2:
+        warmup = steps // 10
+        text = f"--warmup {args.warmup} x {factor} is more than half of {steps} steps"
+        logging.warning(f"{text}: it takes {warmup}")
+    return warmup
 
 
 def report(loop):
