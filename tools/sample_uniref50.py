@@ -80,7 +80,7 @@ def load(path, device):
     """(network with its averaged weights, checkpoint)"""
     state = script.read_checkpoint(path) or {}
     if state.get("script") != SCRIPT:
-        raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
+        raise InputError(f"{path}: expected best.pt or latest.pt of a run of {SCRIPT}")
     model = script.Denoiser(argparse.Namespace(**state["args"]))
     try:
         model.load_state_dict(state["average"])
@@ -375,8 +375,8 @@ def compare(ours, train, held_out, seed):
     return metrics
 
 
-def main():
-    args = parse_args()
+def main(words=None):
+    args = parse_args(words)
     device = script.choose_device(args, local_rank=0)
     model, state = load(args.checkpoint, device)
     args.method = args.method or state["args"]["sampling_method"]
