@@ -308,7 +308,7 @@ class Block(nn.Module):
 
     def forward(self, x, cond, owners, turns, starts, lengths):
         """x (T, D); cond (B, C); owners (T, B), 1 where a sequence is a token's; turns, two of
-        (T, 1, D / heads / 2): -> (T, D)"""
+        (T, 1, D / heads): -> (T, D)"""
         # `owners @ rows` gives each token the row of its sequence. The gradient is a product, too:
         # faster than the sum token by token that an index would need, and the same bits each time.
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond).chunk(6, dim=1)
@@ -330,8 +330,8 @@ def rotate(x, turns):
     """Rotary position embedding (Su et al. 2021): number i of x (T, heads, E) and number i + E / 2
     are turned, as the coordinates of a point, by an angle whose cosine and sine are in `turns`."""
     cos, sin = turns
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+    # roll exchanges the halves; in the first one the sine is negative
+    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
 
 
 @torch.compiler.disable  # the lengths are new in every step: compiled, each would be a new program
@@ -379,10 +379,11 @@ class Denoiser(nn.Module):
         numbers = torch.arange(len(cond), dtype=batch.owner.dtype, device=x.device)
         owners = (batch.owner[:, None] == numbers).to(x.dtype)  # (T, B)
         angles = angles_of(batch.positions, self.embed.embedding_dim // self.blocks[0].heads // 2)
-        turns = (angles.cos()[:, None], angles.sin()[:, None])
+        cos = torch.cat([angles.cos(), angles.cos()], dim=1)[:, None]  # (T, 1, E)
+        sin = torch.cat([-angles.sin(), angles.sin()], dim=1)[:, None]
 
         for block in self.blocks:
-            inputs = (x, cond, owners, turns, batch.starts, batch.lengths)
+            inputs = (x, cond, owners, (cos, sin), batch.starts, batch.lengths)
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -647,9 +648,8 @@ class Data:
         self.valid = Proteins(folder, "valid", args.max_protein_len)
         counts = f"{len(self.train):,}; held out: {len(self.valid):,}"
         logging.info(f"  sequences to train on: {counts}")
-        if meta["bad"]:
-            text = f"{len(meta['bad'])} bad records are left out:"
-            logging.warning(text + list_problems(meta["bad"]))
+        if meta["note"]:
+            logging.warning(meta["note"])
         most = args.max_protein_len - 2
         long = sum(count for length, count in self.lengths.items() if int(length) > most)
         if long > 0:
@@ -909,7 +909,9 @@ def write_tokens(folder, args):
         if ends["valid"] == 0:
             text += ", none held out"
         raise InputError(f"{args.datafile}: {text}: expected more, or another --val_ratio")
-    meta = {"letters": letters, "lengths": lengths, "bad": bad, "hash": train_hash + valid_hash}
+    (folder / "skipped.txt").write_text("".join(f"{text}\n" for text in bad))
+    note = f"{len(bad)} bad records are left out:" + list_problems(bad) if bad else ""
+    meta = {"letters": letters, "lengths": lengths, "note": note, "hash": train_hash + valid_hash}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

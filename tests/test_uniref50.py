@@ -247,8 +247,9 @@ def test_rotary_embedding():
     assert torch.allclose(angles, torch.arange(40)[:, None] * 1e4 ** (-torch.arange(8) / 8))
     numbers = torch.complex(*x.chunk(2, dim=-1)) * torch.exp(1j * angles[:, None])
     expected = torch.cat([numbers.real, numbers.imag], dim=-1)
-    turns = (angles.cos()[:, None], angles.sin()[:, None])
-    assert torch.allclose(script.rotate(x, turns), expected, atol=1e-5)
+    cos = torch.cat([angles.cos(), angles.cos()], dim=1)[:, None]
+    sin = torch.cat([-angles.sin(), angles.sin()], dim=1)[:, None]
+    assert torch.allclose(script.rotate(x, (cos, sin)), expected, atol=1e-5)
 
 
 @torch.no_grad()

@@ -53,7 +53,8 @@ def split_of(sequences):
 
 
 def prepare(source, *options):
-    """({part: sequences}, meta.json) of what is kept of a file, read without the script's code"""
+    """({part: sequences}, meta.json, and what was left out) of what is kept of a file, read without
+    the script's code"""
     words = [f"--datafile={source}", f"--val_ratio={RATIO}", f"--cache_dir={source}.cache"]
     folder = script.prepare(parse_arguments(script, *words, *options))
     found = {}
@@ -64,7 +65,8 @@ def prepare(source, *options):
         rows = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
         assert all(row[0] == 0 and row[-1] == 2 for row in rows)
         found[part] = ["".join(LETTERS[i - 5] for i in row[1:-1]) for row in rows]
-    return found, json.loads((folder / "meta.json").read_text())
+    meta = json.loads((folder / "meta.json").read_text())
+    return found, {**meta, "bad": (folder / "skipped.txt").read_text().splitlines()}
 
 
 def saved(content, **options):
