@@ -737,7 +737,7 @@ def main(args):
 # Reading: the user's file, once, by rank 0. Training needs only what `write_tokens` leaves
 
 PUBLISHED = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
-READER = 1  # raise it when you change what is read or kept: else an old cache is used
+READER = 2  # raise it when you change what is read or kept: else an old cache is used
 WRONG = 255  # the token of what is no residue
 numbers = np.full(256, WRONG, np.uint8)
 for letters in (RESIDUES, RESIDUES.lower()):
