@@ -725,6 +725,7 @@ def main(args):
     if reason:
         log.close(f"stopped by {reason}", steps=loop["step"], best=loop["best"])
         return exit_status(reason)
+    end_on_signals()
     report(loop)
     baselines = {"unigram": loop["metrics"]["unigram"]}
     summary = {"best": loop["best"], "val": loop["metrics"], "baselines": baselines}
