@@ -226,7 +226,7 @@ def to_device(value, device):
     return value
 
 
-GROUPS = 4  # more: less padding, but each group is a pass of its own through the network
+GROUPS = 8  # more: less padding, but each group is a pass of its own through the network
 
 
 def lay_out(tokens, rows):
@@ -495,14 +495,25 @@ def text_loss(args, batch, vectors):
 
 
 def split_texts(batches, parts):
-    """Split what each micro-batch has for its texts: (that of all queries, of all documents)."""
+    """Split what each micro-batch has for its texts: (that of all queries (n, ...), that of all
+    documents (m, ...), of which the first n are the queries' positives)."""
     queries = []
-    documents = []
+    positives = []
+    negatives = []
     for batch, part in zip(batches, parts, strict=True):
         n = len(batch.positives)
         queries.append(part[:n])
-        documents.append(part[n:])
-    return torch.cat(queries), torch.cat(documents)
+        positives.append(part[n : 2 * n])
+        negatives.append(part[2 * n :])
+    return torch.cat(queries), torch.cat(positives + negatives)
+
+
+def teacher_limits(args, queries, documents):
+    """The score (n,) above which a document is no negative of a query, by the teacher's vectors of
+    the queries (n, D) and of the documents (m, D), the n positives first."""
+    positives = F.normalize(documents[: len(queries)].float(), dim=1)
+    scores = (F.normalize(queries.float(), dim=1) * positives).sum(1)
+    return scores + args.false_negative_margin + 1e-5  # equal scores may differ by rounding
 
 
 def contrast(args, batches, vectors):
@@ -518,34 +529,23 @@ def contrast(args, batches, vectors):
     queries, documents = split_texts(batches, vectors)
     teacher_queries, teacher_documents = split_texts(batches, [batch.targets for batch in batches])
     _, numbers = split_texts(batches, [batch.numbers for batch in batches])
-    positives = torch.cat([batch.positives for batch in batches])
+    answers = torch.cat([batch.positives for batch in batches])
+    limits = teacher_limits(args, teacher_queries, teacher_documents)
 
-    # where this rank's queries are among all queries, and their positives among its documents
-    own_rows = dist.get_rank() * most + torch.arange(len(queries), device=queries.device)
-    own_columns = []
-    before = 0
-    for batch in batches:
-        n = len(batch.positives)
-        own_columns.append(before + torch.arange(n, device=queries.device))
-        before += len(batch.numbers) - n
-    own_columns = torch.cat(own_columns)
-
-    # what is no negative of a query, by the teacher and by the data
+    # all queries (q, ...), and which of this rank's documents are no negatives of them (q, m)
     teacher_queries = F.normalize(gather_rows(teacher_queries, most).float(), dim=1)
-    teacher_documents = F.normalize(teacher_documents.float(), dim=1)
-    right = teacher_documents.index_select(0, own_columns)
-    limits = (teacher_queries.index_select(0, own_rows) * right).sum(1) + args.false_negative_margin
-    limits = gather_rows(limits + 1e-5, most)  # equal scores may differ by rounding
-    teacher_scores = teacher_queries @ teacher_documents.T
-    positives = gather_rows(positives, most, filler=-1)
-    masked = not_negatives(numbers, positives, teacher_scores, limits)
-    masked.index_put_((own_rows, own_columns), torch.zeros_like(own_rows, dtype=torch.bool))
+    teacher_scores = teacher_queries @ F.normalize(teacher_documents.float(), dim=1).T
+    answers = gather_rows(answers, most, filler=-1)
+    masked = not_negatives(numbers, answers, teacher_scores, gather_rows(limits, most))
+    own = torch.arange(len(queries), device=queries.device)  # each one's positive has its number
+    own_rows = dist.get_rank() * most + own  # where they are among all queries
+    masked.index_put_((own_rows, own), torch.zeros_like(own, dtype=torch.bool))
 
     scores = gather_rows(queries, most) @ documents.T / args.temperature
     scores = scores.masked_fill(masked, -1e30)  # -inf would make NaN where all are masked
     denominators = scores.logsumexp(1)  # over the documents of this rank ...
     denominators = gather_rows(denominators[None], 1).logsumexp(0)  # ... and of all
-    return (denominators[own_rows] - scores[own_rows, own_columns]).sum() / total
+    return (denominators[own_rows] - scores[own_rows, own]).sum() / total
 
 
 def pair_loss(args, batches, vectors):
@@ -1588,7 +1588,7 @@ class Tokens:
         self.lengths = np.diff(self.offsets)
         self.pad = tokenizer.pad_token_id
         cut = int((self.lengths >= student.max_seq_length).sum())
-        text = f"of {len(corpus):,} texts {cut:,} are cut there"
+        text = f"{cut:,} of {len(corpus):,} texts are as long or longer, and cut there"
         logging.info(f"The student reads {student.max_seq_length} tokens: {text}")
 
     def write(self, folder, corpus, student):
@@ -2839,12 +2839,16 @@ class RunLog:
     def draw(self):
         """curves.png: a panel for each column of metrics.jsonl"""
         import pandas
+        from matplotlib import pyplot
 
-        rows = pandas.read_json(self.path, lines=True).groupby("step").first()
-        rows = rows.drop(columns=["epoch", "phase"], errors="ignore").interpolate()
-        size = (12, 1 + len(rows.columns))
-        axes = rows.plot(subplots=True, layout=(-1, 3), figsize=size, marker=".", xlabel="step")
-        axes[0, 0].figure.savefig(self.path.with_name("curves.png"))
+        rows = pandas.read_json(self.path, lines=True).set_index("step")
+        rows = rows.drop(columns=["epoch", "phase"], errors="ignore")
+        lines = math.ceil(len(rows.columns) / 3)
+        figure, axes = pyplot.subplots(lines, 3, squeeze=False, figsize=(12, 3 * lines))
+        for axis, name in zip(axes.flat, rows.columns, strict=False):
+            rows[name].dropna().plot(ax=axis, title=name, marker=".")
+        figure.tight_layout()
+        figure.savefig(self.path.with_name("curves.png"))
 
 
 # End of the lines that every script has.

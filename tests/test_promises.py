@@ -198,21 +198,22 @@ def test_folder_with_best_but_no_latest(script, group, tmp_path):
 
 
 def test_curves(script, group, tmp_path, monkeypatch):
-    """A panel for what was measured, with a mark where there is a single value."""
+    """A panel for what was measured, with a mark at each value, and at no other place."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *more, **options: drawn.append(figure))
     (tmp_path / "metrics.jsonl").touch()
     log = script.RunLog(make_args(tmp_path), None)
-    for step in (1, 2):
+    log.write({"step": 1, "epoch": 0, "phase": 1, "val/loss": 1.5})
+    for step in (1, 2, 3):
         log.write({"step": step, "epoch": 0, "phase": 1, "lr": 0.1, "loss": 2.0 / step})
-    log.write({"step": 2, "epoch": 1, "phase": 1, "val/loss": 1.5})
-    log.close("finished", steps=2)
+    log.write({"step": 3, "epoch": 1, "phase": 1, "val/loss": 1.2})
+    log.close("finished", steps=3)
     (figure,) = drawn
-    panels = [axes for axes in figure.axes if axes.lines]
-    labels = {line.get_label() for axes in panels for line in axes.lines}
-    assert labels == {"lr", "loss", "val/loss"}
-    assert all(line.get_marker() not in ("", "None") for axes in panels for line in axes.lines)
-    assert "step" in {axes.get_xlabel() for axes in panels}
+    lines = [line for axes in figure.axes for line in axes.lines]
+    found = {line.get_label(): list(line.get_xdata()) for line in lines}
+    assert found == {"lr": [1, 2, 3], "loss": [1, 2, 3], "val/loss": [1, 3]}
+    assert all(line.get_marker() not in ("", "None") for line in lines)
+    assert "step" in {axes.get_xlabel() for axes in figure.axes}
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
