@@ -1842,12 +1842,16 @@ class RunLog:
     def draw(self):
         """curves.png: a panel for each column of metrics.jsonl"""
         import pandas
+        from matplotlib import pyplot
 
-        rows = pandas.read_json(self.path, lines=True).groupby("step").first()
-        rows = rows.drop(columns=["epoch", "phase"], errors="ignore").interpolate()
-        size = (12, 1 + len(rows.columns))
-        axes = rows.plot(subplots=True, layout=(-1, 3), figsize=size, marker=".", xlabel="step")
-        axes[0, 0].figure.savefig(self.path.with_name("curves.png"))
+        rows = pandas.read_json(self.path, lines=True).set_index("step")
+        rows = rows.drop(columns=["epoch", "phase"], errors="ignore")
+        lines = math.ceil(len(rows.columns) / 3)
+        figure, axes = pyplot.subplots(lines, 3, squeeze=False, figsize=(12, 3 * lines))
+        for axis, name in zip(axes.flat, rows.columns, strict=False):
+            rows[name].dropna().plot(ax=axis, title=name, marker=".")
+        figure.tight_layout()
+        figure.savefig(self.path.with_name("curves.png"))
 
 
 # End of the lines that every script has.
