@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import tracemalloc
 from functools import partial
 from itertools import islice
@@ -568,6 +569,13 @@ def test_a_run_stopped_before_its_first_evaluation_goes_on_with_fewer_steps(fold
     run(folder, tmp_path / "run", "--n_iters=1", "--eval_freq=50")
     assert [row["step"] for row in rows_of(tmp_path / "run", "val/nelbo")] == [done]
     assert json.loads((tmp_path / "run/summary.json").read_text())["best"]["step"] == done
+
+
+def test_few_steps_are_said(folder, tmp_path):
+    """But not if --n_iters asks for them."""
+    said = run(folder, tmp_path / "run", "--n_iters=2", "--epochs=1")
+    assert re.search(r"WARNING: only \d+ optimizer steps \(\d+ samples, 8 a step, 1 epochs\)", said)
+    assert "WARNING: only" not in run(folder, tmp_path / "run", "--n_iters=3")
 
 
 def test_a_changed_option_is_refused(folder, tmp_path):
