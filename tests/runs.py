@@ -367,7 +367,7 @@ def listen_to_log(module):
 # Runs
 
 NOT_COMPARED = {"wandb_id", "args", "log_size", "data_hash"}  # in a checkpoint
-CLOCKS = {"samples_per_s", "residues_per_s", "data_wait"}  # in metrics.jsonl
+CLOCKS = {"samples_per_s", "data_wait"}  # in metrics.jsonl
 RUN_OWN = {"args", "seconds"}  # in summary.json
 
 
