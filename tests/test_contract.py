@@ -133,7 +133,7 @@ REFUSED = {
     "run_train_uniref50_ddp": ("--hidden_size=8", "the checkpoint does not fit: "),
     "run_dpo_ddp": ("--beta=0.2", "--beta: this run was started with 0.1"),
     "run_train_quantumgrav_ddp": ("--hidden_dim=8", "has a run with 16"),
-    "run_train_rebm_ddp": ("--width=8", "the checkpoint does not fit: "),
+    "run_train_rebm_ddp": ("--width=8", "has a run with 4"),
 }
 
 

@@ -28,6 +28,7 @@ KINDS = {  # first words of a block
 EXPECTED = {name: ["old"] for name in SCRIPTS}
 EXPECTED["train_ddp.py"] = ["A", "B"]
 EXPECTED["run_train_quantumgrav_ddp.py"] = ["A", "B"]
+EXPECTED["run_train_rebm_ddp.py"] = ["A", "B"]
 EXPECTED["test_ddp_setup.py"] = ["A"]
 
 
