@@ -277,11 +277,12 @@ class Network(nn.Module):
     `deviation`, of each channel."""
 
     is_frozen = False  # whether batch normalisation keeps its statistics
+    context = contextlib.nullcontext  # or autocast
 
     def forward(self, x):
-        features = self.features((x - self.mean) / self.deviation)
-        with torch.autocast(x.device.type, enabled=False):  # 16 bits would make ties of logits
-            return self.fc(features.float())
+        with self.context():
+            features = self.features((x - self.mean) / self.deviation)
+        return self.fc(features.float())  # 16 bits would make ties of logits
 
     def train(self, mode=True):
         """Frozen batch normalisation stays in evaluation mode; its weights are trained."""
@@ -590,17 +591,15 @@ def note_metrics(loop, stage, metrics, args):
 # Train
 
 
-def real_or_fake_step(args, nets, on_outside, batch, steps, context, backward):
+def real_or_fake_step(nets, on_outside, batch, steps, backward):
     """The two passes of the energy: real images, and OOD images attacked for `steps` steps, each
     with its own backward pass, so that only one graph is in memory. Returns their loss, and the
     scores (2, B) of which is the more real."""
+    fake = on_outside(pixels(batch.outside), batch.real_y, steps)
     loss = 0.0
     scores = []
-    with context():
-        fake = on_outside(pixels(batch.outside), batch.real_y, steps)
     for x, is_real in ((pixels(batch.real), True), (fake, False)):
-        with context():
-            logits = nets.ddp_model(x)
+        logits = nets.ddp_model(x)
         loss += backward(real_or_fake(logits, is_real))
         scores.append(label_logit(logits.detach(), batch.real_y))
     return loss, torch.stack(scores)
@@ -617,7 +616,8 @@ def train(args, device, stage, data, nets, state, log, loop):
     steps = sampler.count_steps(args.at_epochs if stage == "at" else args.total_epochs)
     eval_every = math.ceil(args.n_imgs_per_evaluation_log / sampler.global_batch) or steps
     optimizer = make_optimizer(args, model, stage)
-    autocast, scaler = choose_precision(args, device)
+    model.context, scaler = choose_precision(args, device)
+    nets.twin.context = model.context
     if state:
         restore(state, model=model, average=nets.average, optimizer=optimizer, scaler=scaler)
     if loop["phase"] != phase:
@@ -690,15 +690,12 @@ def train(args, device, stage, data, nets, state, log, loop):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = False
             if stage == "dat":
-                loss, own = real_or_fake_step(args, nets, on_outside, batch, T, autocast, backward)
+                loss, own = real_or_fake_step(nets, on_outside, batch, T, backward)
                 bce += loss
                 scores[:, batch.places] = own
-            with autocast():
-                x = on_class(pixels(batch.x), batch.y, args.indist_attack_clf_max_steps)
+            x = on_class(pixels(batch.x), batch.y, args.indist_attack_clf_max_steps)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
-            with autocast():
-                logits = ddp_model(x)
-            clf_loss += backward(cross_entropy(logits, batch.y))
+            clf_loss += backward(cross_entropy(ddp_model(x), batch.y))
         share_statistics(model)
         norm = update_if_finite(args, model, kept, optimizer, scaler)
         update_average(nets.average, model, args.ema, done)
