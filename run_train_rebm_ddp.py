@@ -92,8 +92,7 @@ def parse_args():
     add = parser.add_argument_group("data").add_argument
     text = "folder with train/CLASS/... and test/, .npz of arrays, name on the hub, or digits"
     add("--data", default="digits", help=text)
-    text = "OOD images: folder, .npz, name on the hub, noise, or blobs"
-    add("--outdist_data", default="noise", help=text)
+    add("--outdist_data", default="noise", help="OOD images: likewise, or noise, or blobs")
     text = "channels, and pixels a side, of images from files; arrays have their own"
     add("--image_shape", nargs=2, type=COUNT, default=[3, 32], metavar=("C", "SIDE"), help=text)
     add("--cache_dir", default="cache", help="where what is read once is kept")
@@ -101,8 +100,7 @@ def parse_args():
     kinds = ["none", "shift", "original"]
     text = "of images to classify; original: shift, and mirror"
     add("--augm_type_classification", default="shift", choices=kinds, help=text)
-    text = "of real images for the energy, and OOD images"
-    add("--augm_type_generation", default="none", choices=kinds, help=text)
+    add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
     add = parser.add_argument_group("model").add_argument
     add("--model_type", default="SmallNet", choices=[*MODELS], help="network")
@@ -113,35 +111,30 @@ def parse_args():
     length = number(1e-6, 1e6)
     steps = number(0, kind=int)
     add = parser.add_argument_group("attack, on OOD images, in L2").add_argument
-    text = "T at most; more: better samples, lower accuracy"
-    add("--attack_max_steps", type=steps, default=50, help=text)
+    add("--attack_max_steps", type=steps, default=50, help="T at most")
     add("--attack_step_size", type=length, default=0.1, help="length of a step")
-    text = "T grows when the mean AUC is at least this"
-    add("--AUC_th", type=number(0, 1), default=0.8, help=text)
-    text = "real images that this mean is over"
-    add("--min_imgs_per_threshold", type=COUNT, default=1000, help=text)
+    add("--AUC_th", type=number(0, 1), default=0.8, help="mean AUC at which T grows")
+    add("--min_imgs_per_threshold", type=COUNT, default=1000, help="real images it is over")
 
     add = parser.add_argument_group("indist_attack_clf, on images to classify").add_argument
     text = "steps; 0: standard training, to compare with"
     add("--indist_attack_clf_max_steps", type=steps, default=10, help=text)
     add("--indist_attack_clf_step_size", type=length, default=0.1, help="length of a step")
     add("--indist_attack_clf_eps", type=length, default=0.5, help="radius of the ball")
-    text = "of step and ball"
-    add("--indist_attack_clf_norm", default="L2", choices=["L2", "Linf"], help=text)
+    kinds = ["L2", "Linf"]
+    add("--indist_attack_clf_norm", default="L2", choices=kinds, help="of step and ball")
 
     add = parser.add_argument_group("optimization").add_argument
     kinds = [*OPTIMIZERS]
-    text = "passes over the images in stage 1; 0: stage 2 starts from --ckpt_path"
+    text = "of stage 1; 0: stage 2 starts from --ckpt_path"
     add("--at_epochs", type=steps, default=40, help=text)
-    text = "passes over the images in stage 2; 0: stage 1 only"
-    add("--total_epochs", type=steps, default=100, help=text)
+    add("--total_epochs", type=steps, default=100, help="of stage 2; 0: stage 1 only")
     add("--at_optimizer", default="adamw", choices=kinds, help="of stage 1")
     add("--at_lr", type=number(0), default=2e-3, help="peak of stage 1; half a cosine down to 0")
     add("--optimizer", default="sgd", choices=kinds, help="of stage 2")
     add("--lr", type=number(0), default=1e-3, help="learning rate of stage 2, constant")
     add("--wd", type=number(0), default=5e-4, help="weight decay of matrices; biases, norms: 0")
-    text = "decay of the averaged weights; 0: no average"
-    add("--ema", type=number(0, 1), default=0.999, help=text)
+    add("--ema", type=number(0, 1), default=0.999, help="decay of averaged weights; 0: no average")
     text = "images between validations; 0: only at the end of a stage"
     add("--n_imgs_per_evaluation_log", type=steps, default=50_000, help=text)
     add("--use_ddp", **FLAG, default=True, help="False: one process, all GPUs by DataParallel")
@@ -775,19 +768,17 @@ class AttackLength:
         self.most = needed * 2 * global_batch**2  # what their sum can be
         self.arrived = None  # event: the window is on the host
 
-    def read(self):
+    def state(self):
         if self.arrived is not None:
             self.arrived.synchronize()
-        return [int(pairs) for pairs in self.window]
-
-    def state(self):
-        return {"T": self.steps, "window": self.read()}
+        window = torch.stack([*self.window]).tolist() if self.window else []
+        return {"T": self.steps, "window": window}
 
     def grow(self, pairs):
-        """Take in the pairs_in_order of a step, the same on all ranks. (all ranks)"""
+        """Take in the pairs_in_order of a step, the same on all ranks."""
         is_full = len(self.window) == self.window.maxlen
         if is_full and self.steps < self.args.attack_max_steps:
-            if sum(self.read()) / self.most >= self.args.AUC_th:
+            if sum(self.state()["window"]) / self.most >= self.args.AUC_th:
                 self.steps += 1
                 self.window.clear()  # and without this step, which had the T before
                 return
@@ -823,20 +814,17 @@ def share_statistics(model):
 def load_data(args):
     """(images, OOD images of the same shape), each read once. (all ranks)"""
     folder = read_once(functools.partial(prepare, name=args.data), args)
-    outside = read_once(functools.partial(prepare, name=args.outdist_data, inside=folder), args)
-    inside = Images(folder)
-    outside = Images(outside)
+    like = functools.partial(prepare, name=args.outdist_data, inside=folder)
+    data = Images(folder), Images(read_once(like, args))
     for part in ("train", "valid", "test"):
-        counts = f"{len(inside.part(part)):,} images, {len(outside.part(part)):,} OOD"
-        logging.info(f"  {part}: {counts}")
-    count = len(inside.some("valid", EVAL_IMAGES))
-    logging.info(
-        f"validation takes {count:,} images of each, robust accuracy by {EVAL_STEPS} steps"
-    )
+        counts = [len(images.part(part)) for images in data]
+        logging.info(f"  {part}: {counts[0]:,} images, {counts[1]:,} OOD")
+    count = len(data[0].some("valid", EVAL_IMAGES))
+    logging.info(f"validation takes {count:,} images, and attacks of {EVAL_STEPS} steps")
     if count < 200:
         error = 1 / math.sqrt(count)  # two standard errors of a share of 1/2
         logging.warning(f"few images to validate on: accuracies are only within {error:.2f}")
-    return inside, outside
+    return data
 
 
 def start_network(args, device, inside, state):
@@ -1014,7 +1002,6 @@ class Found:
         self.left_out.setdefault(why, []).append(what)
 
     def what(self, i):
-        """A name for errors."""
         return self.files[i] if isinstance(self.files[i], Path) else f"image {i}"
 
 
@@ -1124,30 +1111,26 @@ def find_in_arrays(path, found):
         arrays = dict(np.load(path))
     except Exception as error:  # those of zipfile and zlib, too
         raise InputError(f"{path}: {error}: expected an .npz file of arrays") from None
-    for part_name, part in PARTS.items():
-        for x, y in (
-            (f"x_{part_name}", f"y_{part_name}"),
-            (f"{part_name}_images", f"{part_name}_labels"),
-        ):
-            if x not in arrays:
-                continue
-            images = arrays.pop(x)
-            labels = arrays.pop(y, np.full(len(images), ""))
-            if images.ndim == 4 and images.shape[1] in (1, 3):
-                images = images.transpose(0, 2, 3, 1)
-            is_square = images.ndim in (3, 4) and images.shape[1] == images.shape[2]
-            is_image = is_square and images.shape[3:] in ((), (1,), (3,))
-            if images.dtype != np.uint8 or not is_image:
-                text = f"{x} is {images.dtype} {images.shape}"
-                raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, C)")
-            if labels.size != len(images):
-                raise InputError(
-                    f"{path}: {len(images)} images in {x}, {labels.size} labels in {y}"
-                )
-            for image, label in zip(images, labels.ravel().tolist(), strict=True):
-                found.add(image, str(label), part)
+    for x in list(arrays):
+        part = PARTS.get(x.removeprefix("x_").removesuffix("_images"))
+        if part is None:
+            continue
+        images = arrays.pop(x)
+        labels = arrays.pop(x.replace("x_", "y_").replace("images", "labels"), None)
+        if images.ndim == 4 and images.shape[1] in (1, 3):
+            images = images.transpose(0, 2, 3, 1)
+        is_square = images.ndim in (3, 4) and images.shape[1] == images.shape[2]
+        if images.dtype != np.uint8 or not is_square or images.shape[3:] not in ((), (1,), (3,)):
+            text = f"{x} is {images.dtype} {images.shape}"
+            raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, C)")
+        names = [""] * len(images) if labels is None else map(str, labels.ravel().tolist())
+        names = list(names)
+        if len(names) != len(images):
+            raise InputError(f"{path}: {x} has {len(images)} images, and {len(names)} labels")
+        for image, name in zip(images, names, strict=True):
+            found.add(image, name, part)
     for name in arrays:
-        found.leave_out(f"arrays of {path} are not read", name)
+        found.leave_out("arrays are not read", name)
 
 
 def find_on_hub(name, found):

@@ -389,7 +389,7 @@ def test_arrays(tmp_path):
     wrong = {
         "x_train is float64": {"x_train": x / 256},
         r"x_train is uint8 \(40, 8, 7\); expected uint8": {"x_train": x[:, :, :7]},
-        "40 images in x_train, 3 labels in y_train": {"y_train": y[:3]},
+        "x_train has 40 images, and 3 labels": {"y_train": y[:3]},
         "3 classes have no images to train on": {"y_train": y % 1},
         "8 images have no class": {"y_test": []},
     }
@@ -409,9 +409,7 @@ def test_arrays(tmp_path):
     assert data.classes == ["0", "1", "2", "3"]
     assert np.array_equal(data.images[:, 0], np.concatenate([x, x[:8] // 2]))
     assert np.array_equal(data.labels, np.concatenate([y, y[:8]]))
-    assert "1 arrays of .*a.npz are not read, such as ids".replace(".*", f"{tmp_path}/") in notes(
-        path
-    )
+    assert "a.npz: 1 arrays are not read, such as ids" in notes(path)
 
 
 @pytest.mark.parametrize("axis", [1, 3])
