@@ -186,11 +186,7 @@ class Images:
         self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
         self.labels = np.load(folder / "labels.npy")  # (N,) int64
         self.split = np.load(folder / "split.npy")  # (N,) uint8
-
-    @property
-    def shape(self):
-        """(channels, pixels a side)"""
-        return self.images.shape[1:3]
+        self.shape = self.images.shape[1:3]  # (channels, pixels a side)
 
     def part(self, name):
         """Numbers of the images to train on, to validate on or to test on."""
@@ -647,7 +643,7 @@ def train(args, device, stage, data, nets, state, log, loop):
     meter = Meter(["loss"] if stage == "at" else ["loss", "clf_loss", "bce", "auc"], args, device)
     reason = ""
     while not reason:
-        epoch, position = divmod(done, sampler.steps)
+        epoch = done // sampler.steps
 
         # Validate. All ranks have the same metrics, and so agree on what is best.
         is_due = done > 0 and (done % eval_every == 0 or done >= steps)
@@ -851,12 +847,12 @@ class Networks:
 
     def __init__(self, args, device, model):
         self.model = model  # trained
-        # as attacks see it: the same memory, evaluation mode, no gradients of weights
-        self.twin = copy.deepcopy(model).requires_grad_(False).eval()
-        for mine, own in zip(tensors(self.twin), tensors(model), strict=True):
-            mine.data = own.data
         # its weights are averages of the model's, and are validated, kept, and used
         self.average = copy.deepcopy(model).requires_grad_(False).eval()
+        # as attacks see it: the same memory, evaluation mode, no gradients of weights
+        self.twin = copy.deepcopy(self.average)
+        for mine, own in zip(tensors(self.twin), tensors(model), strict=True):
+            mine.data = own.data
         self.attacked = self.twin
         if args.use_ddp:
             logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
@@ -864,8 +860,7 @@ class Networks:
         else:
             self.attacked = nn.DataParallel(self.twin)
             self.ddp_model = nn.DataParallel(model)
-            devices = max(1, len(self.ddp_model.device_ids))
-            logging.info(f"use_ddp=False: DataParallel over {devices} devices")
+            logging.info(f"use_ddp=False: DataParallel over {self.ddp_model.device_ids or 'a CPU'}")
 
 
 def load_weights(model, state, path):
@@ -1245,20 +1240,18 @@ def leave_out_copies(parts, digests, seen):
     return count
 
 
-def check_classes(name, classes, parts, labels):
-    """A note of classes that are not tested; InputError for those that are not trained."""
-    if len(classes) < 2:
-        text = "expected two or more, as in train/CLASS/..."
-        raise InputError(f"{name} has {len(classes)} classes: {text}")
+def check_parts(name, parts, labels, classes):
+    """Notes of classes that are not tested; InputError where training or a whole part lacks."""
     notes = []
+    names = classes or ["OOD images"]
     for part, what in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
-        counts = np.bincount(labels[parts == part], minlength=len(classes))
-        lost = [classes[i] for i in np.flatnonzero(counts == 0)]
+        counts = np.bincount(labels[parts == part], minlength=len(names))
+        lost = [names[i] for i in np.flatnonzero(counts == 0)]
+        text = f"{name}: nothing to {what} on of {len(lost)} of {len(names)} classes:"
         if lost:
-            text = f"{name}: {len(lost)} classes have no images to {what} on:" + list_problems(lost)
-            notes.append(text)
-            if part == TRAIN:
-                raise InputError(text)
+            notes.append(text + list_problems(lost))
+        if lost and (part == TRAIN or len(lost) == len(names)):
+            raise InputError(notes[-1])
     return notes
 
 
@@ -1292,7 +1285,10 @@ def write_images(folder, args, name, found, shape, inside):
         numbers = {own: number for number, own in enumerate(classes)}
         labels = np.array([numbers.get(own, -1) for own in found.names])
         loose = np.flatnonzero(labels < 0)
-        if classes and len(loose) > 0:
+        if len(classes) < 2:
+            text = f"{name} has {len(classes)} classes"
+            raise InputError(f"{text}: expected two or more, as in train/CLASS/...")
+        if len(loose) > 0:
             text = f"{name}: {len(loose)} images have no class, such as {found.what(loose[0])}"
             raise InputError(f"{text}: expected train/CLASS/...")
     else:
@@ -1301,11 +1297,7 @@ def write_images(folder, args, name, found, shape, inside):
     copies = leave_out_copies(parts, digests, others)
     if copies > 0:
         notes.append(f"{name}: {copies} images equal held-out ones, or those to classify: left out")
-    if inside is None:
-        notes += check_classes(name, classes, parts, labels)
-    for part, what in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
-        if part not in parts:
-            raise InputError(f"{name}: no images to {what} on, of {len(parts)}")
+    notes += check_parts(name, parts, labels, classes)
 
     digest = hashlib.sha256(images)
     for file, array in {"labels": labels, "split": parts, "digests": digests}.items():

@@ -191,7 +191,7 @@ FOLDERS = {
     only_train: ([18, 2, 4], ""),
     no_train: ([18, 2, 4], ""),
     beside_train: ([22, 2, 24], "2 files or folders beside train are not read"),
-    class_not_tested: ([22, 2, 12], "1 classes have no images to test on:\n  dog"),
+    class_not_tested: ([22, 2, 12], "nothing to test on of 1 of 2 classes:\n  dog"),
     copies: ([22, 2, 24], "3 images equal held-out ones"),
     spaces_and_accents: ([22, 2, 24], ""),
 }
@@ -273,11 +273,11 @@ def several_damaged(root):
 
 
 REFUSED = {
-    empty_class: ["1 classes have no images to train on", "bird"],
+    empty_class: ["nothing to train on of 1 of 3 classes", "bird"],
     dangling_class: ["1 images are bad", "train/bird: a link that leads nowhere"],
     dangling_image: ["1 images are bad", "cat/new.png: a link that leads nowhere"],
     loose: ["1 images have no class, such as .*train/stray.png"],
-    wolf: ["1 classes have no images to train on", "wolf"],
+    wolf: ["nothing to train on of 1 of 3 classes", "wolf"],
     one_class: ["has 1 classes: expected two or more"],
     two_of_a_part: ["has test, train, val, validation: expected train, .* one of each"],
     only_val: ["has test, val: expected train"],
@@ -310,7 +310,7 @@ def test_damaged_images_are_left_out(tmp_path):
     assert data.images[read_parts].max((1, 2, 3)).all()  # none of them is black
     for path in (root / "train/dog").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(script.InputError, match="1 classes have no images to train on:\n  dog"):
+    with pytest.raises(script.InputError, match="nothing to train on of 1 of 2 classes:\n  dog"):
         read(root, "--skip_bad_data")
 
 
@@ -390,7 +390,7 @@ def test_arrays(tmp_path):
         "x_train is float64": {"x_train": x / 256},
         r"x_train is uint8 \(40, 8, 7\); expected uint8": {"x_train": x[:, :, :7]},
         "x_train has 40 images, and 3 labels": {"y_train": y[:3]},
-        "3 classes have no images to train on": {"y_train": y % 1},
+        "nothing to train on of 3 of 4 classes": {"y_train": y % 1},
         "8 images have no class": {"y_test": []},
     }
     for message, change in wrong.items():
