@@ -504,52 +504,44 @@ def auroc(real, fake):
 
 
 @torch.no_grad()
-def score_images(source, score, args, device):
-    """(n, columns) of what score(x, y) says of batches of held-out images, on every rank; None if a
-    rank has to stop. Batch k goes to rank k % world_size: each image counts once. (all ranks)"""
-    ids = source.some("valid", EVAL_IMAGES)
-    world_size = dist.get_world_size()
-    table = torch.zeros(len(ids), 4, device=device)
-    for number, first in enumerate(range(0, len(ids), args.batch_size)):
-        # here and not once at the end: attacks on many images take minutes
-        if number % world_size == 0 and max(gather(wish_to_stop(args))):
-            return None
-        if number % world_size == dist.get_rank():
-            rows = slice(first, first + args.batch_size)
-            x = pixels(torch.from_numpy(source.images[ids[rows]]).to(device))
-            y = torch.from_numpy(source.labels[ids[rows]]).to(device)
-            for column, values in enumerate(score(x, y)):
-                table[rows, column] = values.float()
-    dist.all_reduce(table)  # each row is zero on all ranks but one
-    return table.cpu().double()
-
-
 def evaluate(net, data, args, device):
     """Metrics of the averaged weights on held-out images, in fp32 without torch.compile, whatever
-    training uses; None if a rank has to stop. (all ranks)"""
+    training uses; None if a rank has to stop. Batch k goes to rank k % world_size: each image
+    counts once. (all ranks)"""
+    world_size = dist.get_world_size()
     eps = args.indist_attack_clf_eps
     norm = args.indist_attack_clf_norm
     on_class = Attack(net, cross_entropy, eps / 4, eps, norm)
     eps = OOD_RADIUS * eps
     on_energy = Attack(net, logsumexp, eps / 4, eps, norm)
 
-    def score_inside(x, y):
-        logits = net(x)
-        attacked = net(on_class(x, y, EVAL_STEPS))
-        is_right = logits.argmax(1) == y
-        is_robust = is_right & (attacked.argmax(1) == y)
-        return logsumexp(logits, y), is_right, is_robust, cross_entropy(logits, y)
+    tables = []
+    for source in data:
+        ids = source.some("valid", EVAL_IMAGES)
+        table = torch.zeros(len(ids), 4, device=device)
+        for number, first in enumerate(range(0, len(ids), args.batch_size)):
+            # here and not once at the end: attacks on many images take minutes
+            if number % world_size == 0 and max(gather(wish_to_stop(args))):
+                return None
+            if number % world_size != dist.get_rank():
+                continue
+            rows = slice(first, first + args.batch_size)
+            x = pixels(torch.from_numpy(source.images[ids[rows]]).to(device))
+            logits = net(x)
+            table[rows, 0] = logsumexp(logits, None)
+            if not source.classes:
+                table[rows, 1] = logsumexp(net(on_energy(x, None, EVAL_STEPS)), None)
+                continue
+            y = torch.from_numpy(source.labels[ids[rows]]).to(device)
+            is_right = logits.argmax(1) == y
+            attacked = net(on_class(x, y, EVAL_STEPS))
+            table[rows, 1] = is_right.float()
+            table[rows, 2] = (is_right & (attacked.argmax(1) == y)).float()
+            table[rows, 3] = cross_entropy(logits, y)
+        dist.all_reduce(table)  # each row is zero on all ranks but one
+        tables.append(table.cpu().double())
 
-    def score_outside(x, y):
-        attacked = on_energy(x, y, EVAL_STEPS)
-        return logsumexp(net(x), y), logsumexp(net(attacked), y)
-
-    images = score_images(data[0], score_inside, args, device)
-    others = None
-    if images is not None:
-        others = score_images(data[1], score_outside, args, device)
-    if others is None:
-        return None
+    images, others = tables
     _, clean, robust, loss = images.mean(0).tolist()
     return {
         "clean": clean,
