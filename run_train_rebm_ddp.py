@@ -8,7 +8,7 @@ attack of T steps has made look real. T grows when the network tells them apart 
 
     python run_train_rebm_ddp.py configs/config_rebm_quickstart.yaml     # digits, no download
     torchrun --nproc_per_node=4 run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml
-    python run_train_rebm_ddp.py --data photos --image_shape 3 64        # photos/train/CLASS/*.jpg
+    python run_train_rebm_ddp.py --data photos --image_shape 3x64        # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
 Pixels are in [0, 1], and so are the lengths of attacks. Afterwards: tools/evaluate_rebm.py (strong
@@ -94,7 +94,7 @@ def parse_args():
     add("--data", default="digits", help=text)
     add("--outdist_data", default="noise", help="OOD images: likewise, or noise, or blobs")
     text = "channels, and pixels a side, of images from files; arrays have their own"
-    add("--image_shape", nargs=2, type=COUNT, default=[3, 32], metavar=("C", "SIDE"), help=text)
+    add("--image_shape", type=image_shape, default="3x32", help=text)
     add("--cache_dir", default="cache", help="where what is read once is kept")
     add("--skip_bad_data", **FLAG, default=False, help="leave out damaged images, and list them")
     kinds = ["none", "shift", "original"]
@@ -152,6 +152,14 @@ def parse_args():
     if not args.use_ddp and args.compile:
         parser.error("--use_ddp False takes no --compile")
     return args
+
+
+def image_shape(text):
+    """3x64 as [3, 64]"""
+    channels, _, side = map(str.strip, text.partition("x"))
+    if channels not in ("1", "3") or not side.isdigit() or int(side) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or 3 channels and a side, as 3x64")
+    return [int(channels), int(side)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def image_folder(folder):
                 pixels = rng.integers(0, 99, (20, 24, 3), np.uint8)
                 pixels[:, :, 2 - 2 * color] += 150
                 Image.fromarray(pixels).save(folder / "photos" / part / name / f"{i}.jpg")
-    return ["--data=photos", "--image_shape", "3", "16"]
+    return ["--data=photos", "--image_shape=3x16"]
 
 
 def image_arrays(folder):

@@ -41,9 +41,7 @@ def photos(root, parts=("train", "test"), count=12):
 
 
 def read(root, *options, inside=None):
-    args = parse_arguments(
-        script, f"--cache_dir={root}.cache", "--image_shape", "3", "16", *options
-    )
+    args = parse_arguments(script, f"--cache_dir={root}.cache", "--image_shape=3x16", *options)
     return script.Images(script.prepare(args, str(root), inside))
 
 
@@ -478,7 +476,7 @@ def test_hub(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda name: tables)
     monkeypatch.setenv("HF_ENDPOINT", "http://localhost:9")  # nobody is asked
-    args = parse_arguments(script, f"--cache_dir={tmp_path}/x.cache", "--image_shape", "3", "16")
+    args = parse_arguments(script, f"--cache_dir={tmp_path}/x.cache", "--image_shape=3x16")
     data = script.Images(script.prepare(args, "some/pictures"))
     assert data.classes == ["a", "b"]
     assert sum(counts(data)) == 60
@@ -533,7 +531,7 @@ def test_full_disk(tmp_path):
     cache = tmp_path / "small"
     cache.mkdir()
     with on_small_disk(cache, 1 << 16):
-        options = [f"--data={root}", f"--cache_dir={cache}", "--image_shape", "3", "64"]
+        options = [f"--data={root}", f"--cache_dir={cache}", "--image_shape=3x64"]
         status, text = call_script(
             "run_train_rebm_ddp", *options, f"--output_dir={tmp_path}/out", "--device=cpu"
         )
