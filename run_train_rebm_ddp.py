@@ -659,7 +659,7 @@ def train(args, device, stage, data, nets, state, log, loop):
                 save("at_best.pt" if stage == "at" and args.total_epochs > 0 else "best.pt")
             meter.start()
         if done >= steps:
-            save("latest.pt", must_succeed=True)
+            save("latest.pt", must_succeed=stage == "dat" or args.total_epochs == 0)
             break
 
         seed_step(args, loop["step"])
@@ -890,7 +890,7 @@ def load_weights(model, state, path):
     model.load_state_dict(found)
 
 
-def report(loop, commonest):
+def report(args, loop, commonest):
     """The best of each stage on held-out images, beside what needs no network; what summary.json
     says of it."""
     for stage, best in loop["best"].items():
@@ -903,6 +903,10 @@ def report(loop, commonest):
     if stage == "dat" and metrics["adv_auroc"] <= 0.5:
         text = "attacked OOD images look more real than images do"
         logging.warning(f"{text}: train longer, or raise --attack_max_steps")
+    T = loop["attack"]["T"]
+    if stage == "dat" and T < args.attack_max_steps / 2:
+        text = f"T ended at {T} of {args.attack_max_steps}, images that it generates will be noise"
+        logging.warning(f"{text}: more --total_epochs, or a lower --min_imgs_per_threshold")
     return {
         "best": {name: value for name, value in best.items() if name != "metrics"},
         "baselines": {"commonest class": {"clean": commonest}},
@@ -962,7 +966,7 @@ def main(args):
         return exit_status(reason)
     logging.info("Training process completed.")
     end_on_signals()
-    log.close("finished", steps=loop["step"], **report(loop, commonest))
+    log.close("finished", steps=loop["step"], **report(args, loop, commonest))
     path = f"{args.output_dir}/best.pt"
     logging.info(f"python tools/evaluate_rebm.py {path} measures it on the test set")
     logging.info("Training and validation completed successfully!")

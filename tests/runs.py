@@ -95,7 +95,7 @@ def tiny_run_train_rebm_ddp(folder):
         --indist_attack_clf.step_size=0.1 --indist_attack_clf.eps=0.15 --at_epochs=1
         --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw --lr=3e-3
         --AUC_th=0.6 --min_imgs_per_threshold=100 --ema=0.9 --batch_size=6
-        --n_imgs_per_evaluation_log=300 --num_workers=1""".split()
+        --n_imgs_per_evaluation_log=400 --num_workers=1""".split()
 
 
 TINY = {
