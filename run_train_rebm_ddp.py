@@ -394,12 +394,6 @@ def make_network(args, classes, channels, size):
     return model
 
 
-def tensors(model):
-    """Parameters, and buffers that are no counters."""
-    found = [*model.parameters(), *model.buffers()]
-    return [tensor for tensor in found if tensor.is_floating_point()]
-
-
 # --------------------------------------------------------------------------------------------------
 # Loss
 
@@ -560,38 +554,8 @@ def evaluate(net, data, args, device):
     }
 
 
-def note_metrics(loop, stage, metrics, args):
-    """Keep the best of a stage. Returns whether these weights are it so far."""
-    if not math.isfinite(metrics["cross_entropy"]):
-        text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
-        raise RunError(f"{text}: --fresh and a lower learning rate")
-    # training without attacks makes no network robust: then its clean accuracy chooses
-    name = "robust" if args.indist_attack_clf_max_steps > 0 else "clean"
-    value = metrics[name]
-    # of two that are as good the later one, which has seen longer attacks
-    if stage in loop["best"] and value < loop["best"][stage]["value"]:
-        return False
-    best = {"metric": f"{stage}/{name}", "value": value, "better": "higher", "step": loop["step"]}
-    loop["best"][stage] = {**best, "metrics": metrics}
-    return True
-
-
 # --------------------------------------------------------------------------------------------------
 # Train
-
-
-def real_or_fake_step(nets, on_outside, batch, steps, backward):
-    """The two passes of the energy: real images, and OOD images attacked for `steps` steps, each
-    with its own backward pass, so that only one graph is in memory. Returns their loss, and the
-    scores (2, B) of which is the more real."""
-    fake = on_outside(pixels(batch.outside), batch.real_y, steps)
-    loss = 0.0
-    scores = []
-    for x, is_real in ((pixels(batch.real), True), (fake, False)):
-        logits = nets.ddp_model(x)
-        loss += backward(real_or_fake(logits, is_real))
-        scores.append(label_logit(logits.detach(), batch.real_y))
-    return loss, torch.stack(scores)
 
 
 def train(args, device, stage, data, nets, state, log, loop):
@@ -714,6 +678,36 @@ def train(args, device, stage, data, nets, state, log, loop):
     return reason
 
 
+def real_or_fake_step(nets, on_outside, batch, steps, backward):
+    """The two passes of the energy: real images, and OOD images attacked for `steps` steps, each
+    with its own backward pass, so that only one graph is in memory. Returns their loss, and the
+    scores (2, B) of which is the more real."""
+    fake = on_outside(pixels(batch.outside), batch.real_y, steps)
+    loss = 0.0
+    scores = []
+    for x, is_real in ((pixels(batch.real), True), (fake, False)):
+        logits = nets.ddp_model(x)
+        loss += backward(real_or_fake(logits, is_real))
+        scores.append(label_logit(logits.detach(), batch.real_y))
+    return loss, torch.stack(scores)
+
+
+def note_metrics(loop, stage, metrics, args):
+    """Keep the best of a stage. Returns whether these weights are it so far."""
+    if not math.isfinite(metrics["cross_entropy"]):
+        text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
+        raise RunError(f"{text}: --fresh and a lower learning rate")
+    # training without attacks makes no network robust: then its clean accuracy chooses
+    name = "robust" if args.indist_attack_clf_max_steps > 0 else "clean"
+    value = metrics[name]
+    # of two that are as good the later one, which has seen longer attacks
+    if stage in loop["best"] and value < loop["best"][stage]["value"]:
+        return False
+    best = {"metric": f"{stage}/{name}", "value": value, "better": "higher", "step": loop["step"]}
+    loop["best"][stage] = {**best, "metrics": metrics}
+    return True
+
+
 OPTIMIZERS = {  # with the original's settings
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "adam": (torch.optim.Adam, {"betas": (0.0, 0.99)}),
@@ -781,6 +775,12 @@ class AttackLength:
         self.window.append(pairs.to("cpu", non_blocking=True))
         if pairs.device.type != "cpu":
             self.arrived = torch.accelerator.current_stream().record_event()
+
+
+def tensors(model):
+    """Parameters, and buffers that are no counters."""
+    found = [*model.parameters(), *model.buffers()]
+    return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 @torch.no_grad()
@@ -1037,9 +1037,11 @@ def draw_images(kind, shape, found):
     rng = np.random.default_rng(GENERATED.index(kind))
     side = size if kind == "noise" else 4
     for part, count in ((TRAIN, 20_000), (VALID, EVAL_IMAGES), (TEST, 10_000)):
-        places = rng.integers(0, 256, (min(count, most), channels, side, side), np.uint8)
-        scaled = F.interpolate(torch.from_numpy(places).float(), size, mode="bilinear")
-        for image in scaled.round().byte().permute(0, 2, 3, 1).numpy():
+        images = rng.integers(0, 256, (min(count, most), channels, side, side), np.uint8)
+        if kind == "blobs":
+            scaled = F.interpolate(torch.from_numpy(images).float(), size, mode="bilinear")
+            images = scaled.round().byte().numpy()
+        for image in images.transpose(0, 2, 3, 1):
             found.add(image, "", part)
 
 
