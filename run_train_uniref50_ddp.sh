@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # Starts run_train_uniref50_ddp.py, one process per GPU of this machine; without a GPU, two CPU
-# processes. A file of sequences that is not prepared yet is prepared first.
+# processes. The data are read first, unless an earlier run has read them.
 #
 # Usage: ./run_train_uniref50_ddp.sh [options] [options of run_train_uniref50_ddp.py ...]
-#   -w, --work-dir DIR   checkpoints, metrics, samples; a run found there is resumed
+#   -w, --work-dir DIR   checkpoints, metrics; a run found there is resumed
 #   -c, --config FILE    YAML or JSON (default: configs/config_uniref50_ddp.yaml)
-#   -d, --datafile PATH  folder of tools/prepare_uniref50.py, or FASTA, text (also .gz), .pt
+#   -d, --datafile PATH  FASTA, or a sequence a line (also .gz .bz2 .xz .zst); .pt
 #   -p, --project NAME   wandb project
 #   -n, --name NAME      wandb name
 #   -s, --seed N         seed
-#   -m, --method NAME    samples at evaluations: rigorous or simple
+#   -m, --method NAME    of tools/sample_uniref50.py: rigorous or simple
 #       --fresh          start anew; the old run is moved aside
 #       --gpus N         processes on this machine (default: one per visible GPU)
 #       --yes            accepted, with no effect: nothing is asked
 #   -h, --help           this text
 # Examples:
 #   ./run_train_uniref50_ddp.sh --config configs/config_uniref50_quickstart.yaml
-#   ./run_train_uniref50_ddp.sh -d input_data/uniref50 --fresh --project proteins --name first
+#   ./run_train_uniref50_ddp.sh -d uniref50.fasta.gz --fresh --project proteins --name first
 #   CUDA_VISIBLE_DEVICES=2,3 ./run_train_uniref50_ddp.sh -d proteins.fasta --batch_size=8
 # Several machines: the same line on each, with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the
 # first one's name) and, if it is not 29500, MASTER_PORT set.
@@ -82,7 +82,7 @@ if [[ ${NNODES:-1} != 1 ]]; then
         --master_port="${MASTER_PORT:-$port}")
 fi
 
-# the script checks its options, and prepares a file, before there are processes that would wait
+# one process checks the options and reads the data, before there are processes that would wait
 python "$here/run_train_uniref50_ddp.py" "${options[@]}" --prepare_only || exit $?
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones

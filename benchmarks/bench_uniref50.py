@@ -215,9 +215,7 @@ def make_sequences(count, folder):
     records = []
     for number, length in enumerate(lengths):
         records.append(f">s{number}\n{draw.choice(residues, length).tobytes().decode()}\n")
-    fasta = folder / "sequences.fasta"
-    fasta.write_text("".join(records))
-    sides.run_tool("prepare_uniref50.py", fasta, folder / "data")
+    (folder / "sequences.fasta").write_text("".join(records))
     return lengths
 
 
@@ -227,9 +225,12 @@ def start(folder, residues, side, seed):
     if side == "port":
         settings = {"fasta": f"{folder}/sequences.fasta"}
         return [sides.port_job(__file__, side, folder, settings, amount, PROCESSES)]
-    options = f"""{OPTIONS} --seed={seed} --datafile={folder}/data --batch_size={BATCH}
-        --log_every=1 --samples_per_eval=0"""
-    return [sides.script_job(SCRIPT, side, folder, options.split(), amount, PROCESSES)]
+    options = f"""{OPTIONS} --seed={seed} --datafile=sequences.fasta --batch_size={BATCH}
+        --log_every=1"""
+    job = sides.script_job(SCRIPT, side, folder, options.split(), amount, PROCESSES)
+    if not (folder / "cache").exists():
+        sides.warm_up([job])  # alone: it reads the sequences
+    return [job]
 
 
 def main():

@@ -16,13 +16,19 @@ import argparse
 import json
 import math
 import random
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import sides
 
-LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+sys.path.insert(0, str(sides.ROOT))
+import run_train_uniref50_ddp as script
+
+SCRIPT = "run_train_uniref50_ddp.py"
+LETTERS = "ACDEFGHIKLMNPQRSTVWY"  # the first of the script's RESIDUES
+VAL_RATIO = 0.05
 
 
 def markov_source():
@@ -75,8 +81,7 @@ def chi_square(sequences, transition):
     row, cells that expect fewer than 5 are one)."""
     counts = np.zeros((20, 20))
     for sequence in sequences:
-        inside = (sequence[:-1] >= 0) & (sequence[1:] >= 0)  # -1: a letter the chain never makes
-        np.add.at(counts, (sequence[:-1][inside], sequence[1:][inside]), 1)
+        np.add.at(counts, (sequence[:-1], sequence[1:]), 1)
     expected = counts.sum(1, keepdims=True) * transition
     statistic = 0.0
     freedom = 0
@@ -100,28 +105,24 @@ def write_fasta(path, sequences):
 def read_fasta(path):
     records = path.read_text().split(">")[1:]
     texts = [record.partition("\n")[2].replace("\n", "") for record in records]
-    return [np.array([LETTERS.find(letter) for letter in text]) for text in texts]
+    return [np.array([LETTERS.index(letter) for letter in text]) for text in texts]
 
 
 def train(args, work, name, sequences):
     """The best held-out metrics of a run on these sequences, into the folder `run-{name}`."""
     write_fasta(work / f"{name}.fasta", sequences)
-    sides.run_tool("prepare_uniref50.py", work / f"{name}.fasta", work / name)
-    options = f"""--datafile={work}/{name} --hidden_size=64 --n_blocks_prot=3 --n_heads=4
-        --cond_dim=32 --max_protein_len=68 --dropout=0 --global_batch_size=48
-        --batch_size={48 // args.nproc} --n_iters={args.steps} --epochs=1000 --lr=4e-3 --warmup=100
-        --ema=0.999 --log_every=100 --eval_freq={args.steps} --eval_sequences=100000
-        --samples_per_eval=0"""
-    script = "run_train_uniref50_ddp.py"
-    sides.script_job(script, name, work, options.split(), processes=args.nproc).wait()
+    options = f"""--datafile={work}/{name}.fasta --val_ratio={VAL_RATIO} --hidden_size=64
+        --n_blocks_prot=3 --n_heads=4 --cond_dim=32 --max_protein_len=68 --dropout=0
+        --global_batch_size=48 --batch_size={48 // args.nproc} --n_iters={args.steps} --epochs=1000
+        --lr=4e-3 --warmup=100 --ema=0.999 --log_every=100 --eval_freq={args.steps}
+        --eval_sequences=100000"""
+    sides.script_job(SCRIPT, name, work, options.split(), processes=args.nproc).wait()
     return json.loads((work / f"run-{name}" / "summary.json").read_text())["val"]
 
 
-def held_out(folder):
-    """The sequences that a prepared folder holds out, as numbers from 0 to 19."""
-    tokens = np.fromfile(folder / "valid.tokens", np.uint8).astype(np.int64)
-    offsets = np.fromfile(folder / "valid.offsets", np.int64)
-    return [tokens[offsets[i] + 1 : offsets[i + 1] - 1] - 5 for i in range(len(offsets) - 1)]
+def is_held_out(sequence):
+    tokens = (script.FIRST + sequence).astype(np.uint8).tobytes()
+    return script.is_held_out(tokens, VAL_RATIO)
 
 
 def main():
@@ -138,7 +139,7 @@ def main():
         source = markov_source()
         sequences = markov_sequences(args.sequences, source)
         found = train(args, work, "chain", sequences)
-        unseen = held_out(work / "chain")
+        unseen = [sequence for sequence in sequences if is_held_out(sequence)]
         exact, error = nats(unseen, source)
         rate = -(source[0][:, None] * source[1] * np.log(source[1])).sum()
         print(f"entropy rate of the chain {rate:.4f} nats per residue")
@@ -156,10 +157,9 @@ def main():
             drawn[method] = read_fasta(work / f"{method}.fasta")
         for name, group in drawn.items():
             statistic, freedom = chi_square(group, source[1])
-            possible = [sequence for sequence in group if (sequence >= 0).all()]
             print(f"{len(group)} {name}:")
             print(f"    chi-square of transitions {statistic:.0f}, degrees of freedom {freedom}")
-            print(f"    {nats(possible, source)[0]:.4f} nats per residue by the chain")
+            print(f"    {nats(group, source)[0]:.4f} nats per residue by the chain")
 
         draw = random.Random(0)
         shuffled = [np.array(draw.sample(s.tolist(), len(s))) for s in sequences]

@@ -37,7 +37,7 @@ RUNS = {  # the script and what it does: its options
     "train_ddp, phase 1": f"{TEXTS} --skip_phase2",
     "train_ddp, phase 2": f"{TEXTS} --skip_phase1",
     "run_train_uniref50_ddp": f"""--config={sides.ROOT}/configs/config_uniref50_quickstart.yaml
-        --datafile={sides.ROOT}/data/uniref_sample.fasta.gz""",
+        --datafile={sides.ROOT}/data/ribosomal_families.fasta.gz""",
     # half of the batch, so that no epoch ends meanwhile
     "run_dpo_ddp": f"""--config={sides.ROOT}/configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0
         --num_orders=1 --batch_size=4 --train_data={sides.ROOT}/data/dpo/pairs.json""",

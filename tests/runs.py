@@ -62,12 +62,12 @@ def tiny_train_ddp(folder):
 
 
 def tiny_run_train_uniref50_ddp(folder):
-    """800 sequences of simple structure; averaged weights are evaluated and sampled on the way."""
+    """800 sequences of simple structure; averaged weights are evaluated on the way."""
     write_proteins(folder / "proteins.fasta", 800)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16
         --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --batch_size=6
         --n_iters=45 --lr=0.02 --warmup=10 --ema=0.9 --eval_freq=20 --eval_sequences=30
-        --eval_batch_size=3 --eval_draws=1 --samples_per_eval=3 --num_workers=1""".split()
+        --eval_batch_size=3 --eval_draws=1 --num_workers=1""".split()
 
 
 def tiny_run_dpo_ddp(folder):
@@ -118,7 +118,7 @@ PLAIN_BACKWARD = torch.Tensor.backward
 PLAIN_FETCH = _MapDatasetFetcher.fetch
 EVALUATION = {  # the function
     "train_ddp": "evaluate",
-    "run_train_uniref50_ddp": "measure",
+    "run_train_uniref50_ddp": "evaluate",
     "run_dpo_ddp": "evaluate",
     "run_train_quantumgrav_ddp": "evaluate",
     "run_train_rebm_ddp": "evaluate",

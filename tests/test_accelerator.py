@@ -149,22 +149,22 @@ def count_reads(script):
 def compile_twice(script):
     """The first two steps compile, with a backend that needs no compiler; later ones may not."""
     compile_module = torch.nn.Module.compile
-    update = script.StepGuard.update
+    update = script.update_if_finite
     made = []
 
     def compile_quickly(module, **more):
         compile_module(module, backend="aot_eager", **more)
 
-    def count_steps(guard, optimizer, scaler):
+    def count_steps(*args):
         made.append(1)
         if len(made) == 2:
             torch.compiler.set_stance("fail_on_recompile")
         if len(made) == 7:  # the evaluation without gradients has a program of its own
             torch.compiler.set_stance("default")
-        return update(guard, optimizer, scaler)
+        return update(*args)
 
     torch.nn.Module.compile = compile_quickly
-    script.StepGuard.update = count_steps
+    script.update_if_finite = count_steps
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,9 +218,13 @@ def make_structures(folder):
 def uniref50(script, folder, options):
     small = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48"
     args = parse_arguments(script, *small.split(), *options)
-    data = script.NoisySequences(args, script.Proteins(folder, "train", args.max_protein_len))
+    args.datafile = str(folder.with_suffix(".txt"))
+    args.val_ratio = 0.2
+    args.cache_dir = f"{folder}.cache"
+    proteins = script.Proteins(script.prepare(args), "train", args.max_protein_len)
+    data = script.NoisyProteins(proteins, args.seed)
     ids = np.arange(6)
-    return script.Denoiser(args), data[ids, ids, 0], script.share_of_loss
+    return script.Denoiser(args), data[0, ids, ids], script.share_of_loss
 
 
 def make_proteins(folder):
@@ -229,9 +233,6 @@ def make_proteins(folder):
         lines.append("MKVLAYDEFGHIKLMNPQRSTVWY"[i % 7 :] * (1 + i % 4))
     texts = folder.with_suffix(".txt")
     texts.write_text("\n".join(lines))
-    tool = ROOT / "tools" / "prepare_uniref50.py"
-    status, said = call_program(tool, texts, folder, "--val_ratio=0.2")
-    assert status == 0, said
 
 
 def rebm(script, folder, options):
@@ -307,7 +308,7 @@ STEPS = {
     ),
     "run_train_uniref50_ddp": (
         uniref50,
-        ["", "--gradient_checkpointing", "--time_conditioning=no"],
+        ["", "--gradient_checkpointing"],
     ),
     "run_train_rebm_ddp": (
         rebm,
@@ -327,9 +328,9 @@ SEVEN_STEPS = {
         --batch_size=6""",
     "run_dpo_ddp": """--train_data={}/pairs.json --base_model_name=random --val_fraction=0.25
         --num_epochs=1 --batch_size=3""",
-    "run_train_uniref50_ddp": """--datafile={} --n_iters=7 --batch_size=3 --accum=2 --hidden_size=32
-        --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --samples_per_eval=0
-        --dropout=0.1""",
+    "run_train_uniref50_ddp": """--datafile={0}.txt --cache_dir={0}.cache --val_ratio=0.2
+        --n_iters=7 --batch_size=3 --accum=2 --hidden_size=32 --n_blocks_prot=2 --n_heads=2
+        --cond_dim=8 --max_protein_len=48 --dropout=0.1""",
     "run_train_rebm_ddp": """--data={0}.npz --cache_dir={0}.cache --at_epochs=1 --total_epochs=1
         --batch_size=8 --AUC_th=0 --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16
         --width=4 --n_imgs_per_evaluation_log=0""",
@@ -346,6 +347,7 @@ MEETINGS = {
 READS = {
     "run_train_quantumgrav_ddp": MEETINGS,
     "train_ddp": MEETINGS,
+    "run_train_uniref50_ddp": MEETINGS,
     "run_dpo_ddp": {"agree: tolist": 7, "sum_over_ranks: tolist": 5},
     "run_train_rebm_ddp": {
         **{name: 2 * count for name, count in MEETINGS.items()},

@@ -3,6 +3,7 @@
 Each format is a function that writes such files into the folder, and returns the options.
 """
 
+import bz2
 import csv
 import gzip
 import json
@@ -14,7 +15,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import ROOT, environment
+import torch
+from helpers import ROOT, environment, write_proteins
 from PIL import Image
 
 SETS = 60
@@ -127,6 +129,31 @@ def check_rebm(folder, summary):
     assert set(summary["stages"]) == {"at", "dat"}
 
 
+def proteins(folder):
+    """[sequence, ...]"""
+    write_proteins(folder / "proteins.fasta", SETS)
+    lines = (folder / "proteins.fasta").read_text().splitlines()
+    (folder / "proteins.fasta").unlink()
+    return lines[1::2]
+
+
+def packed_fasta(folder):
+    with bz2.open(folder / "mine.fasta.bz2", "wt") as file:
+        file.writelines(f">{i}\n{text}\n" for i, text in enumerate(proteins(folder)))
+    return ["--datafile=mine.fasta.bz2"]
+
+
+def lines_of_proteins(folder):
+    (folder / "mine.txt").write_text("\n".join(proteins(folder)))
+    return ["--datafile=mine.txt"]
+
+
+def list_of_proteins(folder):
+    rows = [{"protein_seq": text, "length": len(text)} for text in proteins(folder)]
+    torch.save(rows, folder / "processed.pt")
+    return ["--datafile=processed.pt"]
+
+
 def check_quantumgrav(folder, summary):
     assert summary["steps"] == 2 * (SETS * 3 // 4 // 15)
     assert 0 <= summary["test"]["manifold/accuracy"] <= 1
@@ -139,6 +166,13 @@ def check_train_ddp(folder, summary):
     assert set(summary["phases"]) == {"phase 1", "phase 2"}
     for path in summary["artifacts"]:
         assert (folder / path / "modules.json").exists()
+
+
+def check_uniref50(folder, summary):
+    assert summary["steps"] == 5 and summary["val"]["nelbo"] < 4
+    (read,) = (folder / "cache").iterdir()
+    offsets = [np.fromfile(read / f"{part}.offsets", np.int64) for part in ("train", "valid")]
+    assert sum(map(len, offsets)) == SETS + 2
 
 
 SCRIPTS = {  # options of a tiny run, what is looked at, and the folders that are made
@@ -159,6 +193,12 @@ SCRIPTS = {  # options of a tiny run, what is looked at, and the folders that ar
         check_train_ddp,
         {"cache", "run", "artifacts"},
     ),
+    "run_train_uniref50_ddp": (
+        """--val_ratio=0.2 --hidden_size=16 --n_blocks_prot=1 --n_heads=2 --cond_dim=8
+        --max_protein_len=48 --batch_size=8 --n_iters=5 --accum=1""",
+        check_uniref50,
+        {"cache", "run"},
+    ),
 }
 CASES = {  # script, the user's files
     "npz": ("run_train_quantumgrav_ddp", npz),
@@ -168,6 +208,9 @@ CASES = {  # script, the user's files
     "csv": ("train_ddp", csv_pairs),
     "jsonl.gz": ("train_ddp", json_pairs),
     "txt and parquet": ("train_ddp", texts_and_parquet),
+    "fasta.bz2": ("run_train_uniref50_ddp", packed_fasta),
+    "a sequence a line": ("run_train_uniref50_ddp", lines_of_proteins),
+    "processed.pt": ("run_train_uniref50_ddp", list_of_proteins),
 }
 for version in (2, 3):
     for layout in ("flat", "one group", "groups"):
@@ -196,6 +239,7 @@ def test_alone(case, tmp_path):
         "npz",
         "csv",
         "image folder",
+        "fasta.bz2",
     ):  # one of each is enough: it ends where the data are read
         call("--prepare_only")
         assert made() == {"cache"}

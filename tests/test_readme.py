@@ -145,8 +145,12 @@ def parse(line):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder of a user: the configs, and what the cell in the guide writes."""
+    """The working folder of a user: configs, data, files of his own, and what the cell in the guide
+    writes."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    for name in ("uniref50.fasta.gz", "motifs.fasta"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     for block in fenced(GUIDE, "python"):
         if "ddp_config.json" in block:

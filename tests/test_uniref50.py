@@ -1,23 +1,26 @@
 """run_train_uniref50_ddp.py: known answers, and what a user sees of a run."""
 
+import contextlib
 import json
 import math
-import shutil
+import re
 import tracemalloc
 from functools import partial
-from types import SimpleNamespace
+from itertools import islice
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import call_script, parse_arguments, write_proteins
+from helpers import call_script, import_tool, parse_arguments, write_proteins
 from scipy.special import softmax
 from scipy.stats import bootstrap, chisquare
 from torch import nn
 
 import run_train_uniref50_ddp as script
+
+sampler = import_tool("sample_uniref50")
 
 SMALL = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=16 --max_protein_len=64".split()
 
@@ -77,13 +80,18 @@ def lengths_of_uniref50(count):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """proteins.fasta and data/, prepared from it."""
+    """proteins.fasta and cache/, which has what was read of it."""
     folder = tmp_path_factory.mktemp("uniref")
     write_proteins(folder / "proteins.fasta", 300)
-    words = [folder / "proteins.fasta", folder / "data", "--val_ratio=0.2"]
-    status, text = call_script("tools/prepare_uniref50", *words)
-    assert status == 0, text
+    read(folder)
     return folder
+
+
+def read(folder, *options):
+    """(arguments, folder of the tokens) of proteins.fasta"""
+    words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache"]
+    args = arguments(*words, "--val_ratio=0.2", "--device=cpu", *options)
+    return args, script.prepare(args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,10 +99,11 @@ def folder(tmp_path_factory):
 
 
 def deal(proteins, *options, rank=0, world_size=1):
-    """(ids of this rank, ids of the step, step) of the micro-batches of an epoch."""
+    """(step, ids of the step, places of this rank) of the micro-batches of an epoch."""
     with as_rank(rank, world_size):
-        sampler = script.StepSampler(arguments(*options), proteins, None)
-        return list(sampler)
+        ids = np.arange(len(proteins))
+        sampler = script.GlobalBatchSampler(ids, arguments(*options), cost=proteins)
+        return list(islice(sampler, sampler.steps * sampler.accumulation))
 
 
 @pytest.mark.parametrize("batch", [16, 256])
@@ -118,18 +127,18 @@ def test_ranks_have_equal_work(tmp_path):
     options = ["--global_batch_size=384", "--batch_size=16"]
     tokens = np.zeros((3, 7))  # of the ranks, in each step
     for rank in range(3):
-        for ids, _, step in deal(proteins, *options, rank=rank, world_size=3):
-            tokens[rank, step] += np.minimum(lengths[ids], 512).sum()
+        for step, whole, places in deal(proteins, *options, rank=rank, world_size=3):
+            tokens[rank, step] += np.minimum(lengths[whole[places]], 512).sum()
     assert (tokens.max(0) < 1.06 * tokens.mean(0)).all()
 
 
 def test_hidden_residues_times_and_weights(tmp_path):
     """Hidden with probability (1 - eps) t; the weight is 1 / t; times are spread evenly."""
     proteins = write_folder(tmp_path, np.full(600, 402))
-    data = script.NoisySequences(arguments(), proteins)
+    data = script.NoisyProteins(proteins, seed=42)
     whole = np.arange(600)
-    batch = data[whole, whole, 3]
-    assert not torch.equal(data[whole, whole, 4].noisy, batch.noisy)  # another step, another noise
+    batch = data[3, whole, whole]
+    assert not torch.equal(data[4, whole, whole].noisy, batch.noisy)  # another step, another noise
 
     times = -torch.expm1(-batch.sigma.double()) / 0.999
     assert torch.allclose(times.sort().values.diff(), torch.tensor(0.999 / 600).double(), rtol=1e-2)
@@ -145,14 +154,37 @@ def test_hidden_residues_times_and_weights(tmp_path):
     assert torch.equal(batch.noisy, expected)
 
 
+def test_short_sequences_are_not_hidden_less(tmp_path):
+    """The global batch comes sorted by length: its times must not."""
+    proteins = write_folder(tmp_path, np.arange(20, 420))
+    whole = np.arange(400)
+    data = script.NoisyProteins(proteins, seed=42)
+    sums = [np.corrcoef(whole, data[step, whole, whole].sigma)[0, 1] for step in range(30)]
+    assert abs(np.mean(sums)) < 4 / math.sqrt(30 * 400)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_noise_of_a_place_is_the_same_on_any_number_of_ranks(tmp_path, world_size):
+    proteins = write_folder(tmp_path, lengths_of_uniref50(100))
+    data = script.NoisyProteins(proteins, seed=42)
+    whole = np.arange(100)
+    one = data[7, whole, whole]
+    rows = one.noisy.split(one.lengths)
+    for rank in range(world_size):
+        places = whole[rank::world_size]
+        part = data[7, whole, places]
+        assert part.count == one.count
+        assert torch.equal(part.noisy, torch.cat([rows[place] for place in places]))
+        assert torch.equal(part.sigma, one.sigma[places])
+
+
 def test_crops(tmp_path):
     """From a random place, both ends included; BEGIN and END are no residues."""
     proteins = write_folder(tmp_path, np.array([30, 110]))
     proteins.most = 40
     rows = np.tile([0, 1], 2000)
-    crops, residues = proteins.crops(rows, np.random.default_rng(0).random(4000))
-    starts = np.array([crop.ctypes.data - proteins.tokens.ctypes.data for crop in crops])
-    assert [len(crop) for crop in crops] == [30, 40] * 2000
+    starts, ends, residues = proteins.crops(rows, np.random.default_rng(0).random(4000))
+    assert (ends - starts).tolist() == [30, 40] * 2000
     assert (residues[::2] == 28).all() and (starts[::2] == 0).all()
     starts = starts[1::2] - 30
     assert set(starts.tolist()) == set(range(71))
@@ -160,9 +192,9 @@ def test_crops(tmp_path):
     assert np.array_equal(residues[1::2], expected)
 
 
-def test_an_epoch_of_sixty_million_sequences_starts_at_once(tmp_path):
-    """Sparse files of that size: no array has an entry for each sequence, beside torch's shuffled
-    order of 240 MB, which is not counted here."""
+def test_sixty_million_sequences_take_little_memory(tmp_path):
+    """Sparse files of that size: of each sequence a rank holds its number, and its place in the
+    epoch's order, 4 bytes each."""
     count = 60_000_000
     for name, size in (("tokens", 17_000_000_000), ("offsets", 8 * count + 8)):
         with open(tmp_path / f"train.{name}", "wb") as file:
@@ -170,11 +202,13 @@ def test_an_epoch_of_sixty_million_sequences_starts_at_once(tmp_path):
     tracemalloc.start()
     with as_rank(0, 1):
         proteins = script.Proteins(tmp_path, "train", 512)
-        ids, whole, step = next(iter(script.StepSampler(arguments(), proteins, None)))
+        ids = np.arange(count, dtype=np.int32)
+        args = arguments("--global_batch_size=64")
+        step, whole, places = next(iter(script.GlobalBatchSampler(ids, args, cost=proteins)))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(set(whole.tolist())) == 64 and step == 0
-    assert most < 20e6
+    assert most < 500e6
 
 
 # --------------------------------------------------------------------------------------------------
@@ -207,34 +241,35 @@ def test_the_default_network():
     assert torch.equal(logits, torch.zeros(len(logits), 26)) and len(logits) > 5
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_rotary_embedding(compiled):
-    """Pairs of numbers turned by position x frequency (Su et al.), also in the form for GPUs."""
-    x = torch.randn(40, 16)
-    angles = torch.arange(40)[:, None] * 1e4 ** (-torch.arange(8) / 8)
-    pairs = torch.view_as_complex(x.unflatten(1, (8, 2)))
-    expected = torch.view_as_real(pairs * torch.exp(1j * angles)).flatten(1)
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiled):
-        assert torch.allclose(script.rotate(x, network().turns[:40]), expected, atol=1e-5)
-
-
-def test_dropout():
-    """Share and scale; none in evaluation."""
-    x = torch.randn(2000, 32)
-    y = script.dropout(x, 0.3, training=True)
-    kept = y != 0
-    assert abs(kept.float().mean() - 0.7) < 5 * math.sqrt(0.21 / x.numel())
-    assert torch.allclose(y[kept], x[kept] / 0.7)
-    assert torch.equal(script.dropout(x, 0.3, training=False), x)
+def test_rotary_embedding():
+    """Pairs of numbers turned by position x frequency (Su et al.)."""
+    x = torch.randn(40, 2, 16)
+    angles = script.angles_of(torch.arange(40), 8)
+    assert torch.allclose(angles, torch.arange(40)[:, None] * 1e4 ** (-torch.arange(8) / 8))
+    numbers = torch.complex(*x.chunk(2, dim=-1)) * torch.exp(1j * angles[:, None])
+    expected = torch.cat([numbers.real, numbers.imag], dim=-1)
+    cos = torch.cat([angles.cos(), angles.cos()], dim=1)[:, None]
+    sin = torch.cat([-angles.sin(), angles.sin()], dim=1)[:, None]
+    assert torch.allclose(script.rotate(x, (cos, sin)), expected, atol=1e-5)
 
 
 @torch.no_grad()
-def test_time_conditioning():
+def test_dropout():
+    """In training alone."""
     batch = batch_of(random_sequences([20, 30]))
-    other = batch._replace(sigma=batch.sigma + 2)
-    for flag in (True, False):
-        model = network(f"--time_conditioning={flag}")
-        assert torch.equal(model(batch), model(other)) != flag
+    model = network("--dropout=0.5")
+    assert torch.equal(model(batch), model(batch))
+    model.train()
+    assert not torch.equal(model(batch), model(batch))
+
+
+@torch.no_grad()
+def test_the_network_sees_the_noise_level():
+    model = network()
+    batch = batch_of(random_sequences([20, 30]))
+    other = model(batch._replace(sigma=batch.sigma + torch.tensor([0.0, 2.0])))
+    changed = (other != model(batch)).any(1)
+    assert torch.equal(changed, batch.owner[batch.hidden] == 1)
 
 
 def test_gradient_checkpointing_changes_no_gradient():
@@ -254,14 +289,13 @@ def test_gradient_checkpointing_changes_no_gradient():
 
 
 def test_averaged_weights():
-    """In an evaluation alone."""
-    model = network().train()
-    kept = [p.detach().clone() for p in model.parameters()]
-    with script.averaged_weights(model, [torch.zeros_like(p) for p in kept]):
-        assert not model.training
-        assert all((p == 0).all() for p in model.parameters())
-    assert model.training
-    assert all(torch.equal(a, b) for a, b in zip(kept, model.parameters(), strict=True))
+    model = network()
+    average = network()
+    for parameter in average.parameters():
+        parameter.data.zero_()
+    script.update_average(average, model, 0.75)
+    for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours, 0.25 * theirs)
 
 
 def test_no_weight_decay_on_biases_norms_and_embeddings():
@@ -280,9 +314,9 @@ def test_the_loss_is_the_score_entropy_of_sedd(tmp_path):
     """Of the absorbing graph, as its published code has it, weighted by sigma', with scores that
     are probabilities times 1 / (e^sigma - 1)."""
     proteins = write_folder(tmp_path, lengths_of_uniref50(40))
-    data = script.NoisySequences(arguments(), proteins)
+    data = script.NoisyProteins(proteins, seed=42)
     whole = np.arange(40)
-    batch = data[whole, whole, 1]
+    batch = data[1, whole, whole]
     logits = torch.randn(len(batch.hidden), 26, dtype=torch.float64)
     ours = script.share_of_loss(logits, batch._replace(weights=batch.weights.double()))
 
@@ -319,22 +353,18 @@ def test_standard_error():
 
 
 def measured(folder, model, *options):
-    args = arguments("--eval_sequences=40", "--device=cpu", "--max_protein_len=62", *options)
-    proteins = script.Proteins(folder / "data", "valid", args.max_protein_len)
-    meta = json.loads((folder / "data/meta.json").read_text())
-    guard = SimpleNamespace(agree=lambda: "")
-    return script.measure(args, torch.device("cpu"), model, proteins, meta, guard), meta
+    args, tokens = read(folder, "--eval_sequences=40", "--max_protein_len=62", *options)
+    data = script.Data(tokens, args)
+    return script.evaluate(model, data, args, contextlib.nullcontext, torch.device("cpu")), data
 
 
 def test_evaluation_of_known_predictions(folder, group):
     """A network that knows nothing needs log 26 nats, one that knows the shares the unigram."""
-    metrics, meta = measured(folder, script.Denoiser(arguments(*SMALL)).eval())
-    for name in ("nelbo", "ce@0.15", "ce@0.5", "ce@0.85"):
-        assert metrics[name] == pytest.approx(math.log(26), rel=1e-6)
-    assert metrics["bits"] == pytest.approx(math.log2(26), rel=1e-6)
+    metrics, data = measured(folder, script.Denoiser(arguments(*SMALL)).eval())
+    assert metrics["nelbo"] == pytest.approx(math.log(26), rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(26, rel=1e-5)
     assert metrics["below_unigram"] == pytest.approx(metrics["unigram"] - math.log(26))
-    letters = np.array(meta["letters"]) + 0.5
+    letters = np.array(data.letters) + 0.5
     shares = letters / letters.sum()
     assert metrics["unigram"] == pytest.approx(-(shares * np.log(shares)).sum(), rel=0.03)
 
@@ -347,7 +377,7 @@ def test_evaluation_of_known_predictions(folder, group):
 
 
 def test_a_diverged_bound_overflows_nothing():
-    table = np.ones((4, 7))
+    table = np.ones((4, 4))
     table[:, 2:4] = 1e6
     metrics = script.summarize(table)
     assert metrics["nelbo"] == 1e6 and math.isfinite(metrics["perplexity"])
@@ -390,7 +420,7 @@ def template(text):
 def draw(predict, texts, method="rigorous", steps=0):
     templates = [template(text) for text in texts]
     device = torch.device("cpu")
-    return script.draw_sequences(predict, templates, range(len(texts)), device, method, steps, 3)
+    return sampler.draw_sequences(predict, templates, range(len(texts)), device, method, steps, 3)
 
 
 def counts(samples):
@@ -448,18 +478,32 @@ def test_simple_never_changes_what_it_showed():
         before = noisy
 
 
+def test_residues_that_the_data_lack_are_never_drawn():
+    """Nor with a network that likes them."""
+    letters = [5] * 20 + [0, 0, 3, 0, 0, 0]
+
+    def model(batch):
+        return torch.linspace(0, 9, 26).expand(len(batch.hidden), -1)
+
+    predict = sampler.make_predict(model, letters, 1.0, torch.device("cpu"))
+    found = np.concatenate(draw(predict, ["?" * 50] * 40))
+    kinds = set((found[script.is_residue(found)] - script.FIRST).tolist())
+    assert script.RESIDUES.index("U") in kinds
+    assert kinds <= {kind for kind, number in enumerate(letters) if number > 0}
+
+
 def test_rare_residues_are_drawn():
     """Of probabilities that float32 would lose."""
     p = torch.zeros(26, dtype=torch.float64)
     p[0] = 1 - 2.0**-30
     p[1] = 2.0**-30
     u = torch.tensor([1 - 2.0**-31, 1 - 2.0**-29], dtype=torch.float64)
-    found = script.draw_residues(p.log().expand(2, -1), u)
+    found = sampler.draw_residues(p.log().expand(2, -1), u)
     assert found.tolist() == [script.FIRST + 1, script.FIRST]
 
 
 def test_lengths_are_those_of_the_training_data():
-    lengths = script.draw_lengths({30: 500, 100: 300, 700: 200}, 4000, 1, 510)
+    lengths = sampler.draw_lengths({30: 500, 100: 300, 700: 200}, 4000, 1, 510)
     values, found = np.unique(lengths, return_counts=True)
     assert values.tolist() == [30, 100, 510]
     assert agrees(found, np.array([0.5, 0.3, 0.2]))
@@ -470,26 +514,23 @@ def test_lengths_are_those_of_the_training_data():
 
 
 @pytest.mark.parametrize(
-    ("option", "gpus", "lr", "warmup", "batch"),
+    ("option", "gpus", "lr", "warmup"),
     [
-        ("", 1, 5e-5, 5000, 64),
-        ("", 2, 1e-4, 10_000, 128),
-        ("", 4, 2e-4, 20_000, 256),
-        ("", 8, 4e-4, 40_000, 512),
-        ("--lr_scaling=conservative", 8, 3e-4, 30_000, 512),
-        ("--lr_scaling=none", 4, 5e-5, 5000, 256),
-        ("--global_batch_size=64", 4, 5e-5, 5000, 64),
+        ("", 1, 5e-5, 5000),
+        ("", 2, 1e-4, 10_000),
+        ("", 4, 2e-4, 20_000),
+        ("", 8, 4e-4, 40_000),
+        ("--lr_scaling=conservative", 8, 3e-4, 30_000),
+        ("--lr_scaling=none", 4, 5e-5, 5000),
+        ("--global_batch_size=64", 4, 5e-5, 5000),
     ],
 )
-def test_the_scaling_table_of_the_document(tmp_path, option, gpus, lr, warmup, batch):
+def test_the_scaling_table_of_the_document(option, gpus, lr, warmup):
     """Rate and warm-up grow with the GPUs, unless the batch does not, or an option says so."""
     args = arguments(*option.split())
     factor = script.gpu_factor(args, gpus)
     assert args.lr * factor == pytest.approx(lr)
     assert script.warmup_steps(args, factor, 500_000) == warmup
-    with as_rank(0, gpus):
-        proteins = write_folder(tmp_path, np.full(1000, 30))
-        assert script.StepSampler(args, proteins, None).global_batch == batch
 
 
 def test_learning_rate():
@@ -503,12 +544,13 @@ def test_learning_rate():
 # A user's runs
 
 RUN = """--accum=1 --batch_size=8 --lr=5e-3 --warmup=2 --log_every=1 --eval_sequences=10
-    --samples_per_eval=2 --device=cpu""".split()
+    --val_ratio=0.2 --device=cpu""".split()
 
 
 def run(folder, output, *options, program="run_train_uniref50_ddp", status=0):
     """Output of a run on the CPU that must end with `status`."""
-    words = [f"--datafile={folder}/data", f"--output_dir={output}", *SMALL, *RUN, *options]
+    words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache"]
+    words += [f"--output_dir={output}", *SMALL, *RUN, *options]
     found, text = call_script(program, *words)
     assert found == status, text[-3000:]
     return text
@@ -527,20 +569,43 @@ def test_a_run_stopped_before_its_first_evaluation_goes_on_with_fewer_steps(fold
     run(folder, tmp_path / "run", "--n_iters=1", "--eval_freq=50")
     assert [row["step"] for row in rows_of(tmp_path / "run", "val/nelbo")] == [done]
     assert json.loads((tmp_path / "run/summary.json").read_text())["best"]["step"] == done
-    assert (tmp_path / f"run/samples/step_{done:08d}.fasta").read_text().count(">") == 2
 
 
-def test_a_changed_option_is_applied_or_refused(folder, tmp_path):
-    """Rate and betas are those of now; what would be ignored, or change a step, is refused."""
+def test_few_steps_are_said(folder, tmp_path):
+    """But not if --n_iters asks for them."""
+    said = run(folder, tmp_path / "run", "--n_iters=2", "--epochs=1")
+    assert re.search(r"WARNING: only \d+ optimizer steps \(\d+ samples, 8 a step, 1 epochs\)", said)
+    assert "WARNING: only" not in run(folder, tmp_path / "run", "--n_iters=3")
+
+
+def test_a_changed_option_is_refused(folder, tmp_path):
+    """But not the number of steps. A run keeps its batch."""
     output = tmp_path / "run"
     run(folder, output, "--n_iters=3")
-    run(folder, output, "--n_iters=5", "--lr=1e-3", "--beta2=0.9")
-    assert rows_of(output, "lr")[-1]["lr"] == 1e-3 * script.lr_factor(4, 5, 2)
-    groups = torch.load(output / "latest.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert all(group["betas"] == (0.9, 0.9) for group in groups)
+    run(folder, output, "--n_iters=5", "--batch_size=4")
+    state = torch.load(output / "latest.pt", weights_only=True)
+    assert state["args"]["global_batch_size"] == 8 and state["loop"]["step"] == 5
     for option, old in {"--accum=2": 1, "--global_batch_size=16": 8, "--n_heads=4": 2}.items():
         said = run(folder, output, "--n_iters=9", option, status=2)
-        assert f"this run was started with {old}" in said
+        assert f"has a run with {old}" in said
+
+
+def test_names_of_the_original(tmp_path):
+    """The later one counts, on a command line and in a file."""
+    (tmp_path / "c.yaml").write_text(
+        "work_dir: a\ntraining: {log_freq: 7}\neval: {batch_size: 3}\n"
+    )
+    args = arguments(f"--config={tmp_path}/c.yaml", "--output_dir=b")
+    assert (args.output_dir, args.log_every, args.eval_batch_size) == ("b", 7, 3)
+    assert arguments("--log_every=3", "--log_freq=5", "--work_dir=c").log_every == 5
+
+
+def test_weights_are_a_state_dict(folder, tmp_path):
+    run(folder, tmp_path / "run", "--n_iters=3")
+    state = torch.load(tmp_path / "run/best.pt", weights_only=True)
+    model = network()
+    model.load_state_dict(state["average"])
+    model.load_state_dict(state["model"])
 
 
 NAN_EVALUATION = """
@@ -558,35 +623,29 @@ def test_a_first_evaluation_that_is_nan_is_never_best(folder, tmp_path):
     output = tmp_path / "run"
     for _ in range(2):
         said = run(folder, output, "--n_iters=4", program=tmp_path / "nan", status=1)
-        assert "the held-out bound of step 4 is nan: lower --lr" in said
+        assert "the held-out bound of step 4 is nan: --fresh and a lower --lr" in said
         assert not (output / "best.pt").exists()
     run(folder, output, "--n_iters=4")
     assert (output / "best.pt").exists()
 
 
-def test_data(folder, tmp_path):
-    """A file is prepared once; a folder that is missing or not whole is refused."""
+def test_a_file_is_read_once(folder, tmp_path):
     words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={tmp_path}/cache"]
-    for is_first in (True, False):
+    made = []
+    for _ in range(2):
         status, text = call_script("run_train_uniref50_ddp", *words, "--prepare_only")
-        assert status == 0 and ("held out" in text) == is_first, text
-    assert len([*(tmp_path / "cache").iterdir()]) == 1
-
-    copy = shutil.copytree(folder / "data", tmp_path / "data")
-    with open(copy / "train.tokens", "ab") as file:
-        file.write(b"x")
-    damaged = shutil.copytree(folder / "data", tmp_path / "damaged")
-    tokens = bytearray((damaged / "train.tokens").read_bytes())
-    tokens[3] ^= 1
-    (damaged / "train.tokens").write_bytes(tokens)
-    reasons = {tmp_path / "none": "uniref50.fasta.gz; then", copy: "again"}
-    reasons[damaged] = "train.tokens is not what was written"
-    for path, reason in reasons.items():
+        assert status == 0 and "held out" in text, text
+        made.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")})
+    assert made[0] == made[1]
+    for path, reason in {
+        tmp_path / "none": "no such file. UniRef50 is at",
+        tmp_path: "a folder",
+    }.items():
         status, text = call_script("run_train_uniref50_ddp", f"--datafile={path}", "--device=cpu")
         assert status == 2 and reason in text, text
 
 
 def test_wrong_options():
     for option in ("--hidden_size=30", "--dropout=1", "--lr=-1", "--max_memory_per_gpu=85"):
-        with pytest.raises(script.InputError, match="command line: "):
+        with pytest.raises(script.InputError, match=option[:4]):
             arguments(option)

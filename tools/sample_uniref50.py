@@ -3,27 +3,32 @@
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
     python tools/sample_uniref50.py experiments_ddp/best.pt --count 100 --length 120 --steps 60
     python tools/sample_uniref50.py experiments_ddp/best.pt --infill motifs.fasta --count 4
-    python tools/sample_uniref50.py experiments_ddp/best.pt --compare input_data/uniref50
+    python tools/sample_uniref50.py experiments_ddp/best.pt --compare uniref50.fasta.gz
 
 Methods. rigorous: samples of the model. With --steps 0 residues appear one by one, which is exact;
 with N steps several appear together, each drawn by itself, which is faster and close. simple: the
 surest residues first (MaskGIT, Chang et al. 2022). It is fast, but its law is another one: of a
 network that had learned its data to 2 % of their entropy, motifs came 2.3 times too often, and the
-samples were 0.5 nats per residue too sharp. --temperature other than 1 changes the law, too.
+samples were 0.5 nats per residue too sharp. --temperature other than 1 changes the law, too. Of the
+26 letters only those are drawn that the training data have.
 
---infill FILE: FASTA; each `?` of a record is drawn, --count times, given the other residues.
+--infill FILE: FASTA, or a sequence on each line; each `?` is drawn, --count times, given the rest.
 
---compare FOLDER (of tools/prepare_uniref50.py) prints how far the samples are from 2,000 sequences
-there that the network was trained on: 1mer_js, 2mer_js, 3mer_js (Jensen-Shannon divergences of
-words of one, two and three residues, in nats), repeats (share of residues in runs of four or more),
-uniqueness (share of distinct samples).
+--compare FILE, of proteins, such as the training data. 1mer_js, 2mer_js, 3mer_js: how far the
+samples are from sequences there that are not held out (Jensen-Shannon divergences of words of one,
+two and three residues, in nats); repeats: share of residues in runs of four or more; uniqueness:
+share of distinct samples. nearest: two sequences are laid beside each other, without gaps, where
+most residues agree; their likeness is this number over the longer one's length; shown is the mean,
+over samples, of the likeness to the nearest held-out sequence. Beside it stand the same of the
+samples with their residues shuffled, and of the held-out sequences (the nearest other one). At most
+2,000 sequences of each part are read, the first ones.
 """
 
 import argparse
+import functools
 import re
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,35 +38,37 @@ import torch
 from tqdm import tqdm
 
 import run_train_uniref50_ddp as script
-from run_train_uniref50_ddp import InputError
+from run_train_uniref50_ddp import BEGIN, END, FIRST, KINDS, MASK, InputError
 
 SCRIPT = "run_train_uniref50_ddp.py"
-REFERENCE = 2000  # training sequences that samples are compared with
+REFERENCE = 2000  # sequences of each part that samples are compared with
 
 
 def parse_args(words=None):
-    parser = script.Parser(description=__doc__)
+    parser = script.Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
     add("--out", type=Path, default=Path("samples.fasta"), help="file to write")
-    add("--count", type=script.count, default=16, help="samples; with --infill of each record")
-    add("--length", type=int, default=0, help="residues; 0: as in the training data")
-    add("--infill", type=Path, help="FASTA whose `?` are drawn")
-    add("--method", default="rigorous", choices=["rigorous", "simple"], help="see above")
-    add("--steps", type=int, default=0, help="network calls per batch; 0: one per residue")
-    add("--temperature", type=float, default=1.0, help="of the predictions")
-    add("--seed", type=int, default=0, help="sample i depends on (seed, i) alone")
-    add("--batch_size", type=script.count, default=16, help="sequences per network call")
+    add("--count", type=script.COUNT, default=16, help="samples; with --infill of each record")
+    whole = script.number(0, kind=int)
+    add("--length", type=whole, default=0, help="residues; 0: as in the training data")
+    add("--infill", type=Path, metavar="FILE", help="sequences whose `?` are drawn")
+    kinds = ["rigorous", "simple"]
+    add("--method", choices=kinds, help="see above; without it: the run's --sampling_method")
+    add("--steps", type=whole, default=0, help="network calls per batch; 0: one per residue")
+    limit = script.number(1e-6)
+    add("--temperature", type=limit, default=1.0, help="of the predictions")
+    add("--seed", type=whole, default=0, help="sample i depends on (seed, i) alone")
+    add("--batch_size", type=script.COUNT, default=16, help="sequences per network call")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--compare", type=Path, metavar="FOLDER", help="folder of the training data")
+    add("--compare", type=Path, metavar="FILE", help="proteins, such as the training data")
     args = parser.parse_args(words)
 
-    if min(args.length, args.steps, args.seed) < 0:
-        parser.error("--length, --steps, --seed: expected 0 or more")
-    if not args.temperature > 0:
-        parser.error(f"--temperature {args.temperature}: must be above 0")
     if args.infill is not None and args.length > 0:
         parser.error("--length and --infill: give one of the two")
+    for path in (args.infill, args.compare):
+        if path is not None and not path.is_file():
+            parser.error(f"{path}: there is no such file")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.out.exists():
@@ -71,47 +78,55 @@ def parse_args(words=None):
 
 def load(path, device):
     """(network with its averaged weights, checkpoint)"""
-    if not script.is_whole(path):
-        raise InputError(f"{path} is missing or damaged: expected best.pt or latest.pt of a run")
-    state = script.load_checkpoint(path)
-    if state.get("script") != SCRIPT or state.get("format") != script.FORMAT:
-        raise InputError(f"{path} is no checkpoint of {SCRIPT}, format {script.FORMAT}")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = script.Denoiser(argparse.Namespace(**state["args"]), dtype)
-    with torch.no_grad():
-        for parameter, average in zip(model.parameters(), state["average"], strict=True):
-            parameter.copy_(average)
+    state = script.read_checkpoint(path) or {}
+    if state.get("script") != SCRIPT:
+        raise InputError(f"{path}: expected best.pt or latest.pt of a run of {SCRIPT}")
+    model = script.Denoiser(argparse.Namespace(**state["args"]))
+    try:
+        model.load_state_dict(state["average"])
+    except RuntimeError:
+        text = f"{path}: its network is not that of {SCRIPT}"
+        raise InputError(f"{text}: a changed copy needs a copy of tools/ beside it") from None
     return model.eval().to(device), state
 
 
+# --------------------------------------------------------------------------------------------------
+# Templates: BEGIN, residues or MASK, END
+
+
+def draw_lengths(counts, number, seed, most):
+    """Lengths in residues as in the training data. counts: {residues: sequences}."""
+    values = np.array([int(length) for length in counts])
+    shares = np.array([*counts.values()]) / sum(counts.values())
+    generator = np.random.default_rng([seed, number])
+    return np.minimum(generator.choice(values, number, p=shares), most)
+
+
+def empty_template(residues):
+    return np.array([BEGIN, *[MASK] * residues, END], np.uint8)
+
+
 def read_templates(path, copies, most):
-    """(templates, names): `copies` of each record of a FASTA file, `?` to be drawn."""
-    if not path.is_file():
-        raise InputError(f"--infill {path}: no such file")
-    before, *records = ("\n" + path.read_text(errors="replace")).split("\n>")
-    if before.strip() or not records:
-        raise InputError(f"{path}: expected FASTA, with `>` as its first character")
-    tokens = {letter: script.FIRST + number for number, letter in enumerate(script.RESIDUES)}
-    tokens["?"] = script.MASK
+    """(templates, names): `copies` of each record of a file, `?` to be drawn."""
     templates = []
     names = []
-    for number, record in enumerate(records, start=1):
-        header, _, text = record.partition("\n")
-        name = (header.split() or [f"record_{number}"])[0]
-        text = "".join(text.split()).upper()
-        wrong = "".join(sorted(set(text) - set(tokens)))
-        if wrong:
-            raise InputError(f"{path}: {name} has {wrong[:12]!r}; expected residues and `?`")
-        if "?" not in text:
-            raise InputError(f"{path}: {name} has no `?`: there is nothing to draw")
-        if len(text) > most:
-            text = f"{name} has {len(text)} residues; the network knows at most {most}"
+    for number, (place, sequence) in enumerate(script.read_records(path), start=1):
+        hidden = np.frombuffer(sequence.removesuffix(b"*"), np.uint8) == ord("?")
+        tokens, problem = script.encode(sequence.replace(b"?", b"A"))
+        if problem:
+            raise InputError(f"{path}: {place}: {problem}; expected residues and `?`")
+        if not hidden.any():
+            raise InputError(f"{path}: {place} has no `?`: there is nothing to draw")
+        if len(tokens) > most:
+            text = f"{place} has {len(tokens)} residues; the network knows at most {most}"
             raise InputError(f"{path}: {text}")
 
-        template = [script.BEGIN, *[tokens[letter] for letter in text], script.END]
+        template = np.array([BEGIN, *tokens, END], np.uint8)
+        template[1:-1][hidden] = MASK
+        title = place.partition(">")[2].split()
         for copy in range(1, copies + 1):
-            templates.append(np.array(template, np.uint8))
-            names.append(f"{name}/{copy}")
+            templates.append(template)
+            names.append(f"{title[0] if title else f'record_{number}'}/{copy}")
     return templates, names
 
 
@@ -123,35 +138,192 @@ def make_templates(args, state):
     if args.length > most:
         text = f"--length {args.length}: the network was trained on at most {most} residues"
         raise InputError(text)
-    lengths = script.draw_lengths(state["lengths"], args.count, args.seed, most)
+    lengths = draw_lengths(state["loop"]["lengths"], args.count, args.seed, most)
     if args.length > 0:
         lengths[:] = args.length
     names = [f"sample_{number}" for number in range(args.count)]
-    return [script.empty_template(length) for length in lengths], names
+    return [empty_template(length) for length in lengths], names
 
 
-def draw(args, model, templates, device):
-    """A sequence of tokens for each template."""
+# --------------------------------------------------------------------------------------------------
+# Drawing
+
+
+def make_predict(model, letters, temperature, device):
+    """predict(batch): logits (M, 26) of batch.hidden; those of residues that the training data lack
+    are -inf, since a network never learns that something cannot be."""
+    absent = torch.tensor([count == 0 for count in letters], device=device)
 
     def predict(batch):
-        return model(batch) / args.temperature
+        is_gpu = device.type != "cpu"
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
+            logits = model(batch)
+        return (logits / temperature).masked_fill(absent, -torch.inf)
 
+    return predict
+
+
+def draw_residues(logits, uniform):
+    """Tokens drawn by logits (M, 26) at uniform numbers (M,), both in float64: with 24 bits rare
+    residues would be too rare (Zheng et al. 2024)."""
+    total = logits.double().softmax(1).cumsum(1)
+    kinds = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)[:, 0]
+    return FIRST + kinds.clamp(max=KINDS - 1)
+
+
+@torch.no_grad()
+def draw_sequences(predict, templates, numbers, device, method, steps, seed, progress=iter):
+    """Fill in the MASKs of templates; a list of token arrays.
+
+    numbers: of the samples; what is drawn for one depends on (seed, its number) alone. steps:
+    network calls; 0: one for each residue. progress: a progress bar, as tqdm."""
+    nothing = np.zeros(len(templates))
+    hide = [np.zeros(len(template), bool) for template in templates]
+    batch = script.make_batch(templates, hide, nothing, nothing, 1)
+    free = np.flatnonzero(batch.noisy.numpy() == MASK)
+    owner = batch.owner.numpy()[free]
+    counts = np.bincount(owner, minlength=len(templates))
+    if method == "simple" and steps == 0:
+        steps = int(counts.max())
+
+    # uniform numbers, for each residue: when it is drawn, and which one; simple: in each step
+    draws = np.zeros((len(free), 2 if method == "rigorous" else 2 * steps))
+    for i, number in enumerate(numbers):
+        mine = owner == i
+        draws[mine] = np.random.default_rng([seed, number]).random(draws[mine].shape)
+
+    draw = draw_rigorously if method == "rigorous" else draw_simply
+    found = draw(predict, batch.to(device), free, owner, counts, draws, steps, progress)
+    return [tokens.numpy() for tokens in found.cpu().split(batch.lengths)]
+
+
+def noise_level(shares, device):
+    """What the network is shown where these shares are hidden."""
+    return torch.from_numpy(script.noise_level(shares)).float().to(device)
+
+
+def draw_rigorously(predict, batch, free, owner, counts, draws, steps, progress):
+    """Samples of the model. At time 1 all is hidden; backwards in time, a residue that is hidden at
+    a share m of hidden ones is still hidden at m' < m with probability m' / m. So each appears at
+    a share that is uniform, which is drawn first, and the order of events is known beforehand.
+
+    steps 0: residues appear one by one, each with what the network says at that share (first-
+    hitting, Zheng et al. 2024): exact. Else those that fall between two of the shares of a grid
+    appear together, each drawn by itself (tau-leaping with Tweedie's rule, Lou et al. 2024)."""
+    device = batch.noisy.device
+    latest = 1 - script.ALL_BUT
+    appears = latest * draws[:, 0]
+    if steps > 0:
+        grid = latest * np.linspace(1, 0, steps + 1)
+        step_of = np.searchsorted(-grid[1:-1], -appears)
+        shares = np.repeat(grid[:-1, None], len(counts), axis=1)
+    else:
+        order = np.lexsort((-appears, owner))  # sequence after sequence, in each the largest first
+        step_of = np.zeros(len(free), np.int64)
+        step_of[order] = np.arange(len(free)) - np.searchsorted(owner, owner)
+        shares = np.zeros((counts.max(), len(counts)))
+        shares[step_of, owner] = appears
+
+    # everything that the steps need is on the device before they begin: none waits for the host
+    order = np.argsort(step_of, kind="stable")
+    used, sizes = np.unique(step_of, return_counts=True)
+    places = torch.from_numpy(free[order]).to(device).split(sizes.tolist())
+    uniform = torch.from_numpy(draws[order, 1]).to(device).split(sizes.tolist())
+    sigma = noise_level(shares[used], device)
+    x = batch.noisy.clone()
+    for k in progress(range(len(used))):
+        logits = predict(batch._replace(noisy=x, hidden=places[k], sigma=sigma[k]))
+        x.index_copy_(0, places[k], draw_residues(logits, uniform[k]).to(x.dtype))
+    return x
+
+
+def draw_simply(predict, batch, free, owner, counts, draws, steps, progress):
+    """Surest first (MaskGIT, Chang et al. 2022): each step draws a residue for every hidden place
+    and hides those of the lowest probability again, with some Gumbel noise."""
+    device = batch.noisy.device
+    # so many places of each sequence are hidden after step k, with a cosine as in MaskGIT
+    left = np.round(np.cos(np.pi / 2 * np.arange(steps + 1) / steps)[:, None] * counts)
+    sigma = noise_level(left / np.maximum(1, counts), device)
+    left = left.astype(int).tolist()
+    uniform = torch.from_numpy(draws).to(device)
+    free = torch.from_numpy(free).to(device)
+    hidden = torch.arange(len(free), device=device)  # which of `free`, sequence after sequence
+    x = batch.noisy.clone()
+    for k in progress(range(steps)):
+        places = free.index_select(0, hidden)
+        logits = predict(batch._replace(noisy=x, hidden=places, sigma=sigma[k]))
+        which, noise = uniform[:, 2 * k : 2 * k + 2].index_select(0, hidden).unbind(1)
+        found = draw_residues(logits, which)
+        x.index_copy_(0, places, found.to(x.dtype))
+
+        sure = logits.double().log_softmax(1).gather(1, found[:, None] - FIRST)[:, 0]
+        sure -= 4.5 * (1 - (k + 1) / steps) * torch.log(-torch.log(noise))
+        again = []
+        parts = zip(hidden.split(left[k]), sure.split(left[k]), left[k + 1], strict=True)
+        for part, part_sure, number in parts:
+            again.append(part[part_sure.argsort()[:number]])
+        hidden = torch.cat(again)
+        x.index_fill_(0, free.index_select(0, hidden), MASK)
+    return x
+
+
+def draw(args, predict, templates, device):
+    """A sequence of tokens for each template."""
     # batches of similar length: short ones need fewer steps
     order = sorted(range(len(templates)), key=lambda i: len(templates[i]))
     found = {}
     for start in range(0, len(order), args.batch_size):
         numbers = order[start : start + args.batch_size]
         title = f"{start + len(numbers)}/{len(order)} samples"
-        progress = partial(tqdm, desc=title, unit=" steps", disable=None, leave=False)
+        progress = functools.partial(tqdm, desc=title, unit=" steps", disable=None, leave=False)
         batch = [templates[i] for i in numbers]
         how = (args.method, args.steps, args.seed)
-        sequences = script.draw_sequences(predict, batch, numbers, device, *how, progress)
+        sequences = draw_sequences(predict, batch, numbers, device, *how, progress)
         found.update(zip(numbers, sequences, strict=True))
     return [found[i] for i in range(len(templates))]
 
 
-def compare(ours, theirs):
-    """Metrics of samples against training sequences, both as text."""
+def letters_of(tokens):
+    """The residues among tokens, as text."""
+    letters = np.frombuffer(script.RESIDUES.encode(), np.uint8)
+    return letters[tokens[script.is_residue(tokens)] - FIRST].tobytes().decode()
+
+
+def write_fasta(path, texts, names):
+    with open(path, "x") as file:
+        for name, text in zip(names, texts, strict=True):
+            file.write(f">{name} length={len(text)}\n")
+            for start in range(0, len(text), 80):
+                file.write(text[start : start + 80] + "\n")
+
+
+# --------------------------------------------------------------------------------------------------
+# Comparison
+
+
+def read_reference(path, val_ratio):
+    """(sequences that are not held out, those that are) of a file, as texts."""
+    parts = {False: [], True: []}
+    bad = []
+    for place, sequence in tqdm(script.read_records(path), unit=" records", disable=None):
+        tokens, problem = script.encode(sequence)
+        if problem:
+            bad.append(f"{place}: {problem}")
+            continue
+        part = parts[script.is_held_out(tokens, val_ratio)]
+        if len(part) < REFERENCE:
+            part.append(letters_of(np.frombuffer(tokens, np.uint8)))
+        if min(map(len, parts.values())) == REFERENCE:
+            break
+    if bad:
+        print(f"--compare {path}: {len(bad)} bad records are left out, such as {bad[0]}")
+    if not all(parts.values()):
+        raise InputError(f"--compare {path}: expected proteins, and some that are held out")
+    return parts[False], parts[True]
+
+
+def word_metrics(ours, theirs):
+    """Metrics of the words of samples against those of other sequences."""
     from scipy.spatial.distance import jensenshannon  # its square is the divergence
 
     metrics = {}
@@ -171,40 +343,61 @@ def compare(ours, theirs):
     return metrics
 
 
-def read_reference(folder):
-    """Evenly spaced training sequences of a folder, as text."""
-    if not (folder / "meta.json").exists():
-        raise InputError(f"--compare {folder}: no folder of tools/prepare_uniref50.py")
-    proteins = script.Proteins(folder, "train", 0)
-    found = []
-    for row in np.linspace(0, len(proteins) - 1, min(len(proteins), REFERENCE)).astype(int):
-        start, end = proteins.offsets[row : row + 2]
-        found.append(script.letters_of(proteins.tokens[start:end]))
-    return found
+def likeness(a, b):
+    """Of two texts as uint8 arrays: residues that agree where most do, over the longer length."""
+    here, there = np.nonzero(a[:, None] == b)
+    agreeing = np.bincount(there - here + len(a), minlength=1)  # for each place of b beside a
+    return agreeing.max() / max(len(a), len(b))
 
 
-def run(args):
+def nearest(texts, others):
+    """The mean likeness of texts to the nearest of others that is not the same object."""
+    arrays = {text: np.frombuffer(text.encode(), np.uint8) for text in {*texts, *others}}
+    best = []
+    for i, text in enumerate(texts):
+        values = [
+            likeness(arrays[text], arrays[other])
+            for j, other in enumerate(others)
+            if texts is not others or i != j
+        ]
+        best.append(max(values, default=0.0))
+    return float(np.mean(best))
+
+
+def compare(ours, train, held_out, seed):
+    metrics = word_metrics(ours, train)
+    generator = np.random.default_rng(seed)
+    shuffled = ["".join(generator.permutation([*text])) for text in ours]
+    metrics["nearest"] = nearest(ours, held_out)
+    metrics["nearest, shuffled"] = nearest(shuffled, held_out)
+    some = held_out[:200]
+    metrics["nearest, held out"] = nearest(some, some)
+    return metrics
+
+
+def main(words=None):
+    args = parse_args(words)
     device = script.choose_device(args, local_rank=0)
     model, state = load(args.checkpoint, device)
+    args.method = args.method or state["args"]["sampling_method"]
     templates, names = make_templates(args, state)
-    reference = read_reference(args.compare) if args.compare else []
-    sequences = draw(args, model, templates, device)
-    names = [f"{name} method={args.method} seed={args.seed}" for name in names]
-    script.write_fasta(args.out, sequences, names)
-    print(f"{args.out}: {len(sequences):,} sequences, of step {state['step']}")
-    if reference:
-        ours = [script.letters_of(tokens) for tokens in sequences]
-        for name, value in compare(ours, reference).items():
-            print(f"{name:12} {value:.4f}")
-
-
-def main():
-    try:
-        run(parse_args())
-    except (script.RunError, OSError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError) else 1)
+    if args.compare:
+        train, held_out = read_reference(args.compare, state["args"]["val_ratio"])
+    predict = make_predict(model, state["loop"]["letters"], args.temperature, device)
+    sequences = draw(args, predict, templates, device)
+    texts = [letters_of(tokens) for tokens in sequences]
+    write_fasta(
+        args.out, texts, [f"{name} method={args.method} seed={args.seed}" for name in names]
+    )
+    print(f"{args.out}: {len(texts):,} sequences, of step {state['loop']['step']}")
+    if args.compare:
+        for name, value in compare(texts, train, held_out, args.seed).items():
+            print(f"{name:18} {value:.4f}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (script.RunError, OSError) as error:
+        print(f"sample_uniref50.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)
