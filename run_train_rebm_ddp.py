@@ -1,58 +1,70 @@
 """Train a robust energy-based model of images: one network that classifies under attack, tells
-images from what is no image of its kind, and generates them.
+images from what is no image of their kind, and generates them.
 
 Dual adversarial training (Yin et al. 2025, arXiv 2510.13872). The logits f(x) of a classifier are
 also an energy, E(x) = -logsumexp f(x). Stage 1 (at) is adversarial training of the classifier.
 Stage 2 (dat) adds a loss that tells real images from out-of-distribution (OOD) images that an
 attack of T steps has made look real. T grows when the network tells them apart too easily.
 
-    python tools/prepare_images.py digits                # once: data/digits, no download
-    python run_train_rebm_ddp.py configs/config_rebm_quickstart.yaml
+    python run_train_rebm_ddp.py configs/config_rebm_quickstart.yaml     # digits, no download
     torchrun --nproc_per_node=4 run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml
+    python run_train_rebm_ddp.py --data photos --image_shape 3x64        # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-use_ddp=False is one process that uses all GPUs of the machine by DataParallel. After training:
-tools/evaluate_rebm.py (strong attacks, OOD detection, Frechet distance), tools/generate_rebm.py.
+Pixels are in [0, 1], and so are the lengths of attacks. Afterwards: tools/evaluate_rebm.py (strong
+attacks, OOD detection), tools/generate_rebm.py.
 
-Data: folders of tools/prepare_images.py. Pixels are in [0, 1], and so are the lengths of attacks.
-
-Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (its parts clf_loss, cross
-entropy in nats, bce and r1 by image), grad_norm (before clipping), skipped (steps whose gradient
-was not finite), samples_per_s, data_wait (share of the time); in stage 2 T (steps of the attack)
-and auc (real against attacked OOD images, all ranks pooled). val/STAGE/..., of the averaged weights
-on held-out images: clean and robust (accuracy without and under attack), cross_entropy, auroc and
-adv_auroc (images against OOD images, which adv_auroc attacks).
+Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (its parts: clf_loss, cross
+entropy in nats, and bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
+gradient was not finite), samples_per_s, data_wait (share of the time); in stage 2 T, and auc (real
+against attacked OOD images). val/STAGE/..., of the averaged weights on held-out images: clean and
+robust (accuracy without and under attack), cross_entropy, auroc and adv_auroc (images against OOD
+images, which adv_auroc attacks).
 
 Files in --output_dir: at_best.pt (stage 1), best.pt, latest.pt, previous.pt, metrics.jsonl,
-curves.png, summary.json.
-
-Unlike the original (xuwangyin/DAT) stage 1 is included; all ranks validate; the AUC is pooled;
-weight decay leaves out biases and norms; the best weights are chosen on images held out of the
-training set; real images for the energy are drawn anew in each step.
+curves.png, summary.json. The same command, given again, goes on from latest.pt. "(all ranks)" means
+that every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
 """
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<2.14", "numpy>=2.2,<3", "tqdm>=4.67,<5", "pyyaml>=6.0,<7", "wandb>=0.25,<1",
+#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "scikit-learn>=1.7,<2", "datasets>=5,<6",
+#     "pillow>=12,<14",
+# ]
+# ///
 
 import argparse
 import contextlib
 import copy
-import ctypes
-import difflib
+import errno
 import fcntl
-import gc
+import functools
 import hashlib
+import io
+import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
-import queue
+import pickle
 import re
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import unicodedata
 import zipfile
 from collections import deque
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,13 +74,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import yaml
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from PIL import Image, ImageOps
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
-PHASES = {"at": 1, "dat": 2}  # numbers of the stages in the log
+PHASES = {"at": 1, "dat": 2}  # numbers of the stages, in the log
 GENERATED = ["noise", "blobs"]  # OOD images that need no files
 
 # --------------------------------------------------------------------------------------------------
@@ -78,331 +90,80 @@ GENERATED = ["noise", "blobs"]  # OOD images that need no files
 def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="data/digits", help="folder of tools/prepare_images.py")
-    add("--outdist_data", default="noise", help="OOD images: such a folder, noise or blobs")
-    kinds = ["none", "shift", "original", "autoaugment_cutout", "resized_crop", "resize"]
-    add("--augm_type_classification", default="shift", choices=kinds, help="of images to classify")
+    text = "folder with train/CLASS/... and test/, .npz of arrays, name on the hub, or digits"
+    add("--data", default="digits", help=text)
+    add("--outdist_data", default="noise", help="OOD images: likewise, or noise, or blobs")
+    text = "channels, and pixels a side, of images from files; arrays have their own"
+    add("--image_shape", type=image_shape, default="3x32", help=text)
+    add("--cache_dir", default="cache", help="where what is read once is kept")
+    add("--skip_bad_data", **FLAG, default=False, help="leave out damaged images, and list them")
+    kinds = ["none", "shift", "original"]
+    text = "of images to classify; original: shift, and mirror"
+    add("--augm_type_classification", default="shift", choices=kinds, help=text)
     add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
     add = parser.add_argument_group("model").add_argument
     add("--model_type", default="SmallNet", choices=[*MODELS], help="network")
-    add("--width", type=count, default=24, help="channels of SmallNet")
+    add("--width", type=COUNT, default=24, help="channels of SmallNet")
     add("--norm", default="none", choices=["none", "layer", "batch"], help="of SmallNet")
-    add("--use_convstem", **FLAG, default=True, help="ConvNeXt: convolutions, not patches")
-    add("--normalize_input", **FLAG, default=True, help="subtract mean, divide by deviation")
     add("--ckpt_path", help="weights to start from: a checkpoint or a state_dict")
 
-    norms = ["L2", "Linf"]
-    add = parser.add_argument_group("attack, on OOD images").add_argument
-    add("--attack_max_steps", type=int, default=50, help="steps T at most")
-    add("--attack_start_step", type=int, default=0, help="T at the start of stage 2")
-    add("--attack_step_size", type=positive, default=0.1, help="length of a step")
-    add("--attack_eps", type=positive, default=math.inf, help="radius of the ball; inf: none")
-    add("--attack_norm", default="L2", choices=norms, help="of step and ball")
+    length = number(1e-6, 1e6)
+    steps = number(0, kind=int)
+    add = parser.add_argument_group("attack, on OOD images, in L2").add_argument
+    add("--attack_max_steps", type=steps, default=50, help="T at most")
+    add("--attack_step_size", type=length, default=0.1, help="length of a step")
+    add("--AUC_th", type=number(0, 1), default=0.8, help="mean AUC at which T grows")
+    add("--min_imgs_per_threshold", type=COUNT, default=1000, help="real images it is over")
 
     add = parser.add_argument_group("indist_attack_clf, on images to classify").add_argument
     text = "steps; 0: standard training, to compare with"
-    add("--indist_attack_clf_max_steps", type=int, default=10, help=text)
-    add("--indist_attack_clf_step_size", type=positive, default=0.1, help="length of a step")
-    add("--indist_attack_clf_eps", type=positive, default=0.5, help="radius of the ball")
-    add("--indist_attack_clf_norm", default="L2", choices=norms, help="of step and ball")
+    add("--indist_attack_clf_max_steps", type=steps, default=10, help=text)
+    add("--indist_attack_clf_step_size", type=length, default=0.1, help="length of a step")
+    add("--indist_attack_clf_eps", type=length, default=0.5, help="radius of the ball")
+    kinds = ["L2", "Linf"]
+    add("--indist_attack_clf_norm", default="L2", choices=kinds, help="of step and ball")
 
-    add = parser.add_argument_group("objective").add_argument
-    add("--r1reg", type=float, default=0.0, help="weight of R1, the energy's squared gradient")
-    add("--logsumexp", **FLAG, default=True, help="energy -logsumexp f(x); False: -f_y(x)")
-    add("--logsumexp_sampling", **FLAG, default=False, help="attack by it; False: by f_y(x)")
-    add("--AUC_th", type=float, default=0.8, help="T grows when the mean AUC is at least this")
-    add("--min_imgs_per_threshold", type=count, default=1000, help="real images that it is over")
-
-    add = parser.add_argument_group("stages").add_argument
-    text = "both: at, then dat; dat alone starts from --ckpt_path"
-    add("--stage", default="both", choices=["both", *PHASES], help=text)
+    add = parser.add_argument_group("optimization").add_argument
     kinds = [*OPTIMIZERS]
-    add("--at_epochs", type=count, default=40, help="passes over the images in stage 1")
+    text = "of stage 1; 0: stage 2 starts from --ckpt_path"
+    add("--at_epochs", type=steps, default=40, help=text)
+    add("--total_epochs", type=steps, default=100, help="of stage 2; 0: stage 1 only")
     add("--at_optimizer", default="adamw", choices=kinds, help="of stage 1")
-    add("--at_lr", type=positive, default=2e-3, help="peak of stage 1; half a cosine down to 0")
-    add("--at_wd", type=float, default=1e-2, help="weight decay of stage 1, of matrices")
-    add("--total_epochs", type=count, default=100, help="passes over the images in stage 2")
+    add("--at_lr", type=number(0), default=2e-3, help="peak of stage 1; half a cosine down to 0")
     add("--optimizer", default="sgd", choices=kinds, help="of stage 2")
-    add("--lr", type=positive, default=1e-3, help="learning rate of stage 2, constant")
-    add("--wd", type=float, default=5e-4, help="weight decay of stage 2, of matrices")
-    add("--ema", type=float, default=0.999, help="decay of the averaged weights; 0: no average")
-    add("--zero", **FLAG, default=False, help="each rank keeps a part of the optimizer's state")
-
-    add = parser.add_argument_group("validation").add_argument
+    add("--lr", type=number(0), default=1e-3, help="learning rate of stage 2, constant")
+    add("--wd", type=number(0), default=5e-4, help="weight decay of matrices; biases, norms: 0")
+    add("--ema", type=number(0, 1), default=0.999, help="decay of averaged weights; 0: no average")
     text = "images between validations; 0: only at the end of a stage"
-    add("--n_imgs_per_evaluation_log", type=int, default=50_000, help=text)
-    add("--eval_images", type=count, default=1000, help="held-out images, and OOD images, at most")
-    add("--eval_steps", type=count, default=20, help="steps of the attack on them")
-    add("--ood_eps", type=positive, default=1.0, help="radius of the attack on OOD images")
-    add("--eval_batch_size", type=count, default=256, help="images at a time")
-
-    add = parser.add_argument_group("ranks").add_argument
+    add("--n_imgs_per_evaluation_log", type=steps, default=50_000, help=text)
     add("--use_ddp", **FLAG, default=True, help="False: one process, all GPUs by DataParallel")
-    add("--ddp_backend", help="as --backend")
-    add("--monitor_every", type=int, default=0, help="compare the ranks every N steps; 0: never")
-    add("--log_ranks", **FLAG, default=False, help="log loss, data_wait, memory of each rank")
+    add("--ddp_backend", help=argparse.SUPPRESS)  # the original's name of --backend
 
     add_common_arguments(parser, output_dir="outputs/rebm", batch_size=128)
+    sys.argv[1:] = as_options(parser, sys.argv[1:])
     args = parse_with_config(parser)
     if args.ddp_backend:
         args.backend = args.ddp_backend
-    if args.stage == "dat" and not args.ckpt_path:
-        parser.error("--stage dat starts from the weights of stage 1: give --ckpt_path")
-    if args.indist_attack_clf_eps == math.inf:
-        parser.error("--indist_attack_clf_eps inf: a ball without end holds images of all classes")
-    if not args.use_ddp and (args.zero or args.compile):
-        parser.error("--use_ddp False takes no --zero and no --compile")
-    at_most = {"ema": 1, "AUC_th": 1, "attack_start_step": args.attack_max_steps}
-    at_least_0 = ["attack_max_steps", "indist_attack_clf_max_steps", "r1reg", "at_wd", "wd"]
-    at_least_0 += ["n_imgs_per_evaluation_log", "monitor_every"]
-    for name in [*at_least_0, *at_most]:
-        value = getattr(args, name)
-        most = at_most.get(name, math.inf)
-        if not 0 <= value <= most:
-            parser.error(f"--{name} {value}: must be from 0 to {most}")
+    if args.at_epochs == 0 and not args.ckpt_path:
+        parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
+    if args.at_epochs == 0 and args.total_epochs == 0:
+        parser.error("--at_epochs 0 --total_epochs 0: nothing to train")
+    if not args.use_ddp and args.compile:
+        parser.error("--use_ddp False takes no --compile")
     return args
 
 
-def positive(text):
-    """The type of options that are numbers above 0."""
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return float(text)
+def image_shape(text):
+    """3x64 as [3, 64]"""
+    channels, _, side = map(str.strip, text.partition("x"))
+    if channels not in ("1", "3") or not side.isdigit() or int(side) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or 3 channels and a side, as 3x64")
+    return [int(channels), int(side)]
 
 
 # --------------------------------------------------------------------------------------------------
 # Data
-
-
-VERIFIED = 2**28  # bytes; longer files are not read at the start, only their size is compared
-
-
-class Images:
-    """A folder of tools/prepare_images.py, mapped into memory that the ranks of a node share."""
-
-    def __init__(self, name, or_else=""):
-        folder = Path(name)
-        if not (folder / "meta.json").exists():
-            example = "python tools/prepare_images.py digits makes data/digits"
-            text = f"{folder} is not there: give a folder of images{or_else}; {example}"
-            if folder.exists():
-                text = f"{folder} is not prepared: python tools/prepare_images.py --help shows how"
-            raise InputError(text)
-        text = (folder / "meta.json").read_text()
-        hint = f"remove {folder} and prepare it anew"
-        try:
-            meta = json.loads(text)
-            files = meta["files"]
-        except (ValueError, KeyError):
-            expected = "expected a folder of tools/prepare_images.py"
-            raise InputError(
-                f"{folder}/meta.json is damaged or another tool's: {expected}"
-            ) from None
-        for file, (size, written) in files.items():
-            path = folder / file
-            is_same = path.exists() and path.stat().st_size == size
-            if is_same and size <= VERIFIED:
-                is_same = hashlib.sha256(path.read_bytes()).hexdigest() == written
-            if not is_same:
-                raise InputError(f"{path} is missing or damaged: {hint}")
-
-        self.name = str(name)
-        self.hash = hashlib.sha256(text.encode()).hexdigest()[:12]
-        self.classes = meta["classes"]  # names; [] where images have no labels
-        self.size = meta["size"]  # pixels a side, after the augmentation
-        # images (N, C, side, side) uint8; a side may be longer than `size`, for random crops
-        # (asarray: np.memmap itself is slower, and a plain view of it is still mapped)
-        self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
-        self.labels = np.load(folder / "labels.npy")  # (N,) int64
-        self.split = np.load(folder / "split.npy")  # (N,) uint8
-        self.channels = self.images.shape[1]
-
-    def part(self, name):
-        """Numbers of the images to train on, to validate on or to test on."""
-        return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
-
-    def some(self, name, most):
-        """At most so many of them, from all places: files lie in the order of their classes."""
-        ids = self.part(name)
-        if len(ids) <= most:
-            return ids
-        return np.sort(np.random.default_rng(0).choice(ids, most, replace=False))
-
-
-class GeneratedImages(Images):
-    """OOD images that need no files: noise, or blobs, which are noise of 4 x 4 places scaled up."""
-
-    def __init__(self, kind, channels, size):
-        self.name = kind
-        self.hash = kind
-        self.channels = channels
-        most = 2**29 // (channels * size * size)  # half a gigabyte of each part
-        counts = [min(count, most) for count in (20_000, 1024, 10_000)]  # train, valid, test
-        self.images = np.empty((sum(counts), channels, size, size), np.uint8)
-        self.split = np.repeat([0, 1, 2], counts)
-        rng = np.random.default_rng(GENERATED.index(kind))
-        side = size if kind == "noise" else 4
-        for first in range(0, len(self.images), 1000):  # a few at a time: they are floats here
-            rows = self.images[first : first + 1000]
-            places = rng.integers(0, 256, (len(rows), channels, side, side), np.uint8)
-            scaled = F.interpolate(torch.from_numpy(places).float(), size, mode="bilinear")
-            rows[:] = scaled.round().byte().numpy()
-
-
-def load_outside(name, inside):
-    """OOD images that the network of the images `inside` can read."""
-    if name in GENERATED:
-        return GeneratedImages(name, inside.channels, inside.size)
-    outside = Images(name, or_else=f", or {' or '.join(GENERATED)}")
-    if outside.hash == inside.hash:
-        raise InputError(f"{name} has the images to classify: OOD images must be others")
-    if (outside.channels, outside.size) != (inside.channels, inside.size):
-        text = f"{name} has {outside.channels} channels and {outside.size} pixels a side"
-        expected = f"{inside.channels} and {inside.size}, as {inside.name} has"
-        raise InputError(f"{text}: expected {expected}")
-    return outside
-
-
-def load_data(args):
-    """(images, OOD images), the same on all ranks. (all ranks)"""
-    inside = Images(args.data)
-    if not inside.classes:
-        raise InputError(f"{args.data} has no labels: it can only be --outdist_data")
-    kinds = [args.augm_type_classification, args.augm_type_generation]
-    if inside.channels != 3 and "autoaugment_cutout" in kinds:
-        raise InputError(f"autoaugment_cutout is of colour images, {args.data} has grey ones")
-    outside = load_outside(args.outdist_data, inside)
-    for images in (inside, outside):
-        if images.hash != on_rank0(str, images.hash):
-            raise InputError(f"{images.name} is not the same here as on rank 0")
-    return inside, outside
-
-
-# AutoAugment's policy for CIFAR-10 (Cubuk et al. 2019, table 7): in each line two operations, with
-# their probability and their magnitude, from 0 to 9 (0, too, where there is none).
-POLICIES = [
-    (("Invert", 0.1, 0), ("Contrast", 0.2, 6)),
-    (("Rotate", 0.7, 2), ("TranslateX", 0.3, 9)),
-    (("Sharpness", 0.8, 1), ("Sharpness", 0.9, 3)),
-    (("ShearY", 0.5, 8), ("TranslateY", 0.7, 9)),
-    (("AutoContrast", 0.5, 0), ("Equalize", 0.9, 0)),
-    (("ShearY", 0.2, 7), ("Posterize", 0.3, 7)),
-    (("Color", 0.4, 3), ("Brightness", 0.6, 7)),
-    (("Equalize", 0.6, 0), ("Equalize", 0.5, 0)),
-    (("Sharpness", 0.3, 9), ("Brightness", 0.7, 9)),
-    (("Contrast", 0.6, 7), ("Sharpness", 0.6, 5)),
-    (("Color", 0.7, 7), ("TranslateX", 0.5, 8)),
-    (("Brightness", 0.9, 6), ("Color", 0.2, 8)),
-    (("Equalize", 0.3, 0), ("AutoContrast", 0.4, 0)),
-    (("TranslateY", 0.4, 3), ("Sharpness", 0.2, 6)),
-    (("Solarize", 0.5, 2), ("Invert", 0.0, 0)),
-    (("Color", 0.9, 9), ("Equalize", 0.6, 0)),
-    (("Equalize", 0.2, 0), ("AutoContrast", 0.6, 0)),
-    (("Equalize", 0.2, 0), ("Equalize", 0.6, 0)),
-    (("AutoContrast", 0.8, 0), ("Solarize", 0.2, 8)),
-    (("Equalize", 0.8, 0), ("Invert", 0.1, 0)),
-    (("Brightness", 0.1, 3), ("Color", 0.7, 0)),
-    (("Solarize", 0.4, 5), ("AutoContrast", 0.9, 0)),
-    (("TranslateY", 0.9, 9), ("TranslateY", 0.7, 9)),
-    (("AutoContrast", 0.9, 0), ("Solarize", 0.8, 3)),
-    (("TranslateY", 0.7, 9), ("AutoContrast", 0.9, 0)),
-]
-
-
-def auto_augment(image, policy, chances, signs):
-    """One pair of POLICIES on a Pillow image, as in the authors' program: nearest pixels, black
-    where there is none, shears from the upper left corner. chances, signs (2,): from 0 to 1."""
-    from PIL import Image, ImageEnhance, ImageOps
-
-    for (name, probability, magnitude), chance, draw in zip(policy, chances, signs, strict=True):
-        if chance >= probability:
-            continue
-        share = magnitude / 9
-        signed = -share if draw < 0.5 else share
-        pixels = 150 / 331 * signed * image.width
-        moves = {  # as matrices
-            "ShearY": [1, 0, 0, 0.3 * signed, 1, 0],
-            "TranslateX": [1, 0, pixels, 0, 1, 0],
-            "TranslateY": [1, 0, 0, 0, 1, pixels],
-        }
-        if name in moves:
-            image = image.transform(image.size, Image.Transform.AFFINE, moves[name])
-        elif name == "Rotate":
-            image = image.rotate(30 * signed)
-        elif name == "Posterize":
-            image = ImageOps.posterize(image, 8 - round(4 * share))
-        elif name == "Solarize":
-            image = ImageOps.solarize(image, round(256 * (1 - share)))
-        elif name in ("Invert", "Equalize", "AutoContrast"):
-            image = getattr(ImageOps, name.lower())(image)
-        else:  # Color, Contrast, Brightness, Sharpness
-            image = getattr(ImageEnhance, name)(image).enhance(1 + 0.9 * signed)
-    return image
-
-
-def centre(images, size):
-    """(..., side, side) cut to (..., size, size)"""
-    edge = (images.shape[-1] - size) // 2
-    return images[..., edge : edge + size, edge : edge + size]
-
-
-def shifted(image, pad, draws):
-    """(C, H, W), moved by up to `pad` pixels along both axes; black comes in. draws (2,)"""
-    across, down = (draws * (2 * pad + 1)).astype(int)
-    channels, height, width = image.shape
-    wide = np.zeros((channels, height + 2 * pad, width + 2 * pad), image.dtype)
-    wide[:, pad:-pad, pad:-pad] = image
-    return wide[:, down : down + height, across : across + width]
-
-
-def resized(image, size, draws=None):
-    """(C, side, side) brought to (C, size, size); with draws (4,) a part of it: 8 to 100 % of the
-    area, 3:4 to 4:3. This is torchvision's RandomResizedCrop, but that sides which do not fit are
-    cut and not drawn again."""
-    from PIL import Image
-
-    box = None
-    if draws is not None:
-        side = image.shape[1]
-        area = 0.08 + 0.92 * draws[0]
-        ratio = (4 / 3) ** (2 * draws[1] - 1)
-        width = min(1, math.sqrt(area * ratio)) * side
-        height = min(1, math.sqrt(area / ratio)) * side
-        left = (side - width) * draws[2]
-        top = (side - height) * draws[3]
-        box = (left, top, left + width, top + height)
-    small = [Image.fromarray(c).resize((size, size), Image.Resampling.BILINEAR, box) for c in image]
-    return np.stack([np.asarray(channel) for channel in small])
-
-
-def augment(image, kind, size, draws):
-    """(C, side, side) uint8 to (C, size, size) uint8. The draws (12,), from 0 to 1, decide all."""
-    if kind == "none":
-        return centre(image, size)
-    if kind == "shift":  # for digits, which have no mirror image
-        return shifted(centre(image, size), max(1, size // 16), draws[:2])
-
-    if kind == "resized_crop":
-        image = resized(image, size, draws[:4])
-    elif kind == "resize":
-        image = resized(image, size)
-    else:  # original, autoaugment_cutout
-        image = shifted(centre(image, size), max(1, size // 8), draws[:2])
-    if draws[4] < 0.5:
-        image = image[:, :, ::-1]
-    if kind == "autoaugment_cutout":
-        from PIL import Image
-
-        policy = POLICIES[int(draws[5] * len(POLICIES))]
-        picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
-        picture = auto_augment(picture, policy, draws[6:8], draws[8:10])
-        image = np.array(picture).transpose(2, 0, 1)
-        # a black square of half the side, its centre anywhere (DeVries and Taylor 2017)
-        down, across = (draws[10:12] * size).astype(int)
-        half = size // 4
-        image[:, max(0, down - half) : down + half, max(0, across - half) : across + half] = 0
-    return image
 
 
 class Batch(NamedTuple):
@@ -420,43 +181,82 @@ class Batch(NamedTuple):
         return Batch(*[tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
-class TrainingData(Dataset):
-    """Item (ids, whole) is a micro-batch, and the global batch that it is part of."""
+class Images:
+    """What `prepare` has written, mapped into memory that the ranks of a node share."""
 
+    def __init__(self, folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        self.classes = meta["classes"]  # names; [] where images have no labels
+        self.hash = meta["hash"]
+        for note in meta["notes"]:
+            logging.warning(note)
+        # (N, C, S, S) uint8. np.asarray: still mapped, and faster than np.memmap itself
+        self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
+        self.labels = np.load(folder / "labels.npy")  # (N,) int64
+        self.split = np.load(folder / "split.npy")  # (N,) uint8
+        self.shape = self.images.shape[1:3]  # (channels, pixels a side)
+
+    def part(self, name):
+        """Numbers of the images to train on, to validate on or to test on."""
+        return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
+
+    def some(self, name, most):
+        """At most so many of them, from all places: files lie in the order of their classes."""
+        ids = self.part(name)
+        if len(ids) <= most:
+            return ids
+        return np.sort(np.random.default_rng(0).choice(ids, most, replace=False))
+
+
+def augment(image, kind, rng):
+    """(C, S, S) uint8, moved along both axes, where black comes in, and perhaps mirrored."""
+    if kind == "none":
+        return image
+    size = image.shape[1]
+    most = max(1, size // 16 if kind == "shift" else size // 8)
+    across, down = rng.integers(0, 2 * most + 1, 2)
+    wide = np.zeros((len(image), size + 2 * most, size + 2 * most), np.uint8)
+    wide[:, most : most + size, most : most + size] = image
+    image = wide[:, down : down + size, across : across + size]
+    if kind == "original" and rng.random() < 0.5:
+        image = image[:, :, ::-1]
+    return image
+
+
+class TrainingData(Dataset):
     def __init__(self, args, inside, outside, stage):
         self.args = args
         self.inside = inside
         self.outside = outside
-        self.stage = stage
+        self.phase = PHASES[stage]
         self.real_ids = inside.part("train")
         self.outside_ids = outside.part("train")
 
     def __getitem__(self, item):
-        ids, whole = item
-        # All draws are those of the global batch, of which this micro-batch takes its part: so they
-        # do not depend on the number of ranks. No two global batches begin alike.
-        rng = np.random.default_rng([self.args.seed, PHASES[self.stage], *whole[:8]])
-        place_of = {number: place for place, number in enumerate(whole.tolist())}
-        places = np.array([place_of[number] for number in ids.tolist()])
+        """item: (step, whole, places), the images of the global batch, and which of them are in
+        this micro-batch. Random draws depend on (seed, stage, step, place) alone, and so not on the
+        number of ranks."""
+        step, whole, places = item
+        seeds = [[self.args.seed, self.phase, step, place] for place in places]
+        rngs = [np.random.default_rng(seed) for seed in seeds]
+        x = self.pictures(self.inside, whole[places], self.args.augm_type_classification, rngs)
+        y = torch.from_numpy(self.inside.labels[whole[places]])
+        batch = Batch(torch.from_numpy(places), x, y)
+        if self.phase == 1:
+            return batch
 
-        def pictures(source, numbers, kind):
-            draws = rng.random((len(whole), 12))[places]
-            rows = zip(numbers, draws, strict=True)
-            size = self.inside.size
-            parts = [augment(source.images[number], kind, size, row) for number, row in rows]
-            return torch.from_numpy(np.stack(parts))
+        real_ids = np.array([rng.choice(self.real_ids) for rng in rngs])
+        outside_ids = np.array([rng.choice(self.outside_ids) for rng in rngs])
+        kind = self.args.augm_type_generation
+        return batch._replace(
+            real=self.pictures(self.inside, real_ids, kind, rngs),
+            real_y=torch.from_numpy(self.inside.labels[real_ids]),
+            outside=self.pictures(self.outside, outside_ids, kind, rngs),
+        )
 
-        x = pictures(self.inside, ids, self.args.augm_type_classification)
-        y = torch.from_numpy(self.inside.labels[ids])
-        if self.stage == "at":
-            return Batch(torch.from_numpy(places), x, y)
-
-        real_ids = rng.choice(self.real_ids, len(whole))[places]
-        real = pictures(self.inside, real_ids, self.args.augm_type_generation)
-        real_y = torch.from_numpy(self.inside.labels[real_ids])
-        outside_ids = rng.choice(self.outside_ids, len(whole))[places]
-        outside = pictures(self.outside, outside_ids, self.args.augm_type_generation)
-        return Batch(torch.from_numpy(places), x, y, real, real_y, outside)
+    def pictures(self, source, ids, kind, rngs):
+        parts = [augment(source.images[i], kind, rng) for i, rng in zip(ids, rngs, strict=True)]
+        return torch.from_numpy(np.stack(parts))
 
 
 def pixels(images):
@@ -465,45 +265,34 @@ def pixels(images):
 
 
 # --------------------------------------------------------------------------------------------------
-# Model
-#
-# Parameters have the names, and the order, that timm gives them (the WideResNet: its authors'), so
-# that published weights fit.
-
-MEAN_AND_DEVIATION = {  # of each channel
-    "none": ([0.0], [1.0]),
-    "grey": ([0.5], [0.5]),
-    "CIFAR": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
-    "ImageNet": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-}
+# Model. Parameters of the WideResNet have the names that its authors gave them.
 
 
 class Network(nn.Module):
-    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1]. It normalises them with buffers that
-    make_network gives it."""
+    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1]. A network has `features`, (B, D) of
+    images that are normalised, and `fc`, a linear layer. make_network gives it `mean` and
+    `deviation`, of each channel."""
 
-    frozen = False  # whether batch normalisation keeps its statistics
-    dtype = torch.float32  # of the features; bf16 and fp16 by autocast
+    is_frozen = False  # whether batch normalisation keeps its statistics
+    context = contextlib.nullcontext  # or autocast
 
-    def forward(self, x, exact=False):
-        """exact: in fp32 also where training is not."""
-        x = (x - self.mean) / self.deviation
-        if exact or self.dtype == torch.float32:
-            return self.fc(self.features(x))
-        with torch.autocast(x.device.type, self.dtype):
-            features = self.features(x)
+    def forward(self, x):
+        with self.context():
+            features = self.features((x - self.mean) / self.deviation)
         return self.fc(features.float())  # 16 bits would make ties of logits
 
     def train(self, mode=True):
         """Frozen batch normalisation stays in evaluation mode; its weights are trained."""
         super().train(mode)
         for layer in batch_norms(self):
-            layer.train(mode and not self.frozen)
+            layer.train(mode and not self.is_frozen)
         return self
 
 
 def batch_norms(model):
-    return [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
+    return [
+        layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    ]
 
 
 def conv3x3(before, after, stride=1, bias=False):
@@ -514,18 +303,18 @@ class SmallNet(Network):
     """Pairs of convolutions down to 4 to 8 pixels a side, then 128 features. Smooth, without
     maxima or ReLUs; for images of 8 to 32 pixels."""
 
-    def __init__(self, classes, channels, size, width, norm):
+    def __init__(self, args, classes, channels, size):
         super().__init__()
         layers = []
         before = channels
         for stride in (1, 2) if size < 16 else (1, 2, 2):
-            after = width if stride == 1 else before * 2
+            after = args.width if stride == 1 else before * 2
             size = math.ceil(size / stride)
             for inputs, step in ((before, stride), (after, 1)):
                 layers.append(conv3x3(inputs, after, step, bias=True))
-                if norm == "layer":
+                if args.norm == "layer":
                     layers.append(nn.GroupNorm(1, after))
-                elif norm == "batch":
+                elif args.norm == "batch":
                     layers.append(nn.BatchNorm2d(after))
                 layers.append(nn.SiLU())
             before = after
@@ -554,177 +343,46 @@ class WideBlock(nn.Module):
         return shortcut + self.conv2(F.relu(self.bn2(y)))
 
 
-def residual_blocks(kind, blocks, before, after, stride, *settings):
-    """Blocks one after the other, of which the first changes width and size."""
-    layers = [kind(before, after, stride, *settings)]
-    layers += [kind(after, after, 1, *settings) for _ in range(blocks - 1)]
-    return nn.Sequential(*layers)
-
-
 class WideResNet(Network):
-    def __init__(self, classes, depth, factor):
+    def __init__(self, args, classes, channels, size):
         super().__init__()
-        self.conv1 = conv3x3(3, 16)
+        depth, factor = map(int, re.findall(r"\d+", args.model_type))
+        self.conv1 = conv3x3(channels, 16)
         before = 16
         for number, stride in ((1, 1), (2, 2), (3, 2)):
             after = 8 * factor * 2**number
-            group = nn.Sequential()
-            group.layer = residual_blocks(WideBlock, (depth - 4) // 6, before, after, stride)
+            group = nn.Module()
+            group.layer = nn.Sequential(WideBlock(before, after, stride))
+            for _ in range((depth - 4) // 6 - 1):
+                group.layer.append(WideBlock(after, after, 1))
             self.add_module(f"block{number}", group)
             before = after
         self.bn1 = nn.BatchNorm2d(before)
         self.fc = nn.Linear(before, classes)
 
     def features(self, x):
-        x = self.block3(self.block2(self.block1(self.conv1(x))))
+        x = self.conv1(x)
+        for group in (self.block1, self.block2, self.block3):
+            x = group.layer(x)
         return F.relu(self.bn1(x)).mean((2, 3))
 
 
-class Bottleneck(nn.Module):
-    """Residual block of ResNet-50 (He et al. 2016), of inner width after * base_width / 256."""
-
-    def __init__(self, before, after, stride, base_width):
-        super().__init__()
-        width = after * base_width // 256
-        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = conv3x3(width, width, stride)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, after, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(after)
-        self.downsample = nn.Identity()
-        if before != after:
-            shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
-            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(after))
-
-    def forward(self, x):
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        return F.relu(self.downsample(x) + self.bn3(self.conv3(y)))
-
-
-class ResNet50(Network):
-    """base_width 64; 128 and 256 make the "wide" ones."""
-
-    def __init__(self, classes, base_width):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.layer1 = residual_blocks(Bottleneck, 3, 64, 256, 1, base_width)
-        self.layer2 = residual_blocks(Bottleneck, 4, 256, 512, 2, base_width)
-        self.layer3 = residual_blocks(Bottleneck, 6, 512, 1024, 2, base_width)
-        self.layer4 = residual_blocks(Bottleneck, 3, 1024, 2048, 2, base_width)
-        self.fc = nn.Linear(2048, classes)
-
-    def features(self, x):
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
-        return self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))
-
-
-class ChannelNorm(nn.LayerNorm):
-    """Layer normalisation over the channels of (B, C, H, W)."""
-
-    def forward(self, x):
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class ConvNextBlock(nn.Module):
-    """Liu et al. 2022, figure 4, with layer scale."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), 1e-6))
-        self.conv_dw = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width, 1e-6)
-        self.mlp = nn.Sequential()
-        self.mlp.fc1 = nn.Linear(width, 4 * width)
-        self.mlp.act = nn.GELU()
-        self.mlp.fc2 = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        y = self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1)))
-        return x + (self.gamma * y).permute(0, 3, 1, 2)
-
-
-# The stem of small convolutions, by the width that follows; it makes adversarial training easier
-# (Singh et al. 2023).
-STEMS = {96: [3, 48, 96], 128: [3, 64, 96, 128], 192: [3, 96, 144, 192]}
-
-
-class ConvNext(Network):
-    def __init__(self, classes, depth, width, use_convstem):
-        super().__init__()
-        layers = []
-        if use_convstem:
-            channels = STEMS[width]
-            for number, after in enumerate(channels[1:]):
-                stride = 2 if number < 2 else 1
-                layers.append(conv3x3(channels[number], after, stride, bias=True))
-                layers += [ChannelNorm(after, 1e-6), nn.GELU()]
-        else:
-            layers += [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, 1e-6)]
-        self.stem = nn.Sequential(*layers)
-        self.stages = nn.Sequential()
-        for number, blocks in enumerate((3, 3, depth, 3)):
-            stage = nn.Sequential()
-            stage.downsample = nn.Identity()
-            if number > 0:
-                smaller = nn.Conv2d(width, 2 * width, 2, 2)
-                stage.downsample = nn.Sequential(ChannelNorm(width, 1e-6), smaller)
-                width = 2 * width
-            stage.blocks = nn.Sequential(*[ConvNextBlock(width) for _ in range(blocks)])
-            self.stages.append(stage)
-        self.head = nn.Module()
-        self.head.norm = nn.LayerNorm(width, 1e-6)
-        self.head.fc = nn.Linear(width, classes)
-
-    def features(self, x):
-        return self.head.norm(self.stages(self.stem(x)).mean((2, 3)))
-
-    @property
-    def fc(self):
-        return self.head.fc
-
-
-MODELS = {  # what makes each network, and with which settings
-    "SmallNet": (SmallNet,),
-    "WideResNet28x2": (WideResNet, 28, 2),
-    "WideResNet28x10": (WideResNet, 28, 10),
-    "WideResNet28x20": (WideResNet, 28, 20),
-    "WideResNet34x10": (WideResNet, 34, 10),
-    "WideResNet34x20": (WideResNet, 34, 20),
-    "WideResNet40x10": (WideResNet, 40, 10),
-    "WideResNet70x16": (WideResNet, 70, 16),
-    "ResNet50ImageNet": (ResNet50, 64),
-    "WideResNet50x2ImageNet": (ResNet50, 128),
-    "WideResNet50x4ImageNet": (ResNet50, 256),
-    "convnext_tiny": (ConvNext, 9, 96),
-    "convnext_small": (ConvNext, 27, 96),
-    "convnext_base": (ConvNext, 27, 128),
-    "convnext_large": (ConvNext, 27, 192),
-}
+MODELS = {"SmallNet": SmallNet}
+for depth_and_factor in "28x2 28x10 28x20 34x10 34x20 40x10 70x16".split():
+    MODELS[f"WideResNet{depth_and_factor}"] = WideResNet
 
 
 def make_network(args, classes, channels, size):
     """A network with random weights, for images of this shape."""
-    kind, *settings = MODELS[args.model_type]
-    if kind is SmallNet:
-        settings = [channels, size, args.width, args.norm]
-    elif channels != 3:
-        raise InputError(f"--model_type {args.model_type} takes colour images: give SmallNet")
-    elif kind is ConvNext and size < 32:
-        raise InputError(f"--model_type {args.model_type} takes 32 pixels a side or more")
-    if kind is ConvNext:
-        settings.append(args.use_convstem)
-    model = kind(classes, *settings)
+    model = MODELS[args.model_type](args, classes, channels, size)
+    mean = torch.tensor([0.4914, 0.4822, 0.4465])  # CIFAR's
+    deviation = torch.tensor([0.2470, 0.2435, 0.2616])
+    if channels != 3:
+        mean = torch.tensor([0.5])
+        deviation = torch.tensor([0.5])
+    model.register_buffer("mean", mean[:, None, None], persistent=False)
+    model.register_buffer("deviation", deviation[:, None, None], persistent=False)
 
-    statistics = "CIFAR" if size <= 64 else "ImageNet"
-    if channels == 1:
-        statistics = "grey"
-    if not args.normalize_input:
-        statistics = "none"
-    for name, values in zip(("mean", "deviation"), MEAN_AND_DEVIATION[statistics], strict=True):
-        model.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
     # channels last: convolutions read it faster, except those of small images on a CPU
     is_faster = size >= 16 or args.compile or torch.accelerator.is_available()
     for layer in model.modules():
@@ -734,72 +392,6 @@ def make_network(args, classes, channels, size):
                 layer.to(memory_format=torch.channels_last)
     nn.init.zeros_(model.fc.bias)
     return model
-
-
-def load_weights(model, path):
-    """The averaged weights of a checkpoint of ours, those of the original's files, or a state_dict:
-    by name; where names are others, by position, since networks that are built in the same order
-    have the same shapes in the same order."""
-    try:
-        state = load_checkpoint(path)
-    except Exception as error:  # torch.load raises many kinds
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} is missing, damaged, or no file of weights: {reason}") from None
-    for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
-        if key in state:
-            state = state[key]
-            break
-    found = {}
-    for name, tensor in state.items():
-        name = re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)  # prefixes of wrappers
-        if name != "n_averaged":  # a counter of torch.optim.swa_utils
-            found[name] = tensor
-
-    wanted = model.state_dict()
-    hint = "give the --model_type and the options that these weights were trained with"
-    if len(found) != len(wanted):
-        text = f"{path} has {len(found)} tensors, this network {len(wanted)}"
-        raise InputError(f"{text}: {hint}")
-    if found.keys() != wanted.keys():
-        logging.info(f"{path} has other names: its tensors are taken in their order")
-        found = dict(zip(wanted, found.values(), strict=True))
-    for name, tensor in found.items():
-        if tensor.shape != wanted[name].shape:
-            shapes = f"{[*tensor.shape]}, expected {[*wanted[name].shape]}"
-            raise InputError(f"{path} has {name} of shape {shapes}: {hint}")
-    model.load_state_dict(found)
-
-
-def tensors(model):
-    """Parameters, and buffers that are no counters."""
-    found = [*model.parameters(), *model.buffers()]
-    return [tensor for tensor in found if tensor.is_floating_point()]
-
-
-class Twin:
-    """The network as attacks see it: in evaluation mode, its weights without gradient, and in the
-    dtype of its features. (Autocast would convert frozen weights anew in every forward pass.) What
-    need not be converted stands in the same memory as in the network."""
-
-    def __init__(self, model):
-        self.model = copy.deepcopy(model).requires_grad_(False).train(False)
-        for layer in self.model.modules():
-            if isinstance(layer, (nn.Conv2d, nn.Linear)):
-                layer.to(model.dtype)
-        self.model.fc.float()
-
-        self.converted = []
-        for mine, theirs in zip(tensors(self.model), tensors(model), strict=True):
-            if mine.dtype == theirs.dtype:
-                mine.data = theirs.data
-            else:
-                self.converted.append((mine, theirs))
-
-    @torch.no_grad()
-    def refresh(self):
-        """Take over the weights after an update."""
-        for mine, theirs in self.converted:
-            mine.copy_(theirs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -816,6 +408,7 @@ def label_logit(logits, labels):
 
 
 def logsumexp(logits, labels):
+    """-E(x) (B,)"""
     return logits.logsumexp(1)
 
 
@@ -837,7 +430,7 @@ class Attack:
     """Projected gradient ascent (Madry et al. 2018) on gain(logits, labels) (B,), in the balls of
     radius eps about the images and in [0, 1]. Steps have the same length whatever the gradient."""
 
-    def __init__(self, net, gain, size, eps, norm, compiled=False):
+    def __init__(self, net, gain, size, eps=math.inf, norm="L2", compiled=False):
         self.net = net
         self.gain = gain
         self.size = size
@@ -848,7 +441,7 @@ class Attack:
 
     @torch.no_grad()
     def __call__(self, x, labels, steps):
-        """The points (B, C, H, W) after so many steps from the images x."""
+        """The points (B, C, S, S) after so many steps from the images x."""
         z = x
         for _ in range(steps):
             z, _ = self.step(z, x, labels, self.size)
@@ -883,12 +476,11 @@ class Attack:
         return in_ball(z + size * move, x, self.eps, self.norm), logits
 
 
-def squared_gradient(model, x, energy, labels):
-    """R1 (B,): half the squared norm of the energy's gradient at x, in fp32, for backward()."""
-    x = x.detach().requires_grad_()
-    total = energy(model(x, exact=True), labels).sum()
-    (gradient,) = torch.autograd.grad(total, x, create_graph=True)
-    return 0.5 * gradient.square().sum((1, 2, 3))
+def real_or_fake(logits, is_real):
+    """(B,) binary cross entropy of whether images are real, by logsumexp f(x). Real and attacked
+    images count one half each."""
+    sign = -1 if is_real else 1
+    return 0.5 * F.softplus(sign * logits.logsumexp(1))
 
 
 def pairs_in_order(real, fake):
@@ -901,809 +493,54 @@ def pairs_in_order(real, fake):
     return (below + up_to).sum()
 
 
-# ==================================================================================================
-# Distributed training. These lines are the same in every script: read them once.
-# "(all ranks)": every rank must call this, in the same order. "(rank 0)": only rank 0 calls it.
-
-START = time.monotonic()
-PARENT = os.getppid()
-SCRIPT = Path(sys.argv[0]).name
-FORMAT = 3  # of checkpoints
-
-# In these variables launchers tell a process its rank, the number of ranks, and its rank on this
-# machine.
-RANK_VARIABLES = [
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
-    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
-    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
-    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
-    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
-    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
-    ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
-]
-
-stop_signal = 0  # the last signal that this process got
-folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
-
-
-class RunError(Exception):
-    """The run cannot go on: one line that says why, no traceback, exit status 1."""
-
-
-class InputError(RunError):
-    """What the user gave cannot work: also one line, exit status 2."""
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """--help with the docstring as it stands and the default of every option."""
-
-
-class Parser(argparse.ArgumentParser):
-    source = "command line"  # or the file that is being read
-
-    def __init__(self, description):
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-
-    def error(self, message):
-        raise InputError(f"{self.source}: {message}")
-
-
-def boolean(text):
-    if text.lower() in ("true", "yes", "1"):
-        return True
-    if text.lower() in ("false", "no", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
-
-
-def count(text):
-    """The type of options that are whole numbers from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
-
-
-def default_timeout(parser):
-    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
-    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
-    if not seconds.isdecimal() or int(seconds) == 0:
-        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
-    return int(seconds) / 60
-
-
-# an option that may be given as --compile, --compile=True, --compile no
-FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
-
-
-def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
-    add = parser.add_argument_group("the same in every script").add_argument
-    add("--config", help="YAML or JSON file of options; the command line wins")
-    add("--output_dir", default=output_dir, help="a run found there is resumed")
-    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
-    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
-    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
-    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
-    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
-    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end a run")
-    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
-    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
-    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
-    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
-    text = "for a step that uses only some of the parameters; slower"
-    add("--find_unused_parameters", **FLAG, default=False, help=text)
-    add("--save_every", type=count, default=500, help="steps between checkpoints")
-    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
-    add("--log_every", type=count, default=10, help="steps between log lines")
-    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
-    add("--nproc_per_node", type=count, default=1, help="processes to start, if no launcher did")
-    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--backend", default="auto", help="nccl, gloo, xccl; auto: by the device")
-    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
-    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
-    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
-
-
-def parse_with_config(parser):
-    """Options of the command line; else of the --config file; else the defaults."""
-    words = sys.argv[1:]
-    # the file may come first, without --config
-    if words and "=" not in words[0] and words[0].endswith((".yaml", ".yml", ".json")):
-        words = [f"--config={words[0]}", *words[1:]]
-    words = as_options(parser, words)
-    args = parser.parse_args(words)
-    if args.config:
-        parser.source = args.config
-        try:
-            content = yaml.safe_load(Path(args.config).read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
-        if not isinstance(content, dict):
-            parser.error("must be made of lines such as lr: 0.001")
-        args = parser.parse_args(as_options(parser, config_words(content)))
-        parser.source = "command line"
-        args = parser.parse_args(words, args)  # on top of what the file said
-    for name in ("global_batch_size", "num_workers", "max_grad_norm", "max_minutes"):
-        if not getattr(args, name) >= 0:
-            parser.error(f"--{name} {getattr(args, name)}: must not be below 0")
-    if not args.timeout_minutes > 0:
-        parser.error(f"--timeout_minutes {args.timeout_minutes}: must be above 0")
-    if not 0 <= args.seed < 2**32:
-        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
-    return args
-
-
-def config_words(content, prefix="--"):
-    """A YAML file as a command line; a key in a section becomes --section.key."""
-    words = []
-    for key, value in content.items():
-        if isinstance(value, dict):
-            words += config_words(value, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            words += [f"{prefix}{key}", *map(str, value)]
-        elif value is not None:
-            words.append(f"{prefix}{key}={value}")
-    return words
-
-
-def as_options(parser, words):
-    """key=value becomes --key=value. --section.key becomes --section_key if that is an option, else
-    --key: then the section only groups options."""
-    known = [*vars(parser.parse_args([])), "help"]  # the names of all options
-    options = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
-            parts = key.removeprefix("--").replace("-", "_").split(".")
-            names = ["_".join(parts[start:]) for start in range(len(parts))]
-            found = [name for name in names if name in known]
-            if not found:
-                near = difflib.get_close_matches(names[0], known, n=1, cutoff=0.7)
-                near += difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
-                hint = f"did you mean {near[0]}?" if near else "--help lists them"
-                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
-            key = f"--{found[0]}"
-        options.append(key + equals + value)
-    return options
-
-
-def find_ranks():
-    """(rank, world size, local rank) from the launcher that started us, None without one."""
-    incomplete = None
-    for names in RANK_VARIABLES:
-        # inside sbatch, but without srun, Slurm sets these for a single plain process, too
-        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
-            continue
-        missing = [name for name in names if name not in os.environ]
-        if not missing:
-            return [int(os.environ[name]) for name in names]
-        if names[0] in os.environ:
-            incomplete = f"{names[0]} is set, but not {missing[0]}: use torchrun, or export it"
-    if incomplete:
-        raise InputError(incomplete)
-    return None
-
-
-class LogHandler(logging.StreamHandler):
-    def emit(self, record):
-        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
-            super().emit(record)
-
-
-def setup_ddp(args):
-    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
-    # plain python is a group of one: the code below has one path only
-    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    if "MASTER_ADDR" not in os.environ and rank != local_rank:  # there are ranks elsewhere
-        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
-
-    logging.basicConfig(
-        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
-        level=logging.INFO,
-        datefmt="%Y-%m-%d %H:%M:%S",
-        handlers=[LogHandler(sys.stdout)],
-    )
-    logging.info(f"Process {rank}/{world_size} started")
-    if args.nproc_per_node not in (1, world_size):
-        logging.info(f"  --nproc_per_node {args.nproc_per_node} is ignored: a launcher started it")
-    device = choose_device(args, local_rank)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
-    keep_freed_memory()
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
-        torch.use_deterministic_algorithms(True)
-
-    logging.info(f"Initializing DDP for rank {rank}...")
-    backend = args.backend
-    if backend == "auto":
-        backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=args.timeout_minutes),
-        device_id=None if device.type == "cpu" else device,
-    )
-    dist.barrier()  # a rank that refuses the data must not leave while another still connects
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, on_signal)
-    if rank > 0:
-        logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
-    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
-    return device
-
-
-def keep_freed_memory():
-    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
-    system again and again can take a sixth of a step on CPUs."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; 0: too high for an older glibc
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def choose_device(args, local_rank):
-    """The accelerator of this rank, or the CPU where there is none."""
-    device = torch.device("cpu")
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
-        devices = torch.accelerator.device_count()
-        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
-        masks = "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK"
-        masked = any(name in os.environ for name in masks.split())
-        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
-            local_rank = 0
-        if local_rank >= devices:
-            text = f"local rank {local_rank}, but {devices} devices on this machine"
-            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
-        device = torch.device(kind.type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
-    if args.device not in ("auto", device.type):
-        raise InputError(f"--device {args.device}: this machine has {device.type}")
-    return device
-
-
-def on_signal(number, frame):
-    global stop_signal
-    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
-
-
-def ignore_signals(worker):
-    """For the workers of a DataLoader. A launcher's signal reaches them, too. They ignore it: their
-    rank still needs them, and they end when it ends."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def cleanup():
-    gc.collect()  # gloo may abort where a tensor of the group outlives it
-    if dist.is_initialized():  # not after --help
-        dist.destroy_process_group()
-
-
-def launch(parse_args, main):
-    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
-
-    @record  # torchrun's summary then shows the traceback of the rank that failed first
-    def run():
-        try:
-            args = parse_args()
-            if args.nproc_per_node > 1 and find_ranks() is None:
-                hand_over_to_torchrun(args.nproc_per_node)
-            return main(args)
-        except RunError as error:
-            refuse(error)
-
-    try:
-        status = run()
-    except Exception as error:  # whatever it is, the other ranks are waiting for this one
-        logging.error(traceback.format_exc())
-        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
-            logging.error("another rank has died; the same command, given again, goes on")
-        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
-    cleanup()
-    sys.stdout.flush()
-    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
-
-
-def hand_over_to_torchrun(processes):
-    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
-    where = ["--standalone"]  # on any free port
-    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
-        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
-        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
-    threads = max(1, torch.get_num_threads() // processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # its option is new in 2.13
-    options = [f"--nproc_per_node={processes}"]
-    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
-    os.execv(sys.executable, [*torchrun, *sys.argv])
-
-
-def refuse(error):
-    """Say why the run cannot go on, and end. Usually all ranks fail for the same reason, and one
-    line is enough. Rank 0 writes it and exits. The others wait, and the launcher ends them. A rank
-    that still lives after three seconds failed alone, and writes its own line."""
-    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
-    if not is_rank0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's must end it now
-        time.sleep(3)
-    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
-    os._exit(2 if isinstance(error, InputError) else 1)
-
-
-def sum_over_ranks(values):
-    """Each element of a tensor summed over the ranks, as floats. It waits for the device. (all
-    ranks)"""
-    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, values)
-    columns = zip(*torch.stack(rows).tolist(), strict=True)
-    return [math.fsum(column) for column in columns]  # in Python: some devices have no float64
-
-
-def on_rank0(function, *args):
-    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
-    nobody waits for a rank 0 that has failed. (all ranks)"""
-    outcome = [None, None]  # result, error
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function(*args)
-        except RunError as error:
-            outcome[1] = error
-        except Exception:  # not every error can be sent to the other ranks, but its text can
-            outcome[1] = RuntimeError(traceback.format_exc())
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-class GlobalBatchSampler(DistributedSampler):
-    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
-    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
-    a restart.
-
-    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost[id] is the work
-    that a sample makes, such as its length. The global batch stays a random sample; within it, ids
-    of similar cost share a micro-batch, where they need little padding, and all ranks get equal
-    work."""
-
-    def __init__(self, ids, args, state, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
-        world_size = self.num_replicas
-        self.ids = ids
-        self.cost = cost
-        self.start = 0
-        self.global_batch = args.global_batch_size or args.batch_size * world_size
-        if state:  # a resumed run keeps its global batch, on any number of ranks
-            self.global_batch = state["global_batch"]
-            if args.global_batch_size not in (0, self.global_batch):
-                text = f"this run was started with {self.global_batch}"
-                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
-        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
-        parts = world_size * self.accumulation
-        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
-        if not parts <= self.global_batch <= len(ids):
-            named = "--global_batch_size, or --batch_size x GPUs"
-            limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
-        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
-        if self.accumulation > 1:
-            each += f" × {self.accumulation} micro-batches"
-        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
-
-    def set_epoch(self, epoch, start=0):
-        self.epoch = epoch
-        self.start = start
-
-    def __len__(self):
-        return (self.steps - self.start) * self.accumulation
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
-        for step in range(self.start, self.steps):
-            first = step * self.global_batch
-            batch = self.ids[order[first : first + self.global_batch]]
-            if self.cost is not None:
-                batch = batch[np.argsort(self.cost[batch], kind="stable")]
-            for part in np.array_split(batch, self.accumulation):
-                yield part[self.owners(len(part)) == self.rank], batch
-
-    def owners(self, count):
-        """The rank of each of `count` samples: 0 1 2 2 1 0 0 1 2 ... They are sorted by cost, and
-        so no rank always gets the costliest."""
-        ranks = np.arange(self.num_replicas)
-        return np.resize(np.concatenate([ranks, ranks[::-1]]), count)
-
-
-def choose_precision(args, device):
-    """The dtype for torch.autocast; float32: no autocast."""
-    name = args.precision
-    if name == "auto":
-        name = "fp32" if device.type == "cpu" else "bf16"
-    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
-    # torch.compile may fail once the newer one, fp32_precision, was used.
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-
-
-def wrap_ddp(model, args, device):
-    if args.compile:
-        model = torch.compile(model)
-    if dist.get_world_size() == 1:
-        return model  # nothing to add up, and DDP would take its time for it
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=None if device.type == "cpu" else [device.index],
-        find_unused_parameters=args.find_unused_parameters,
-        gradient_as_bucket_view=True,
-    )
-    # buffers are the same on all ranks, or each rank's own. As an attribute, since torch 2.13 has
-    # another name for the argument
-    wrapped.broadcast_buffers = False
-    # DDP regroups its buckets of gradients after the first backward pass. That changes the order of
-    # sums over three or more ranks, and a resumed run would differ in the last bit. So make that
-    # pass now. It needs no network, only a loss that depends on every parameter: 0 x their sum.
-    wrapped.module = nn.Identity()
-    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
-    wrapped.module = model
-    wrapped.zero_grad()
-    return wrapped
-
-
-def default_generator(device):
-    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.get_device_module(device).default_generators[device.index]
-
-
-class StepGuard:
-    """Skips updates that are not finite, and lets the ranks agree to stop.
-
-    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
-    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
-    next step is queued, and are read one step late."""
-
-    def __init__(self, args, device):
-        self.args = args
-        self.deadline = START + 60 * (args.max_minutes or math.inf)
-        self.launched = find_ranks() is not None
-        self.bad_in_row = torch.zeros((), device=device)
-        self.flags = None  # of the call before, on their way to the host
-        self.arrived = None  # event: they are there
-        self.reason = ""
-
-    def update(self, optimizer, scaler):
-        """Clip and step. Returns the gradient's norm, on the device."""
-        if not optimizer.defaults.get("fused"):
-            raise InputError("only an optimizer with fused=True can skip a step without a wait")
-        scaler.unscale_(optimizer)
-        parameters = []
-        for group in optimizer.param_groups:
-            parameters += group["params"]
-        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
-        norm = nn.utils.clip_grad_norm_(parameters, limit)
-        # DDP has summed the gradients: a NaN of one rank is on every rank, and all skip alike.
-        bad = norm.isfinite().logical_not().float()
-        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
-        optimizer.step()
-        scaler.update()
-        optimizer.zero_grad()
-        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
-        return norm
-
-    def agree(self):
-        """Why to stop, or "": what any rank knew at the call before. (all ranks)"""
-        if self.flags is not None:
-            if self.arrived is not None:
-                self.arrived.synchronize()
-            bad, number, late, orphaned = self.flags.tolist()
-            if bad >= self.args.max_bad_steps:
-                text = f"{bad:.0f} steps in a row without a finite gradient"
-                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
-            if number > 0:
-                self.reason = signal.Signals(int(number)).name
-            elif late > 0:
-                self.reason = "time limit"
-            elif orphaned > 0:
-                self.reason = "death of the launcher"
-
-        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
-        number = torch.full_like(self.bad_in_row, stop_signal)
-        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
-        # a rank whose launcher was killed gets another parent, and nobody would ever end it
-        is_orphan = self.launched and os.getppid() != PARENT
-        orphaned = torch.full_like(self.bad_in_row, is_orphan)
-        flags = torch.stack([self.bad_in_row, number, late, orphaned])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        self.flags = flags.to("cpu", non_blocking=True)
-        if flags.device.type != "cpu":
-            self.arrived = torch.accelerator.current_stream().record_event()
-        return self.reason
-
-
-def exit_status(reason):
-    """For a reason to stop; "" means finished. A time limit and a queue's SIGUSR1 are planned."""
-    if reason:
-        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
-    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
-    return statuses.get(reason, 1)
-
-
-def save_checkpoint(folder, name, state):
-    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
-    new = folder / "new.tmp"
-    try:
-        with open(new, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if name == "latest.pt" and (folder / name).exists():
-            os.replace(folder / name, folder / "previous.pt")
-        os.replace(new, folder / name)
-    except (OSError, RuntimeError) as error:  # most likely a full disk; the next may succeed
-        new.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
-
-
-def is_whole(path):
-    """Whether a checkpoint can be read, and its checksums are right, which torch.load ignores."""
-    try:
-        load_checkpoint(path)
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except Exception:  # missing, cut short, or a flipped bit, which raises errors of many kinds
-        return False
-
-
-def load_checkpoint(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def prepare_folder(folder, fresh):
-    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
-    global folder_lock
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
-        # until this process ends (flock would be inherited by the workers, which may live longer)
-        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
-    except OSError as error:  # some network file systems have no locks
-        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
-
-    if (folder / "meta.json").exists():
-        raise InputError(f"{folder} holds data, not a run: give another --output_dir")
-    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    try:
-        if fresh and first_start and folder.exists():
-            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            logging.info(f"the run in {folder} is now in {old}")
-        folder.mkdir(exist_ok=True)
-        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
-        (folder / "new.tmp").unlink()
-    except OSError as error:
-        raise InputError(f"{folder} is not writable: {error}") from None
-
-    latest = folder / "latest.pt"
-    previous = folder / "previous.pt"
-    if is_whole(latest):
-        return latest
-    if is_whole(previous):
-        if latest.exists():
-            logging.warning(f"{latest} is damaged: trying the one before it")
-            latest.rename(folder / "damaged.pt")  # or the next save would put it over previous.pt
-        return previous
-    if latest.exists() or previous.exists():
-        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
-    return None
-
-
-def open_run(args, data_hash):
-    """The checkpoint to go on from, or None for a new run. (all ranks)"""
-    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
-    if path is None:
-        logging.info(f"a new run in {args.output_dir}")
-        return None
-    state = load_checkpoint(path) if path.exists() else {}
-    if state.get("step") != on_rank0(state.get, "step"):
-        raise InputError(f"{path} is not that of rank 0: all machines must see --output_dir")
-    hint = "--fresh moves the old run aside, --output_dir names another folder"
-    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
-        if state.get(what) != now:
-            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
-    if state["data_hash"] != data_hash:
-        raise InputError(f"{path} was trained on other data: {hint}")
-    if state["args"]["seed"] != args.seed:  # the order of the epoch would change
-        raise InputError(f"--seed: this run was started with {state['args']['seed']}; {hint}")
-    logging.info(f"resuming {path} at step {state['step']}")
-    for name, value in vars(args).items():
-        if value != state["args"].get(name):
-            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
-    return state
-
-
-def restore(state, model, optimizer, scaler):
-    # keep the saved momenta, but take today's options, such as --weight_decay
-    options = optimizer.state_dict()["param_groups"]
-    try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
-        scaler.load_state_dict(state["scaler"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        hint = "give the options it had; or --fresh, which moves the old run aside"
-        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
-
-
-class RunLog:
-    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
-
-    def __init__(self, args, state):
-        self.args = args
-        self.folder = Path(args.output_dir)
-        self.path = self.folder / "metrics.jsonl"
-        # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = state["log_size"] if state else 0
-        if dist.get_rank() == 0 and self.size() > kept:
-            os.truncate(self.path, kept)
-        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
-        self.rows = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
-        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
-            self.thread.start()
-
-    def size(self):
-        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def feed_wandb(self):
-        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
-        try:
-            import wandb
-
-            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
-            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
-            run = wandb.init(project=project, resume="allow", **options)
-            for row in iter(self.rows.get, None):  # until there is a None in the queue
-                run.log(row, step=row["step"])
-            run.finish()
-        except Exception as error:
-            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
-
-    def write(self, row):
-        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
-        if dist.get_rank() > 0:
-            return
-        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
-        size = self.size()
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
-            if self.path.exists():
-                os.truncate(self.path, size)  # a full disk may have taken half of the line
-        if self.thread.is_alive():
-            self.rows.put(row)
-
-    def close(self, **summary):
-        if dist.get_rank() > 0:
-            return
-        seconds = round(time.monotonic() - START, 1)
-        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
-        summary.update(torch=torch.__version__, args=vars(self.args))
-        try:
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            if self.path.exists():
-                draw_curves(self.path)
-        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
-            logging.warning(f"no summary.json or no curves.png: {error}")
-        if self.thread.is_alive():
-            self.rows.put(None)
-            self.thread.join(timeout=30)
-
-
-def draw_curves(path):
-    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
-    from matplotlib.figure import Figure
-
-    curves = {}
-    for line in open(path):
-        row = json.loads(line)
-        step = row.pop("step")
-        for name, value in row.items():
-            curves.setdefault(name, []).append((step, value))
-    figure = Figure((12, 1 + len(curves)), layout="constrained")
-    for number, (name, points) in enumerate(curves.items(), start=1):
-        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
-        axis.plot(*zip(*points, strict=True), linewidth=1)
-    figure.savefig(path.with_name("curves.png"), dpi=110)
-
-
-# End of the lines that every script has.
-# ==================================================================================================
-
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
-
-def margin(logits, labels):
-    """(B,) the best wrong logit minus the right one: above 0 the image is told wrong."""
-    wrong = logits.scatter(1, labels[:, None], -math.inf)
-    return wrong.amax(1) - label_logit(logits, labels)
-
-
-@torch.no_grad()
-def best_score(attack, x, labels, steps, score, start=None):
-    """The highest score(logits, labels) (B,) on the way of an attack from `start` (the images),
-    whose steps shrink along half a cosine."""
-    z = x if start is None else start
-    highest = torch.full((len(x),), -math.inf, device=x.device)
-    for number in range(steps):
-        size = attack.size * (0.5 + 0.5 * math.cos(math.pi * number / steps))
-        z, logits = attack.step(z, x, labels, size)
-        highest = torch.maximum(highest, score(logits, labels))
-    return torch.maximum(highest, score(attack.net(z), labels))
+EVAL_IMAGES = 1000  # held-out images, and OOD images, at most
+EVAL_STEPS = 20  # of the attack on them
+OOD_RADIUS = 2  # radius of the attack on OOD images, by that of the attack on images to classify
 
 
 def auroc(real, fake):
     return pairs_in_order(real, fake).item() / (2 * len(real) * len(fake))
 
 
-def picture_batch(source, ids, size, device):
-    return pixels(torch.from_numpy(centre(source.images[ids], size)).to(device))
-
-
 @torch.no_grad()
-def evaluate(run):
+def evaluate(net, data, args, device):
     """Metrics of the averaged weights on held-out images, in fp32 without torch.compile, whatever
-    training uses; None if the ranks agreed to stop. (all ranks)"""
-    args = run.args
-    model = run.average
+    training uses; None if a rank has to stop. Batch k goes to rank k % world_size: each image
+    counts once. (all ranks)"""
+    world_size = dist.get_world_size()
     eps = args.indist_attack_clf_eps
     norm = args.indist_attack_clf_norm
-    on_class = Attack(model, cross_entropy, eps / 2, eps, norm)
-    on_energy = Attack(model, logsumexp, args.ood_eps / 4, args.ood_eps, norm)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    on_class = Attack(net, cross_entropy, eps / 4, eps, norm)
+    eps = OOD_RADIUS * eps
+    on_energy = Attack(net, logsumexp, eps / 4, eps, norm)
 
     tables = []
-    for source in (run.inside, run.outside):
-        ids = source.some("valid", args.eval_images)
-        table = torch.zeros(len(ids), 4, device=run.device)
-        # batch k goes to rank k % world_size: the same batches on any world size
-        for number, first in enumerate(range(0, len(ids), args.eval_batch_size)):
-            # here and not once at the end: an evaluation may take long
-            if number % world_size == 0 and run.guard.agree():
+    for source in data:
+        ids = source.some("valid", EVAL_IMAGES)
+        table = torch.zeros(len(ids), 4, device=device)
+        for number, first in enumerate(range(0, len(ids), args.batch_size)):
+            # here and not once at the end: attacks on many images take minutes
+            if number % world_size == 0 and max(gather(wish_to_stop(args))):
                 return None
-            if number % world_size != rank:
+            if number % world_size != dist.get_rank():
                 continue
-            rows = slice(first, first + args.eval_batch_size)
-            x = picture_batch(source, ids[rows], run.inside.size, run.device)
-            logits = model(x)
+            rows = slice(first, first + args.batch_size)
+            x = pixels(torch.from_numpy(source.images[ids[rows]]).to(device))
+            logits = net(x)
             table[rows, 0] = logsumexp(logits, None)
-            if source is run.outside:
-                table[rows, 1] = best_score(on_energy, x, None, args.eval_steps, logsumexp)
+            if not source.classes:
+                table[rows, 1] = logsumexp(net(on_energy(x, None, EVAL_STEPS)), None)
                 continue
-            y = torch.from_numpy(source.labels[ids[rows]]).to(run.device)
-            table[rows, 1] = (logits.argmax(1) == y).float()
-            table[rows, 2] = (best_score(on_class, x, y, args.eval_steps, margin) < 0).float()
+            y = torch.from_numpy(source.labels[ids[rows]]).to(device)
+            is_right = logits.argmax(1) == y
+            attacked = net(on_class(x, y, EVAL_STEPS))
+            table[rows, 1] = is_right.float()
+            table[rows, 2] = (is_right & (attacked.argmax(1) == y)).float()
             table[rows, 3] = cross_entropy(logits, y)
-        if world_size > 1:
-            dist.all_reduce(table)  # each row is zero on all ranks but one
+        dist.all_reduce(table)  # each row is zero on all ranks but one
         tables.append(table.cpu().double())
 
     images, others = tables
@@ -1721,6 +558,156 @@ def evaluate(run):
 # Train
 
 
+def train(args, device, stage, data, nets, state, log, loop):
+    """One stage, from where `loop` says that it stands. Returns why training was stopped, or "" if
+    the stage has ended. (all ranks)"""
+    world_size = dist.get_world_size()
+    phase = PHASES[stage]
+    model = nets.model
+    ddp_model = nets.ddp_model
+    sampler = GlobalBatchSampler(data[0].part("train"), args)
+    steps = sampler.count_steps(args.at_epochs if stage == "at" else args.total_epochs)
+    eval_every = math.ceil(args.n_imgs_per_evaluation_log / sampler.global_batch) or steps
+    optimizer = make_optimizer(args, model, stage)
+    model.context, scaler = choose_precision(args, device)
+    nets.twin.context = model.context
+    if state:
+        restore(state, model=model, average=nets.average, optimizer=optimizer, scaler=scaler)
+    if loop["phase"] != phase:
+        begin_stage(args, stage, nets, loop)
+    # batch normalisation keeps stage 1's statistics: those of OOD images would harm the energy
+    model.is_frozen = stage == "dat"
+    model.train()
+    attack = functools.partial(Attack, nets.attacked, compiled=args.compile)
+    ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
+    on_class = attack(cross_entropy, args.indist_attack_clf_step_size, *ball)
+    on_outside = attack(label_logit, args.attack_step_size)
+    length = AttackLength(args, sampler.global_batch, loop["attack"])
+
+    def save(name, must_succeed=False):
+        loop["attack"] = length.state()
+        parts = {"model": nets.average}  # the best weights are averages
+        if name == "latest.pt":
+            parts = {"model": model, "average": nets.average}
+            parts.update(optimizer=optimizer, scaler=scaler)
+        save_checkpoint(name, args, log, loop, must_succeed, **parts)
+
+    def backward(losses):
+        """losses (B,): their part of the mean over the global batch."""
+        loss = losses.sum() / sampler.global_batch
+        scaler.scale(loss * world_size).backward()  # DDP takes the mean over ranks, we want the sum
+        return loss.detach()
+
+    if loop["step"] == 0:
+        save("latest.pt", must_succeed=True)
+    done = loop["step"] - loop["before"]  # steps of this stage
+    sampler.start = done
+    batches = make_loader(TrainingData(args, *data, stage), sampler, args, device)
+    bar = tqdm(total=steps, initial=done, disable=None if dist.get_rank() == 0 else True)
+    meter = Meter(["loss"] if stage == "at" else ["loss", "clf_loss", "bce", "auc"], args, device)
+    reason = ""
+    while not reason:
+        epoch = done // sampler.steps
+
+        # Validate. All ranks have the same metrics, and so agree on what is best.
+        is_due = done > 0 and (done % eval_every == 0 or done >= steps)
+        if is_due and loop["validated"] < done:
+            metrics = evaluate(nets.average, data, args, device)
+            if metrics is None:  # latest.pt was saved before this validation, which is made again
+                reason = max(gather(wish_to_stop(args)))
+                break
+            loop["validated"] = done
+            row = {f"val/{stage}/{name}": value for name, value in metrics.items()}
+            log.write({"step": loop["step"], "phase": phase, "epoch": loop["epoch"], **row})
+            if note_metrics(loop, stage, metrics, args):
+                save("at_best.pt" if stage == "at" and args.total_epochs > 0 else "best.pt")
+            meter.start()
+        if done >= steps:
+            save("latest.pt", must_succeed=stage == "dat" or args.total_epochs == 0)
+            break
+
+        seed_step(args, loop["step"])
+        kept = [buffer.clone() for buffer in model.buffers()]
+        lr = args.lr
+        if stage == "at":
+            lr = args.at_lr * (0.5 + 0.5 * math.cos(math.pi * done / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        # forward and backward, micro-batch by micro-batch; the last pass adds up over the ranks
+        T = length.steps
+        clf_loss = torch.zeros((), device=device)
+        bce = torch.zeros((), device=device)
+        scores = torch.zeros(2, sampler.global_batch, device=device)
+        for micro in range(1, sampler.accumulation + 1):
+            batch = meter.next_batch(batches, device)
+            ddp_model.require_backward_grad_sync = False
+            if stage == "dat":
+                loss, own = real_or_fake_step(nets, on_outside, batch, T, backward)
+                bce += loss
+                scores[:, batch.places] = own
+            x = on_class(pixels(batch.x), batch.y, args.indist_attack_clf_max_steps)
+            ddp_model.require_backward_grad_sync = micro == sampler.accumulation
+            clf_loss += backward(cross_entropy(ddp_model(x), batch.y))
+        share_statistics(model)
+        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        update_average(nets.average, model, args.ema, done)
+
+        shares = [clf_loss]
+        row = {"step": loop["step"] + 1, "phase": phase, "epoch": epoch, "lr": lr}
+        if stage == "dat":
+            row["T"] = T
+            dist.all_reduce(scores)  # each image's are zero on all ranks but one
+            pairs = pairs_in_order(*scores)
+            auc = pairs / (2 * sampler.global_batch**2)
+            shares = [clf_loss + bce, clf_loss, bce, auc / world_size]
+            length.grow(torch.where(norm.isfinite(), pairs, 0))  # not by a step that was skipped
+        meter.add(torch.stack(shares), norm)
+        loop["step"] += 1
+        loop["epoch"] = epoch
+        done += 1
+        bar.update()
+
+        # log and save; also before a validation, which may be interrupted
+        is_last = done % eval_every == 0 or done >= steps
+        must_save = done % args.save_every == 0 or is_last
+        reason = meter.meet(log, row, sampler.global_batch, must_save)
+        if reason or must_save:
+            save("latest.pt", must_succeed=bool(reason))
+    bar.close()
+    return reason
+
+
+def real_or_fake_step(nets, on_outside, batch, steps, backward):
+    """The two passes of the energy: real images, and OOD images attacked for `steps` steps, each
+    with its own backward pass, so that only one graph is in memory. Returns their loss, and the
+    scores (2, B) of which is the more real."""
+    fake = on_outside(pixels(batch.outside), batch.real_y, steps)
+    loss = 0.0
+    scores = []
+    for x, is_real in ((pixels(batch.real), True), (fake, False)):
+        logits = nets.ddp_model(x)
+        loss += backward(real_or_fake(logits, is_real))
+        scores.append(label_logit(logits.detach(), batch.real_y))
+    return loss, torch.stack(scores)
+
+
+def note_metrics(loop, stage, metrics, args):
+    """Keep the best of a stage. Returns whether these weights are it so far."""
+    if not math.isfinite(metrics["cross_entropy"]):
+        text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
+        raise RunError(f"{text}: --fresh and a lower learning rate")
+    # training without attacks makes no network robust: then its clean accuracy chooses
+    name = "robust" if args.indist_attack_clf_max_steps > 0 else "clean"
+    value = metrics[name]
+    # of two that are as good the later one, which has seen longer attacks
+    if stage in loop["best"] and value < loop["best"][stage]["value"]:
+        return False
+    best = {"metric": f"{stage}/{name}", "value": value, "better": "higher", "step": loop["step"]}
+    loop["best"][stage] = {**best, "metrics": metrics}
+    return True
+
+
 OPTIMIZERS = {  # with the original's settings
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "adam": (torch.optim.Adam, {"betas": (0.0, 0.99)}),
@@ -1728,85 +715,72 @@ OPTIMIZERS = {  # with the original's settings
 }
 
 
-class Zero(ZeroRedundancyOptimizer):
-    """ZeRO stage 1 (Rajbhandari et al. 2020): each rank updates a part of the weights."""
-
-    def step(self):
-        self.optim.found_inf = self.found_inf  # by which StepGuard skips a step
-        super().step()
-
-    def state_dict(self):
-        """On rank 0 all of it, as a plain optimizer's; on others the options. (all ranks)"""
-        self.consolidate_state_dict(0)
-        if dist.get_rank() == 0:
-            return super().state_dict()
-        return torch.optim.Optimizer.state_dict(self)
-
-
 def make_optimizer(args, model, stage):
-    name = args.optimizer if stage == "dat" else args.at_optimizer
-    weight_decay = args.wd if stage == "dat" else args.at_wd
-    kind, settings = OPTIMIZERS[name]
-    options = {**settings, "lr": 1.0, "fused": True}  # the rate is set anew in each step
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    if args.zero and dist.get_world_size() > 1:
-        optimizer = Zero(groups, kind, **options)
-    else:
-        optimizer = kind(groups, **options)
-    if name == "sgd":
+    kind, settings = OPTIMIZERS[args.at_optimizer if stage == "at" else args.optimizer]
+    # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size.
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": args.wd}, {"params": no_decay, "weight_decay": 0.0}]
+    optimizer = kind(groups, lr=args.lr, fused=True, **settings)
+    if "momentum" in settings:
         # PyTorch makes these buffers in the first step, and if that step is skipped, leaves in them
         # whatever was in the memory. With zeros the first step is the same.
-        own = getattr(optimizer, "optim", optimizer)  # of Zero: that of this rank's part
-        for group in own.param_groups:
-            for parameter in group["params"]:
-                own.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def begin_stage(args, stage, nets, loop):
+    """Stage 2 starts from the best weights of stage 1, if there was one. (all ranks)"""
+    if stage == "dat" and loop["phase"] == PHASES["at"]:
+        path = Path(args.output_dir) / "at_best.pt"
+        state = on_rank0(read_checkpoint, path)
+        if state and state["loop"]["step"] == loop["best"]["at"]["step"]:
+            nets.model.load_state_dict(state["model"])
+        else:  # the disk may have been full
+            logging.warning(f"{path} is missing, damaged or old: stage 2 starts from the last one")
+            nets.model.load_state_dict(nets.average.state_dict())
+    nets.average.load_state_dict(nets.model.state_dict())
+    loop.update(phase=PHASES[stage], before=loop["step"], validated=0, attack={})
 
 
 class AttackLength:
     """T, the steps of the attack on OOD images. It grows by one when the mean AUC of the last steps
-    of this T, as many as have --min_imgs_per_threshold images, is at least --AUC_th.
+    with this T, as many as have --min_imgs_per_threshold images, is at least --AUC_th. What a step
+    gives is read one step late, when the device has done it already."""
 
-    The mean is read only where T could grow: not before there are enough steps, and never at the
-    largest T. It is read one step late, so that the device has done that step already."""
-
-    def __init__(self, args, global_batch, device, saved):
+    def __init__(self, args, global_batch, saved):
         self.args = args
-        self.steps = saved.get("T", args.attack_start_step)
+        self.steps = saved.get("T", 0)
         needed = math.ceil(args.min_imgs_per_threshold / global_batch)
-        window = torch.tensor(saved.get("window", []), dtype=torch.int64, device=device)
+        window = torch.tensor(saved.get("window", []), dtype=torch.int64)
         self.window = deque(window, maxlen=needed)  # pairs_in_order of the last steps of this T
         self.most = needed * 2 * global_batch**2  # what their sum can be
-        self.ask()
+        self.arrived = None  # event: the window is on the host
 
     def state(self):
-        return {"T": self.steps, "window": [int(pairs) for pairs in self.window]}
-
-    def ask(self):
-        """Send the sum of the window to the host, if T could grow now."""
-        self.total = None
-        is_full = len(self.window) == self.window.maxlen
-        if is_full and self.steps < self.args.attack_max_steps:
-            total = torch.stack([*self.window]).sum()
-            self.total = total.to("cpu", non_blocking=True)
-            if total.device.type != "cpu":
-                self.arrived = torch.accelerator.current_stream().record_event()
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        window = torch.stack([*self.window]).tolist() if self.window else []
+        return {"T": self.steps, "window": window}
 
     def grow(self, pairs):
-        """Take in the pairs_in_order of a step, the same on all ranks. (all ranks)"""
-        if self.total is not None:
-            if pairs.device.type != "cpu":
-                self.arrived.synchronize()
-            if self.total.item() / self.most >= self.args.AUC_th:
+        """Take in the pairs_in_order of a step, the same on all ranks."""
+        is_full = len(self.window) == self.window.maxlen
+        if is_full and self.steps < self.args.attack_max_steps:
+            if sum(self.state()["window"]) / self.most >= self.args.AUC_th:
                 self.steps += 1
-                self.total = None
                 self.window.clear()  # and without this step, which had the T before
                 return
-        self.window.append(pairs)
-        self.ask()
+        self.window.append(pairs.to("cpu", non_blocking=True))
+        if pairs.device.type != "cpu":
+            self.arrived = torch.accelerator.current_stream().record_event()
+
+
+def tensors(model):
+    """Parameters, and buffers that are no counters."""
+    found = [*model.parameters(), *model.buffers()]
+    return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 @torch.no_grad()
@@ -1817,11 +791,11 @@ def update_average(average, model, decay, step):
 
 
 def share_statistics(model):
-    """Batch normalisation in training mode has the statistics of its rank's images: take the mean
-    over the ranks, in every step, so that all ranks have the same network. (all ranks)"""
+    """Batch normalisation has the statistics of its rank's images, unless it is SyncBatchNorm: take
+    the mean over the ranks, in every step, so that all have the same network. (all ranks)"""
     running = []
     for layer in batch_norms(model):
-        if layer.training:
+        if layer.training and not isinstance(layer, nn.SyncBatchNorm):
             running += [layer.running_mean, layer.running_var]
     if running and dist.get_world_size() > 1:
         flat = torch.cat(running) / dist.get_world_size()
@@ -1829,371 +803,114 @@ def share_statistics(model):
         torch._foreach_copy_(running, [*flat.split([len(tensor) for tensor in running])])
 
 
-def compare_ranks(model, average, step):
-    """End the run if any tensor is not the same on all ranks, and name it. (all ranks)"""
-    named = {f"parameter {name}": p for name, p in model.named_parameters()}
-    named.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
-    named.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
-    named.update({f"average of {name}": p for name, p in average.named_parameters()})
-    hashes = {}
-    for name, tensor in named.items():
-        content = tensor.detach().cpu().numpy().tobytes()
-        hashes[name] = hashlib.sha256(content).hexdigest()
-
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, hashes)
-    for name in hashes:
-        ranks = [rank for rank, theirs in enumerate(found) if theirs[name] != found[0][name]]
-        if ranks:
-            text = f"differs from rank 0's on the ranks {ranks}"
-            raise RunError(f"step {step}: the {name} {text}: a fault of a device or of the network")
-
-
-def rank_metrics(device, loss, data_wait):
-    """{name/rankN: value} of every rank. (all ranks)"""
-    own = {"loss": loss, "data_wait": data_wait, "memory_gb": 0.0}
-    if device.type != "cpu":
-        own["memory_gb"] = torch.accelerator.max_memory_allocated(device) / 2**30
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    row = {}
-    for rank, values in enumerate(found):
-        for name, value in values.items():
-            row[f"{name}/rank{rank}"] = value
-    return row
-
-
-def without_sync(ddp_model, needed):
-    """Gradients are added up over the ranks in the last backward pass of a step only."""
-    if needed or dist.get_world_size() == 1:
-        return contextlib.nullcontext()
-    return ddp_model.no_sync()
-
-
-class Run:
-    """What the stages share: data, network, attacks, and the folder of the run. (all ranks)"""
-
-    def __init__(self, args, device):
-        self.args = args
-        self.device = device
-        logging.info("Preparing data loaders...")
-        inside, outside = load_data(args)
-        self.inside = inside
-        self.outside = outside
-        for name in ("train", "valid", "test"):
-            counts = f"{len(inside.part(name)):,} images, {len(outside.part(name)):,} OOD"
-            logging.info(f"  {name}: {counts}")
-        labels = inside.labels[inside.some("valid", args.eval_images)]
-        self.commonest = float(np.bincount(labels).max() / len(labels))  # accuracy of guessing it
-
-        data_hash = f"{inside.hash} {outside.hash}"
-        self.state = open_run(args, data_hash)  # the checkpoint to go on from, or None
-        kept = ["stage", "model_type", "norm", "normalize_input", "optimizer", "at_optimizer"]
-        for name in kept:  # weights, or momenta, that fit, but mean something else
-            if self.state and self.state["args"][name] != getattr(args, name):
-                raise InputError(f"--{name}: this run was started with {self.state['args'][name]}")
-        self.loop = {  # where training stands: it is saved with the weights
-            "step": 0,
-            "stage": "",
-            "first": 0,  # steps before this stage
-            "epoch": 0,
-            "validated": 0,  # steps of this stage at the last validation
-            "best": {},  # of each stage
-            "attack": {},  # state of AttackLength
-            "global_batch": 0,
-            "data_hash": data_hash,
-        }
-        if self.state:
-            self.loop = {name: self.state[name] for name in self.loop}
-
-        torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
-        default_generator(torch.device("cpu")).manual_seed(args.seed)  # the same on all ranks
-        self.model = make_network(args, len(inside.classes), inside.channels, inside.size)
-        if args.ckpt_path and self.state is None:
-            load_weights(self.model, args.ckpt_path)
-        self.model.to(device)
-        logging.info(f"{sum(p.numel() for p in self.model.parameters()):,} parameters")
-
-        # its weights are averages of the model's; in fp32, as it is evaluated
-        self.average = copy.deepcopy(self.model).requires_grad_(False).train(False)
-        self.model.dtype = choose_precision(args, device)
-        self.twin = Twin(self.model)
-        net = self.twin.model
-        if args.use_ddp:
-            logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
-            self.ddp_model = wrap_ddp(self.model, args, device)
-        else:
-            net = nn.DataParallel(net)
-            self.ddp_model = nn.DataParallel(self.model)
-            devices = max(1, len(net.device_ids))
-            logging.info(f"use_ddp=False: DataParallel over {devices} devices")
-        options = [args.indist_attack_clf_step_size, args.indist_attack_clf_eps]
-        options += [args.indist_attack_clf_norm, args.compile]
-        self.on_class = Attack(net, cross_entropy, *options)
-        gain = logsumexp if args.logsumexp_sampling else label_logit
-        options = [args.attack_step_size, args.attack_eps, args.attack_norm, args.compile]
-        self.on_outside = Attack(net, gain, *options)
-        self.guard = StepGuard(args, device)
-        self.log = RunLog(args, self.state)
-
-
-def energy_passes(run, batch, steps, backward):
-    """The loss that tells real images from OOD images attacked for `steps` steps. Each half has its
-    own backward pass: then only one graph is in memory. Returns bce (B,), r1 (B,) by image, the
-    loss (), and the scores (2, B) of real and attacked images."""
-    args = run.args
-    energy = logsumexp if args.logsumexp else label_logit
-    real = pixels(batch.real)
-    fake = run.on_outside(pixels(batch.outside), batch.real_y, steps)
-    bce = 0.0
-    loss = 0.0
-    r1 = torch.zeros(len(real), device=real.device)
-    scores = []
-    for x, sign in ((real, -1), (fake, 1)):
-        logits = run.ddp_model(x)
-        # binary cross entropy with the label real (or not), mean over both halves
-        losses = 0.5 * F.softplus(sign * energy(logits, batch.real_y))
-        bce = bce + losses.detach()
-        if x is real and args.r1reg > 0:
-            squares = squared_gradient(run.model, real, energy, batch.real_y)
-            losses = losses + args.r1reg * squares
-            r1 = squares.detach()
-        loss = loss + backward(losses)
-        scores.append(run.on_outside.gain(logits.detach(), batch.real_y))
-    return bce, r1, loss, torch.stack(scores)
-
-
-def start_stage(run, stage):
-    """The weights that a stage starts from. (all ranks)"""
-    loop = run.loop
-    if stage == "dat" and loop["stage"] == "at":
-        path = Path(run.args.output_dir) / "at_best.pt"
-        if on_rank0(is_whole, path):
-            load_weights(run.model, path)
-        else:  # the disk may have been full; in memory the averages of the last step are whole
-            logging.warning(f"{path} is missing or damaged: stage dat starts from the last weights")
-            run.model.load_state_dict(run.average.state_dict())
-    loop.update(stage=stage, first=loop["step"], validated=0, attack={})
-    run.average.load_state_dict(run.model.state_dict())
-
-
-def note_metrics(run, stage, metrics):
-    """Log held-out metrics; whether these weights are the best of the stage."""
-    loop = run.loop
-    row = {"step": loop["step"], "epoch": loop["epoch"]}
-    for name, value in metrics.items():
-        row[f"val/{stage}/{name}"] = value
-    run.log.write(row)
-    if not math.isfinite(metrics["cross_entropy"]):
-        text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
-        raise RunError(f"{text}: lower the learning rate")
-    # training without attacks does not make a network robust: it is chosen by its clean accuracy
-    metric = "robust" if run.args.indist_attack_clf_max_steps > 0 else "clean"
-    value = metrics[metric]
-    # of two that are as good the later one, which has seen a longer attack
-    if stage in loop["best"] and value < loop["best"][stage]["value"]:
-        return False
-    best = {"metric": f"{stage}/{metric}", "value": value, "better": "higher"}
-    loop["best"][stage] = {**best, "step": loop["step"], "metrics": metrics}
-    return True
-
-
-def train(run, stage):
-    """One stage, from where it stands. (all ranks)"""
-    args = run.args
-    device = run.device
-    model = run.model
-    ddp_model = run.ddp_model
-    guard = run.guard
-    loop = run.loop
-    world_size = dist.get_world_size()
-    resumed = run.state is not None and run.state["stage"] == stage
-    if loop["stage"] != stage:
-        start_stage(run, stage)
-    # batch normalisation keeps stage 1's statistics: those of OOD images would harm the energy
-    model.frozen = stage == "dat"
-    model.train()
-
-    sampler = GlobalBatchSampler(run.inside.part("train"), args, run.state)
-    global_batch = sampler.global_batch
-    loop["global_batch"] = global_batch
-    steps = sampler.steps * (args.total_epochs if stage == "dat" else args.at_epochs)
-    eval_every = math.ceil(args.n_imgs_per_evaluation_log / global_batch) or steps
-    # The host prepares the next batch while a GPU computes this one; if data_wait says that it
-    # takes longer: --num_workers.
-    loader = DataLoader(
-        TrainingData(args, run.inside, run.outside, stage),
-        batch_size=None,  # our sampler makes whole batches
-        sampler=sampler,
-        num_workers=args.num_workers,
-        persistent_workers=args.num_workers > 0,
-        pin_memory=device.type != "cpu",
-        worker_init_fn=ignore_signals,
-    )
-
-    optimizer = make_optimizer(args, model, stage)
-    scaler = torch.amp.GradScaler(device.type, enabled=model.dtype == torch.float16)
-    if resumed:
-        restore(run.state, model, optimizer, scaler)
-        run.average.load_state_dict(run.state["average"])
-    run.twin.refresh()
-    length = AttackLength(args, global_batch, device, loop["attack"])
-    logging.info(f"Stage {stage}: {steps:,} steps, {sampler.steps:,} an epoch")
-
-    def save(name):
-        content = {"script": SCRIPT, "format": FORMAT, "args": vars(args)}
-        content.update(loop, wandb_id=run.log.wandb_id, log_size=run.log.size())
-        content["model"] = run.average.state_dict()  # the best weights are averages
-        if name == "latest.pt":
-            content["attack"] = length.state()
-            content["model"] = model.state_dict()
-            content["average"] = run.average.state_dict()
-            content["optimizer"] = optimizer.state_dict()
-            content["scaler"] = scaler.state_dict()
-        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
-
-    def backward(losses):
-        """losses (B,): their part of the mean over the global batch."""
-        total = losses.sum() / global_batch
-        # DDP takes the mean over the ranks, we want the sum
-        scaler.scale(total * world_size).backward()
-        return total.detach()
-
-    done = loop["step"] - loop["first"]  # steps of this stage
-    hide = dist.get_rank() > 0 or not sys.stderr.isatty()
-    bar = tqdm(total=steps, initial=done, desc=f"stage {stage}", disable=hide)
-    batches = None
-    began = time.monotonic()
-    since = done
-    data_wait = 0.0
-    names = ["loss"]
-    if stage == "dat":
-        names += ["clf_loss", "bce", "r1", "auc"]
-    names.append("grad_norm")
-    sums = torch.zeros(len(names) + 1, device=device)  # of these, and of 1; none of skipped steps
-    while not guard.reason:
-        epoch, position = divmod(done, sampler.steps)
-        loop["epoch"] = epoch
-
-        # validate; all ranks have the same metrics, and so agree on what is best
-        due = done > 0 and (done % eval_every == 0 or done >= steps)
-        if due and loop["validated"] < done:
-            paused = time.monotonic()
-            metrics = evaluate(run)
-            if metrics is None:  # the ranks stop: this step's checkpoint was made before
-                break
-            loop["validated"] = done
-            if note_metrics(run, stage, metrics):
-                save("at_best.pt" if args.stage == "both" and stage == "at" else "best.pt")
-            if done >= steps:
-                save("latest.pt")  # the same command, given again, then knows it
-            began += time.monotonic() - paused
-        if done >= steps:
-            break
-
-        if position == 0 or batches is None:
-            sampler.set_epoch(epoch, start=position)
-            batches = iter(loader)
-        lr = args.lr
-        if stage == "at":
-            lr = args.at_lr * (0.5 + 0.5 * math.cos(math.pi * done / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-
-        # forward and backward, micro-batch by micro-batch; each rank has a share of the means
-        T = length.steps
-        shares = torch.zeros(4 if stage == "dat" else 1, device=device)
-        scores = torch.zeros(2, global_batch, device=device)
-        for micro in range(1, sampler.accumulation + 1):
-            asked = time.monotonic()
-            batch = next(batches).to(device)
-            data_wait += time.monotonic() - asked
-            if stage == "dat":
-                with without_sync(ddp_model, False):
-                    bce, r1, energy_loss, pair = energy_passes(run, batch, T, backward)
-                scores[:, batch.places] = pair
-            x = run.on_class(pixels(batch.x), batch.y, args.indist_attack_clf_max_steps)
-            with without_sync(ddp_model, micro == sampler.accumulation):
-                loss = backward(cross_entropy(ddp_model(x), batch.y))
-            found = [loss]
-            if stage == "dat":
-                of_images = torch.stack([bce, r1]).sum(1) / global_batch
-                found = [loss + energy_loss, loss, *of_images]
-            shares += torch.stack(found)
-        share_statistics(model)
-        if args.monitor_every and (done + 1) % args.monitor_every == 0:
-            compare_ranks(model, run.average, loop["step"] + 1)
-
-        # update, unless the gradient is not finite; then the step counts in no mean, either
-        norm = guard.update(optimizer, scaler)
-        update_average(run.average, model, args.ema, done)
-        run.twin.refresh()
-        values = list(shares * world_size)
-        if stage == "dat":
-            if world_size > 1:
-                dist.all_reduce(scores)  # each image's is zero on all ranks but one
-            pairs = pairs_in_order(scores[0], scores[1])
-            pairs = torch.where(norm.isfinite(), pairs, 0)  # skipped: T must not grow by it
-            length.grow(pairs)
-            values.append(pairs / (2 * global_batch**2))
-        values += [norm, torch.ones_like(norm)]
-        sums += torch.where(norm.isfinite(), torch.stack(values), 0.0)
-        done += 1
-        loop["step"] += 1
-        bar.update()
-
-        # once in a while: log. Here the host waits for the GPU. (all ranks)
-        if done % args.log_every == 0 or done == steps:
-            *totals, good = sum_over_ranks(sums)
-            seconds = time.monotonic() - began
-            made = done - since
-            row = {"step": loop["step"], "phase": PHASES[stage], "epoch": epoch, "lr": lr}
-            row["skipped"] = made - good / world_size
-            if good > 0:
-                for name, total in zip(names, totals, strict=True):
-                    row[name] = total / good
-            if stage == "dat":
-                row["T"] = T
-            row["samples_per_s"] = made * global_batch / seconds
-            row["data_wait"] = data_wait / seconds
-            if args.log_ranks:
-                own_loss = sums[0].item() / max(1, sums[-1].item())
-                row.update(rank_metrics(device, own_loss, row["data_wait"]))
-            run.log.write(row)
-            began = time.monotonic()
-            since = done
-            data_wait = 0.0
-            sums.zero_()
-
-        # save; also before a validation, which may be long and may be interrupted (all ranks)
-        reason = guard.agree()
-        if reason or done % args.save_every == 0 or done % eval_every == 0 or done == steps:
-            save("latest.pt")
-    bar.close()
-
-
 # --------------------------------------------------------------------------------------------------
 # Main
 
 
-def report(run, stages):
-    """Log the best of each stage on held-out images, beside what needs no network. Returns what
-    summary.json says of it."""
-    best = run.loop["best"]
-    for stage in stages:
-        metrics = best[stage]["metrics"]
+def load_data(args):
+    """(images, OOD images of the same shape), each read once. (all ranks)"""
+    folder = read_once(functools.partial(prepare, name=args.data), args)
+    like = functools.partial(prepare, name=args.outdist_data, inside=folder)
+    data = Images(folder), Images(read_once(like, args))
+    for part in ("train", "valid", "test"):
+        counts = [len(images.part(part)) for images in data]
+        logging.info(f"  {part}: {counts[0]:,} images, {counts[1]:,} OOD")
+    count = len(data[0].some("valid", EVAL_IMAGES))
+    logging.info(f"validation takes {count:,} images, and attacks of {EVAL_STEPS} steps")
+    if count < 200:
+        error = 1 / math.sqrt(count)  # two standard errors of a share of 1/2
+        logging.warning(f"few images to validate on: accuracies are only within {error:.2f}")
+    return data
+
+
+def start_network(args, device, inside, state):
+    """The network of this run, on the device. (all ranks)"""
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    model = make_network(args, len(inside.classes), *inside.shape)
+    if args.ckpt_path and state is None:
+        weights = on_rank0(read_checkpoint, Path(args.ckpt_path))
+        if weights is None:
+            raise InputError(f"--ckpt_path {args.ckpt_path} is missing or damaged")
+        load_weights(model, weights, args.ckpt_path)
+    if batch_norms(model) and args.at_epochs > 0:
+        text = "stage 1 depends on the number of ranks: each normalises by its own images"
+        if device.type != "cpu":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            text = "stage 1 depends on the images of a micro-batch, over all GPUs"
+        logging.warning(f"batch normalisation: {text}")
+    logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    return model.to(device)
+
+
+class Networks:
+    """One network in the forms that training needs. (all ranks)"""
+
+    def __init__(self, args, device, model):
+        self.model = model  # trained
+        # its weights are averages of the model's, and are validated, kept, and used
+        self.average = copy.deepcopy(model).requires_grad_(False).eval()
+        # as attacks see it: the same memory, evaluation mode, no gradients of weights
+        self.twin = copy.deepcopy(self.average)
+        for mine, own in zip(tensors(self.twin), tensors(model), strict=True):
+            mine.data = own.data
+        self.attacked = self.twin
+        if args.use_ddp:
+            logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
+            self.ddp_model = wrap_ddp(model, args, device)
+        else:
+            self.attacked = nn.DataParallel(self.twin)
+            self.ddp_model = nn.DataParallel(model)
+            logging.info(f"use_ddp=False: DataParallel over {self.ddp_model.device_ids or 'a CPU'}")
+
+
+def load_weights(model, state, path):
+    """Take the averaged weights of a checkpoint of ours, those of the original's files, or a
+    state_dict. The names must be those of the network, apart from prefixes of wrappers."""
+    for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
+        if key in state:
+            state = state[key]
+            break
+    found = {}
+    for name, tensor in state.items():
+        name = re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)
+        if name != "n_averaged":  # a counter of torch.optim.swa_utils
+            found[name] = tensor
+
+    wanted = model.state_dict()
+    missing = [f"{name} {[*wanted[name].shape]}" for name in wanted if name not in found]
+    unknown = [name for name in found if name not in wanted]
+    for name in found.keys() & wanted.keys():
+        if found[name].shape != wanted[name].shape:
+            missing.append(f"{name} {[*wanted[name].shape]}")
+            unknown.append(f"{name} {[*found[name].shape]}")
+    if missing or unknown:
+        text = f"{path} does not fit this network: give the --model_type and the options of then"
+        text += f"\n{len(missing)} tensors are missing:" + list_problems(sorted(missing))
+        raise InputError(f"{text}\n{len(unknown)} are not its own:" + list_problems(unknown))
+    model.load_state_dict(found)
+
+
+def report(args, loop, commonest):
+    """The best of each stage on held-out images, beside what needs no network; what summary.json
+    says of it."""
+    for stage, best in loop["best"].items():
+        metrics = best["metrics"]
         text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
         logging.info(f"Held out, the best of stage {stage}: {text}")
-    logging.info(f"Held out, the commonest class: clean={run.commonest:.4f}")
-    if metrics["clean"] <= run.commonest:
+    logging.info(f"Held out, the commonest class: clean={commonest:.4f}")
+    if metrics["clean"] <= commonest:
         logging.warning("the network is not better than the commonest class: lower the rates")
     if stage == "dat" and metrics["adv_auroc"] <= 0.5:
         text = "attacked OOD images look more real than images do"
-        logging.warning(f"{text}: train longer, or raise --attack.max_steps")
+        logging.warning(f"{text}: train longer, or raise --attack_max_steps")
+    T = loop["attack"]["T"]
+    if stage == "dat" and T < args.attack_max_steps / 2:
+        text = f"T ended at {T} of {args.attack_max_steps}, images that it generates will be noise"
+        logging.warning(f"{text}: more --total_epochs, or a lower --min_imgs_per_threshold")
     return {
-        "baselines": {"commonest class": {"clean": run.commonest}},
-        "stages": {stage: best[stage]["metrics"] for stage in stages},
-        "best": {key: value for key, value in best[stage].items() if key != "metrics"},
+        "best": {name: value for name, value in best.items() if name != "metrics"},
+        "baselines": {"commonest class": {"clean": commonest}},
+        "stages": {stage: best["metrics"] for stage, best in loop["best"].items()},
     }
 
 
@@ -2205,36 +922,1356 @@ def main(args):
         raise InputError(f"{text}: start it with python, it uses all GPUs by DataParallel")
     if args.use_ddp and world_size == 1 and (device.type != "cpu" or find_ranks()):
         logging.warning("DDP with one process only: use_ddp=False, or torchrun with more of them")
-    run = Run(args, device)
-    loop = run.loop
-    guard = run.guard
-    stages = ["at", "dat"] if args.stage == "both" else [args.stage]
-    logging.info("Starting distributed training...")
-    for stage in stages:
-        if guard.reason or (stage == "at" and loop["stage"] == "dat"):
-            continue
-        train(run, stage)
-        # adversarial training from scratch may stay where it began: then stage 2 has no use
-        if stage == "at" and not guard.reason:
-            clean = loop["best"]["at"]["metrics"]["clean"]
-            if clean <= run.commonest:
-                text = f"stage at ended at an accuracy of {clean:.3f}, that of the commonest class"
-                hint = "give --fresh and another --at_lr, --at_optimizer adamw, or a --norm"
-                raise RunError(f"{text}: {hint}")
+    logging.info("Preparing data loaders...")
+    inside, outside = load_data(args)
+    if args.prepare_only:
+        logging.info(f"the images are read: {args.cache_dir}")
+        return 0
 
-    summary = {"status": f"stopped by {guard.reason}"}
-    if not guard.reason:
-        logging.info("Training process completed.")
-        summary = {"status": "finished", **report(run, stages)}
-    if run.state and loop["step"] == run.state["step"]:
-        logging.info("nothing was left to train; the options are those of then")
-        run.log.args = argparse.Namespace(**run.state["args"])
-    run.log.close(steps=loop["step"], **summary)
-    if not guard.reason:
-        path = f"{args.output_dir}/best.pt"
-        logging.info(f"python tools/evaluate_rebm.py {path} measures it on the test set")
-        logging.info("Training and validation completed successfully!")
-    return exit_status(guard.reason)
+    may_change = "data outdist_data cache_dir ckpt_path at_epochs total_epochs use_ddp".split()
+    state = open_run(args, f"{inside.hash} {outside.hash}", may_change)
+    loop = {
+        "step": 0,
+        "phase": 0,
+        "before": 0,  # steps before this stage
+        "epoch": 0,
+        "validated": 0,  # steps of this stage at the last validation
+        "attack": {},  # state of AttackLength
+        "best": {},  # of each stage
+        "classes": inside.classes,  # for whoever loads the weights
+        "shape": [*inside.shape],
+    }
+    if state:
+        loop = state["loop"]
+    torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
+    nets = Networks(args, device, start_network(args, device, inside, state))
+    labels = inside.labels[inside.some("valid", EVAL_IMAGES)]
+    commonest = float(np.bincount(labels).max() / len(labels))  # accuracy of guessing it
+
+    log = RunLog(args, state)
+    logging.info("Starting distributed training...")
+    reason = ""
+    with logging_redirect_tqdm():
+        for stage, epochs in {"at": args.at_epochs, "dat": args.total_epochs}.items():
+            if epochs == 0 or PHASES[stage] < loop["phase"] or reason:
+                continue
+            own_state = state if PHASES[stage] == loop["phase"] else None
+            reason = train(args, device, stage, (inside, outside), nets, own_state, log, loop)
+            # adversarial training from scratch may stay where it began: then stage 2 has no use
+            if stage == "at" and not reason and loop["best"]["at"]["metrics"]["clean"] <= commonest:
+                text = "stage 1 ended at the accuracy of the commonest class"
+                raise RunError(f"{text}: --fresh and another --at_lr, --at_optimizer or --norm")
+    if reason:
+        log.close(f"stopped by {reason}", steps=loop["step"])
+        return exit_status(reason)
+    logging.info("Training process completed.")
+    end_on_signals()
+    log.close("finished", steps=loop["step"], **report(args, loop, commonest))
+    path = f"{args.output_dir}/best.pt"
+    logging.info(f"python tools/evaluate_rebm.py {path} measures it on the test set")
+    logging.info("Training and validation completed successfully!")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading: the user's words and files. Training needs only what `write_images` leaves
+
+TRAIN, VALID, TEST, UNUSED = range(4)  # in split.npy
+PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
+READER = 1  # raise it when you change what is read or kept: else an old cache is used
+
+
+class Found:
+    """What there is to read."""
+
+    def __init__(self):
+        self.files = []  # what open_image takes
+        self.names = []  # the class of each; "" where there is none
+        self.parts = []  # TRAIN, VALID or TEST of each
+        self.classes = set()  # also those without images
+        self.left_out = {}  # {why: [what, ...]}
+        self.bad = []  # what is wrong with others
+
+    def add(self, file, name, part):
+        self.files.append(file)
+        self.names.append(name)
+        self.parts.append(part)
+
+    def leave_out(self, why, what):
+        self.left_out.setdefault(why, []).append(what)
+
+    def what(self, i):
+        return self.files[i] if isinstance(self.files[i], Path) else f"image {i}"
+
+
+def find_images(name, shape):
+    """What `name` names."""
+    found = Found()
+    path = Path(name)
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        test = np.random.default_rng(0).permutation(len(images))[:360]
+        images = np.round(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+        for i, label in enumerate(labels):
+            found.add(images[i], str(label), TEST if i in test else TRAIN)
+    elif name in GENERATED:
+        draw_images(name, shape, found)
+    elif path.is_dir():
+        find_in_folder(path, found)
+    elif path.exists():
+        find_in_arrays(path, found)
+    else:
+        find_on_hub(name, found)
+    found.classes.update(set(found.names) - {""})
+    if not found.files:
+        raise InputError(f"{name}: no images there" + list_problems(found.bad))
+    return found
+
+
+def draw_images(kind, shape, found):
+    """OOD images that need no files: noise, or blobs, which are noise of 4 x 4 places scaled up."""
+    channels, size = shape
+    most = 2**28 // (channels * size * size)
+    rng = np.random.default_rng(GENERATED.index(kind))
+    side = size if kind == "noise" else 4
+    for part, count in ((TRAIN, 20_000), (VALID, EVAL_IMAGES), (TEST, 10_000)):
+        images = rng.integers(0, 256, (min(count, most), channels, side, side), np.uint8)
+        if kind == "blobs":
+            scaled = F.interpolate(torch.from_numpy(images).float(), size, mode="bilinear")
+            images = scaled.round().byte().numpy()
+        for image in images.transpose(0, 2, 3, 1):
+            found.add(image, "", part)
+
+
+def folders_in(folder):
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not is_hidden(path.name)]
+
+
+def part_folders(root):
+    """{folder: part} of ROOT/train, ROOT/val, ..."""
+    parts = {folder: PARTS.get(folder.name.lower()) for folder in folders_in(root)}
+    return {folder: part for folder, part in parts.items() if part is not None}
+
+
+def is_hidden(name):
+    return name.startswith((".", "__"))  # .ipynb_checkpoints, __MACOSX
+
+
+def find_in_folder(root, found):
+    """ROOT/train/CLASS/..., ROOT/val or ROOT/valid, ROOT/test; or ROOT/CLASS/..."""
+    below = folders_in(root)
+    folders = part_folders(root)
+    if not folders and len(below) == 1 and part_folders(below[0]):
+        root = below[0]  # many archives unpack to a folder in a folder
+        folders = part_folders(root)
+    if not folders:
+        walk(root, "", TRAIN, found)
+        return
+    parts = list(folders.values())
+    if TRAIN not in parts or len(set(parts)) < len(parts):
+        names = ", ".join(folder.name for folder in folders)
+        raise InputError(f"{root} has {names}: expected train, perhaps val and test, one of each")
+    for path in sorted(root.iterdir()):
+        if path not in folders:
+            found.leave_out("files or folders beside train are not read", path)
+    for folder, part in folders.items():
+        inner = folders_in(folder)
+        if len(inner) == 1 and inner[0].name.lower() in PARTS:  # train/train/CLASS
+            folder = inner[0]
+        walk(folder, "", part, found)
+
+
+def walk(folder, name, part, found, above=()):
+    """All images below a folder, of the class `name`; at the top, "", a folder is a class."""
+    real = os.path.realpath(folder)
+    if real in above:
+        found.leave_out("links lead to a folder that they are in", folder)
+        return
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        if is_hidden(entry.name):
+            found.leave_out("hidden files or folders are not read", path)
+        elif entry.is_dir():
+            own = name or unicodedata.normalize("NFC", entry.name)  # é has two spellings
+            found.classes.add(own)
+            walk(path, own, part, found, (*above, real))
+        elif not entry.is_file():
+            found.bad.append(f"{path}: a link that leads nowhere, or neither a file nor a folder")
+        elif Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN:
+            found.add(path, name, part)
+        else:
+            found.leave_out("files have no ending of an image", path)
+
+
+def find_in_arrays(path, found):
+    """Arrays x_train, y_train, x_test, y_test, as Keras names them, or train_images, train_labels,
+    as MedMNIST does; images are uint8 (N, S, S), (N, S, S, C) or (N, C, S, S)."""
+    try:
+        arrays = dict(np.load(path))
+    except Exception as error:  # those of zipfile and zlib, too
+        raise InputError(f"{path}: {error}: expected an .npz file of arrays") from None
+    for x in list(arrays):
+        part = PARTS.get(x.removeprefix("x_").removesuffix("_images"))
+        if part is None:
+            continue
+        images = arrays.pop(x)
+        labels = arrays.pop(x.replace("x_", "y_").replace("images", "labels"), None)
+        if images.ndim == 4 and images.shape[1] in (1, 3):
+            images = images.transpose(0, 2, 3, 1)
+        is_square = images.ndim in (3, 4) and images.shape[1] == images.shape[2]
+        if images.dtype != np.uint8 or not is_square or images.shape[3:] not in ((), (1,), (3,)):
+            text = f"{x} is {images.dtype} {images.shape}"
+            raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, C)")
+        names = [""] * len(images) if labels is None else map(str, labels.ravel().tolist())
+        names = list(names)
+        if len(names) != len(images):
+            raise InputError(f"{path}: {x} has {len(images)} images, and {len(names)} labels")
+        for image, name in zip(images, names, strict=True):
+            found.add(image, name, part)
+    for name in arrays:
+        found.leave_out("arrays are not read", name)
+
+
+def find_on_hub(name, found):
+    if not {"HF_ENDPOINT", "HTTPS_PROXY", "https_proxy"} & os.environ.keys():
+        try:
+            socket.create_connection(("huggingface.co", 443), timeout=5).close()
+        except OSError:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # else its library tries for half a minute
+    import datasets
+
+    try:
+        tables = datasets.load_dataset(name)
+    except Exception as error:  # no network, no such name, and many more
+        reason = " ".join(str(error).split())[:200]
+        text = f"{name}: no such folder or file here, and not on the hub, or no way to it"
+        raise InputError(f"{text}; without a download: digits ({reason})") from None
+    for split, table in tables.items():
+        if split not in PARTS:
+            found.leave_out("splits are not read", split)
+            continue
+        kinds = table.features
+        images = [key for key, kind in kinds.items() if isinstance(kind, datasets.Image)]
+        labels = [key for key, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
+        if not images:
+            raise InputError(f"{name} has no column of images, but {', '.join(kinds)}")
+        column = table.cast_column(images[0], datasets.Image(decode=False))[images[0]]
+        names = [""] * len(table)
+        if labels:
+            names = [kinds[labels[0]].names[label] for label in table[labels[0]]]
+        for i, own in enumerate(names):
+            found.add((column, i), own, PARTS[split])
+
+
+def open_image(file):
+    """A Pillow image of a path, an array (S, S) or (S, S, C), or a row of a data set of the hub."""
+    if isinstance(file, np.ndarray):
+        return Image.fromarray(np.ascontiguousarray(file.squeeze()))
+    if isinstance(file, tuple):
+        column, i = file
+        file = column[i]["path"]
+        if column[i]["bytes"]:
+            file = io.BytesIO(column[i]["bytes"])
+    image = Image.open(file)
+    if image.mode[0] in "IF":  # convert would clip their pixels at 255
+        raise ValueError(f"mode {image.mode}: expected 8 bits a channel")
+    return image
+
+
+def square(image, channels, size):
+    """(channels, size, size) uint8: the middle of an image, upright; what is transparent becomes
+    white."""
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("L" if channels == 1 else "RGB")
+    if image.size != (size, size):
+        image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
+
+
+def read_images(found, images, digests):
+    """Fill `images` and their `digests` (N,) uint64. Returns numbers of those that are bad."""
+    bad = []
+
+    def read(i):
+        try:
+            image = open_image(found.files[i])
+            if getattr(image, "is_animated", False):
+                found.leave_out("files have several pictures, the first is read", found.what(i))
+            images[i] = square(image, *images.shape[1:3])
+            digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
+            digests[i] = int.from_bytes(digest, "little")
+        except Exception as error:  # Pillow raises many kinds
+            found.bad.append(f"{found.what(i)}: {' '.join(str(error).split())}")
+            bad.append(i)
+
+    with ThreadPool() as pool:
+        done = pool.imap_unordered(read, range(len(images)), chunksize=64)
+        for _ in tqdm(done, total=len(images), desc="reading", disable=None, leave=False):
+            pass
+    found.bad.sort()
+    return bad
+
+
+def hold_out(parts, labels):
+    """Where no images are there to test or to validate on, some of those to train on become them,
+    of each class the same share. One part beside train is the test."""
+    if TEST not in parts:
+        parts[parts == VALID] = TEST
+    rng = np.random.default_rng(0)
+    for part, share, most in ((TEST, 0.15, 10_000), (VALID, 0.07, EVAL_IMAGES)):
+        if part in parts:
+            continue
+        train = np.flatnonzero(parts == TRAIN)
+        share = min(share, most / len(train))
+        for label in np.unique(labels[train]):
+            own = rng.permutation(train[labels[train] == label])
+            parts[own[: round(share * len(own))]] = part
+
+
+def leave_out_copies(parts, digests, seen):
+    """Of equal images one stays, rather where it is held out. `seen`: digests of other images that
+    none may equal. Returns how many are left out."""
+    count = 0
+    for part in (TEST, VALID, TRAIN):
+        own = np.flatnonzero(parts == part)
+        copies = own[np.isin(digests[own], seen)]
+        parts[copies] = UNUSED
+        seen = np.concatenate([seen, digests[own]])
+        count += len(copies)
+    return count
+
+
+def check_parts(name, parts, labels, classes):
+    """Notes of classes that are not tested; InputError where training or a whole part lacks."""
+    notes = []
+    names = classes or ["OOD images"]
+    for part, what in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
+        counts = np.bincount(labels[parts == part], minlength=len(names))
+        lost = [names[i] for i in np.flatnonzero(counts == 0)]
+        text = f"{name}: nothing to {what} on of {len(lost)} of {len(names)} classes:"
+        if lost:
+            notes.append(text + list_problems(lost))
+        if lost and (part == TRAIN or len(lost) == len(names)):
+            raise InputError(notes[-1])
+    return notes
+
+
+def write_images(folder, args, name, found, shape, inside):
+    """Write images.npy (N, C, S, S) uint8, labels.npy (N,) int64, split.npy (N,) uint8, digests.npy
+    (N,) uint64, meta.json. (rank 0)"""
+    shape = (len(found.files), shape[0], shape[1], shape[1])
+    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
+    with open(folder / "images.npy", "r+") as file:  # mapped, a full disk would kill this process
+        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    digests = np.zeros(len(images), np.uint64)
+    parts = np.array(found.parts, np.uint8)
+    unread = read_images(found, images, digests)
+    parts[unread] = UNUSED
+    if found.bad and not args.skip_bad_data:
+        text = f"{name}: {len(found.bad)} images are bad (--skip_bad_data leaves them out):"
+        raise InputError(text + list_problems(found.bad))
+
+    notes = []
+    for why, what in found.left_out.items():
+        notes.append(f"{name}: {len(what)} {why}, such as {what[0]}")
+    if found.bad:
+        notes.append(
+            f"{name}: {len(found.bad)} bad images are left out:" + list_problems(found.bad)
+        )
+    classes = []
+    labels = np.zeros(len(images), np.int64)
+    others = np.zeros(0, np.uint64)
+    if inside is None:
+        classes = sorted(found.classes, key=lambda own: (len(own) if own.isdigit() else 0, own))
+        numbers = {own: number for number, own in enumerate(classes)}
+        labels = np.array([numbers.get(own, -1) for own in found.names])
+        loose = np.flatnonzero(labels < 0)
+        if len(classes) < 2:
+            text = f"{name} has {len(classes)} classes"
+            raise InputError(f"{text}: expected two or more, as in train/CLASS/...")
+        if len(loose) > 0:
+            text = f"{name}: {len(loose)} images have no class, such as {found.what(loose[0])}"
+            raise InputError(f"{text}: expected train/CLASS/...")
+    else:
+        others = np.load(inside / "digests.npy")
+    hold_out(parts, labels)
+    copies = leave_out_copies(parts, digests, others)
+    if copies > 0:
+        notes.append(f"{name}: {copies} images equal held-out ones, or those to classify: left out")
+    notes += check_parts(name, parts, labels, classes)
+
+    digest = hashlib.sha256(images)
+    for file, array in {"labels": labels, "split": parts, "digests": digests}.items():
+        np.save(folder / f"{file}.npy", array)
+        digest.update(array)
+    meta = {"classes": classes, "notes": notes, "hash": digest.hexdigest()[:12]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def prepare(args, name, inside=None):
+    """The folder with the images that `name` names, read once, and kept. inside: the folder of the
+    images to classify, of which OOD images have the shape. (rank 0)"""
+    shape = args.image_shape
+    if inside is not None:
+        shape = np.load(inside / "images.npy", mmap_mode="r").shape[1:3]
+    found = find_images(name, shape)
+    first = found.files[0]
+    if inside is None and isinstance(first, np.ndarray):  # arrays have a shape of their own
+        shape = [first.shape[2] if first.ndim == 3 else 1, len(first)]
+    key = [READER, name, inside and inside.name, args.skip_bad_data, list(shape), len(found.files)]
+    files = found.files if isinstance(first, Path) else [Path(name)]
+    for path in files:
+        if path.exists():
+            stat = path.stat()
+            key.append([str(path), stat.st_size, stat.st_mtime_ns])
+
+    def write(folder):
+        write_images(folder, args, name, found, shape, inside)
+
+    return cached(args.cache_dir, "images", key + found.bad, write)
+
+
+def as_options(parser, words):
+    """`CONFIG.yaml KEY=VALUE SECTION.KEY=VALUE ...`, as the original is called, as options."""
+    if words and words[0].endswith((".yaml", ".yml", ".json")) and "=" not in words[0]:
+        words = [f"--config={words[0]}", *words[1:]]
+    known = parser._option_string_actions
+    options = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        section, _, key = name.removeprefix("--").rpartition(".")
+        before = known.get(options[-1]) if options else None
+        is_value = before is not None and before.nargs is None  # of the option before it
+        if not is_value and (equals or word.startswith("--")):
+            for option in (f"--{key}", f"--{section}_{key}"):
+                if option in known:
+                    name = option
+        options.append(name + equals + value)
+    return options
+
+
+# ==================================================================================================
+# How a run starts and ends. These lines are the same in every script: read them once.
+
+START = time.monotonic()
+PARENT = os.getppid()
+SCRIPT = Path(sys.argv[0]).name
+
+# In these variables a launcher tells a process its rank, the number of ranks, and its rank on this
+# machine. A launcher is there if all of its variables are.
+LAUNCHERS = [
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
+    ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
+    ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"],  # srun (sbatch: no step)
+    ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
+]
+
+MEETING_MINUTES = 2  # in which all ranks must have come
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+stop_signal = ""  # name of the last signal that asked this process to stop
+
+# words of errors that need no traceback, and what to do
+HINTS = {
+    " by peer": "another rank has died: the same command, given again, goes on",
+    " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
+    "Too many open files": "raise the limit: ulimit -n 4096",
+    "No space left": "a disk is full",
+    "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
+    "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
+}
+
+
+class RunError(Exception):
+    """The run cannot go on: one line that says why, no traceback."""
+
+    status = 1
+
+
+class InputError(RunError):
+    """What the user gave cannot work."""
+
+    status = 2
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help with the docstring as it stands and the default of every option."""
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(message)  # so that one rank says it, not all
+
+
+def number(least, most=math.inf, kind=float):
+    """The type of options that are numbers within limits."""
+
+    def parse(text):
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most}")
+        return value
+
+    parse.__name__ = "number"  # for argparse's own messages
+    return parse
+
+
+def boolean(text):
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+
+
+COUNT = number(1, kind=int)
+# an option that may be given as --compile, --compile=True, --compile no
+FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+
+
+def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+    add = parser.add_argument_group("the same in every script").add_argument
+    add("--config", help="YAML or JSON file of options; the command line wins")
+    add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--prepare_only", **FLAG, default=False, help="read the data into --cache_dir, no more")
+    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--seed", type=number(0, 2**32, int), default=42, help="of weights, order and dropout")
+    add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
+    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs"
+    add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
+    add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
+    add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
+    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs that have it")
+    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=number(0), default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=COUNT, default=10, help="steps between log lines")
+    add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
+    add("--nproc_per_node", type=COUNT, default=1, help="processes to start, if no launcher did")
+    kinds = ["auto", "cuda", "xpu", "cpu"]
+    add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
+    kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
+    add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
+    seconds = os.environ.get("NCCL_TIMEOUT") or "1800"  # many guides export it
+    if not seconds.isdigit() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds}: expected a number of seconds")
+    minutes = int(seconds) / 60
+    limit = number(0.01, 1e6)
+    add("--timeout_minutes", type=limit, default=minutes, help="limit of one collective")
+    # torch.distributed.launch gives it, but also sets RANK
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+
+
+def parse_with_config(parser):
+    """Options of the command line; else of the --config file; else the defaults."""
+    path = parser.parse_args().config
+    if path is None:
+        return parser.parse_args()
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        # JSON may hold tabs, which YAML refuses
+        content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise InputError("expected lines such as batch_size: 32")
+        words = config_words(content, parser)
+        parser.parse_args(words)
+    except (OSError, ValueError, yaml.YAMLError, InputError) as error:
+        raise InputError(f"--config {path}: {' '.join(str(error).split())}") from None
+    return parser.parse_args([*words, *sys.argv[1:]])  # of two values the later one counts
+
+
+def config_words(content, parser, section=""):
+    """A YAML file as a command line. In a section, attack: {eps: 1} is --attack_eps if the script
+    has such an option, and --eps if not: then the section only groups options."""
+    words = []
+    for key, value in content.items():
+        name = f"--{section}_{key}"
+        if name not in parser._option_string_actions:
+            name = f"--{key}"
+        if isinstance(value, dict):
+            words += config_words(value, parser, key)
+        elif isinstance(value, list):
+            words += [name, *map(str, value)]
+        elif value is not None:
+            words.append(f"{name}={value}")
+    return words
+
+
+def find_ranks():
+    """(rank, world size, local rank) from the launcher; None without one."""
+    for names in LAUNCHERS:
+        values = [os.environ.get(name) for name in names]
+        if not all(values):  # some shells keep empty ones
+            continue
+        if not all(value.isdigit() for value in values[:3]) or int(values[0]) >= int(values[1]):
+            text = " ".join(f"{name}={os.environ[name]}" for name in names[:3])
+            raise InputError(f"{text}: expected a rank below the number of ranks, from a launcher")
+        return tuple(map(int, values[:3]))
+    if os.environ.get("RANK") or os.environ.get("PALS_RANKID"):
+        raise InputError("this process has a rank, but no world size: export WORLD_SIZE")
+    return None
+
+
+def setup_ddp(args):
+    """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
+    # plain python is a group of one: the code below has one path only
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
+    clock = "%Y-%m-%d %H:%M:%S"
+    logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
+    logging.info(f"Process {rank}/{world_size} started")
+    device = choose_device(args, local_rank)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
+        torch.use_deterministic_algorithms(True)
+
+    backend = args.backend
+    if backend in ("auto", "ccl", "xpu"):
+        backend = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend) or (device.type == "cpu" and backend != "gloo"):
+        raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
+    if device.type != "cpu":
+        # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    if not os.environ.get("MASTER_ADDR"):
+        if rank != local_rank:  # there are ranks elsewhere
+            raise InputError("several machines: export MASTER_ADDR, the name of the first one")
+        os.environ["MASTER_ADDR"] = "localhost"
+    if not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
+
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    handle_signals(signal.SIG_DFL)  # Python's own would not run before all ranks have come
+    watchdog = start_watchdog(rank, world_size, place)
+    try:
+        wait = timedelta(minutes=args.timeout_minutes)
+        gpu = None if device.type == "cpu" else device
+        ranks = {"rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
+    except (dist.DistNetworkError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in text:
+            text = "the port is in use, export another MASTER_PORT"
+        raise RunError(f"no meeting at {place}: {text}") from None
+    watchdog.cancel()
+    compare_ranks(args)
+
+    # Launchers other than torchrun may leave all cores of a machine to each of its ranks.
+    here = gather(socket.gethostname()).count(socket.gethostname())
+    is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
+    if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    # The C library keeps about twice the largest block that was freed, up to 32 MB, and gives the
+    # rest back to the system: fetching it again and again takes a tenth of a step on CPUs.
+    torch.empty(8 * 2**20 - 4096)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
+    logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
+    return device
+
+
+def choose_device(args, local_rank):
+    """A GPU for this rank, or the CPU where there is none."""
+    kind = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+    if args.device not in ("auto", "cpu", kind):
+        text = f"torch {torch.__version__} finds only {kind} here"
+        raise InputError(f"--device {args.device}: {text}")
+    if args.device == "cpu" or kind not in ("cuda", "xpu"):
+        return torch.device("cpu")
+
+    # torchrun shows all GPUs to all ranks; mpiexec and srun may show each rank its own one
+    count = torch.accelerator.device_count()
+    if count > 1 and local_rank >= count:
+        raise InputError(f"{count} GPUs here, and a rank {local_rank}: start fewer processes")
+    device = torch.device(kind, local_rank % count)
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def start_watchdog(rank, world_size, place):
+    """Ends this process after MEETING_MINUTES, unless it is cancelled. Torch would wait as long as
+    for a slow rank, and for ever where another program listens on the port."""
+
+    def give_up():
+        text = f"{world_size} ranks did not meet at {place} in {MEETING_MINUTES} minutes"
+        sys.stderr.write(f"{SCRIPT}: error: {text}: are all of them started, and for this place?\n")
+        os._exit(RunError.status)
+
+    # rank 0, if there is one, says it for all
+    seconds = 60 * MEETING_MINUTES
+    watchdog = threading.Timer(seconds if rank == 0 else seconds + 3, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    return watchdog
+
+
+def compare_ranks(args):
+    """Refuse a group whose ranks were not started with the same command: a port that two jobs have
+    chosen, or an old file on one machine. (all ranks)"""
+    own = {"script": SCRIPT, **vars(args)}
+    for rank, theirs in enumerate(gather(own)):
+        for name in sorted((own.keys() | theirs.keys()) - {"local_rank"}):
+            if theirs.get(name) != own.get(name):
+                text = f"{name} is {own.get(name)} here, and {theirs.get(name)} on rank {rank}"
+                raise InputError(f"the ranks are of different runs: {text}")
+
+
+def handle_signals(handler):
+    for stop in STOP_SIGNALS:
+        # Under nohup a process ignores SIGHUP, and goes on doing so. But where torchrun sends it,
+        # to end its ranks, they have to save.
+        if signal.getsignal(stop) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(stop, handler)
+
+
+def end_on_signals():
+    """From here on a signal ends the process at once: there is nothing to save. (all ranks)"""
+    handle_signals(signal.default_int_handler if dist.get_rank() == 0 else signal.SIG_DFL)
+
+
+def on_signal(number, frame):
+    global stop_signal
+    stop_signal = signal.Signals(number).name  # training ends its step first, and agrees to stop
+
+
+def cleanup():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launch(parse_args, main):
+    """Run main(args) as this rank, or become torchrun to start --nproc_per_node ranks."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
+    rank = 0
+    try:
+        rank, world_size, _ = find_ranks() or (0, 1, 0)
+        args = parse_args()
+        is_alone = world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+        if args.nproc_per_node > 1 and is_alone:
+            become_torchrun(args.nproc_per_node)
+        status = main(args)
+        cleanup()
+    except RunError as error:
+        # Mostly all ranks have the same error. So rank 0 says it, and the others wait until their
+        # launcher ends them. If it does not within three seconds, rank 0 may have no error.
+        if rank > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
+        sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+        status = error.status
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{SCRIPT}: stopped before training or after it; nothing is lost\n")
+        status = 130
+    except Exception as error:
+        explain(error)
+        status = 1
+    for worker in multiprocessing.active_children():  # one that is stuck would outlive us
+        worker.kill()
+    sys.stdout.flush()
+    os._exit(status)  # at once: a cleanup would wait for other ranks, which may wait for this one
+
+
+def explain(error):
+    """One line for an error that users meet, with what to do; for others the traceback."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    for words, hint in HINTS.items():
+        for line in lines:
+            if words in line:
+                logging.error(f"{hint} ({line.strip()[:200]})")
+                return
+    logging.error(traceback.format_exc())
+
+
+def become_torchrun(processes):
+    """Go on as torchrun with the same script and options. Unlike by default it hands SIGUSR1 to the
+    ranks, and gives them time to save."""
+    # any free port of this machine, which may not know its own name
+    where = ["--standalone", "--local-addr=127.0.0.1"]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
+    names = [stop.name for stop in STOP_SIGNALS if signal.getsignal(stop) != signal.SIG_IGN]
+    threads = max(1, torch.get_num_threads() // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
+    options = [f"--nproc_per_node={processes}", f"--signals-to-handle={','.join(names)}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+def gather(value):
+    """[value of rank 0, value of rank 1, ...] on every rank. (all ranks)"""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_rank0(function, *args, group=None):
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
+    nobody waits for a rank 0 that has failed. (all ranks)"""
+    outcome = [None, None]  # result, error
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*args)
+        except RunError as error:
+            outcome[1] = error
+        except Exception:  # not every error can be sent to the other ranks, but its text can
+            outcome[1] = RuntimeError(traceback.format_exc())
+    dist.broadcast_object_list(outcome, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+# ==================================================================================================
+# What happens around a step: batches, precision, update, log, checkpoints. Also the same lines in
+# every training script.
+
+MAX_BAD_STEPS = 10  # in a row, then the run ends
+# options that a resumed run may be given anew; with others it would be another run
+MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
+    prepare_only""".split()
+
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+
+
+def list_problems(problems):
+    """Of many at most 20, and a count."""
+    more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+    return "\n  ".join(["", *problems[:20], *more])
+
+
+def cached(cache_dir, name, key, write):
+    """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
+    Runs that share the cache do not touch each other's. (rank 0)"""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    folder = Path(cache_dir) / f"{name}-{digest}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob("unfinished-*"):
+        with contextlib.suppress(OSError):  # another run is at work in it, and has it locked
+            with open(old / "lock", "r+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as place:
+        lock = lock_file(Path(place) / "lock")
+        new = Path(place) / "data"
+        new.mkdir()
+        write(new)
+        for file in new.glob("*.npy"):
+            np.load(file, mmap_mode="r")  # a full disk can cut off an array without an error
+        try:
+            new.rename(folder)
+        except OSError:  # another run was faster, with the same data
+            if not folder.exists():
+                raise
+        lock.close()
+    return folder
+
+
+def read_once(prepare, args):
+    """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
+    end_on_signals()
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    folder = on_rank0(prepare, args, group=patient)
+    for _ in range(60):  # a network file system may show a new folder late
+        if folder.exists():
+            return folder
+        time.sleep(1)
+    raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
+
+
+class GlobalBatchSampler(DistributedSampler):
+    """Which samples each step is made of. They depend on (seed, epoch) alone, and so neither on the
+    number of ranks nor on a restart.
+
+    Yields for each micro-batch of this rank: the step, the ids of the whole global batch, and the
+    places in it that are this rank's, from step `start` on. (Random draws that depend on the seed,
+    the step and the place do not depend on the number of ranks.) cost[id] is the work that a sample
+    makes, such as its length: the global batch stays a random sample; within it samples of similar
+    cost share a micro-batch, where they need little padding, and all ranks get equal work."""
+
+    def __init__(self, ids, args, cost=None):
+        super().__init__(ids, seed=args.seed, drop_last=True)
+        self.ids = ids
+        self.cost = np.zeros(ids.max() + 1) if cost is None else cost
+        self.global_batch = args.global_batch_size
+        self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        self.start = 0
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * self.num_replicas))
+        parts = self.num_replicas * self.accumulation
+        if not parts <= self.global_batch <= len(ids):
+            limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
+            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
+        each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
+
+    def count_steps(self, epochs):
+        """Optimizer steps of a run; a warning if they are few."""
+        steps = epochs * self.steps
+        if steps < 100:
+            text = f"{len(self.ids)} samples, {self.global_batch} a step, {epochs} epochs"
+            logging.warning(f"only {steps} optimizer steps ({text}): few networks learn in so few")
+        return steps
+
+    def __iter__(self):
+        for step in itertools.count(self.start):
+            epoch, position = divmod(step, self.steps)
+            if position == 0 or step == self.start:
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.ids)
+            whole = order[position * self.global_batch : (position + 1) * self.global_batch]
+            whole = whole[np.argsort(self.cost[whole], kind="stable")]
+            for places in np.array_split(np.arange(len(whole)), self.accumulation):
+                # dealt to and fro, 0 1 2 2 1 0 0 1 ..., or the last rank would get the costliest
+                turn = np.arange(len(places)) % (2 * self.num_replicas)
+                mine = np.minimum(turn, 2 * self.num_replicas - 1 - turn) == self.rank
+                yield step, whole, places[mine]
+
+
+def make_loader(dataset, sampler, args, device):
+    """An endless iterator over micro-batches. The host makes the next one while a GPU computes; if
+    that takes longer than the GPU needs (data_wait is high), give --num_workers."""
+    if args.num_workers > 0:
+        # After a collective a thread of gloo holds a lock of Python for a moment. A worker that is
+        # forked in this moment waits for it for ever (before Python 3.12: cpython issue 112275).
+        time.sleep(0.2)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,  # the sampler makes whole batches
+        sampler=sampler,
+        num_workers=args.num_workers,
+        # forked workers share the dataset's memory; others would each be sent a copy
+        multiprocessing_context="fork" if args.num_workers > 0 else None,
+        timeout=60 * args.timeout_minutes if args.num_workers > 0 else 0,  # a worker that is stuck
+        pin_memory=device.type != "cpu",
+        worker_init_fn=start_worker,
+    )
+    return iter(loader)
+
+
+def start_worker(worker):
+    """Called in each worker of a loader."""
+    # A launcher sends its signals to the workers, too, but their rank still needs them.
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_IGN)
+    # Send batches through a pipe. Torch's own way, a file in shared memory for each tensor, is slow
+    # for small ones, and it fails where /dev/shm is full, or the path of TMPDIR is long.
+    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
+
+
+def choose_precision(args, device):
+    """(a function that makes the context of a forward pass, gradient scaler of fp16)"""
+    name = args.precision
+    if name == "auto":
+        has_bf16 = device.type == "xpu" or (
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+        name = "bf16" if has_bf16 else "fp32"
+        logging.info(f"--precision {name}")
+    # cuDNN rounds to TF32 unless told otherwise
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # this attention is slow where shapes vary
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    is_low = dtype != torch.float32
+    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=is_low)
+    return autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+
+def wrap_ddp(model, args, device):
+    compiled = torch.compile(model) if args.compile else model
+    if dist.get_world_size() == 1:  # nothing to add up
+        return compiled
+    wrapped = DistributedDataParallel(
+        compiled,
+        device_ids=None if device.type == "cpu" else [device.index],
+        gradient_as_bucket_view=True,
+    )
+    # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
+    wrapped.broadcast_buffers = False
+    # After its first backward pass DDP puts the gradients in another order. Sums over three and
+    # more ranks then differ in the last bit, also after a restart. So make that pass now, with a
+    # loss that depends on every parameter and needs no network: 0 x their sum.
+    module = wrapped.module
+    wrapped.module = nn.Identity()
+    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
+    wrapped.module = module
+    wrapped.zero_grad()
+    return wrapped
+
+
+def seed_step(args, step):
+    """Dropout depends on (seed, step, rank) alone: there is no random state to be saved. (The
+    factors keep steps below 1,000,003 and ranks below 4,099 apart.)"""
+    torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
+
+
+def update_if_finite(args, model, kept, optimizer, scaler):
+    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
+    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
+    that the host can go on and queue the next step."""
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+    # All ranks have the same gradients by now: a NaN of one is on every rank, and all skip alike.
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~norm.isfinite()).float()  # 1: it changes nothing
+        optimizer.step()
+    elif norm.isfinite():  # the host waits for the device here, which costs speed
+        optimizer.step()
+    for buffer, old in zip(model.buffers(), kept, strict=True):
+        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+class Meter:
+    """Sums what the steps give, on the device.
+
+    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
+    the GPU waits for the host. So a step reads nothing. About once a second, and for every log
+    line, the ranks meet: they read their sums, and agree whether to stop."""
+
+    def __init__(self, names, args, device):
+        self.names = names  # of numbers of which each rank has a share
+        self.args = args
+        self.sums = torch.zeros(len(names) + 2, device=device)  # and the norm, and 1, of good steps
+        self.bad_in_row = torch.zeros((), device=device)
+        self.every = 1  # steps from one meeting to the next
+        self.start()
+
+    def start(self):
+        self.sums.zero_()
+        self.steps = 0
+        self.data_wait = 0.0
+        self.began = time.monotonic()
+
+    def next_batch(self, batches, device):
+        asked = time.monotonic()
+        batch = next(batches).to(device)
+        self.data_wait += time.monotonic() - asked
+        return batch
+
+    def add(self, shares, norm):
+        """shares: (len(names),) of a step"""
+        values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
+        self.sums += torch.where(norm.isfinite(), values, 0.0)
+        self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
+        self.steps += 1
+
+    def meet(self, log, row, samples, now=False):
+        """Once a second, at every log line, or now: agree whether to stop, and write the log line:
+        `row`, the means, and the speed, where a step has so many samples. Returns why to stop, or
+        "". (all ranks)"""
+        must_log = row["step"] % self.args.log_every == 0 or now
+        if not must_log and self.steps % self.every > 0:
+            return ""
+        sums = self.sums.tolist()  # waits for the device
+        seconds = time.monotonic() - self.began
+        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        if self.bad_in_row >= MAX_BAD_STEPS:
+            text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
+            raise RunError(f"{text}: lower the learning rate, or look for such numbers in the data")
+        seconds = everyone[0]["seconds"]  # rank 0's, so that all meet again after the same step
+        self.every = max(1, int(self.steps / seconds))
+        reason = max(theirs["wish"] for theirs in everyone)  # of any rank that has one
+        if not must_log and not reason:
+            return ""
+
+        *_, norm, good = sums  # the same on all ranks
+        row["skipped"] = self.steps - good
+        if good > 0:
+            shares = np.sum([theirs["sums"] for theirs in everyone], axis=0)
+            for name, share in zip(self.names, shares, strict=False):
+                row[name] = share / good
+            row["grad_norm"] = norm / good
+        row["samples_per_s"] = self.steps * samples / seconds
+        row["data_wait"] = self.data_wait / seconds
+        log.write(row)
+        self.start()
+        return reason
+
+
+def wish_to_stop(args):
+    """Why this rank would stop; "" if it would go on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
+        return "death of torchrun"  # nobody else would ever end this process
+    if 0 < 60 * args.max_minutes < time.monotonic() - START:
+        return "time limit"
+    return stop_signal
+
+
+def exit_status(reason):
+    """For a reason to stop. A time limit, and the SIGUSR1 of a batch queue, are planned."""
+    logging.info(f"stopped by {reason}: the same command (without --fresh) goes on")
+    return {"time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}.get(reason, 1)
+
+
+def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
+    """Write OUTPUT_DIR/name: options, where training stands, the state of `parts`. A run goes on
+    without a save that fails, since the next may succeed; the first and the last one must.
+    (all ranks)"""
+
+    def write():
+        state = {"script": SCRIPT, "args": vars(args), "loop": loop}
+        state.update(wandb_id=log.wandb_id, log_size=log.size())
+        for key, part in parts.items():
+            state[key] = part.state_dict()
+            state[f"class of {key}"] = type(part).__name__
+        folder = Path(args.output_dir)
+        try:
+            with open(folder / "new.tmp", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                sync_to_disk(file)
+            if name == "latest.pt" and (folder / name).exists():
+                os.replace(folder / name, folder / "previous.pt")
+            os.replace(folder / "new.tmp", folder / name)  # whole, or as it was
+        except (OSError, RuntimeError) as error:  # most likely a full disk
+            if "DataLoader worker" in str(error):  # its end can interrupt us anywhere
+                raise
+            with contextlib.suppress(OSError):
+                (folder / "new.tmp").unlink()
+            text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
+            if must_succeed:
+                raise RunError(text) from None
+            logging.warning(f"{text}; the run goes on")
+
+    on_rank0(write)
+
+
+def restore(state, **parts):
+    """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
+    for name, part in parts.items():
+        before = state[f"class of {name}"]
+        if before != type(part).__name__:
+            text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"
+            raise InputError(f"{text}: --fresh moves the old run aside")
+        try:
+            part.load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"the checkpoint does not fit this {name}: {error}") from None
+    loop = state["loop"]
+    state.clear()  # each rank has a copy: free it
+    return loop
+
+
+def sync_to_disk(file):
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such call
+            raise
+
+
+def read_checkpoint(path):
+    """Its content; None if it is missing or damaged. (rank 0)"""
+    try:
+        # torch.load does not look at the checksums
+        if zipfile.ZipFile(path).testzip() is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (PermissionError, pickle.UnpicklingError) as error:  # not for want of some bytes
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # cut short, or a flipped bit, which raises errors of many kinds
+        logging.warning(str(error))
+    logging.warning(f"{path} is damaged")
+    return None
+
+
+def lock_file(path):
+    """The file, open, and locked until it is closed. Raises BlockingIOError where another process
+    has it."""
+    file = open(path, "a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{path} cannot be locked ({error}): start no second run there")
+    return file
+
+
+def lock_folder(folder):
+    """Only one run works in a folder, by whatever name and on whatever mount. (rank 0)"""
+    global folder_lock
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder_lock = lock_file(folder / "lock")
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+
+
+def find_checkpoint(folder, fresh):
+    """The state to go on from; None for a new run. (rank 0)"""
+    try:
+        lock_folder(folder)
+        counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
+        is_restart = any(count not in (None, "", "0") for count in counts)
+        is_run = (folder / "metrics.jsonl").exists() or any(folder.glob("*.pt"))
+        if fresh and is_run and not is_restart:
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            lock_folder(folder)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise InputError(f"--output_dir {folder} is not writable: {error}") from None
+
+    latest = folder / "latest.pt"
+    previous = folder / "previous.pt"
+    state = read_checkpoint(latest)
+    if state is None:
+        state = read_checkpoint(previous)
+        if state is not None:
+            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        elif any(folder.glob("*.pt")):
+            raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
+    return state
+
+
+def open_run(args, data_hash, may_change):
+    """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
+    the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
+    state = on_rank0(find_checkpoint, Path(args.output_dir), args.fresh)
+    if args.global_batch_size == 0:
+        args.global_batch_size = args.batch_size * dist.get_world_size()
+        if state:  # a resumed run keeps its own, on any number of ranks
+            args.global_batch_size = state["args"]["global_batch_size"]
+    args.data_hash = data_hash
+    compare_ranks(args)
+    handle_signals(on_signal)  # from here on there is something to save
+    if state is None:
+        logging.info(f"a new run in {args.output_dir}")
+        return None
+
+    hint = "give that, another --output_dir, or --fresh, which moves the old run aside"
+    if state.get("script") != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
+    for name, value in vars(args).items():
+        before = state["args"].get(name)
+        if value == before or name in MAY_CHANGE:
+            continue
+        text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+        if name not in may_change:
+            raise InputError(f"{text}: {hint}")
+        logging.info(text)
+    logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
+    return state
+
+
+class RunLog:
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (all ranks, of
+    which rank 0 writes)"""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.path = Path(args.output_dir) / "metrics.jsonl"
+        self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
+        self.wandb = None
+        if dist.get_rank() > 0:
+            return
+        # steps after the checkpoint (without one: all) are made again: remove their lines
+        os.truncate(self.path, min(state["log_size"], self.size()) if state else 0)
+        self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
+        if args.wandb_mode != "disabled":
+            try:
+                self.wandb = self.start_wandb()
+            except Exception as error:  # no network, no login: no reason to stop
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def start_wandb(self):
+        import wandb
+
+        sys.stdin = open(os.devnull)  # so that it never asks for a key among the log lines
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds
+        # An offline run cannot be resumed: `wandb sync` of the second folder would overwrite what
+        # the first has sent. So each start has an id of its own, in one group.
+        is_online = self.args.wandb_mode == "online"
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem),
+            mode=self.args.wandb_mode,
+            id=self.wandb_id if is_online else None,
+            resume="allow" if is_online else None,
+            group=self.wandb_id,
+            config=vars(self.args),
+        )
+
+    def size(self):
+        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
+        return self.path.stat().st_size
+
+    def write(self, row):
+        logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
+        if dist.get_rank() > 0:
+            return
+        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size()
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        if self.wandb:
+            try:
+                self.wandb.log(row, step=row["step"])
+            except Exception as error:
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+                self.wandb = None
+
+    def close(self, status, **summary):
+        """status: "finished", or why the run was stopped"""
+        if dist.get_rank() > 0:
+            return
+        seconds = round(time.monotonic() - START, 1)
+        summary.update(status=status, script=SCRIPT, seconds=seconds, args=vars(self.args))
+        summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
+        try:
+            self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
+            self.draw()
+        except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
+            logging.warning(f"no summary.json or no curves.png: {error}")
+        if self.wandb:  # without a network its end would wait for ever
+            finish = threading.Thread(target=self.wandb.finish, daemon=True)
+            finish.start()
+            finish.join(30)
+            if finish.is_alive():
+                folder = Path(self.wandb.dir).parent
+                logging.warning(f"wandb lacks the last rows, send them: wandb sync {folder}")
+
+    def draw(self):
+        """curves.png: a panel for each column of metrics.jsonl"""
+        import pandas
+        from matplotlib import pyplot
+
+        rows = pandas.read_json(self.path, lines=True).set_index("step")
+        rows = rows.drop(columns=["epoch", "phase"], errors="ignore")
+        lines = math.ceil(len(rows.columns) / 3)
+        figure, axes = pyplot.subplots(lines, 3, squeeze=False, figsize=(12, 3 * lines))
+        for axis, name in zip(axes.flat, rows.columns, strict=False):
+            rows[name].dropna().plot(ax=axis, title=name, marker=".")
+        figure.tight_layout()
+        figure.savefig(self.path.with_name("curves.png"))
+
+
+# End of the lines that every script has.
+# ==================================================================================================
 
 
 if __name__ == "__main__":

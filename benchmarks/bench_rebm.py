@@ -20,6 +20,7 @@ decodes and augments in other processes.
 
 import copy
 import functools
+import importlib
 import itertools
 import sys
 from typing import NamedTuple
@@ -40,13 +41,11 @@ STEP = 0.1
 CLF_EPS = 0.5
 RATE = 1e-5
 DECAY = 0.999
-HELD_OUT = 20  # images to validate on, and to test on: what is not measured shall be short
 EPOCH = 15  # steps
-OPTIONS = f"""--total_epochs=100000 --AUC_th=1 --attack.step_size={STEP}
-    --attack.max_steps={T} --attack.start_step={T} --indist_attack_clf.max_steps={CLF_STEPS}
-    --indist_attack_clf.step_size={STEP} --indist_attack_clf.eps={CLF_EPS} --lr={RATE}
-    --ema={DECAY} --max_grad_norm=5 --log_every=1 --augm_type_classification=shift
-    --n_imgs_per_evaluation_log=0 --eval_steps=1 --eval_images={HELD_OUT}"""
+OPTIONS = f"""--at_epochs=0 --total_epochs=100000 --attack_step_size={STEP} --attack_max_steps={T}
+    --indist_attack_clf_max_steps={CLF_STEPS} --indist_attack_clf_step_size={STEP}
+    --indist_attack_clf_eps={CLF_EPS} --lr={RATE} --ema={DECAY} --max_grad_norm=5 --log_every=1
+    --n_imgs_per_evaluation_log=0"""
 
 
 class Setting(NamedTuple):
@@ -100,20 +99,42 @@ def make_batches(setting):
     return itertools.cycle(batches)
 
 
+def load_script(*options):
+    """The script as a module, and its options."""
+    sys.path.insert(0, str(sides.ROOT))
+    sys.argv = [f"{sides.ROOT}/{SCRIPT}", *options]
+    return importlib.import_module("run_train_rebm_ddp")
+
+
 def make_network(name):
     """That of the script, with random weights."""
-    sys.path.insert(0, str(sides.ROOT))
-    sys.argv = [SCRIPT, f"--model_type={name}"]
-    import run_train_rebm_ddp as script
-
+    script = load_script(f"--model_type={name}")
     torch.manual_seed(0)
     setting = SETTINGS[name]
     return script.make_network(script.parse_args(), 10, setting.channels, setting.size)
 
 
-def port(network):
-    plain = make_network(network).to(memory_format=torch.contiguous_format).train()
-    plain.frozen = True
+def begin_with(script, steps):
+    """Let stage 2 begin with attacks of so many steps on OOD images, not of none."""
+    plain = script.begin_stage
+
+    def begin_stage(args, stage, nets, loop):
+        plain(args, stage, nets, loop)
+        loop["attack"] = {"T": steps}
+
+    script.begin_stage = begin_stage
+
+
+def port(network=None, options=()):
+    """The original's step with a network, or the script with options."""
+    if options:
+        script = load_script(*options)
+        begin_with(script, T)
+        script.launch(script.parse_args, script.main)
+        return
+
+    plain = make_network(network).to(memory_format=torch.contiguous_format)
+    plain.is_frozen = True
     average = copy.deepcopy(plain)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(plain, broadcast_buffers=False)
@@ -158,21 +179,16 @@ def port(network):
 
 
 def prepare(network, folder):
-    """Noisy images, as each side reads them, and weights for ours to start from."""
+    """Noise to classify, and weights for ours to start from."""
     torch.save(make_network(network).state_dict(), folder / f"{network}.pt")
     setting = SETTINGS[network]
     rng = np.random.default_rng(0)
     arrays = {}
-    for part, count in (("train", setting.batch * EPOCH + HELD_OUT), ("test", HELD_OUT)):
+    for part, count in {"train": setting.batch * EPOCH, "val": 20, "test": 20}.items():
         shape = (count, setting.channels, setting.size, setting.size)
-        labels = np.arange(count) % 10
-        brightness = (25 * labels).astype(np.uint8)  # or stage 1 would end: it would learn nothing
-        arrays[f"x_{part}"] = brightness[:, None, None, None] + rng.integers(0, 25, shape, np.uint8)
-        arrays[f"y_{part}"] = labels
-    path = folder / f"{network}.npz"
-    np.savez(path, **arrays)
-    out = f"--out={folder / network}"
-    sides.run_tool("prepare_images.py", "arrays", path, f"--valid={HELD_OUT}", out)
+        arrays[f"x_{part}"] = rng.integers(0, 256, shape, np.uint8)
+        arrays[f"y_{part}"] = np.arange(count) % 10
+    np.savez(folder / f"{network}.npz", **arrays)
 
 
 def start(folder, network, side, seed):
@@ -180,10 +196,10 @@ def start(folder, network, side, seed):
     batch = SETTINGS[network].batch
     if side == "original":
         return [sides.port_job(__file__, side, folder, {"network": network}, batch)]
-    data = folder / network
-    options = f"""{OPTIONS} --model_type={network} --batch_size={batch} --seed={seed} --data={data}
-        --stage=dat --ckpt_path={data}.pt --compile={side == "compiled"}"""
-    return [sides.script_job(SCRIPT, side, folder, options.split(), batch)]
+    options = f"""{sides.COMMON} {OPTIONS} --model_type={network} --batch_size={batch} --seed={seed}
+        --data={network}.npz --ckpt_path={network}.pt --output_dir=run-{side}
+        --compile={side == "compiled"}"""
+    return [sides.port_job(__file__, side, folder, {"options": options.split()}, batch)]
 
 
 def main():

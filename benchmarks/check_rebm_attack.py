@@ -31,6 +31,7 @@ def by_tool(checkpoint, count):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "evaluation.json")
         options = [f"--images={count}", "--num_samples=0", "--ood_images=1", "--device=cpu"]
+        options.append("--outside")  # no others
         sides.run_tool("evaluate_rebm.py", checkpoint, f"--out={out}", *options)
         return json.loads(out.read_text())
 
@@ -66,15 +67,16 @@ def main():
     parser.add_argument("--images", type=int, default=360, help="test images at most")
     args = parser.parse_args()
 
-    sys.path[:0] = [str(sides.ROOT), str(sides.ROOT / "tools")]
-    script = importlib.import_module("run_train_rebm_ddp")
-    generate = importlib.import_module("generate_rebm")
-    words = SimpleNamespace(checkpoint=args.checkpoint, data=None, outdist_data="noise")
-    model, options, images, _ = generate.load_network(words, torch.device("cpu"))
-    norm = options.indist_attack_clf_norm
-    eps = options.indist_attack_clf_eps
+    sys.path.insert(0, str(sides.ROOT / "tools"))
+    tool = importlib.import_module("generate_rebm")
+    device = torch.device("cpu")
+    model, state = tool.load_network(args.checkpoint, device)
+    words = SimpleNamespace(data=None, outdist_data=None, cache_dir=None)
+    images, _ = tool.load_images(words, state)
+    norm = state["args"]["indist_attack_clf_norm"]
+    eps = state["args"]["indist_attack_clf_eps"]
     ids = images.some("test", args.images)
-    x = script.picture_batch(images, ids, images.size, torch.device("cpu"))
+    x = tool.pictures(images, ids, device)
     y = torch.from_numpy(images.labels[ids])
 
     theirs = by_library(model, x, y, len(images.classes), norm, eps)

@@ -27,12 +27,13 @@ import sys
 import time
 from pathlib import Path
 
+import bench_rebm
 import sides
 import torch
 
 TEXTS = f"""--config={sides.ROOT}/configs/train_ddp_quickstart.yaml --global_batch_size=64
     --max_samples_phase1=4000 --max_samples_phase2=4000"""
-DIGITS = f"--config={sides.ROOT}/configs/config_rebm_quickstart.yaml --data=digits"
+DIGITS = f"--config={sides.ROOT}/configs/config_rebm_quickstart.yaml"
 RUNS = {  # the script and what it does: its options
     "train_ddp, phase 1": f"{TEXTS} --skip_phase2",
     "train_ddp, phase 2": f"{TEXTS} --skip_phase1",
@@ -43,8 +44,8 @@ RUNS = {  # the script and what it does: its options
         --num_orders=1 --batch_size=4 --train_data={sides.ROOT}/data/dpo/pairs.json""",
     "run_train_quantumgrav_ddp": f"""--data=sets.npz
         --config={sides.ROOT}/configs/config_quantumgrav_quickstart.yaml --cache_dir=cache""",
-    "run_train_rebm_ddp, stage 1": f"{DIGITS} --stage=at",
-    "run_train_rebm_ddp, stage 2": f"""{DIGITS} --stage=dat --attack.start_step=10
+    "run_train_rebm_ddp, stage 1": f"{DIGITS} --total_epochs=0",
+    "run_train_rebm_ddp, stage 2": f"""{DIGITS} --at_epochs=0 --attack_max_steps=10
         --ckpt_path=run-stage-1/latest.pt""",  # of the run before
 }
 KINDS = {  # of operators: a part of their names; the first that fits
@@ -98,6 +99,7 @@ def port(script, options, warm, steps, answer):
             return f"part: attack on {'images to classify' if is_on_class else 'OOD images'}"
 
         mark(module.Attack, "__call__", which)
+        bench_rebm.begin_with(module, 10)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     plain = getattr(owner, after_step)
     begins = []  # of steps: a step is from update to update here
@@ -189,8 +191,6 @@ def print_operators(name, found, steps):
 def prepare(script, folder):
     if script == "run_train_quantumgrav_ddp":
         sides.run_tool("make_causal_sets.py", "--samples=3000", f"--out={folder}/sets.npz")
-    elif script == "run_train_rebm_ddp":
-        sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
 
 
 def main():

@@ -45,13 +45,13 @@ import torch.distributed as dist
 PROCESSES = 2
 UNIT = "samples/s"
 SIDES = ["ddp", "independent"]
-DIGITS = """--data=digits --indist_attack_clf.max_steps=8 --n_imgs_per_evaluation_log=0
-    --eval_images=64"""
+DIGITS = "--data=digits --cache_dir=cache --n_imgs_per_evaluation_log=0"
 
 RANKS = {
     "train_ddp": [1, 8, 64],
     "run_train_uniref50_ddp": [1, 8, 64, 512],
     "run_train_quantumgrav_ddp": [1, 8, 64],
+    "run_train_rebm_ddp": [1, 8, 64],
 }
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 STEPS = 20  # of each number of ranks in a round
@@ -60,6 +60,7 @@ RANK_OPTIONS = {  # FOLDER is that of the data
         --teacher_model=builtin:lsa:64 --student_model=builtin:bert:1x64""",
     "run_train_uniref50_ddp": "--datafile=FOLDER/proteins.txt",
     "run_train_quantumgrav_ddp": "--data=FOLDER/sets.npz --split 0.98 0.01 0.01",
+    "run_train_rebm_ddp": "--data=FOLDER/images.npz --augm_type_classification=original",
 }
 
 
@@ -104,10 +105,11 @@ WORKLOADS = {
         own=1,
         larger=24,
     ),
-    # stage 2 on scikit-learn's digits
+    # stage 2 on scikit-learn's digits; all steps of attacks on the images to classify, because the
+    # number of those on OOD images grows
     "run_train_rebm_ddp": Workload(
-        f"""{DIGITS} --stage=dat --ckpt_path=run-start/latest.pt --attack.max_steps=16
-        --attack.start_step=16 --attack.step_size=0.2 --total_epochs=100000""",
+        f"""{DIGITS} --ckpt_path=run-start/latest.pt --indist_attack_clf_max_steps=24
+        --attack_max_steps=0 --at_epochs=0 --total_epochs=100000""",
         batch=64,
         own=1,
         larger=8,
@@ -123,8 +125,7 @@ def prepare(name, folder):
         options = "--samples=40000 --min_size=112 --max_size=128".split()
         sides.run_tool("make_causal_sets.py", f"--out={folder}/sets.npz", *options)
     elif name == "run_train_rebm_ddp":
-        sides.run_tool("prepare_images.py", "digits", f"--out={folder}/digits")
-        options = f"{DIGITS} --stage=at --at_epochs=1".split()
+        options = f"{DIGITS} --at_epochs=1 --total_epochs=0".split()
         sides.script_job(f"{name}.py", "start", folder, options, 1).wait()
 
 
@@ -177,7 +178,7 @@ def measure(name, args, folder):
 
 def write_rank_data(folder):
     """2,500 queries of five words, each with an answer and eight wrong ones; 18,000 proteins of 100
-    to 500 residues; 2,500 causal sets."""
+    to 500 residues; 2,500 causal sets; 2,500 images."""
     draw = random.Random(0)
     words = [f"word{number}" for number in range(2000)]
     texts = [" ".join(draw.choices(words, k=draw.randint(5, 60))) for _ in range(2500)]
@@ -190,6 +191,12 @@ def write_rank_data(folder):
     proteins = ["".join(draw.choices(RESIDUES, k=draw.randint(100, 500))) for _ in range(18_000)]
     (folder / "proteins.txt").write_text("\n".join(proteins))
     sides.run_tool("make_causal_sets.py", "--samples=2500", f"--out={folder}/sets.npz")
+    images = np.random.default_rng(0).integers(0, 256, (2600, 32, 32, 3), np.uint8)
+    arrays = {}
+    for part, first, last in (("train", 0, 2500), ("val", 2500, 2550), ("test", 2550, 2600)):
+        arrays[f"x_{part}"] = images[first:last]
+        arrays[f"y_{part}"] = np.arange(first, last) % 10
+    np.savez(folder / "images.npz", **arrays)
 
 
 def load_data(module, args, device):
@@ -213,6 +220,20 @@ def load_data(module, args, device):
 
         data = module.NoisyProteins(proteins, args.seed)
         return {module.__name__: (data, np.arange(len(proteins)), proteins, loss_of_proteins)}
+
+    if module.__name__ == "run_train_rebm_ddp":
+        images, others = module.load_data(args)
+        model = module.make_network(args, len(images.classes), *images.shape).to("meta")
+
+        def loss_of_images(batch):
+            """The three passes of stage 2, without attacks."""
+            is_real = module.real_or_fake(model(module.pixels(batch.real)), True)
+            is_fake = module.real_or_fake(model(module.pixels(batch.outside)), False)
+            clf_loss = module.cross_entropy(model(module.pixels(batch.x)), batch.y)
+            return (is_real + is_fake + clf_loss).sum()
+
+        data = module.TrainingData(args, images, others, "dat")
+        return {module.__name__: (data, images.part("train"), None, loss_of_images)}
 
     def loss_of_texts(batch):
         vectors = torch.empty_like(batch.targets, dtype=torch.float32, requires_grad=True)

@@ -356,18 +356,16 @@ def write_proteins(path, count):
             file.write(f">protein_{i}\n{sequence}\n")
 
 
-def write_digits(folder, train, test, *options):
-    """What `tools/prepare_images.py arrays` makes of scikit-learn's first digits (8 x 8)."""
+def write_digits(path, train, test):
+    """scikit-learn's first digits (8 x 8), as an .npz file."""
     from sklearn.datasets import load_digits
 
-    path = folder.with_suffix(".npz")
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
     end = train + test
     parts = {"x_train": images[:train], "y_train": labels[:train]}
     parts.update(x_test=images[train:end], y_test=labels[train:end])
     np.savez(path, **parts)
-    import_tool("prepare_images").main(["arrays", str(path), f"--out={folder}", *options])
 
 
 RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()

@@ -88,15 +88,14 @@ def tiny_run_train_quantumgrav_ddp(folder):
 
 
 def tiny_run_train_rebm_ddp(folder):
-    """450 digits, an epoch and two of the stages, all smooth; R1, averaged weights, validations."""
-    write_digits(folder / "digits", 450, 60, "--valid=18")
-    return f"""--data={folder}/digits --width=4 --attack.max_steps=2 --attack.step_size=0.3
-        --indist_attack_clf.max_steps=1 --indist_attack_clf.step_size=0.1
-        --indist_attack_clf.eps=0.15 --at_epochs=1 --total_epochs=2 --at_optimizer=adamw
-        --at_lr=1e-2 --optimizer=adamw --lr=3e-3 --r1reg=0.01 --AUC_th=0.6
-        --min_imgs_per_threshold=100 --ema=0.9 --batch_size=6 --eval_steps=2 --eval_images=40
-        --eval_batch_size=16 --n_imgs_per_evaluation_log=600 --monitor_every=20
-        --num_workers=1""".split()
+    """450 digits, an epoch and two of the stages; validations on the way; 4 smooth channels."""
+    write_digits(folder / "digits.npz", 450, 60)
+    return f"""--data={folder}/digits.npz --cache_dir={folder}/cache --width=4 --attack.max_steps=2
+        --attack.step_size=0.3 --indist_attack_clf.max_steps=1
+        --indist_attack_clf.step_size=0.1 --indist_attack_clf.eps=0.15 --at_epochs=1
+        --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw --lr=3e-3
+        --AUC_th=0.6 --min_imgs_per_threshold=100 --ema=0.9 --batch_size=6
+        --n_imgs_per_evaluation_log=400 --num_workers=1""".split()
 
 
 TINY = {

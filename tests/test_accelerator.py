@@ -7,6 +7,7 @@ errors. A real run on the CPU counts what an accelerator would make the host wai
 """
 
 import contextlib
+import copy
 import importlib
 import itertools
 import json
@@ -22,7 +23,6 @@ import torch
 from helpers import (
     ROOT,
     call_program,
-    import_tool,
     parse_arguments,
     write_causal_sets,
     write_structures,
@@ -237,16 +237,17 @@ def make_proteins(folder):
 
 def rebm(script, folder, options):
     """The passes of a step of stage 2, with attacks of two steps, as one module."""
-    args = parse_arguments(script, "--width=4", *options)
-    inside = script.Images(folder)
-    outside = script.GeneratedImages("blobs", inside.channels, inside.size)
+    args = parse_arguments(script, "--width=4", f"--cache_dir={folder}.cache", *options)
+    inside = script.prepare(args, f"{folder}.npz")
+    outside = script.Images(script.prepare(args, "blobs", inside))
+    inside = script.Images(inside)
     data = script.TrainingData(args, inside, outside, "dat")
-    ids = inside.part("train")[:8]
 
     class Step(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = script.make_network(args, 10, inside.channels, inside.size)
+            self.model = script.make_network(args, 10, *inside.shape)
+            self.twin = copy.deepcopy(self.model).requires_grad_(False).eval()
 
         def forward(self, batch):
             losses = []
@@ -255,29 +256,25 @@ def rebm(script, folder, options):
                 losses.append(values.sum())
                 return losses[-1].detach()
 
-            net = script.Twin(self.model).model
-            on_outside = script.Attack(net, script.label_logit, 0.1, 1.0, "L2")
-            common = {"args": args, "on_outside": on_outside}
-            run = SimpleNamespace(model=self.model, ddp_model=self.model, **common)
-            *_, scores = script.energy_passes(run, batch, 2, backward)
+            on_outside = script.Attack(self.twin, script.label_logit, 0.1, 1.0)
+            nets = SimpleNamespace(ddp_model=self.model)
+            _, scores = script.real_or_fake_step(nets, on_outside, batch, 2, backward)
             script.pairs_in_order(*scores)
-            on_class = script.Attack(net, script.cross_entropy, 0.1, 0.5, "Linf")
+            on_class = script.Attack(self.twin, script.cross_entropy, 0.1, 0.5, "Linf")
             x = on_class(script.pixels(batch.x), batch.y, 2)
             backward(script.cross_entropy(self.model(x), batch.y))
             return sum(losses)
 
-    return Step(), data[ids, ids], lambda loss, batch: loss
+    return Step(), data[0, inside.part("train"), np.arange(8)], lambda loss, batch: loss
 
 
 def make_images(folder):
     images = np.random.default_rng(0).integers(0, 56, (100, 32, 32, 3), np.uint8)
     labels = np.arange(100) % 2
     images[labels == 1, 16:] += 200  # something to learn in seven steps
-    parts = {"x_train": images[:70], "y_train": labels[:70]}
-    parts.update(x_test=images[70:], y_test=labels[70:])
-    np.savez(folder.with_suffix(".npz"), **parts)
-    arrays = ["arrays", str(folder.with_suffix(".npz")), f"--out={folder}", "--valid=10"]
-    import_tool("prepare_images").main(arrays)
+    parts = {"x_train": images[:62], "y_train": labels[:62]}
+    parts.update(x_test=images[62:], y_test=labels[62:])
+    np.savez(f"{folder}.npz", **parts)
 
 
 def make_causal_sets(folder):
@@ -317,9 +314,8 @@ STEPS = {
         rebm,
         [
             "",
-            "--model_type=convnext_tiny --logsumexp=no",
             "--model_type=WideResNet28x2 --augm_type_generation=original",
-            "--norm=layer --r1reg=0.1 --augm_type_classification=autoaugment_cutout",
+            "--norm=layer --augm_type_classification=original",
         ],
     ),
 }
@@ -335,9 +331,9 @@ SEVEN_STEPS = {
     "run_train_uniref50_ddp": """--datafile={0}.txt --cache_dir={0}.cache --val_ratio=0.2
         --n_iters=7 --batch_size=3 --accum=2 --hidden_size=32 --n_blocks_prot=2 --n_heads=2
         --cond_dim=8 --max_protein_len=48 --dropout=0.1""",
-    "run_train_rebm_ddp": """--data={} --at_epochs=1 --total_epochs=1 --batch_size=8 --AUC_th=0
-        --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16 --width=4
-        --eval_steps=2 --n_imgs_per_evaluation_log=0""",
+    "run_train_rebm_ddp": """--data={0}.npz --cache_dir={0}.cache --at_epochs=1 --total_epochs=1
+        --batch_size=8 --AUC_th=0 --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16
+        --width=4 --n_imgs_per_evaluation_log=0""",
 }
 # What is read in it, where that is not once a step and once a log line. A Meter reads only where
 # the ranks meet: after step 1, and at the three log lines; of train_ddp after step 1 and 3 of each
@@ -354,10 +350,8 @@ READS = {
     "run_train_uniref50_ddp": MEETINGS,
     "run_dpo_ddp": {"agree: tolist": 7, "sum_over_ranks: tolist": 5},
     "run_train_rebm_ddp": {
-        "agree: tolist": 13,
-        "sum_over_ranks: tolist": 6,
-        "grow: item": 2,
-        "grow: _local_scalar_dense": 2,  # of the same two
+        **{name: 2 * count for name, count in MEETINGS.items()},
+        "state: tolist": 2,  # T grows twice, after each two steps
     },
 }
 

@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from helpers import ROOT, environment, write_proteins
+from PIL import Image
 
 SETS = 60
 
@@ -99,6 +100,35 @@ def texts_and_parquet(folder):
     return ["--phase1_data=texts.txt", "--phase2_data=pairs.parquet"]
 
 
+def image_folder(folder):
+    rng = np.random.default_rng(0)
+    for part, count in {"train": 40, "val": 8}.items():
+        for color, name in enumerate(["blue", "red"]):
+            (folder / "photos" / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 99, (20, 24, 3), np.uint8)
+                pixels[:, :, 2 - 2 * color] += 150
+                Image.fromarray(pixels).save(folder / "photos" / part / name / f"{i}.jpg")
+    return ["--data=photos", "--image_shape=3x16"]
+
+
+def image_arrays(folder):
+    images = np.random.default_rng(0).integers(0, 99, (90, 9, 9), np.uint8)
+    labels = np.arange(90) % 3
+    images += (70 * labels[:, None, None]).astype(np.uint8)
+    np.savez(folder / "mine.npz", train_images=images, train_labels=labels[:, None])
+    return ["data=mine.npz"]
+
+
+def digits(folder):
+    return []
+
+
+def check_rebm(folder, summary):
+    assert summary["best"]["metric"] == "dat/robust"
+    assert set(summary["stages"]) == {"at", "dat"}
+
+
 def proteins(folder):
     """[sequence, ...]"""
     write_proteins(folder / "proteins.fasta", SETS)
@@ -151,6 +181,12 @@ SCRIPTS = {  # options of a tiny run, what is looked at, and the folders that ar
         check_quantumgrav,
         {"cache", "run"},
     ),
+    "run_train_rebm_ddp": (
+        """--width=8 --at_epochs=5 --total_epochs=1 --at_lr=1e-2 indist_attack_clf.max_steps=2
+        --batch_size=15 --min_imgs_per_threshold=30 attack.max_steps=2""",
+        check_rebm,
+        {"cache", "run"},
+    ),
     "train_ddp": (
         """--teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
         --eval_fraction=0.3 --batch_size=10 --max_steps=3 --save_to_artifacts""",
@@ -166,6 +202,9 @@ SCRIPTS = {  # options of a tiny run, what is looked at, and the folders that ar
 }
 CASES = {  # script, the user's files
     "npz": ("run_train_quantumgrav_ddp", npz),
+    "image folder": ("run_train_rebm_ddp", image_folder),
+    "image arrays": ("run_train_rebm_ddp", image_arrays),
+    "digits": ("run_train_rebm_ddp", digits),
     "csv": ("train_ddp", csv_pairs),
     "jsonl.gz": ("train_ddp", json_pairs),
     "txt and parquet": ("train_ddp", texts_and_parquet),
@@ -199,6 +238,7 @@ def test_alone(case, tmp_path):
     if case in (
         "npz",
         "csv",
+        "image folder",
         "fasta.bz2",
     ):  # one of each is enough: it ends where the data are read
         call("--prepare_only")

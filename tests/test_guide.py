@@ -1,11 +1,17 @@
-"""The changes shown in docs/DDP_TRAINING_GUIDE.md, "Change a script", fit and work."""
+"""The changes of scripts shown in docs/DDP_TRAINING_GUIDE.md fit and work."""
 
+import importlib.util
 import json
 import re
 import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from helpers import ROOT, call_program, write_causal_sets
+from torch import nn
 
 SCRIPT = "run_train_quantumgrav_ddp.py"
 TRAIN = "--num_epochs=1 --batch_size=12 --hidden_dim=8 --head_dim=8 --log_every=1 --device=cpu"
@@ -18,18 +24,22 @@ def data(tmp_path_factory):
     return path
 
 
-def train(folder, data, change, *options):
-    """(number of parameters, rows of metrics.jsonl, summary) of a short run with a change of the
-    guide, if any: the diff after its heading."""
-    script = folder / SCRIPT
-    script.write_text((ROOT / SCRIPT).read_text())
+def write_script(folder, name, change):
+    """A copy of a script with a change of the guide, if any: the diff after these words."""
+    script = folder / name
+    script.write_text((ROOT / name).read_text())
     if change:
-        text = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text().split(f"\n**{change}.**")[1]
+        text = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text().split(f"\n**{change}**")[1]
         diff = re.search(r"^```diff\n(.*?)^```$", text, re.M | re.S)[1]
         # a repository of its own, or git may look for one in the folders above
         subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
         subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
+    return script
 
+
+def train(folder, data, change, *options):
+    """(number of parameters, rows of metrics.jsonl, summary) of a short run with a change."""
+    script = write_script(folder, SCRIPT, change)
     output = folder / "run"
     argv = [*TRAIN.split(), f"--data={data}", f"--cache_dir={data.parent}/cache"]
     argv += [f"--output_dir={output}", *options]
@@ -47,7 +57,7 @@ def unchanged(data, tmp_path_factory):
 
 
 def test_network(data, unchanged, tmp_path):
-    parameters, rows, _ = train(tmp_path, data, "Another network", "--messages=sum")
+    parameters, rows, _ = train(tmp_path, data, "Another network.", "--messages=sum")
     # a layer of i inputs has maps from 3 i to 16 and from 16 to 8, instead of one from 3 i to 8
     more = [16 * 3 * i + 16 + 8 * 16 + 8 - (8 * 3 * i + 8) for i in (4, 8, 8)]
     assert parameters - unchanged[0] == sum(more)
@@ -56,7 +66,7 @@ def test_network(data, unchanged, tmp_path):
 
 def test_metric(data, unchanged, tmp_path):
     options = ["--stop_metrics=cls/balanced_accuracy"]
-    _, rows, summary = train(tmp_path, data, "Another metric", *options)
+    _, rows, summary = train(tmp_path, data, "Another metric.", *options)
     assert rows[0]["loss"] == unchanged[1][0]["loss"]
     value = rows[-1]["val/cls/balanced_accuracy"]
     assert summary["best"]["metric"] == "cls/balanced_accuracy"
@@ -65,7 +75,7 @@ def test_metric(data, unchanged, tmp_path):
 
 
 def test_loss(data, unchanged, tmp_path):
-    _, rows, _ = train(tmp_path, data, "Another term of the loss")
+    _, rows, _ = train(tmp_path, data, "Another term of the loss.")
     # weights of the first step are the same, and nearly even: the entropy is at most ln 6 = 1.79
     less = unchanged[1][0]["loss"] - rows[0]["loss"]
     assert 0.1 * 1.5 < less <= 0.1 * 1.792
@@ -73,7 +83,7 @@ def test_loss(data, unchanged, tmp_path):
 
 def test_optimizer(data, unchanged, tmp_path):
     """It trains, is resumed, and is not taken for the other one."""
-    _, rows, _ = train(tmp_path, data, "Another optimizer")
+    _, rows, _ = train(tmp_path, data, "Another optimizer.")
     assert rows[0]["loss"] == unchanged[1][0]["loss"]
     assert rows[1]["loss"] != unchanged[1][1]["loss"]
     again = [*TRAIN.split(), f"--data={data}", f"--cache_dir={data.parent}/cache"]
@@ -85,3 +95,26 @@ def test_optimizer(data, unchanged, tmp_path):
     assert status == 2
     assert "AdamW" in text
     assert "Both" in text
+
+
+def create_model(name, in_chans, num_classes):
+    """As timm's: without classes it gives vectors."""
+    assert (name, num_classes) == ("convnext_tiny", 0)
+    model = nn.Sequential(nn.Conv2d(in_chans, 6, 4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.num_features = 6
+    return model
+
+
+def test_network_of_timm(tmp_path):
+    path = write_script(tmp_path, "run_train_rebm_ddp.py", "A network of timm")
+    spec = importlib.util.spec_from_file_location("changed", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    timm = SimpleNamespace(create_model=create_model)
+    with mock.patch.dict(sys.modules, timm=timm):
+        with mock.patch.object(sys, "argv", ["changed", "--model_type=convnext_tiny"]):
+            model = script.make_network(script.parse_args(), 10, 3, 32)
+    x = torch.rand(2, 3, 32, 32)
+    attack = script.Attack(model, script.logsumexp, 0.1)
+    assert model(x).shape == (2, 10)
+    assert (model(attack(x, None, 5)).logsumexp(1) > model(x).logsumexp(1)).all()

@@ -28,6 +28,7 @@ KINDS = {  # first words of a block
 EXPECTED = {name: ["old"] for name in SCRIPTS}
 EXPECTED["train_ddp.py"] = ["A", "B"]
 EXPECTED["run_train_quantumgrav_ddp.py"] = ["A", "B"]
+EXPECTED["run_train_rebm_ddp.py"] = ["A", "B"]
 EXPECTED["run_train_uniref50_ddp.py"] = ["A", "B"]
 EXPECTED["test_ddp_setup.py"] = ["A"]
 
@@ -128,13 +129,12 @@ def test_all_blocks_are_equal():
 
 
 def write_folder(folder):
-    """Four scripts of a few lines, in both forms, and a copy that a user has made."""
+    """Three scripts of a few lines, in both forms, and a copy that a user has made."""
     plain = "def own():\n    return 0\n\n\n"
     part = {}
     for kind, start in KINDS.items():
         part[kind] = f"{start}\n\n\ndef {kind}():\n    return 1\n\n\n"
     texts = {
-        "run_train_rebm_ddp.py": [plain, part["old"], "launch()\n"],
         "run_dpo_ddp.py": [plain, part["old"], "launch()\n"],
         "run_train_quantumgrav_ddp.py": [plain, part["A"], part["B"], "launch()\n"],
         "test_ddp_setup.py": [f"{plain}def B():\n    return 1\n\n\n", part["A"], "launch()\n"],
@@ -145,7 +145,6 @@ def write_folder(folder):
 
 
 CHANGES = [  # the script and the definition that is changed, the script that is right
-    ("run_train_rebm_ddp.py", "old", "run_dpo_ddp.py"),
     ("test_ddp_setup.py", "A", "run_train_quantumgrav_ddp.py"),
     ("test_ddp_setup.py", "B", "run_train_quantumgrav_ddp.py"),
     ("run_train_quantumgrav_ddp.py", "A", "test_ddp_setup.py"),
@@ -169,11 +168,9 @@ def test_a_change_is_found_and_repaired(tmp_path, name, kind, right):
 
 def test_a_name_that_is_bound_twice(tmp_path):
     write_folder(tmp_path)
-    with open(tmp_path / "run_train_rebm_ddp.py", "a") as file:
+    with open(tmp_path / "run_dpo_ddp.py", "a") as file:
         file.write("old = 4\n")
-    assert find_faults(tmp_path) == [
-        "run_train_rebm_ddp.py binds names of block old once more: {'old'}"
-    ]
+    assert find_faults(tmp_path) == ["run_dpo_ddp.py binds names of block old once more: {'old'}"]
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ robust@R          share of the images that are told right at all points that the
                   way counts, not the last one
 auroc KIND        area under the ROC curve of test images against OOD images, by logsumexp f(x)
 adv_auroc KIND    the same where an attack of radius --ood_eps makes the OOD images look real
-frechet_pixels    Frechet distance (Heusel et al. 2017) of generated images from training images,
-                  of the means of 8 x 8 blocks of pixels. As far are real test images from them:
-                  frechet_pixels real. For FID, which needs the weights of an Inception network,
-                  give the images of tools/generate_rebm.py --npz to a program that measures it
+frechet_pixels    Frechet distance (Heusel et al. 2017) of generated images from training images, of
+                  the means of 8 x 8 blocks of pixels; as far are real test images: frechet_pixels
+                  real; and the OOD images that they start from: frechet_pixels OOD. For FID, which
+                  needs the weights of an Inception network, give the images of
+                  tools/generate_rebm.py --npz to a program that measures it
 
 In fp32 on one device, with the averaged weights. Writes all figures, and its options, to --out.
+To classify images of your own, in Python: classify(checkpoint, paths).
 """
 
 import json
@@ -26,50 +28,92 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from generate_rebm import add_network_arguments, generate, load_network
+from generate_rebm import (
+    add_network_arguments,
+    generate,
+    load_images,
+    load_network,
+    measure_distance,
+    pictures,
+)
 from tqdm import tqdm
 
 import run_train_rebm_ddp as script
-from run_train_rebm_ddp import Attack, InputError, best_score, count, cross_entropy, margin
+from run_train_rebm_ddp import COUNT, Attack, InputError, cross_entropy, label_logit, logsumexp
 
 
-def parse_args(words=None):
+def classify(checkpoint, paths):
+    """Of each picture: its likeliest class, the probability of it, and logsumexp f(x), which is
+    high for pictures like those of training."""
+    model, state = load_network(Path(checkpoint), torch.device("cpu"))
+    channels, size = state["loop"]["shape"]
+    found = []
+    for path in paths:
+        image = script.square(script.open_image(path), channels, size)
+        logits = model(script.pixels(torch.from_numpy(image.copy())[None]))[0]
+        share, number = logits.softmax(0).max(0)
+        found.append((state["loop"]["classes"][number], share.item(), logits.logsumexp(0).item()))
+    return found
+
+
+def parse_args():
     parser = script.Parser(description=__doc__)
     add_network_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, help="file to write; default: evaluation.json beside the checkpoint")
-    add("--images", type=count, default=10_000, help="test images at most")
+    add("--images", type=COUNT, default=10_000, help="test images at most")
+    length = script.number(1e-6, 1e6)
     text = "radii of robust accuracy; default: that of training"
-    add("--radii", type=script.positive, nargs="+", default=[], help=text)
-    add("--attack_steps", type=count, default=50, help="steps of each attack")
-    add("--starts", type=count, default=5, help="starts of the attack on each image")
-    text = "more OOD images to detect: noise, blobs or folders"
+    add("--radii", type=length, nargs="+", default=[], help=text)
+    add("--attack_steps", type=COUNT, default=50, help="steps of each attack")
+    add("--starts", type=COUNT, default=5, help="starts of the attack on each image")
+    text = "more OOD images to detect: noise, blobs, folders, ..."
     add("--outside", nargs="*", default=script.GENERATED, help=text)
-    add("--ood_images", type=count, default=1024, help="OOD images at most, of each kind")
-    add("--num_samples", type=int, default=1000, help="images to generate; 0: none")
-    args = parser.parse_args(words)
+    text = "radius of the attack on OOD images; default: twice that of training"
+    add("--ood_eps", type=length, help=text)
+    add("--ood_images", type=COUNT, default=500, help="OOD images at most, of each kind")
+    text = "images to generate; 0: none"
+    add("--num_samples", type=script.number(0, kind=int), default=500, help=text)
+    args = parser.parse_args()
     args.out = args.out or args.checkpoint.with_name("evaluation.json")
     if args.num_samples == 1:
         parser.error("--num_samples 1: a Frechet distance needs two or more; 0: none")
     return args
 
 
-def batches(source, ids, size, device, args):
+def batches(source, ids, device, args):
     """(numbers, images (B, C, S, S)), some of `ids` at a time"""
     for first in tqdm(range(0, len(ids), args.batch_size), disable=None):
         some = ids[first : first + args.batch_size]
-        yield some, script.picture_batch(source, some, size, device)
+        yield some, pictures(source, some, device)
 
 
 # ---- Robust accuracy ---------------------------------------------------------------------------
+
+
+def margin(logits, labels):
+    """(B,) the best wrong logit minus the right one: above 0 the image is told wrong."""
+    wrong = logits.scatter(1, labels[:, None], -math.inf)
+    return wrong.amax(1) - label_logit(logits, labels)
+
+
+@torch.no_grad()
+def best_score(attack, x, labels, steps, score, start=None):
+    """The highest score(logits, labels) (B,) on the way of an attack from `start` (the images),
+    whose steps shrink along half a cosine."""
+    z = x if start is None else start
+    highest = torch.full((len(x),), -math.inf, device=x.device)
+    for number in range(steps):
+        size = attack.size * (0.5 + 0.5 * math.cos(math.pi * number / steps))
+        z, logits = attack.step(z, x, labels, size)
+        highest = torch.maximum(highest, score(logits, labels))
+    return torch.maximum(highest, score(attack.net(z), labels))
 
 
 def random_points(x, eps, norm, rng):
@@ -86,12 +130,11 @@ def random_points(x, eps, norm, rng):
 
 def towards(target, logits, labels):
     """(B,) the logit of a wrong class minus that of the right one"""
-    return script.label_logit(logits, target) - script.label_logit(logits, labels)
+    return label_logit(logits, target) - label_logit(logits, labels)
 
 
-def survivors(model, x, labels, options, eps, args, rng):
+def survivors(model, x, labels, norm, eps, args, rng):
     """(B,) whether each image is told right wherever the attack looks."""
-    norm = options.indist_attack_clf_norm
     with torch.no_grad():
         logits = model(x)
     alive = margin(logits, labels) < 0
@@ -115,18 +158,19 @@ def survivors(model, x, labels, options, eps, args, rng):
 
 def measure_accuracy(model, options, inside, device, args):
     ids = inside.some("test", args.images)
-    radii = dict.fromkeys(args.radii or [options.indist_attack_clf_eps])  # each once
+    norm = options["indist_attack_clf_norm"]
+    radii = dict.fromkeys(args.radii or [options["indist_attack_clf_eps"]])  # each once
     names = ["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"]
     found = dict.fromkeys(names, 0.0)
     rng = torch.Generator().manual_seed(0)  # of the random starts
-    for some, x in batches(inside, ids, inside.size, device, args):
+    for some, x in batches(inside, ids, device, args):
         labels = torch.from_numpy(inside.labels[some]).to(device)
         with torch.no_grad():
             logits = model(x)
         found["clean"] += (logits.argmax(1) == labels).sum().item()
         found["cross_entropy"] += cross_entropy(logits, labels).sum().item()
         for eps in radii:
-            alive = survivors(model, x, labels, options, eps, args, rng)
+            alive = survivors(model, x, labels, norm, eps, args, rng)
             found[f"robust@{eps:g}"] += alive.sum().item()
     return {name: total / len(ids) for name, total in found.items()}
 
@@ -135,78 +179,44 @@ def measure_accuracy(model, options, inside, device, args):
 
 
 def measure_detection(model, options, inside, sources, device, args):
-    eps = options.ood_eps
-    attack = Attack(model, script.logsumexp, eps / 2, eps, options.indist_attack_clf_norm)
+    eps = args.ood_eps or script.OOD_RADIUS * options["indist_attack_clf_eps"]
+    attack = Attack(model, logsumexp, eps / 2, eps, options["indist_attack_clf_norm"])
 
-    def scores(source, ids, steps):
+    def scores(source, most, steps):
         """(n,) logsumexp f(x), the highest on the way of an attack of so many steps"""
         found = []
-        for _, x in batches(source, ids, inside.size, device, args):
-            found.append(best_score(attack, x, None, steps, script.logsumexp))
+        for _, x in batches(source, source.some("test", most), device, args):
+            found.append(best_score(attack, x, None, steps, logsumexp))
         return torch.cat(found)
 
-    real = scores(inside, inside.some("test", args.images), 0)
+    real = scores(inside, args.images, 0)
     found = {}
     for name, source in sources.items():
-        ids = source.some("test", args.ood_images)
-        found[f"auroc {name}"] = script.auroc(real, scores(source, ids, 0))
-        attacked = scores(source, ids, args.attack_steps)
+        found[f"auroc {name}"] = script.auroc(real, scores(source, args.ood_images, 0))
+        attacked = scores(source, args.ood_images, args.attack_steps)
         found[f"adv_auroc {name}"] = script.auroc(real, attacked)
     return found
-
-
-# ---- Generation --------------------------------------------------------------------------------
-
-
-def frechet(a, b):
-    """Frechet distance of features (n, D) and (m, D), as of normal distributions."""
-    a = a.double()
-    b = b.double()
-    of_a = torch.cov(a.T)
-    of_b = torch.cov(b.T)
-    values, vectors = torch.linalg.eigh(of_a)
-    root = vectors @ (values.clamp(min=0).sqrt()[:, None] * vectors.T)
-    cross = torch.linalg.eigvalsh(root @ of_b @ root).clamp(min=0).sqrt().sum()
-    means = (a.mean(0) - b.mean(0)).square().sum()
-    return float(means + of_a.trace() + of_b.trace() - 2 * cross)
-
-
-def block_means(source, ids, size, device, args):
-    """(n, D) means of 8 x 8 blocks of pixels"""
-    found = []
-    for _, x in batches(source, ids, size, device, args):
-        found.append(F.adaptive_avg_pool2d(x, min(8, size)).flatten(1))
-    return torch.cat(found)
-
-
-def measure_generation(model, options, inside, outside, device, args):
-    size = inside.size
-    made = generate(model, options, outside, len(inside.classes), size, device, args)
-    source = SimpleNamespace(images=made.numpy())
-    generated = block_means(source, np.arange(len(made)), size, device, args)
-    real = block_means(inside, inside.some("train", 50_000), size, device, args)
-    tested = block_means(inside, inside.some("test", 50_000), size, device, args)
-    return {
-        "frechet_pixels": frechet(real, generated),
-        "frechet_pixels real": frechet(real, tested),
-    }
 
 
 def main():
     try:
         args = parse_args()
         device = script.choose_device(args, local_rank=0)
-        model, options, inside, outside = load_network(args, device)
-        sources = {outside.name: outside}
+        model, state = load_network(args.checkpoint, device)
+        options = state["args"]
+        inside, outside = load_images(args, state)
+        sources = {args.outdist_data or options["outdist_data"]: outside}
         for name in args.outside:
             if name not in sources:
-                sources[name] = script.load_outside(name, inside)
+                args.outdist_data = name
+                _, sources[name] = load_images(args, state)
         args.out.parent.mkdir(parents=True, exist_ok=True)
 
         found = measure_accuracy(model, options, inside, device, args)
         found.update(measure_detection(model, options, inside, sources, device, args))
         if args.num_samples > 0:
-            found.update(measure_generation(model, options, inside, outside, device, args))
+            made = generate(model, state, outside, device, args)
+            found.update(measure_distance(made, inside, outside))
         tested = inside.some("test", args.images)
         found["commonest class"] = np.bincount(inside.labels[tested]).max() / len(tested)
         content = {**found, "options": vars(args)}
