@@ -27,6 +27,7 @@ KINDS = {  # first words of a block
 # what each script has; a script that changes its form changes its line
 EXPECTED = {name: ["old"] for name in SCRIPTS}
 EXPECTED["train_ddp.py"] = ["A", "B"]
+EXPECTED["run_dpo_ddp.py"] = ["A", "B"]
 EXPECTED["run_train_quantumgrav_ddp.py"] = ["A", "B"]
 EXPECTED["test_ddp_setup.py"] = ["A"]
 
