@@ -972,8 +972,8 @@ def read_structure(path):
 
     notes = []
     for text, residues in odd.items():
-        notes.append(f"{len(residues)} {text} ({', '.join(residues[:3])})")
-    return Structure(chains, digest, f"{path}: residues: {'; '.join(notes)}" if notes else "")
+        notes.append(f"{text}: {len(residues)} ({', '.join(residues[:3])})")
+    return Structure(chains, digest, f"{path}: residues {'; '.join(notes)}" if notes else "")
 
 
 def first_model(text):
@@ -1013,14 +1013,14 @@ def read_chain(chain, odd):
         other = residue.find_atom("OT1", "*")  # CHARMM's name of the last O
         if atoms[3] is None and other is not None:
             atoms[3] = other
-            note("have OT1, which is read as O", label)
+            note("with OT1, which is read as O", label)
         if residue.het_flag == "H" and residue.name != "MSE":
             if None not in atoms[:3]:
-                note("are left out as HETATM; as ATOM they would be read as X", label)
+                note("left out as HETATM, which as ATOM would be read as X", label)
             continue
         if residue.name not in LETTERS and atoms.count(None) > 1:
             if atoms[1] is not None:
-                note("are left out, with too few atoms and an unknown name", label)
+                note("left out, with an unknown name and few atoms", label)
             continue
 
         once = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
@@ -1028,11 +1028,11 @@ def read_chain(chain, odd):
             text = f"residue {label} has {len(once)} atoms CA; expected one, or alternatives"
             raise ValueError(f"{text} (do two chains have this name?)")
         if place in places:
-            note("lie in one place with another, which counts", label)
+            note("left out, in one place with another", label)
             continue
         places.add(place)
         if residue.name not in LETTERS:
-            note("are read as X", label)
+            note("read as X", label)
 
         if numbers and residue.seqid.num + shift == numbers[-1]:  # an insertion code: A42, A42A
             shift += 1
@@ -1046,10 +1046,10 @@ def read_chain(chain, odd):
     coords = np.array(coords, np.float32).reshape(-1, 4, 3)
     bonds = np.linalg.norm(np.diff(coords, axis=1), axis=2)  # NaN where an atom is missing
     for row in np.flatnonzero(~np.isfinite(bonds).all(axis=1)):
-        note("lack N, CA, C or O, and are not designed", labels[row])
+        note("without all of N, CA, C and O, which are not designed", labels[row])
     wrong = ((bonds < 0.8) | (bonds > 2.2)).any(axis=1)
     for row in np.flatnonzero(wrong):
-        note("have N-CA, CA-C or C-O not 0.8 to 2.2 Å long, and count as missing", labels[row])
+        note("that count as missing, with N-CA, CA-C or C-O not 0.8 to 2.2 Å long", labels[row])
     coords[wrong] = math.nan
     return Chain(np.array(letters, np.uint8), coords, np.array(numbers, np.int64))
 
@@ -1140,7 +1140,7 @@ def join_chains(path, structure, row):
         if whole == 0 or names.count(name) > 1:
             found = f"{whole} residues with all of N, CA, C and O, named {names.count(name)} times"
             hint = f"expected one of {', '.join(chains)} that has some, once"
-            raise ValueError(f"{path}: chain {name}: {found}; {hint} {structure.note}")
+            raise ValueError(f"{path}: chain {name}: {found}; {hint} {structure.note}".rstrip())
 
     parts = [chains[name] for name in names]
     joined = Chain(*[np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
