@@ -178,7 +178,6 @@ class Pairs(Dataset):
         self.args = args
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
-        self.names = meta["names"]  # of the pairs
         for note in meta["notes"]:
             logging.warning(note)
 
@@ -196,6 +195,7 @@ class Pairs(Dataset):
         self.letters = load("letters")  # preferred, unpreferred; the structure's in the context
         self.designed = load("designed")
         # of each pair
+        self.name = load("name")
         self.backbone = load("backbone")
         self.row = load("row")  # its number in the data file
         self.group = load("group")
@@ -805,7 +805,7 @@ def main(args):
     report(loop)
     summary = {"best": loop["best"], "validation": loop["best_metrics"]}
     summary["baselines"] = {"before": loop["before"]}
-    summary["held_out"] = [data.names[number] for number in data.valid_ids]
+    summary["held_out"] = data.name[data.valid_ids].tolist()
     log.close("finished", steps=loop["step"], **summary)
     logging.info("Training and evaluation completed successfully!")
     return 0
@@ -1223,16 +1223,14 @@ def featurise(found, k):
 
 
 def read_pairs(sources, args, neighbours):
-    """Of the rows of the data files `sources`: {name: list of arrays} of backbones and of pairs,
-    names and groups of the pairs; what is wrong, and what else must be said."""
+    """Of the rows of the data files `sources`: [{name: array}] of backbones, and of pairs; what is
+    wrong, and what else must be said."""
     read = functools.cache(try_structure)  # each file once
-    columns = "neighbours atoms place letters designed backbone row group is_valid".split()
-    lists = {name: [] for name in columns}
-    names = []
-    groups = {}  # {name: number}
-    numbers = {}  # of the backbones, by path and chains
-    clusters = {}  # of each file, by its digest
+    backbones = {}  # by path and chains
+    pairs = []
     problems = []
+    groups = {}  # {name: number}
+    clusters = {}  # of each file, by its digest
     notes = {}  # as keys: each once, in the order in which they come
     other_letters = 0
     for is_valid, rows in enumerate(sources):
@@ -1247,41 +1245,41 @@ def read_pairs(sources, args, neighbours):
             except ValueError as error:
                 problems.append(f"{place}: {error}")
                 continue
-            if structure.note:
-                notes[structure.note] = None
+            notes[structure.note] = None
             key = (path, found.name, *row.get("fixed_chains", []))
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                for name, array in featurise(found, neighbours).items():
-                    lists[name].append(array)
+            if key not in backbones:
+                backbones[key] = {**featurise(found, neighbours), "number": len(backbones)}
 
             whole = found.chain.whole()
             native = found.chain.letters
             other_letters += ((letters != native) & whole & ~found.designed).any()
             letters = np.where(found.designed, letters, native)
-            lists["letters"].append(letters[:, whole].T)
-            lists["designed"].append(found.designed[whole])
-            lists["backbone"].append(numbers[key])
-            lists["row"].append(number)
             group = str(row.get("cluster") or structure.digest)
-            lists["group"].append(groups.setdefault(group, len(groups)))
-            lists["is_valid"].append(bool(is_valid))
-            names.append(f"{found.name}:{place.split()[-1]}")
-    notes = list(notes)
+            pair = {
+                "letters": letters[:, whole].T,
+                "designed": found.designed[whole],
+                "backbone": backbones[key]["number"],
+                "row": number,
+                "group": groups.setdefault(group, len(groups)),
+                "is_valid": bool(is_valid),
+                "name": f"{found.name}:{place.split()[-1]}",
+            }
+            pairs.append(pair)
+    notes = [note for note in notes if note]
     if other_letters > 0:
         text = "pairs have other letters where nothing is designed: the structure's count there"
         notes.append(f"{other_letters} {text}")
-    return lists, names, list(groups), problems, notes
+    return list(backbones.values()), pairs, problems, notes
 
 
 def write_pairs(folder, sources, args, neighbours):
     """Read the rows of the data files, and write the arrays that Pairs loads. (rank 0)"""
-    lists, names, groups, problems, notes = read_pairs(sources, args, neighbours)
+    backbones, pairs, problems, notes = read_pairs(sources, args, neighbours)
     if problems and not args.skip_bad_data:
         text = f"{len(problems)} problems (--skip_bad_data leaves such rows out):"
         raise InputError(text + list_problems(problems))
     for name, is_valid in {args.train_data: False, args.val_data: True}.items():
-        if name and is_valid not in lists["is_valid"]:
+        if name and not any(pair["is_valid"] == is_valid for pair in pairs):
             raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
     if len(notes) > 1:
         notes = ["what is odd in the data:" + list_problems(notes)]
@@ -1289,17 +1287,18 @@ def write_pairs(folder, sources, args, neighbours):
         notes.append(f"{len(problems)} rows are left out:" + list_problems(problems))
 
     arrays = {}
-    for name, values in lists.items():
-        is_ragged = isinstance(values[0], np.ndarray)
-        arrays[name] = np.concatenate(values) if is_ragged else np.array(values)
-    for name, ragged in {"node_ptr": "atoms", "pair_ptr": "designed"}.items():
-        sizes = [len(part) for part in lists[ragged]]
-        arrays[name] = np.cumsum([0, *sizes], dtype=np.int64)
-    digest = hashlib.sha256(json.dumps([names, groups]).encode())
+    for rows in (backbones, pairs):
+        for name, example in rows[0].items():
+            values = [row[name] for row in rows]
+            is_ragged = isinstance(example, np.ndarray)
+            arrays[name] = np.concatenate(values) if is_ragged else np.array(values)
+    arrays["node_ptr"] = np.cumsum([0, *[len(row["atoms"]) for row in backbones]])
+    arrays["pair_ptr"] = np.cumsum([0, *[len(row["designed"]) for row in pairs]])
+    digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         np.save(folder / f"{name}.npy", array)
         digest.update(np.ascontiguousarray(array))
-    meta = {"names": names, "groups": groups, "notes": notes, "hash": digest.hexdigest()[:12]}
+    meta = {"notes": notes, "hash": digest.hexdigest()[:12]}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

@@ -128,7 +128,7 @@ def run(args):
     margin = rewards[:, 0] - rewards[:, 1]
     counts = data.counts[ids]
     columns = {
-        "pair": [data.names[number] for number in ids],
+        "pair": data.name[ids],
         "logp_chosen": after[:, 2],
         "logp_rejected": after[:, 3],
         "reference_chosen": before[:, 2],
