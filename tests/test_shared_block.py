@@ -135,7 +135,7 @@ def write_folder(folder):
         part[kind] = f"{start}\n\n\ndef {kind}():\n    return 1\n\n\n"
     texts = {
         "run_train_uniref50_ddp.py": [plain, part["old"], "launch()\n"],
-        "run_dpo_ddp.py": [plain, part["old"], "launch()\n"],
+        "run_train_rebm_ddp.py": [plain, part["old"], "launch()\n"],
         "run_train_quantumgrav_ddp.py": [plain, part["A"], part["B"], "launch()\n"],
         "test_ddp_setup.py": [f"{plain}def B():\n    return 1\n\n\n", part["A"], "launch()\n"],
         "my_run.py": [plain, part["A"].replace("1", "2"), "launch()\n"],
@@ -145,7 +145,7 @@ def write_folder(folder):
 
 
 CHANGES = [  # the script and the definition that is changed, the script that is right
-    ("run_train_uniref50_ddp.py", "old", "run_dpo_ddp.py"),
+    ("run_train_uniref50_ddp.py", "old", "run_train_rebm_ddp.py"),
     ("test_ddp_setup.py", "A", "run_train_quantumgrav_ddp.py"),
     ("test_ddp_setup.py", "B", "run_train_quantumgrav_ddp.py"),
     ("run_train_quantumgrav_ddp.py", "A", "test_ddp_setup.py"),
