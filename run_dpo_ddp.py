@@ -748,8 +748,9 @@ def train(args, device, data, model, state, log):
         made = meter.steps
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if "loss" in row:
-            loop["loss_sum"] += row["loss"] * (made - row["skipped"])
-            loop["good_steps"] += made - row["skipped"]
+            good = made - row["skipped"]
+            loop["loss_sum"] += float(row["loss"]) * good  # a checkpoint holds no numpy numbers
+            loop["good_steps"] += good
         if reason or must_save:
             save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=bool(reason))
     bar.close()
