@@ -22,9 +22,8 @@ each epoch val/...: these, likelihood_accuracy (the preferred is the likelier); 
 sequence log_ratio, recovery, perplexity, entropy, per designed residue.
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
-its tools load them), latest.pt, previous.pt, best.pt, split.json, metrics.jsonl, curves.png,
-summary.json. "(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only
-rank 0 does.
+its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png, summary.json.
+"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -102,12 +101,10 @@ def parse_args():
 
     add = parser.add_argument_group("preferences").add_argument
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
-    text = "of the probabilities; 1: the network's own"
-    add("--temperature", type=number(1e-3), default=0.1, help=text)
+    add("--temperature", type=number(1e-3), default=0.1, help="of the probabilities")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    text = "share of wrong labels (sigmoid)"
-    add("--label_smoothing", type=number(0, 0.49), default=0.0, help=text)
-    text = "of the preferred sequence's cross entropy in the loss: it stays likely"
+    add("--label_smoothing", type=number(0, 0.49), default=0.0, help="share of wrong labels")
+    text = "of the preferred sequence's cross entropy"
     add("--sft_weight", type=number(0), default=0.0, help=text)
     text = "random decoding orders of a pair; a step takes the next one"
     add("--num_orders", type=COUNT, default=4, help=text)
@@ -120,8 +117,7 @@ def parse_args():
     add("--warmup_steps", type=number(0, kind=int), default=0, help=text)
     add("--no_cuda", **FLAG, default=False, help="as --device cpu")
 
-    # Matrix products are IEEE fp32 on GPUs, too: at temperature 0.1 the rounding of bf16 is larger
-    # than what is learned.
+    # fp32 on GPUs, too: at temperature 0.1 the rounding of bf16 is larger than what is learned
     add_common_arguments(parser, output_dir="outputs/dpo_ddp", batch_size=1, precision="fp32")
     args = parse_with_config(parser)
 
@@ -593,22 +589,6 @@ def evaluate(model, data, ids, args, device, autocast):
     return on_rank0(summarise, args, table.cpu().double(), counts)
 
 
-def score_reference(model, data, args, device, autocast):
-    """log p (orders, residues of all pairs, 2) under the network as it stands, which is the
-    reference from now on; None if the ranks agreed to stop. (all ranks)"""
-    logging.info(f"Scoring {len(data):,} pairs with the reference, in {args.num_orders} orders ...")
-    ids = np.arange(len(data))
-    table = torch.zeros(args.num_orders, data.pair_ptr[-1], 2)
-    results = score(model, data, ids, args.num_orders, args, device, autocast)
-    for places, order, batch, logits in results:
-        logp = log_probabilities(logits / args.temperature, batch.residues[:2])
-        table[order, ragged_rows(data.pair_ptr, places)] = logp.T.cpu()
-    if max(gather(wish_to_stop(args))):
-        return None
-    dist.all_reduce(table)  # on the host
-    return table.numpy()
-
-
 def as_text(metrics):
     return " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
 
@@ -788,8 +768,8 @@ def main(args):
         logging.info(f"{len(data):,} pairs are read: {args.cache_dir}")
         return 0
     data.split()
-    counts = f"{len(data.train_ids)} training and {len(data.valid_ids)} validation pairs"
-    logging.info(f"Loaded {counts}")
+    validation = f"{len(data.valid_ids)} validation pairs"
+    logging.info(f"Loaded {len(data.train_ids)} training and {validation}")
     may_change = "train_data val_data cache_dir base_model_dir base_model_config_dir num_epochs"
     state = open_run(args, f"{data.hash} {hash_weights(model)}", may_change.split())
     total = args.global_batch_size
@@ -877,6 +857,22 @@ def save_network(name, model, args):
         with contextlib.suppress(OSError):
             path.with_suffix(".tmp").unlink()
         logging.warning(f"no {name}; the run goes on: {str(error).splitlines()[0]}")
+
+
+def score_reference(model, data, args, device, autocast):
+    """log p (orders, residues of all pairs, 2) under the network as it stands, which is the
+    reference from now on; None if the ranks agreed to stop. (all ranks)"""
+    logging.info(f"Scoring {len(data):,} pairs with the reference, in {args.num_orders} orders ...")
+    ids = np.arange(len(data))
+    table = torch.zeros(args.num_orders, data.pair_ptr[-1], 2)
+    results = score(model, data, ids, args.num_orders, args, device, autocast)
+    for places, order, batch, logits in results:
+        logp = log_probabilities(logits / args.temperature, batch.residues[:2])
+        table[order, ragged_rows(data.pair_ptr, places)] = logp.T.cpu()
+    if max(gather(wish_to_stop(args))):
+        return None
+    dist.all_reduce(table)  # on the host
+    return table.numpy()
 
 
 def find_reference(model, data, args, device, autocast):
