@@ -161,7 +161,10 @@ def make_pairs(args):
     rows = []
     for name in args.data:
         if name.lower().endswith(".csv"):
-            rows += read_csv(name, args.score)
+            try:
+                rows += read_csv(name, args.score)
+            except UnicodeDecodeError as error:
+                raise InputError(f"{name}: {error}; expected UTF-8") from None
         else:
             rows += script.read_rows(name)
     folder = Path(args.out).resolve().parent
