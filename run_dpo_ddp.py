@@ -986,13 +986,13 @@ def first_model(text):
         # Programs write scores after the atoms, and gemmi would read `model 1` as a record. Columns
         # after 66 have a number of the line in files from before 1996, where it expects a charge.
         lines = [line for line in text.split("\n") if line.startswith(RECORDS)]
-        structure = gemmi.read_pdb_string("\n".join(lines), max_line_length=66)
+        structure = gemmi.read_pdb_string("\n".join([*lines, ""]), max_line_length=66)
     return structure[0] if len(structure) > 0 else []
 
 
 def read_chain(chain, odd):
     """A gemmi chain as a Chain. What is odd about residues is added to `odd`. Raises ValueError
-    where an atom occurs twice."""
+    where a residue occurs twice."""
     letters = []
     coords = []
     numbers = []
@@ -1021,8 +1021,8 @@ def read_chain(chain, odd):
             continue
 
         once = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
-        if len(once) > 1:
-            text = f"residue {label} has {len(once)} atoms CA; expected one, or alternatives"
+        if len(once) > 1 or (once and place in places):
+            text = f"residue {label} is in one place with another, and no alternative of it"
             raise ValueError(f"{text} (do two chains have this name?)")
         if place in places:
             note("left out, in one place with another", label)
