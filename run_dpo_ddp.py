@@ -625,6 +625,14 @@ def make_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
 
 
+def mark_lengths(structures, letters, row, rank):
+    """Tell the compiler that each batch has another number of residues. Else it makes its program
+    anew for some of them, which takes minutes."""
+    for tensor in (*structures, row, rank):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    torch._dynamo.maybe_mark_dynamic(letters, 1)
+
+
 def note_metrics(loop, metrics, args):
     """Compare with the metrics before training, and with the best. Returns whether they are the
     best so far. Raises RunError."""
@@ -712,8 +720,11 @@ def train(args, device, data, model, state, log):
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
+            inputs = batch.inputs()
+            if args.compile:
+                mark_lengths(*inputs)
             with autocast():
-                logits = ddp_model(*batch.inputs())
+                logits = ddp_model(*inputs)
             loss, parts = share_of_loss(args, logits, batch)
             scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             shares += parts

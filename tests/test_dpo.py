@@ -129,6 +129,18 @@ def test_what_is_done_once(data, tmp_path):
     assert counts[1, 5] == counts[3, 5] > counts[3, 0]
 
 
+def test_compiled_once(tmp_path, monkeypatch):
+    """Each batch has other numbers of residues, and all use one program. (Peptides of fewer than 48
+    residues, with other numbers of neighbours, another one.)"""
+    write_structures(tmp_path, 4, pairs=3, least=50, most=80)
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compiler(model, backend="eager"))
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    run(tmp_path, tmp_path / "out", "--compile", "--batch_size=2", "--val_fraction=0.25")
+    assert graphs["unique_graphs"] == 1
+
+
 def test_a_cached_reference_trains_the_same(data, tmp_path):
     """And a resumed run, whose network is another by then, does not take itself for it."""
     options = [f"--cache_dir={tmp_path}/cache", "--lr=1e-3", "--num_epochs=2"]
