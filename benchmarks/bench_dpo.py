@@ -49,7 +49,7 @@ BETA = 0.1
 TEMPERATURE = 0.1
 RATE = 3e-7
 OPTIONS = f"""--base_model_name=random --lr={RATE} --beta={BETA} --temperature={TEMPERATURE}
-    --num_orders=1 --num_epochs=100000 --log_every=1 --batch_size=1
+    --num_orders=1 --num_epochs=100000 --log_every=1 --batch_size=1 --cache_dir=cache
     --val_fraction=0.02"""
 
 

@@ -39,9 +39,10 @@ RUNS = {  # the script and what it does: its options
     "train_ddp, phase 2": f"{TEXTS} --skip_phase1",
     "run_train_uniref50_ddp": f"""--config={sides.ROOT}/configs/config_uniref50_quickstart.yaml
         --datafile={sides.ROOT}/data/ribosomal_families.fasta.gz""",
-    # half of the batch, so that no epoch ends meanwhile
-    "run_dpo_ddp": f"""--config={sides.ROOT}/configs/run_dpo_ddp_quickstart.yaml --sft_epochs=0
-        --num_orders=1 --batch_size=4 --train_data={sides.ROOT}/data/dpo/pairs.json""",
+    "run_dpo_ddp": f"""--config={sides.ROOT}/configs/run_dpo_ddp_quickstart.yaml
+        --train_data={sides.ROOT}/data/dpo/pairs_charge.json
+        --val_data={sides.ROOT}/data/dpo/pairs_charge_val.json
+        --base_model_dir={sides.ROOT}/data/dpo --cache_dir=cache --num_orders=1 --batch_size=4""",
     "run_train_quantumgrav_ddp": f"""--data=sets.npz
         --config={sides.ROOT}/configs/config_quantumgrav_quickstart.yaml --cache_dir=cache""",
     "run_train_rebm_ddp, stage 1": f"{DIGITS} --total_epochs=0",

@@ -92,8 +92,8 @@ WORKLOADS = {
     ),
     # structures of 64 residues; ProteinMPNN at full size
     "run_dpo_ddp": Workload(
-        """--train_data=pairs64.json --base_model_name=random --temperature=1 --num_orders=1
-        --val_fraction=0.02 --num_epochs=100000""",
+        """--train_data=pairs64.json --cache_dir=cache --base_model_name=random --temperature=1
+        --num_orders=1 --val_fraction=0.02 --num_epochs=100000""",
         batch=4,
         own=1,
         larger=6,

@@ -71,11 +71,11 @@ def tiny_run_train_uniref50_ddp(folder):
 
 
 def tiny_run_dpo_ddp(folder):
-    """80 pairs on generated helices: two epochs of warm start, then two of preferences."""
+    """80 pairs on generated helices; an evaluation after each ten steps."""
     write_structures(folder, 10, pairs=8, least=8, most=12)
-    return f"""--train_data={folder}/pairs.json --base_model_name=random --val_fraction=0.25
-        --sft_epochs=2 --sft_lr=1e-3 --num_epochs=2 --lr=5e-4 --temperature=1 --num_orders=2
-        --global_batch_size=6 --batch_size=2 --eval_batch_size=3 --num_workers=1""".split()
+    return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random
+        --val_fraction=0.25 --num_epochs=5 --lr=5e-4 --temperature=1 --num_orders=2
+        --global_batch_size=6 --batch_size=2 --num_workers=1""".split()
 
 
 def tiny_run_train_quantumgrav_ddp(folder):

@@ -154,6 +154,67 @@ def list_of_proteins(folder):
     return ["--datafile=processed.pt"]
 
 
+def atom_lines(letters, scale):
+    """(record, atom, residue, number, x, y, z) of the backbone of a helix."""
+    names = {"A": "ALA", "L": "LEU", "K": "LYS", "E": "GLU", "S": "SER"}
+    atoms = {"N": (-1.2, 0.5, -0.4), "CA": (0, 0, 0), "C": (1.1, 0.6, 0.7), "O": (1.5, 1.7, 0.8)}
+    for number, letter in enumerate(letters, start=1):
+        turn = 1.745 * number
+        centre = np.array([scale * np.cos(turn), scale * np.sin(turn), 1.5 * number])
+        for atom, offset in atoms.items():
+            yield "ATOM", atom, names[letter], number, *(centre + offset)
+
+
+def write_pdb(path, letters, scale):
+    with open(path, "w") as file:
+        for i, (record, atom, name, number, *place) in enumerate(atom_lines(letters, scale)):
+            start = f"{record:<6}{i + 1:5d}  {atom:<3} {name} A{number:4d}    "
+            file.write(start + "".join(f"{x:8.3f}" for x in place) + "  1.00  0.00\n")
+        file.write("TER\nEND\n")
+
+
+def write_mmcif_gz(path, letters, scale):
+    columns = """group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id
+        label_entity_id label_seq_id pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z auth_seq_id
+        auth_asym_id pdbx_PDB_model_num"""
+    lines = ["data_mine", "loop_", *[f"_atom_site.{name}" for name in columns.split()]]
+    for i, (record, atom, name, number, *place) in enumerate(atom_lines(letters, scale)):
+        xyz = " ".join(f"{x:.3f}" for x in place)
+        start = f"{record} {i + 1} {atom[0]} {atom} . {name} A 1 {number}"
+        lines.append(f"{start} ? {xyz} {number} A 1")
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+
+
+def structures(name, write):
+    """Pairs on four structures in a format, and a file of weights."""
+
+    def prepare(folder):
+        letters = "ALKESAALKLSEAKLE"
+        (folder / "mine").mkdir()
+        lines = []
+        for i in range(4):
+            write(folder / "mine" / f"{i}.{name}", letters, 2.2 + 0.1 * i)
+            for place in range(6):
+                other = letters[:place] + "W" + letters[place + 1 :]
+                row = {"pdb_file": f"mine/{i}.{name}", "preferred_seq": letters}
+                lines.append(json.dumps({**row, "unpreferred_seq": other}))
+        (folder / "pairs.jsonl").write_text("\n".join(lines))
+        shutil.copy(ROOT / "data" / "dpo" / "soluble_v_48_020.pt", folder)
+        return ["--train_data=pairs.jsonl", "--base_model_dir=."]
+
+    return prepare
+
+
+def check_dpo(folder, summary):
+    assert summary["best"]["metric"] == "loss"
+    assert summary["baselines"]["before"]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert len(summary["held_out"]) == 6
+    saved = torch.load(folder / "run" / "best_model.pt", weights_only=True)
+    released = torch.load(folder / "soluble_v_48_020.pt", weights_only=True)
+    assert saved["num_edges"] == released["num_edges"]
+    assert saved["model_state_dict"].keys() == released["model_state_dict"].keys()
+
+
 def check_quantumgrav(folder, summary):
     assert summary["steps"] == 2 * (SETS * 3 // 4 // 15)
     assert 0 <= summary["test"]["manifold/accuracy"] <= 1
@@ -199,6 +260,11 @@ SCRIPTS = {  # options of a tiny run, what is looked at, and the folders that ar
         check_uniref50,
         {"cache", "run"},
     ),
+    "run_dpo_ddp": (
+        "--num_epochs=2 --num_orders=1 --batch_size=6 --lr=1e-5 --val_fraction=0.25",
+        check_dpo,
+        {"cache", "run"},
+    ),
 }
 CASES = {  # script, the user's files
     "npz": ("run_train_quantumgrav_ddp", npz),
@@ -211,6 +277,8 @@ CASES = {  # script, the user's files
     "fasta.bz2": ("run_train_uniref50_ddp", packed_fasta),
     "a sequence a line": ("run_train_uniref50_ddp", lines_of_proteins),
     "processed.pt": ("run_train_uniref50_ddp", list_of_proteins),
+    "pdb": ("run_dpo_ddp", structures("pdb", write_pdb)),
+    "cif.gz": ("run_dpo_ddp", structures("cif.gz", write_mmcif_gz)),
 }
 for version in (2, 3):
     for layout in ("flat", "one group", "groups"):
@@ -235,12 +303,7 @@ def test_alone(case, tmp_path):
         return {path.name for path in set(tmp_path.iterdir()) - before}
 
     before = set(tmp_path.iterdir())
-    if case in (
-        "npz",
-        "csv",
-        "image folder",
-        "fasta.bz2",
-    ):  # one of each is enough: it ends where the data are read
+    if case in ("npz", "csv", "image folder", "fasta.bz2", "pdb"):  # one of each is enough
         call("--prepare_only")
         assert made() == {"cache"}
     text = call("--output_dir=run")

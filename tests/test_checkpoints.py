@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import run_dpo_ddp
 import run_train_quantumgrav_ddp
+import run_train_rebm_ddp
 
 pytestmark = pytest.mark.usefixtures("group")
 
 
 class Old:
-    script = run_dpo_ddp
-    read = staticmethod(run_dpo_ddp.load_checkpoint)
-    is_whole = staticmethod(run_dpo_ddp.is_whole)
+    script = run_train_rebm_ddp
+    read = staticmethod(run_train_rebm_ddp.load_checkpoint)
+    is_whole = staticmethod(run_train_rebm_ddp.is_whole)
 
     def __init__(self, folder):
         self.folder = folder

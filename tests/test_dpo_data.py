@@ -57,9 +57,10 @@ def load(folder, rows, **options):
     """The pairs of a data file that holds `rows`, or this text."""
     path = folder / "pairs.json"
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
-    names = {"train_data": str(path), "val_data": None, "max_length": 500, "skip_bad_data": False}
-    names.update({"seed": 42, "num_workers": 0, **options})
-    return script.load_pairs(Namespace(**names), 8)[0]
+    args = {"train_data": str(path), "val_data": None, "max_length": 500, "skip_bad_data": False}
+    args.update(cache_dir=f"{folder}/cache", seed=42, num_orders=4, val_fraction=0.3)
+    args = Namespace(**{**args, **options})
+    return script.Pairs(script.prepare(args, neighbours=8), args)
 
 
 def refused(folder, rows, **options):
@@ -72,7 +73,14 @@ def letters_of(ids):
     return "".join(LETTERS[i] for i in ids)
 
 
-# ---- Structures ------------------------------------------------------------------------------
+def texts_of(data, number):
+    """Both sequences of a pair, and its context."""
+    rows = slice(data.pair_ptr[number], data.pair_ptr[number + 1])
+    return [letters_of(letters) for letters in data.letters[rows].T]
+
+
+# --------------------------------------------------------------------------------------------------
+# Structures
 
 
 ZOO = "".join(
@@ -130,52 +138,127 @@ def test_structure_zoo(tmp_path):
         # the first alternative that occurs, whatever its letter
         for i, (number, shift) in enumerate([(1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (4, 3)]):
             assert chain.coords[i, 1] == pytest.approx(place("A", number) + [shift, 0, 0], abs=2e-3)
-        # the modified residue that is a HETATM is left out, and not without a word
-        for note, number in zip(structure.notes, [4, 11], strict=True):
-            assert f"residue A{number} SEP is left out: it is a HETATM" in note
+        for text in (
+            "left out as HETATM, which as ATOM would be read as X: 2 (A4 SEP, A11 SEP)",
+            "left out, in one place with another: 1 (A4 THR)",
+            "left out, with an unknown name and few atoms: 1 (A12 CA)",
+            "read as X: 1 (A10 SEP)",
+            "without all of N, CA, C and O, which are not designed: 4 (A5 LYS, A9 TRP, B1 TYR)",
+        ):
+            assert text in structure.note
 
 
-def test_structures_that_are_refused(tmp_path):
-    twice = residue("ALA", 7, "B") + "TER\n" + residue("GLY", 7, "B")  # two chains of one name
-    cases = {
-        "water.pdb": (residue("HOH", 1, record="HETATM").encode(), "no protein residues"),
-        "twice.pdb": (twice.encode(), "residue B7 GLY has two atoms N; expected one"),
-        "cut.pdb.gz": (gzip.compress(ZOO.encode())[:-20], "end-of-stream"),
-        "broken.cif": (b"data_x\nloop_\n_atom_site.id\n_atom_site.x\n1\n", "Wrong number of"),
-        # two that once gave an error without a reason, and formats that are none of the two
-        "nothing.cif": (b"data_x\n_cell.length_a 3\n", "no protein residues"),
-        "empty.cif": (b"", r"\w+"),
-        "binary.bcif": (b"\x83\xa7encoder\0" * 9, "format not supported"),
-        "pdbml.xml": (b"<?xml version='1.0'?><PDBx:datablock/>", "format not supported"),
-    }
-    for name, (content, text) in cases.items():
-        (tmp_path / name).write_bytes(content)
+def chain(names, **more):
+    return "".join(residue(name, i, **more) for i, name in enumerate(names.split(), start=1))
+
+
+def at_columns(text, first, words):
+    """Every line with these words from a column on, counted from 0."""
+    return "".join(f"{line:<{first}.{first}}{words}\n" for line in text.splitlines())
+
+
+FOUR = chain("ALA CYS ASP GLU")  # ACDE
+FREE_TEXT = "data_x\n_struct.title\n;The atoms, as\nATOMS   of\nATOM   text\n;\n"
+OTHER_NAMES = "MSE HIE HID HIP HSD HSE HSP CYX CYM ASH GLH LYN"
+
+
+def as_mmcif(text):
+    parsed = gemmi.read_pdb_string(text)
+    parsed.setup_entities()
+    lines = parsed.make_mmcif_document().as_string().splitlines(keepends=True)
+    return FREE_TEXT + "".join(lines[1:])
+
+
+# a file's content; letters of chain A, or words of the error; words of the note
+ODD = {
+    "protonation": (chain(OTHER_NAMES), "MHHHHHHCCDEK", ""),
+    "selenomethionine": (FOUR + residue("MSE", 5, record="HETATM"), "ACDEM", ""),
+    "UTF-8 mark": ("\ufeff" + FOUR, "ACDE", ""),
+    "Windows": (FOUR.replace("\n", "\r\n"), "ACDE", ""),
+    "scores": (FOUR + "TER\nmodel 1\nrmsd 0.42\nlabel fa_atr 1.0\n", "ACDE", ""),
+    "scores first": ("plddt 0.9\n# Rosetta\n" + FOUR + "#END_POSE 1\n", "ACDE", ""),
+    "before 1996": (at_columns(FOUR, 72, "1ABC 123"), "ACDE", ""),
+    "short lines": (at_columns(FOUR, 54, ""), "ACDE", ""),
+    "mmCIF text": (as_mmcif(FOUR), "ACDE", ""),
+    "phosphoserine": (FOUR + residue("SEP", 5), "ACDEX", "read as X: 1 (A5 SEP)"),
+    "HETATM": (
+        FOUR + residue("SEP", 5, record="HETATM"),
+        "ACDE",
+        "left out as HETATM, which as ATOM would be read as X: 1 (A5 SEP)",
+    ),
+    "ligand and water": (
+        FOUR + residue("HEM", 5, atoms="FE", record="HETATM") + residue("HOH", 6, atoms="O"),
+        "ACDE",
+        "",
+    ),
+    "OT1": (
+        FOUR + residue("LYS", 5).replace("  O   LYS", "  OT1 LYS"),
+        "ACDEK",
+        "with OT1, which is read as O: 1 (A5 LYS)",
+    ),
+    "no O": (
+        FOUR + residue("LYS", 5, atoms="N CA C"),
+        "ACDE-",
+        "without all of N, CA, C and O, which are not designed: 1 (A5 LYS)",
+    ),
+    "NaN": (
+        FOUR + residue("LYS", 5).replace("   0.000", "     nan", 1),
+        "ACDE-",
+        "1 (A5 LYS)",
+    ),
+    "asterisks": (  # which read as 0
+        FOUR + residue("LYS", 5).replace("  19.000", "********", 1),
+        "ACDE-",
+        "that count as missing, with N-CA, CA-C or C-O not 0.8 to 2.2 Å long: 1 (A5 LYS)",
+    ),
+    "nanometres": (chain("ALA CYS", scale=0.1), "--", "that count as missing, with N-CA"),
+    "two chains of a name": (
+        residue("GLY", 7) + "TER\n" + residue("GLY", 7),
+        "residue A7 GLY is in one place with another",
+        "",
+    ),
+    "two other chains of a name": (
+        residue("ALA", 7) + "TER\n" + residue("GLY", 7),
+        "residue A7 GLY is in one place with another",
+        "",
+    ),
+    "DNA": (chain("DA DC DG", atoms="P C4 N1"), "no protein residues", ""),
+    "water": (residue("HOH", 1, record="HETATM"), "no protein residues", ""),
+    "cut gz": (gzip.compress(ZOO.encode())[:-20], "ended before the end-of-stream", ""),
+    "broken mmCIF": ("data_x\nloop_\n_atom_site.id\n_atom_site.x\n1\n", "Wrong number of", ""),
+    # that once gave an error without a reason, and formats that are none of the two
+    "mmCIF without atoms": ("data_x\n_cell.length_a 3\n", "no protein residues", ""),
+    "empty": ("", "no protein residues", ""),
+    "binary": (b"\x83\xa7encoder\0" * 9, "format not supported", ""),
+    "PDBML": ("<?xml version='1.0'?><PDBx:datablock/>", "format not supported", ""),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_structures(case, tmp_path):
+    """Each is read, with a note of what is left out or guessed, or is refused in one line."""
+    content, expected, note = ODD[case]
+    path = tmp_path / "odd.pdb"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if " " in expected:
         hint = "expected a protein structure in PDB or mmCIF format"
-        with pytest.raises(ValueError, match=f"{name}: .*{text}.*; {hint}"):
-            script.read_structure(tmp_path / name)
-
-
-def test_coordinates_that_cannot_be_right_are_missing(tmp_path):
-    """A field of asterisks, which reads as 0; nanometres. With file and line."""
-    path = tmp_path / "a.pdb"
-    write_pdb(path, {"A": "ACDEF"})
-    lines = path.read_text().splitlines()
-    lines[13] = lines[13][:46] + "********" + lines[13][54:]  # CA of A4
-    path.write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=f"odd.pdb: .*{expected}.*; {hint}"):
+            script.read_structure(path)
+        return
     structure = script.read_structure(path)
     chain = structure.chains["A"]
-    assert letters_of(chain.letters) == "ACDEF"  # it keeps its place in the sequence
-    assert chain.whole().tolist() == [True, True, True, False, True]
-    (note,) = structure.notes
-    assert f"{path}, line 13: residue A4 GLU counts as missing: N-CA, CA-C, C-O" in note
+    letters = np.where(chain.whole(), np.array(list(LETTERS))[chain.letters], "-")
+    assert "".join(letters) == expected
+    if note:
+        assert structure.note.count("\n") == 0
+        assert f"{path}: residues " in structure.note
+        assert note in structure.note
+    else:
+        assert structure.note == ""
 
-    write_pdb(path, {"A": "ACDEF"}, scale=0.1)
-    text = refused(tmp_path, [row("a.pdb", "ACDEF", "ACDEG")])
-    assert "chain A: 0 residues with all of N, CA, C and O" in text
-    assert "line 1: residue A1 ALA counts as missing" in text
 
-
-# ---- Pairs -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Pairs
 
 
 BAD_ROWS = [  # a row with this change, and what is said of it
@@ -183,12 +266,10 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"chain_id": "Q"}, "/a.pdb: chain Q: 0 residues .* expected one of A, B that has some"),
     ({"chain_id": "B", "fixed_chains": ["B"]}, "chain B: 4 residues .*, named 2 times"),
     ({"chain_id": "A", "design_chains": ["B"]}, "chain_id A and design_chains B: give one"),
-    (
-        {"preferred_seq": "ACD"},
-        "preferred_seq has 3 letters; expected 6, one for each residue in the file, as a:A",
-    ),
+    ({"preferred_seq": "ACD"}, "3 letters; expected 6, one for each .*, as a:A: ACDEFG"),
+    ({"preferred_seq": "ACD/EFG"}, "preferred_seq has '/' between chains; expected the letters"),
     ({"preferred_seq": None}, "no preferred_seq"),
-    ({"unpreferred_seq": "ACUEFG"}, "unpreferred_seq has 'U' at position 2; expected letters"),
+    ({"unpreferred_seq": "ACU"}, "unpreferred_seq has 'U' at position 2; expected letters"),
     ({"mutable_positions": [0]}, "are the same at the designed residues"),
     ({"mutable_positions": [6]}, r"mutable residues \[6, 6\]; expected a first .* 0 to 5"),
     ({"mutable_ranges": [4]}, r"mutable_ranges is \[4\]; expected such as \[\[3, 7\]\]"),
@@ -197,23 +278,31 @@ BAD_ROWS = [  # a row with this change, and what is said of it
 ]
 
 
-def test_all_problems_are_listed_at_once(tmp_path):
+def test_all_problems_are_listed_at_once(tmp_path, caplog):
     write_pdb(tmp_path / "a.pdb", {"A": "ACDEFG", "B": "KLMN"})
     good = row(chosen="ACDEFG", rejected="ACDEFA")
     bad = [{**good, **change} for change, _ in BAD_ROWS]
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows).split("\n  ")
-    assert lines[0].startswith("24 problems (--skip_bad_data leaves such rows out): ")
-    assert len(lines) == 21
-    assert lines[-1] == "... and 4 more"
+    assert lines[0].startswith("26 problems (--skip_bad_data leaves such rows out):")
+    assert re.search("and 6 more", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
-        assert re.search(f"pairs.json: index {number}: .*{text}", lines[number - 1])
+        assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
-    pairs = load(tmp_path, rows, skip_bad_data=True)
-    assert [pair.name for pair in pairs.pairs] == ["a:A:0", "a:B:25"]
+    data = load(tmp_path, rows, skip_bad_data=True)
+    assert data.name.tolist() == ["a:A:0", "a:B:27"]
+    assert "26 rows are left out" in caplog.text
     text = refused(tmp_path, [good], max_length=5)
     assert "6 residues; expected at most --max_length 5" in text
     assert len(load(tmp_path, [good], max_length=6)) == 1
+
+
+def test_a_sequence_that_does_not_fit_is_told_what_is_odd(tmp_path):
+    """The missing letter is that of a residue that was left out."""
+    (tmp_path / "a.pdb").write_text(FOUR + residue("SEP", 5, record="HETATM"))
+    text = refused(tmp_path, [row("a.pdb", "ACDES", "ACDEA")])
+    assert "expected 4, one for each residue in the file, as a:A: ACDE" in text
+    assert "left out as HETATM, which as ATOM would be read as X: 1 (A5 SEP)" in text
 
 
 def test_forms_of_the_data_file(tmp_path):
@@ -225,9 +314,9 @@ def test_forms_of_the_data_file(tmp_path):
     lines = [json.dumps(one) for one in rows]
     untidy = "\ufeff\n" + "\r\n\n".join(lines) + "\n \n"
     for text in (json.dumps(rows, indent=2), untidy):
-        pairs = load(tmp_path, text).pairs
-        assert [letters_of(pair.letters[0]) for pair in pairs] == ["ACDEFG", "ACDEFG"]
-        assert [letters_of(pair.letters[1]) for pair in pairs] == ["ACDEFA", "CCDEFG"]
+        data = load(tmp_path, text)
+        assert texts_of(data, 0) == ["ACDEFG", "ACDEFA"]
+        assert texts_of(data, 1) == ["ACDEFG", "CCDEFG"]
 
     assert "expected a JSON array of objects" in refused(tmp_path, "[{")
     assert "pairs.json: no pairs; expected pdb_file" in refused(tmp_path, "")
@@ -235,7 +324,7 @@ def test_forms_of_the_data_file(tmp_path):
     assert "line 2: \"{'pdb_file'}\"; expected an object with pdb_file" in text
 
 
-def test_chains_and_positions(tmp_path):
+def test_chains_and_positions(tmp_path, caplog):
     """Design chains in the order given, then the fixed ones; what is not designed has the
     structure's letter; a residue without coordinates is not there."""
     write_pdb(tmp_path / "a.pdb", {"A": "ACD-FG", "B": "KlMN", "C": "WWYY"})
@@ -250,14 +339,15 @@ def test_chains_and_positions(tmp_path):
     for change, *_ in cases:
         chains = {"design_chains": ["B", "A"], "fixed_chains": ["C"]}
         rows.append(row("a.pdb", "RRRRSSSSS", "TTTTSSSST", **{**chains, **change}))
-    pairs = load(tmp_path, rows)
-
-    for pair, (_, chosen, rejected, designed) in zip(pairs.pairs, cases, strict=True):
-        assert [letters_of(letters) for letters in pair.letters] == [chosen, rejected]
-        assert pair.designed.tolist() == [sign == "X" for sign in designed]
-    assert pairs.other_letters == 2
-    assert len(pairs.backbones) == 2  # with the fixed chain, and without
-    number, chain = pairs.backbones[0].place.tolist()
+    data = load(tmp_path, rows)
+    for i, (_, chosen, rejected, designed) in enumerate(cases):
+        assert texts_of(data, i) == [chosen, rejected]
+        signs = np.where(data.designed[data.pair_ptr[i] : data.pair_ptr[i + 1]], "X", ".")
+        assert "".join(signs) == designed
+        assert data.counts[i] == designed.count("X")
+    assert "2 pairs have other letters where nothing is designed" in caplog.text
+    assert data.backbone.tolist() == [0, 0, 0, 1]  # with the fixed chain, and without
+    number, chain = data.place[: data.node_ptr[1]].T.tolist()
     assert number == [1, 3, 4, 1, 2, 3, 5, 6, 1, 2, 3, 4]  # the gap of A4 counts
     assert chain == [0] * 3 + [1] * 5 + [2] * 4
 
@@ -269,24 +359,28 @@ def some_rows(folder, count, pairs):
 
 
 def test_batches_against_each_structure(tmp_path):
-    """In any order and with repeats, a batch holds what featurise says of each structure."""
-    pairs = load(tmp_path, some_rows(tmp_path, 4, pairs=3))
-    ids = np.array([11, 0, 4, 4, 10, 6])
-    batch = pairs[ids, np.arange(20), 0]
-    assert batch.ids.tolist() == ids.tolist()
-    assert batch.share == 1 / 20
+    """In any order and with repeats, a batch holds what was read of each structure."""
+    data = load(tmp_path, some_rows(tmp_path, 4, pairs=3))
+    data.reference = np.random.default_rng(0).normal(size=(4, data.pair_ptr[-1], 2))
+    data.reference = data.reference.astype(np.float32)
+    whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
+    places = np.arange(1, 7)
+    batch = data[5, whole, places]
+    assert batch.share == 1 / 8
     chosen, rejected, rows, ranks, owner = batch.residues
-    for number, i in enumerate(ids):
+    for number, i in enumerate(whole[places]):
         mine = owner == number
-        assert chosen[mine].tolist() == pairs.pairs[i].letters[0].tolist()
-        assert rejected[mine].tolist() == pairs.pairs[i].letters[1].tolist()
-        assert ranks[mine].tolist() == pairs.ranks(i, 0).tolist()
+        pair = slice(data.pair_ptr[i], data.pair_ptr[i + 1])
+        assert torch.stack([chosen, rejected])[:, mine].T.tolist() == data.letters[pair].tolist()
+        assert ranks[mine].tolist() == data.ranks(i, 1).tolist()  # step 5 of 4 orders
+        assert batch.reference[:, mine].T.tolist() == data.reference[1, pair].tolist()
         # the residue's atoms are those of its backbone
-        assert torch.equal(batch.structures.atoms[rows[mine]], pairs.backbones[i // 3].atoms)
+        begin, end = data.node_ptr[data.backbone[i] :][:2]
+        assert batch.structures.atoms[rows[mine]].tolist() == data.atoms[begin:end].tolist()
 
     # nobody has neighbours elsewhere
-    neighbours = pairs.structures([2, 1]).neighbours
-    size = len(pairs.backbones[2].atoms)
+    neighbours = data.structures(np.array([2, 1]))[0].neighbours
+    size = data.node_ptr[3] - data.node_ptr[2]
     assert neighbours[:size].max() == size - 1
     assert neighbours[size:][neighbours[size:] >= 0].min() == size
 
@@ -295,93 +389,89 @@ def test_decoding_orders():
     """The context comes first; the orders are uniform and depend on (seed, pair, number) alone."""
     designed = np.zeros(30, bool)
     designed[5:25] = True
-    data = script.Pairs(Namespace(seed=1), 8)
-    data.pairs = [SimpleNamespace(designed=designed)] * 400
-    ranks = np.array([data.ranks(number, 0) for number in range(400)])
+    data = SimpleNamespace(designed=np.tile(designed, 400), pair_ptr=30 * np.arange(401))
+    data.row = np.arange(400)
+    data.args = Namespace(seed=1)
+    ranks = np.array([script.Pairs.ranks(data, number, 0) for number in range(400)])
     assert (np.sort(ranks, axis=1) == np.arange(30)).all()
     assert (ranks[:, ~designed] == np.arange(10)).all()
     assert np.abs(ranks[:, designed].mean(0) - 19.5).max() < 5 * (20**2 / 12 / 400) ** 0.5
-    assert np.array_equal(data.ranks(7, 0), ranks[7])
-    assert not np.array_equal(data.ranks(7, 1), ranks[7])
+    assert np.array_equal(script.Pairs.ranks(data, 7, 0), ranks[7])
+    assert not np.array_equal(script.Pairs.ranks(data, 7, 1), ranks[7])
 
 
-# ---- Held out --------------------------------------------------------------------------------
+def test_work_is_done_once(tmp_path):
+    """The cache is taken while nothing has changed. A structure that has changed is read again."""
+    rows = some_rows(tmp_path, 2, pairs=2)
+    data = load(tmp_path, rows)
+    before = list((tmp_path / "cache").iterdir())
+    assert load(tmp_path, rows).hash == data.hash
+    assert list((tmp_path / "cache").iterdir()) == before
+    path = tmp_path / "helix1.pdb"
+    path.write_text(path.read_text().replace("   0.1", "   0.2"))
+    assert load(tmp_path, rows).hash != data.hash
 
 
-def split(pairs, **options):
-    args = Namespace(**{"val_data": None, "val_fraction": 0.3, "seed": 42, **options})
-    return script.split_pairs(args, pairs, len(pairs))
+# --------------------------------------------------------------------------------------------------
+# Held out
 
 
 def held_sizes(sizes, fraction, seed=0):
-    """{group: pairs} held out of groups of these sizes."""
-    groups = np.repeat([f"group{i}" for i in range(len(sizes))], sizes).tolist()
-    return {name: groups.count(name) for name in script.choose_groups(groups, fraction, seed)}
+    """Numbers of pairs of the groups that are held out, of groups of these sizes."""
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    args = Namespace(val_data=None, val_fraction=fraction, seed=seed)
+
+    class Groups(script.Pairs):
+        def __init__(self):
+            self.args = args
+            self.group = group
+            self.row = group
+            self.is_valid = np.zeros(len(group), bool)
+
+    data = Groups()
+    data.split()
+    assert sorted([*data.train_ids, *data.valid_ids]) == list(range(len(group)))
+    held = np.unique(group[data.valid_ids])
+    assert not set(held) & set(group[data.train_ids])
+    return {int(number): sizes[number] for number in held}
 
 
 def test_share_held_out():
     assert len(held_sizes([1] * 414, 0.1)) == 42, "the document's 372 and 42"
     for seed in range(20):
         taken = sum(held_sizes([500, *[5] * 100], 0.1, seed).values())
-        assert 100 <= taken < 110, "one large structure is no reason for half of the data"
+        assert taken == 100, "one large structure is no reason for half of the data"
     assert list(held_sizes([60, 50, 70], 0.1).values()) == [50], "all are too large"
     assert held_sizes([3] * 50, 0.2, seed=0) != held_sizes([3] * 50, 0.2, seed=1)
+    with pytest.raises(script.InputError, match="one structure or cluster: give --val_data"):
+        held_sizes([9], 0.1)
 
 
 def test_split_by_structure_and_cluster(tmp_path):
     rows = some_rows(tmp_path, 6, pairs=4)
     (tmp_path / "copy.pdb").write_bytes((tmp_path / "helix0.pdb").read_bytes())
     rows.append({**rows[0], "pdb_file": "copy.pdb"})  # a copy of a file is the same structure
-    pairs = load(tmp_path, rows)
-    groups = [pair.group for pair in pairs.pairs]
-    assert groups[24] == groups[0]
-    assert len(set(groups)) == 6
-    train, valid = split(pairs)
-    assert sorted([*train, *valid]) == list(range(25))
-    assert 5 <= len(valid) <= 12
-    assert not {groups[i] for i in train} & {groups[i] for i in valid}
-
-    # homologous chains in one cluster: never on both sides
+    group = load(tmp_path, rows).group
+    assert group[24] == group[0]
+    assert len(set(group)) == 6
+    # homologous chains in one cluster
     rows = [{**one, "cluster": f"family {i // 8}"} for i, one in enumerate(rows[:24])]
-    clustered = load(tmp_path, rows)
-    for seed in range(5):
-        train, valid = split(clustered, seed=seed)
-        assert len(valid) == 8
-        assert len({i // 8 for i in valid}) == 1
-
-
-def test_one_structure_is_split_by_sequence(tmp_path, caplog):
-    """Once that was an error. No held-out sequence is trained on, and it is said."""
-    native = "ACDEFGHIKLMN"
-    write_pdb(tmp_path / "a.pdb", {"A": native})
-    others = [native[:i] + "W" + native[i + 1 :] for i in range(12)]
-    rows = [row("a.pdb", native, other) for other in others]
-    rows.append(row("a.pdb", others[0], others[1]))
-    pairs = load(tmp_path, rows)
-    for seed in range(10):
-        train, valid = split(pairs, seed=seed)
-        assert len(valid) >= 3
-        assert len(train) + len(valid) >= 9
-        held = {rows[i]["unpreferred_seq"] for i in valid}
-        for i in train:
-            assert not held & {rows[i]["preferred_seq"], rows[i]["unpreferred_seq"]}
-    assert "all pairs are on one structure" in caplog.text
-    with pytest.raises(script.InputError, match="give --val_data"):
-        split(load(tmp_path, rows[:1]))
+    assert load(tmp_path, rows).group.tolist() == np.repeat([0, 1, 2], 8).tolist()
 
 
 def test_validation_data(tmp_path, caplog):
     rows = some_rows(tmp_path, 2, pairs=3)
     (tmp_path / "val.json").write_text(json.dumps(rows[3:]))
-    args = Namespace(val_data=str(tmp_path / "val.json"))
-    train, valid = script.split_pairs(args, load(tmp_path, rows[:3], **vars(args)), 3)
-    assert (train.tolist(), valid.tolist()) == ([0, 1, 2], [3, 4, 5])
-    assert "in the training data, too" not in caplog.text
-    script.split_pairs(args, load(tmp_path, rows[:4], **vars(args)), 4)
-    assert "1 structures or clusters are in --val_data and in the training data, too" in caplog.text
+    data = load(tmp_path, rows[:3], val_data=str(tmp_path / "val.json"))
+    data.split()
+    assert (data.train_ids.tolist(), data.valid_ids.tolist()) == ([0, 1, 2], [3, 4, 5])
+    text = "structures or clusters are in --val_data and in --train_data, too"
+    assert text not in caplog.text
+    load(tmp_path, rows[:4], val_data=str(tmp_path / "val.json")).split()
+    assert f"1 {text}" in caplog.text
 
 
-def test_shipped_data(tmp_path):
+def test_shipped_data(tmp_path, caplog):
     """Entries of the PDB with selenomethionines as HETATM, gaps, insertion codes, disorder."""
     folder = ROOT / "data" / "dpo"
     rows = json.loads((folder / "pairs.json").read_text())
@@ -390,9 +480,10 @@ def test_shipped_data(tmp_path):
     assert natives["1EJG"] == "TTCCPSIVARSNFNVCRLPGTPEALCATYTGCIIIPGATCPGDYAN"  # crambin
     assert natives["1A8O"].count("M") == 4
 
-    pairs = load(tmp_path, [{**row, "pdb_file": f"{folder}/{row['pdb_file']}"} for row in rows])
-    assert len(pairs) == 12 * 13
-    assert pairs.notes == []
-    number = [pair.name.startswith("1UBI") for pair in pairs.pairs].index(True) // 12
-    steps = pairs.backbones[number].atoms[:, 1].diff(dim=0).norm(dim=1)
-    assert steps.tolist() == pytest.approx([3.8] * 75, abs=0.15)
+    data = load(tmp_path, [{**row, "pdb_file": f"{folder}/{row['pdb_file']}"} for row in rows])
+    assert len(data) == 12 * 13
+    (said,) = caplog.messages  # of crambin, which has two residues in one place
+    assert said.endswith("residues left out, in one place with another: 1 (A22 SER)")
+    number = data.backbone[data.name.tolist().index("1UBI_A:A:72")]
+    steps = np.diff(data.atoms[data.node_ptr[number] : data.node_ptr[number + 1], 1], axis=0)
+    assert np.linalg.norm(steps, axis=1).tolist() == pytest.approx([3.8] * 75, abs=0.15)

@@ -74,6 +74,10 @@ class Case:
         assert "resuming" in run.text, run.text[-3000:]
         self.check_same()
 
+    def room(self):
+        """Bytes that the files of a run need, and some."""
+        return 6 * (self.task.whole.folder / "latest.pt").stat().st_size + (2 << 20)
+
     def copy_task(self):
         """(the same task, path of its data): a copy, which may be damaged."""
         folder = self.folder.with_name("own")
@@ -147,10 +151,8 @@ def wall_clock_limit(case):
 
 
 def disk_full(case):
-    size = 6 * (case.task.whole.folder / "latest.pt").stat().st_size + (2 << 20)
     case.folder.mkdir()
-
-    with on_small_disk(case.folder, size):
+    with on_small_disk(case.folder, case.room()):
         # full from 9 to 15 and from 17 on: step 12's checkpoint is not written, step 16's is
         faults = [[0, 9, "fill", 0], [0, 15, "free", 0], [0, 17, "fill", 0]]
         run = case.run(*faults, [1, 22, "signal", signal.SIGKILL], statuses={-9, 1})
@@ -386,7 +388,7 @@ def disk_takes_nothing(case):
     assert "Traceback" not in run.text
     assert "step=1 " not in run.text
 
-    with on_small_disk(case.folder, "8m"):
+    with on_small_disk(case.folder, case.room()):
         last = case.task.whole.step
         run = case.run([0, last - 1, "fill", 0], statuses={1, 2, -15}, within=60)
         assert f"no latest.pt at step {last}" in run.text
@@ -396,7 +398,7 @@ def disk_takes_nothing(case):
 
 def disk_full_at_end(case):
     case.folder.mkdir()
-    with on_small_disk(case.folder, "8m"):
+    with on_small_disk(case.folder, case.room()):
         run = case.run([0, 44, "fill at end", 0], within=100)
         assert "completed successfully!" in run.text
         assert "No space left" in run.text

@@ -137,7 +137,7 @@ def test_few_steps_are_said(task):
     """With the numbers that make it so, once for each phase."""
     if task.name == "run_train_uniref50_ddp":
         pytest.skip("--n_iters ends this run: see test_uniref50.py")
-    form = r"WARNING: only (\d+) optimizer steps \(\d+ samples, 24 a step, (\d+) epochs\)"
+    form = r"WARNING: only (\d+) optimizer steps \(\d+ samples, \d+ a step, (\d+) epochs\)"
     said = re.findall(form, task.whole.text)
     summary = task.whole.summary
     assert sum(int(steps) for steps, _ in said) == summary["steps"]

@@ -29,8 +29,8 @@ CONFIGS = sorted(f"configs/{path.name}" for path in ROOT.glob("configs/*") if pa
 DOCUMENTS = [README, GUIDE, *WRAPPERS, *[ROOT / name for name in CONFIGS + SCRIPTS]]
 
 # Files and folders of users that commands name.
-USER_PATHS = """ddp_config.json texts.txt pairs.jsonl pairs.json scored.json swapped.json check.json
-    outputs/dpo_ddp/split.json outputs/dpo_swapped/split.json""".split()
+USER_PATHS = """ddp_config.json texts.txt pairs.jsonl pairs.json scored.json swapped.json
+    check.json""".split()
 # What looks like a file of the repository in running text.
 OURS = (
     r"(?:configs|scripts|tools|docs|tests|benchmarks|data(?!/causal_sets))/[\w./-]+|"

@@ -5,7 +5,7 @@
 writes the blocks of one script into all others that carry them, and says which of them changed.
 
 A block is known by its first line. test_ddp_setup.py has block A whole, and only single functions
-of block B. Scripts that are not yet in the new form have one block, which is older.
+of block B.
 """
 
 import argparse
@@ -20,17 +20,9 @@ BANNER = "# " + "=" * 98 + "\n"
 SCRIPTS = """train_ddp.py run_dpo_ddp.py run_train_uniref50_ddp.py run_train_quantumgrav_ddp.py
     run_train_rebm_ddp.py test_ddp_setup.py""".split()
 KINDS = {  # first words of a block
-    "old": "# Distributed training.",
     "A": "# How a run starts and ends.",
     "B": "# What happens around a step",
 }
-# what each script has; a script that changes its form changes its line
-EXPECTED = {name: ["old"] for name in SCRIPTS}
-EXPECTED["train_ddp.py"] = ["A", "B"]
-EXPECTED["run_train_quantumgrav_ddp.py"] = ["A", "B"]
-EXPECTED["run_train_rebm_ddp.py"] = ["A", "B"]
-EXPECTED["run_train_uniref50_ddp.py"] = ["A", "B"]
-EXPECTED["test_ddp_setup.py"] = ["A"]
 
 
 def split(text):
@@ -103,7 +95,7 @@ def find_faults(folder):
     first = {}  # of each kind of block: the script that has it first, and its text
     for path in scripts_of(folder):
         own = blocks(path)
-        if list(own) != EXPECTED[path.name]:
+        if list(own) != (["A"] if path.name == "test_ddp_setup.py" else ["A", "B"]):
             faults.append(f"{path.name} has the blocks {list(own)}")
         rest = "".join(part for kind, part in split(path.read_text()) if kind is None)
         for kind, text in own.items():
@@ -129,13 +121,13 @@ def test_all_blocks_are_equal():
 
 
 def write_folder(folder):
-    """Three scripts of a few lines, in both forms, and a copy that a user has made."""
+    """Three scripts of a few lines, and a copy that a user has made."""
     plain = "def own():\n    return 0\n\n\n"
     part = {}
     for kind, start in KINDS.items():
         part[kind] = f"{start}\n\n\ndef {kind}():\n    return 1\n\n\n"
     texts = {
-        "run_dpo_ddp.py": [plain, part["old"], "launch()\n"],
+        "run_dpo_ddp.py": [plain, part["A"], part["B"], "launch()\n"],
         "run_train_quantumgrav_ddp.py": [plain, part["A"], part["B"], "launch()\n"],
         "test_ddp_setup.py": [f"{plain}def B():\n    return 1\n\n\n", part["A"], "launch()\n"],
         "my_run.py": [plain, part["A"].replace("1", "2"), "launch()\n"],
@@ -145,6 +137,7 @@ def write_folder(folder):
 
 
 CHANGES = [  # the script and the definition that is changed, the script that is right
+    ("run_dpo_ddp.py", "B", "run_train_quantumgrav_ddp.py"),
     ("test_ddp_setup.py", "A", "run_train_quantumgrav_ddp.py"),
     ("test_ddp_setup.py", "B", "run_train_quantumgrav_ddp.py"),
     ("run_train_quantumgrav_ddp.py", "A", "test_ddp_setup.py"),
@@ -169,8 +162,9 @@ def test_a_change_is_found_and_repaired(tmp_path, name, kind, right):
 def test_a_name_that_is_bound_twice(tmp_path):
     write_folder(tmp_path)
     with open(tmp_path / "run_dpo_ddp.py", "a") as file:
-        file.write("old = 4\n")
-    assert find_faults(tmp_path) == ["run_dpo_ddp.py binds names of block old once more: {'old'}"]
+        file.write("A = 4\n")
+    faults = find_faults(tmp_path)
+    assert faults == ["run_dpo_ddp.py binds names of block A once more: {'A'}"]
 
 
 if __name__ == "__main__":

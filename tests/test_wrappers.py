@@ -244,10 +244,10 @@ def test_what_is_passed_on(uniref50):
 
 def test_dpo_keeps_logs(run):
     """And takes all GPUs."""
-    result = run("scripts/run_dpo_ddp_local.sh", "--config", "a b.yaml", "lr=1e-6", GPUS="4")
+    result = run("scripts/run_dpo_ddp_local.sh", "--config", "a b.yaml", "--lr=1e-6", GPUS="4")
     record = started(result)
     assert record["argv"][2] == "--nproc_per_node=4"
-    assert record["options"] == ["--config", "a b.yaml", "lr=1e-6"]
+    assert record["options"] == ["--config", "a b.yaml", "--lr=1e-6"]
     (out,) = (run.folder / "logs").glob("dpo_ddp_*.out")
     (err,) = (run.folder / "logs").glob("dpo_ddp_*.err")
     assert out.read_text() == result.stdout

@@ -3,20 +3,26 @@
     python tools/design_dpo.py outputs/dpo_ddp/best.pt complex.cif --design_chains B
     python tools/design_dpo.py best_model.pt complex.pdb --design_chains B --fixed_chains A \\
         --fixed_positions 4 41 --num_samples 20 --temperature 0.2
-    python tools/design_dpo.py weights/v_48_020.pt complex.pdb --mutable_ranges 4-11 20-25
+    python tools/design_dpo.py v_48_020.pt complex.pdb --num_samples 48 --out designs.csv
+    python tools/design_dpo.py v_48_020.pt complex.pdb --sequences mine.txt    # draws nothing
 
 The network: best.pt or latest.pt of a run, or ProteinMPNN's own format, as best_model.pt and the
 released weights have it. If the weights that training began with are there (--reference, or
 reference_model.pt beside the network), they draw as many, for comparison.
 
-Writes a FASTA file: first the structure's own sequence, then those drawn, with '/' between chains.
-Residues that are not resolved keep their letter. Positions count from 0 on over the design chains.
-Prints of both networks the recovery (share of the designed residues with the structure's letter)
-and the perplexity of what they drew (at temperature 1). Warns of a collapse, where one letter has
-more than half of the designed positions.
+Writes FASTA: the structure's own sequence, then those drawn, with '/' between chains; or, if --out
+ends in .csv, a table for tools/make_dpo_pairs.py (of the design chains alone, without '/'), to
+which a column with your own score can be added. Residues that are not resolved keep their letter.
+Positions count from 0 on over the design chains.
+
+Prints of each network's sequences: recovery (share of the designed residues with the structure's
+letter), net charge per 100 designed residues (K + R - D - E), and the perplexity under either
+network, at temperature 1, in one decoding order. Warns of a collapse, where one letter has more
+than half of the designed positions.
 """
 
-import math
+import csv
+import os
 import sys
 from pathlib import Path
 
@@ -26,11 +32,14 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
+from make_dpo_pairs import net_charge
 from score_dpo import load_network
 from tqdm import tqdm
 
 import run_dpo_ddp as script
 from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, InputError
+
+TOGETHER = 8  # sequences that are scored at once
 
 
 def span(text):
@@ -49,26 +58,28 @@ def parse_args():
     add("--mutable_positions", nargs="+", type=int, help="design these alone")
     add("--mutable_ranges", nargs="+", type=span, help="and these, such as 6-17")
     add("--fixed_positions", nargs="+", type=int, default=[], help="keep the letters of these")
-    add("--num_samples", type=script.count, default=8, help="sequences to draw")
-    add("--temperature", type=float, default=0.1, help="of the probabilities; 0: the likeliest")
+    add("--sequences", help="file with a sequence a line, to be scored: nothing is drawn")
+    add("--num_samples", type=script.COUNT, default=8, help="sequences to draw")
+    text = "of the probabilities; 0: the likeliest"
+    add("--temperature", type=script.number(0, 1e6), default=0.1, help=text)
     add("--seed", type=int, default=42, help="of the decoding orders and the letters")
-    add("--out", default="designs.fasta", help="file to write")
+    add("--out", default="designs.fasta", help="file to write, .fasta or .csv")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
-    if not 0 <= args.temperature < math.inf:
-        parser.error(f"--temperature {args.temperature}: must be a finite number from 0 on")
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
 
 
 def read_complex(args):
-    """The Complex to design; its `designed` without the fixed positions. Raises ValueError."""
+    """(Complex to design, its `designed` without the fixed positions; the row of data that means
+    it). Raises ValueError."""
     structure = script.read_structure(args.pdb_file)
-    for note in structure.notes:
-        print(note)
+    if structure.note:
+        print(structure.note)
     names = ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges")
-    row = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    row = {name: getattr(args, name) for name in names if getattr(args, name)}
+    row.setdefault("design_chains", [next(iter(structure.chains))])
     found = script.join_chains(args.pdb_file, structure, row)
 
     for place in args.fixed_positions:
@@ -78,7 +89,26 @@ def read_complex(args):
         found.designed[place] = False
     if not found.designed.any():
         raise ValueError("--fixed_positions: nothing is left to design")
-    return found
+    if args.fixed_positions:
+        row.pop("mutable_ranges", None)
+        row["mutable_positions"] = np.flatnonzero(found.designed).tolist()
+    return found, row
+
+
+def read_sequences(args, found):
+    """Letters (C, L) of --sequences, with '/' between chains or without. Raises ValueError."""
+    lines = Path(args.sequences).read_text(encoding="utf-8-sig").split("\n")
+    texts = [line.strip().replace("/", "") for line in lines]
+    texts = [text for text in texts if text and not text.startswith(">")]
+    if not texts:
+        raise ValueError(f"{args.sequences}: no sequences")
+    letters = np.tile(found.chain.letters, (len(texts), 1))
+    context = "".join(ALPHABET[letter] for letter in found.chain.letters[found.length :])
+    for number, text in enumerate(texts):
+        text = text.removesuffix(context)  # as in the FASTA files of this tool
+        name = f"{args.sequences}: sequence {number}"
+        letters[number, : found.length] = script.read_letters(name, text, found)
+    return letters
 
 
 def decode(model, structures, native, designed, orders, temperature, generator):
@@ -127,30 +157,52 @@ def draw(logits, temperature, generator):
     return (logits / temperature - (-uniform.log()).log().to(logits.device)).argmax(-1)
 
 
-@torch.no_grad()
-def sample(args, model, found, device):
-    """Letters (C, L) of the whole Complex, and the perplexity of each (C,)."""
+def network_inputs(args, model, found, device):
+    """Structures, letters (N,), and which are designed (N,), of the N residues with all atoms."""
     whole = found.chain.whole()
-    backbone = script.featurise(found, min(model.neighbours, int(whole.sum())))
-    structures = backbone._replace(neighbours=backbone.neighbours.long()).to(device)
+    arrays = script.featurise(found, min(model.neighbours, int(whole.sum())))
+    tensors = [torch.from_numpy(arrays[name]) for name in script.Structures._fields]
+    tensors[0] = tensors[0].long()
+    structures = script.Structures(*[tensor.to(device) for tensor in tensors])
     native = torch.from_numpy(found.chain.letters[whole]).long().to(device)
-    designed = torch.from_numpy(found.designed[whole])
+    return structures, native, torch.from_numpy(found.designed[whole])
 
-    generator = torch.Generator().manual_seed(args.seed)
+
+def random_order(designed, generator):
+    """(N,) a decoding order: the context first."""
     context = (~designed).nonzero().flatten()
     places = designed.nonzero().flatten()
-    orders = []
-    for _ in range(args.num_samples):
-        shuffled = places[torch.randperm(len(places), generator=generator)]
-        orders.append(torch.cat([context, shuffled]))
-    orders = torch.stack(orders).to(device)
-    designed = designed.to(device)
-    inputs = (structures, native, designed, orders, args.temperature, generator)
-    drawn, logp = decode(model.to(device), *inputs)
+    return torch.cat([context, places[torch.randperm(len(places), generator=generator)]])
 
+
+@torch.no_grad()
+def sample(args, model, found, device):
+    """Letters (C, L) of the whole Complex."""
+    structures, native, designed = network_inputs(args, model, found, device)
+    generator = torch.Generator().manual_seed(args.seed)
+    orders = [random_order(designed, generator) for _ in range(args.num_samples)]
+    orders = torch.stack(orders).to(device)
+    inputs = (structures, native, designed.to(device), orders, args.temperature, generator)
+    drawn, _ = decode(model, *inputs)
     letters = np.tile(found.chain.letters, (args.num_samples, 1))
-    letters[:, whole] = drawn.cpu().numpy()
-    return letters, (-logp[:, designed].cpu().double().mean(1)).exp().numpy()
+    letters[:, found.chain.whole()] = drawn.cpu().numpy()
+    return letters
+
+
+@torch.no_grad()
+def perplexities(args, model, found, letters, device):
+    """(C,) of letters (C, L), per designed residue, at temperature 1."""
+    structures, native, designed = network_inputs(args, model, found, device)
+    order = random_order(designed, torch.Generator().manual_seed(args.seed))
+    rank = order.argsort().to(device)
+    row = torch.arange(len(native), device=device)
+    encoded = model.encode(structures)
+    losses = []
+    for part in torch.from_numpy(letters[:, found.chain.whole()]).long().split(TOGETHER):
+        part = part.to(device)
+        logp = script.log_probabilities(model(structures, part, row, rank, encoded), part)
+        losses.append(-logp[:, designed.to(device)].cpu().double().mean(1))
+    return torch.cat(losses).exp().numpy()
 
 
 def text_of(found, letters):
@@ -166,36 +218,77 @@ def warn_of_collapse(found, letters):
         share = counts.max() / len(row)
         if share > 0.5 and len(row) > 3:
             text = f"{ALPHABET[counts.argmax()]} at {share:.0%} of the designed positions"
-            hint = "a reference that does this, too, needs --sft_epochs or released weights; else"
+            hint = "a reference that does this, too, is no released network; else"
             hint += " lower --lr, a larger --beta, or --sft_weight keep the network near its start"
             print(f"warning: collapse: {text} of sequence {number}; {hint}")
 
 
-def run(args):
-    networks = {"network": load_network(args.checkpoint)[0]}
-    beside = Path(args.checkpoint).with_name("reference_model.pt")
-    if args.reference or (beside.exists() and beside != Path(args.checkpoint)):
-        networks["reference"] = load_network(args.reference or beside)[0]
-    device = script.choose_device(args, local_rank=0)
-    found = read_complex(args)
-    native = found.chain.letters
+def describe(args, networks, found, letters, device):
+    """{name: (C,)} of sequences with these letters (C, L)."""
+    designed = letters[:, found.designed]
+    recovery = (designed == found.chain.letters[found.designed]).mean(1)
+    charges = np.array([net_charge("".join(np.array(list(ALPHABET))[row])) for row in designed])
+    columns = {"recovery": recovery, "charge_per_100": 100 * charges / designed.shape[1]}
+    for who, model in networks.items():
+        columns[f"perplexity_{who}"] = perplexities(args, model, found, letters, device)
+    return columns
+
+
+def fasta_lines(args, found, letters, columns):
     stem = Path(args.pdb_file).name.split(".")[0]
     title = f">{stem} designed_residues={found.designed.sum()} model={args.checkpoint}"
-    lines = [title, text_of(found, native)]
-    for who, model in networks.items():
-        letters, perplexity = sample(args, model, found, device)
-        recovery = (letters == native)[:, found.designed].mean(1)
-        print(f"{who:10} recovery {recovery.mean():.4f}, perplexity {perplexity.mean():.3f}")
-        if who == "network":
-            warn_of_collapse(found, letters)
-            for number, row in enumerate(letters):
-                score = f"perplexity={perplexity[number]:.4f} recovery={recovery[number]:.4f}"
-                lines.append(f">{stem}_{number} T={args.temperature:g} seed={args.seed} {score}")
-                lines.append(text_of(found, row))
+    lines = [title, text_of(found, found.chain.letters)]
+    for number, row in enumerate(letters):
+        scores = " ".join(f"{name}={values[number]:.4f}" for name, values in columns.items())
+        lines.append(f">{stem}_{number} T={args.temperature:g} seed={args.seed} {scores}")
+        lines.append(text_of(found, row))
+    return lines
 
-    with open(args.out, "x") as file:
-        file.write("\n".join(lines) + "\n")
-    print(f"{args.out}: {args.num_samples} sequences")
+
+def as_field(value):
+    """A field of the data as a text in a CSV file, see make_dpo_pairs.py."""
+    if isinstance(value, str):
+        return value
+    return " ".join("-".join(map(str, p)) if isinstance(p, list) else str(p) for p in value)
+
+
+def write_designs(args, found, row, letters, columns):
+    with open(args.out, "x", newline="") as file:
+        if not args.out.lower().endswith(".csv"):
+            file.write("\n".join(fasta_lines(args, found, letters, columns)) + "\n")
+            return
+        path = os.path.relpath(args.pdb_file, Path(args.out).resolve().parent)
+        fields = {"pdb_file": path, **row}
+        writer = csv.writer(file)
+        writer.writerow([*fields, "sequence", *columns])
+        for number, own in enumerate(letters[:, : found.length]):
+            sequence = "".join(ALPHABET[letter] for letter in own)
+            scores = [f"{values[number]:.4f}" for values in columns.values()]
+            writer.writerow([*map(as_field, fields.values()), sequence, *scores])
+
+
+def run(args):
+    device = script.choose_device(args, local_rank=0)
+    networks = {"network": load_network(args.checkpoint)[0].to(device)}
+    beside = Path(args.checkpoint).with_name("reference_model.pt")
+    if args.reference or (beside.exists() and beside != Path(args.checkpoint)):
+        networks["reference"] = load_network(args.reference or beside)[0].to(device)
+    found, row = read_complex(args)
+    for who, model in networks.items():
+        if args.sequences:
+            letters = read_sequences(args, found)
+            who = "sequences"
+        else:
+            letters = sample(args, model, found, device)
+        columns = describe(args, networks, found, letters, device)
+        means = ", ".join(f"{name} {values.mean():.4f}" for name, values in columns.items())
+        print(f"{who:10} {means}")
+        if who != "reference":
+            warn_of_collapse(found, letters)
+            write_designs(args, found, row, letters, columns)
+        if args.sequences:
+            break
+    print(f"{args.out}: {args.num_samples if not args.sequences else len(letters)} sequences")
 
 
 def main():

@@ -2,12 +2,15 @@
 
     python tools/make_dpo_pairs.py scored.json --out pairs.json
     python tools/make_dpo_pairs.py ddg.csv --out pairs.json --lower_is_better --score_gap 0.5
+    python tools/make_dpo_pairs.py designs_*.csv --score charge --out pairs.json
     python tools/make_dpo_pairs.py pairs.json --out swapped.json --swap     # a control
 
-scored.json: a JSON array, or an object per line, with pdb_file, sequences and scores (as many), and
-other fields of the pairs if needed, such as design_chains or cluster: see run_dpo_ddp.py --help.
-A CSV file has the columns pdb_file, sequence and score; its other columns, such as chain_id or
-cluster, are fields, too, and lines that agree in all of them are scored together.
+JSON: an array, or an object per line, with pdb_file, sequences and scores (as many), and other
+fields of the pairs if needed, such as design_chains or cluster: see run_dpo_ddp.py --help.
+CSV, such as tools/design_dpo.py writes: columns pdb_file, sequence, and score or another one that
+--score names. Columns named as fields are fields (chains and positions apart by spaces); lines that
+agree in all of them are scored together. --score charge is K + R - D - E where no column is named
+so.
 
 Of a backbone's sequences the pairs with the largest differences of the score are taken, but each
 sequence once before any is taken twice. Sequences that are the same where something is designed
@@ -34,50 +37,74 @@ from tqdm import tqdm
 import run_dpo_ddp as script
 from run_dpo_ddp import InputError
 
-SCORED = {**script.FIELDS, "sequences": ["ACD"], "scores": [0.5]}
+SCORED = {**script.FIELDS, "sequences": ["ACD"]}
+REQUIRED = ["pdb_file", "sequences", "scores"]
 
 
 def parse_args():
     parser = script.Parser(description=__doc__)
     add = parser.add_argument
-    add("data", help="JSON, JSON lines or CSV")
+    add("data", nargs="+", help="JSON, JSON lines or CSV files")
     add("--out", default="pairs.json", help="file to write")
+    add("--score", default="score", help="column of a CSV file that has the scores; or charge")
     add("--lower_is_better", action="store_true", help="the lower score is preferred")
-    add("--score_gap", type=float, default=0.0, help="least difference of the scores of a pair")
-    add("--pairs_per_backbone", type=script.count, default=16, help="pairs of a row at most")
+    gap = script.number(0)
+    add("--score_gap", type=gap, default=0.0, help="least difference of the scores of a pair")
+    add("--pairs_per_backbone", type=script.COUNT, default=16, help="pairs of a row at most")
     add("--swap", action="store_true", help="turn round what is preferred")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     args = parser.parse_args()
-    args.max_length = math.inf  # the training has a limit
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
 
 
-def read_csv(path):
+def net_charge(sequence):
+    """At pH 7, without the ends: K and R have one, D and E one less."""
+    return sum(sequence.count(letter) for letter in "KR") - sum(map(sequence.count, "DE"))
+
+
+def field_of(name, text):
+    """The value of a field that a CSV file gives as a text."""
+    if name in ("design_chains", "fixed_chains"):
+        return text.split()
+    if name == "mutable_positions":
+        return [int(place) for place in text.split()]
+    if name == "mutable_ranges":
+        return [[int(end) for end in ends.split("-")] for ends in text.split()]
+    return text
+
+
+def read_csv(path, score):
     """The same as read_rows gives, of a CSV file: a row for all lines that belong together."""
     rows = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
-        missing = {"pdb_file", "sequence", "score"} - set(reader.fieldnames or [])
-        if missing:
+        columns = reader.fieldnames or []
+        is_charge = score == "charge" and score not in columns
+        missing = {"pdb_file", "sequence", score} - set(columns)
+        if missing - {"charge"} or (missing and not is_charge):
             raise InputError(f"{path}: no column {', '.join(sorted(missing))}")
+        others = sorted(set(columns) - {*script.FIELDS, "sequence", score})
+        if others:
+            print(f"{path}: columns that are not used: {', '.join(others)}")
 
         for line in reader:
             place = f"{path}: line {reader.line_num}"
-            sequence = line.pop("sequence")
-            score = line.pop("score")
-            fields = {name: value for name, value in line.items() if value}
-            for name in {"design_chains", "fixed_chains"} & set(fields):
-                fields[name] = fields[name].split()
-            structure = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
-            new = (place, structure, {**fields, "sequences": [], "scores": []})
-            _, _, row = rows.setdefault(json.dumps(fields), new)
-            row["sequences"].append(sequence)
+            fields = {}
             try:
-                row["scores"].append(float(score))
-            except (TypeError, ValueError):
-                raise InputError(f"{place}: score is {score!r}; expected a number") from None
+                for name in script.FIELDS:
+                    if line.get(name):
+                        fields[name] = field_of(name, line[name])
+                sequence = line["sequence"] or ""
+                value = net_charge(sequence) if is_charge else float(line[score])
+            except (TypeError, ValueError) as error:
+                raise InputError(f"{place}: {error}; expected numbers") from None
+            structure = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
+            new = (len(rows), place, structure, {**fields, "sequences": [], "scores": []})
+            *_, row = rows.setdefault(json.dumps(fields), new)
+            row["sequences"].append(sequence)
+            row["scores"].append(value)
     return list(rows.values())
 
 
@@ -106,21 +133,22 @@ def pairs_of(args, row, path, structure):
     if isinstance(row, dict) and "preferred_seq" in row:
         return [row]  # it is a pair already
 
-    script.check_fields(row, SCORED, ["pdb_file", "sequences", "scores"])
+    scores = row.pop("scores", None) if isinstance(row, dict) else None
+    script.check_fields(row, SCORED, REQUIRED[:2])
     found = script.join_chains(path, structure, row)
     texts = [text.upper() for text in row.pop("sequences")]
-    scores = np.array(row.pop("scores"), np.float64)
-    if len(texts) != len(scores) or not texts:
-        raise ValueError(f"{len(texts)} sequences, {len(scores)} scores; expected as many, not 0")
+    if not isinstance(scores, list) or len(texts) != len(scores) or not texts:
+        raise ValueError(f"{len(texts)} sequences; expected a list of as many scores, not 0")
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in scores):
+        raise ValueError(f"scores are {scores!r:.80}; expected finite numbers")
+    letters = []
     for number, text in enumerate(texts):
-        if len(text) != found.length:
-            hint = f"expected {found.length}, as {found.name}"
-            raise ValueError(f"sequence {number} has {len(text)} letters; {hint}")
+        letters.append(script.read_letters(f"sequence {number}", text, found, structure.note))
 
+    scores = np.array(scores, np.float64)
     if args.lower_is_better:
         scores = -scores
-    designed = found.designed[: found.length]
-    letters = np.array([list(text) for text in texts])[:, designed]
+    letters = np.stack(letters)[:, found.designed[: found.length]]
     kinds = np.unique(letters, axis=0, return_inverse=True)[1].ravel()
     made = []
     for better, worse in choose_pairs(scores, kinds, args.score_gap, args.pairs_per_backbone):
@@ -129,25 +157,32 @@ def pairs_of(args, row, path, structure):
 
 
 def make_pairs(args):
-    """The rows to write, and what is wrong."""
-    rows = read_csv(args.data) if args.data.endswith(".csv") else script.read_rows(args.data)
+    """The rows to write, what is wrong, and what else must be said."""
+    rows = []
+    for name in args.data:
+        if name.lower().endswith(".csv"):
+            try:
+                rows += read_csv(name, args.score)
+            except UnicodeDecodeError as error:
+                raise InputError(f"{name}: {error}; expected UTF-8") from None
+        else:
+            rows += script.read_rows(name)
     folder = Path(args.out).resolve().parent
     read = functools.cache(script.try_structure)  # each file once
-    checker = script.Pairs(args, k=1)
     made = []
-    for place, path, row in tqdm(rows, unit=" rows", disable=None):
+    problems = []
+    notes = {}  # as keys: each once
+    for _, place, path, row in tqdm(rows, unit=" rows", disable=None):
         try:
-            pairs = pairs_of(args, row, path, read(path))
-        except ValueError as error:
-            checker.problems.append(f"{place}: {error}")
-            continue
-
-        for pair in pairs:
-            before = len(checker)
-            checker.add(place, path, pair, read(path))
-            if len(checker) > before:
+            structure = read(path) if path else ""
+            for pair in pairs_of(args, row, path, structure):
+                script.read_pair(path, pair, structure, math.inf)
                 made.append({**pair, "pdb_file": os.path.relpath(path, folder)})
-    return made, checker.problems
+            if structure.note:
+                notes[structure.note] = None
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+    return made, problems, list(notes)
 
 
 def swap(pair):
@@ -156,26 +191,29 @@ def swap(pair):
     return {**pair, "preferred_seq": worse, "unpreferred_seq": better}
 
 
+def run(args):
+    made, problems, notes = make_pairs(args)
+    if problems and not args.skip_bad_data:
+        text = f"{len(problems)} problems (--skip_bad_data leaves such rows out):"
+        raise InputError(text + script.list_problems(problems))
+    for text in [*notes, *[f"left out: {problem}" for problem in problems]]:
+        print(text)
+    if not made:
+        hint = f"expected sequences that differ, with scores {args.score_gap:g} or more apart"
+        raise InputError(f"{' '.join(args.data)}: no pairs; {hint}")
+    if args.swap:
+        made = [swap(pair) for pair in made]
+    lines = ",\n".join(json.dumps(pair) for pair in made)
+    Path(args.out).write_text(f"[\n{lines}\n]\n")
+    print(f"{args.out}: {len(made):,} pairs")
+
+
 def main():
     try:
-        args = parse_args()
-        made, problems = make_pairs(args)
-        if problems and not args.skip_bad_data:
-            script.refuse_rows(problems)
-        for problem in problems:
-            print(f"left out: {problem}")
-
-        if not made:
-            hint = f"expected sequences that differ, with scores {args.score_gap:g} or more apart"
-            raise InputError(f"{args.data}: no pairs; {hint}")
-        if args.swap:
-            made = [swap(pair) for pair in made]
-        lines = ",\n".join(json.dumps(pair) for pair in made)
-        Path(args.out).write_text(f"[\n{lines}\n]\n")
-    except (InputError, OSError) as error:
+        run(parse_args())
+    except (InputError, OSError, ValueError, csv.Error) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{args.out}: {len(made):,} pairs")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python tools/score_dpo.py outputs/dpo_ddp/best.pt pairs.json
     python tools/score_dpo.py best_model.pt pairs.json --reference weights/v_48_020.pt
-    python tools/score_dpo.py outputs/dpo_ddp/best.pt pairs.json --split outputs/dpo_ddp/split.json
+    python tools/score_dpo.py outputs/dpo_ddp/best.pt pairs.json --held_out
 
 The network: best.pt or latest.pt of a run of run_dpo_ddp.py, or ProteinMPNN's own format, as
 best_model.pt and the released weights have it. The reference: --reference, or reference_model.pt
-beside the network. The pairs: the file that the run was given; --split takes the held-out ones.
+beside the network. The pairs: the file that the run was given; --held_out takes the part of it that
+the run held out.
 
 Writes a CSV file with a line for each pair: logp_... and reference_..., log-probabilities of both
 sequences at temperature 1, in nats, over designed residues; reward_... and margin, at --beta and
@@ -16,10 +17,9 @@ residues).
 """
 
 import csv
-import functools
-import json
 import math
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -34,7 +34,8 @@ import run_dpo_ddp as script
 from run_dpo_ddp import InputError
 
 SCRIPT = "run_dpo_ddp.py"
-DEFAULTS = {"beta": 0.1, "temperature": 0.1, "seed": 42}  # where the network has no run
+# of the rewards, the orders and the held-out part, where the network has no run
+DEFAULTS = {"beta": 0.1, "temperature": 0.1, "seed": 42, "val_fraction": 0.1}
 
 
 def parse_args():
@@ -44,14 +45,12 @@ def parse_args():
     add("data", help="pairs, as for run_dpo_ddp.py --train_data")
     add("--reference", help="weights to compare with; None: reference_model.pt beside the network")
     add("--out", default="scores.csv", help="file to write")
-    add("--split", help="split.json of a run: score the pairs that it held out")
-    add("--beta", type=float, help="None: that of the run, or 0.1")
-    add("--temperature", type=float, help="of the rewards; None: that of the run, or 0.1")
-    add("--batch_size", type=script.count, default=16, help="pairs per forward pass")
+    add("--held_out", action="store_true", help="score the pairs that the run held out")
+    text = "None: that of the run, or 0.1"
+    add("--beta", type=script.number(1e-6), help=text)
+    add("--temperature", type=script.number(1e-3), help=f"of the rewards; {text}")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
-
-    args.max_length = math.inf  # the training has a limit
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -61,63 +60,53 @@ def load_network(path):
     """(network, options of its run or None); says what was found."""
     state = {}
     if zipfile.is_zipfile(path):  # as torch saves, but for old weights
-        if not script.is_whole(path):
+        state = script.read_checkpoint(Path(path))
+        if state is None:
             text = "is damaged; expected best.pt of a run, or ProteinMPNN weights"
             raise InputError(f"{path} {text}")
-        state = script.load_checkpoint(path)
     if "script" not in state:
         model = script.read_model(path)
         print(f"{path}: a network in ProteinMPNN's own format")
         return model.eval(), None
-
-    if state["script"] != SCRIPT or state["format"] != script.FORMAT:
-        text = f"a checkpoint of {state['script']}, format {state['format']}"
-        raise InputError(f"{path} is {text}; expected {SCRIPT}, format {script.FORMAT}")
-    model = script.ProteinMPNN(state["neighbours"], state["noise_level"])
+    if state["script"] != SCRIPT:
+        raise InputError(f"{path} is a checkpoint of {state['script']}; expected {SCRIPT}")
+    model = script.ProteinMPNN(state["loop"]["num_edges"], state["loop"]["noise_level"])
     model.load_state_dict(state["model"])
-    print(f"{path}: checkpoint of a run, step {state['step']}")
+    print(f"{path}: checkpoint of a run, step {state['loop']['step']}")
     return model.eval(), state["args"]
 
 
-def load_pairs(args, k):
-    """The pairs of the file, and the ids of those to score: all, or the held-out part."""
-    pairs = script.Pairs(args, k)
-    read = functools.cache(script.try_structure)  # each file once
-    for place, path, row in tqdm(script.read_rows(args.data), unit=" pairs", disable=None):
-        pairs.add(place, path, row, read(path))
-    if pairs.problems:
-        raise InputError("\n  ".join(script.first_lines(pairs.problems)))
-    for note in script.first_lines(pairs.notes):
-        print(note)
-
-    ids = np.arange(len(pairs))
-    if args.split:
-        held = json.loads(Path(args.split).read_text())["valid"]
-        ids = ids[[pair.name in held for pair in pairs.pairs]]
-    if len(ids) == 0:
-        raise InputError(f"{args.data}: no pairs" + (f" of {args.split}" if args.split else ""))
-    return pairs, ids
+def load_pairs(args, neighbours):
+    """The pairs of the file, and the ids of those to score."""
+    args.train_data = args.data
+    args.val_data = None
+    args.max_length = 10**9  # the training has a limit
+    args.skip_bad_data = False
+    with tempfile.TemporaryDirectory() as args.cache_dir:
+        data = script.Pairs(script.prepare(args, neighbours), args)
+    if not args.held_out:
+        return data, np.arange(len(data))
+    data.split()
+    return data, data.valid_ids
 
 
 @torch.no_grad()
-def score(model, pairs, ids, args):
-    """Of pairs under a network: log-probabilities of both sequences (2, N, 2), at temperature 1 and
-    at --temperature; and {name: (N,)} per designed residue of the preferred one."""
-    tables = []
-    for start in tqdm(range(0, len(ids), args.batch_size), unit=" batches", disable=None):
-        some = ids[start : start + args.batch_size]
-        batch = pairs[some, some, script.EVALUATION].to(args.device)
-        logits = model(batch.structures, batch.residues[:2], *batch.residues[2:4])
-        rows = [script.table_rows(logits, batch, heat) for heat in (1.0, args.temperature)]
-        rows = torch.stack(rows)
-        rows[..., script.SCORES :] /= batch.counts[:, None]
-        tables.append(rows.cpu().double())
-
-    table = torch.cat(tables, dim=1).numpy()
-    # the two numbers of each log-probability, see sequence_scores
-    logp = table[..., : script.SCORES].reshape(2, -1, 2, 2).sum(2)
-    nll, recovery, entropy = table[0, :, script.SCORES :].T
-    return logp, {"nll": nll, "recovery": recovery, "entropy": entropy}
+def score(model, data, ids, args, keep=False):
+    """Of pairs under a network: pair_scores (2, N, SCORES) at temperature 1 and at --temperature,
+    there with the log-ratio to data.reference. keep: this network becomes the reference."""
+    model.to(args.device)
+    tables = np.zeros((2, len(ids), script.SCORES))
+    reference = np.zeros((1, data.pair_ptr[-1], 2), np.float32)
+    for places in tqdm(data.batches(ids), unit=" batches", disable=None):
+        batch = data.batch(ids[places], len(ids)).to(args.device)
+        logits = model(*batch.inputs())
+        for table, temperature in zip(tables, (1.0, args.temperature), strict=True):
+            table[places] = script.pair_scores(logits, batch, temperature).cpu()
+        logp = script.log_probabilities(logits / args.temperature, batch.residues[:2])
+        reference[0, script.ragged_rows(data.pair_ptr, ids[places])] = logp.T.cpu()
+    if keep:
+        data.reference = reference
+    return tables
 
 
 def run(args):
@@ -130,27 +119,26 @@ def run(args):
     for name in DEFAULTS:
         if getattr(args, name, None) is None:
             setattr(args, name, (options or DEFAULTS)[name])
-    for name in ("beta", "temperature"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise InputError(f"--{name} {getattr(args, name)}: must be a finite number above 0")
     args.device = script.choose_device(args, local_rank=0)
 
-    pairs, ids = load_pairs(args, model.neighbours)
-    logp, each = score(model.to(args.device), pairs, ids, args)
-    logp_reference, each_reference = score(reference.to(args.device), pairs, ids, args)
-    rewards = args.beta * (logp[1] - logp_reference[1])
+    data, ids = load_pairs(args, model.neighbours)
+    before, _ = score(reference, data, ids, args, keep=True)
+    after, cold = score(model, data, ids, args)
+    rewards = args.beta * cold[:, :2]  # of both sequences
     margin = rewards[:, 0] - rewards[:, 1]
+    counts = data.counts[ids]
     columns = {
-        "pair": [pairs.pairs[number].name for number in ids],
-        "logp_chosen": logp[0, :, 0],
-        "logp_rejected": logp[0, :, 1],
-        "reference_chosen": logp_reference[0, :, 0],
-        "reference_rejected": logp_reference[0, :, 1],
+        "pair": data.name[ids],
+        "logp_chosen": after[:, 2],
+        "logp_rejected": after[:, 3],
+        "reference_chosen": before[:, 2],
+        "reference_rejected": before[:, 3],
         "reward_chosen": rewards[:, 0],
         "reward_rejected": rewards[:, 1],
         "margin": margin,
-        **each,
     }
+    for number, name in enumerate(["nll", "recovery", "entropy"], start=4):
+        columns[name] = after[:, number] / counts
     with open(args.out, "x", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
@@ -158,13 +146,13 @@ def run(args):
             writer.writerow([name, *[f"{value:.6f}" for value in values]])
 
     print(f"beta {args.beta:g}, temperature {args.temperature:g}, {len(ids)} pairs")
-    print(f"reward accuracy {np.mean(margin > 0):.4f}, margin {margin.mean():.4f}")
-    networks = {"network": (logp[0], each), "reference": (logp_reference[0], each_reference)}
-    for name, (own, values) in networks.items():
-        text = f"likelihood accuracy {np.mean(own[:, 0] > own[:, 1]):.4f}"
-        text += f", recovery {values['recovery'].mean():.4f}"
-        text += f", perplexity {np.exp(values['nll'].mean()):.3f}"
-        print(f"{name:10} {text}, entropy {values['entropy'].mean():.4f}")
+    accuracy = script.share_of_right(torch.from_numpy(margin)).mean()
+    print(f"reward accuracy {accuracy:.4f}, margin {margin.mean():.4f}")
+    for who, table in {"network": after, "reference": before}.items():
+        nll, recovery, entropy = (table[:, 4:] / counts[:, None]).mean(0)
+        right = script.share_of_right(torch.from_numpy(table[:, 2] - table[:, 3])).mean()
+        text = f"likelihood accuracy {right:.4f}, recovery {recovery:.4f}"
+        print(f"{who:10} {text}, perplexity {math.exp(nll):.3f}, entropy {entropy:.4f}")
     print(args.out)
 
 
