@@ -85,14 +85,9 @@ def port(script, options, warm, steps, answer):
     sys.argv = [f"{script}.py", *options]
     module = importlib.import_module(script)
     mark(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "region: data")
-    if hasattr(module, "Meter"):
-        mark(module, "update_if_finite", "region: optimizer")
-        mark(module.Meter, "meet", "region: optimizer")
-        owner, after_step = module.Meter, "add"
-    else:  # a script of the older form
-        mark(module.StepGuard, "agree", "region: optimizer")
-        owner, after_step = module.StepGuard, "update"
-    mark(owner, after_step, "region: optimizer")
+    mark(module, "update_if_finite", "region: optimizer")
+    mark(module.Meter, "meet", "region: optimizer")
+    mark(module.Meter, "add", "region: optimizer")
     if script == "run_train_rebm_ddp":
 
         def which(attack):
@@ -102,7 +97,7 @@ def port(script, options, warm, steps, answer):
         mark(module.Attack, "__call__", which)
         bench_rebm.begin_with(module, 10)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    plain = getattr(owner, after_step)
+    plain = module.Meter.add
     begins = []  # of steps: a step is from update to update here
     found = {}
 
@@ -121,7 +116,7 @@ def port(script, options, warm, steps, answer):
             os.kill(os.getpid(), signal.SIGUSR1)  # the run saves its weights and ends
         return result
 
-    setattr(owner, after_step, end_step)
+    module.Meter.add = end_step
     module.launch(module.parse_args, module.main)
 
 

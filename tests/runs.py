@@ -36,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
-NEW = [name for name in SCRIPTS if "class Meter" in (ROOT / f"{name}.py").read_text()]
 COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=disabled --device=cpu
     --precision=fp32""".split()
 
@@ -302,10 +301,7 @@ def run_script(script, argv):
     # anew: the script takes the time, its parent and its name from the process that it starts in
     sys.modules.pop(script, None)
     module = importlib.import_module(script)
-    if script in NEW:
-        listen_to_meter(module)
-    else:
-        listen_to_log(module)
+    listen_to_steps(module)
     _MapDatasetFetcher.fetch = fetch_or_wait
     if "OPTIMIZER" in os.environ:
         other = getattr(torch.optim, os.environ["OPTIMIZER"])
@@ -313,7 +309,7 @@ def run_script(script, argv):
     module.launch(module.parse_args, module.main)
 
 
-def listen_to_meter(module):
+def listen_to_steps(module):
     deal = module.GlobalBatchSampler.__iter__
     meet = module.Meter.meet
     cached = module.cached
@@ -341,27 +337,6 @@ def listen_to_meter(module):
     module.cached = tell_of_reading
 
 
-def listen_to_log(module):
-    deal = module.GlobalBatchSampler.__iter__
-    write = module.RunLog.write
-    dealt = {}
-
-    def listen(sampler):
-        first = sampler.epoch * sampler.steps + sampler.start
-        for number, (ids, whole) in enumerate(deal(sampler)):
-            step = first + number // sampler.accumulation + 1
-            dealt.setdefault(step, []).extend(ids.tolist())
-            yield ids, whole
-
-    def write_and_tell(log, row):
-        write(log, row)
-        if "lr" in row:  # of a step, and not of an evaluation
-            after_step(row["step"], dealt.pop(min(dealt)))
-
-    module.GlobalBatchSampler.__iter__ = listen
-    module.RunLog.write = write_and_tell
-
-
 # --------------------------------------------------------------------------------------------------
 # Runs
 
@@ -386,8 +361,7 @@ class Run:
     @property
     def step(self):
         """Of its checkpoint."""
-        state = self.state
-        return state.get("loop", state)["step"]
+        return self.state["loop"]["step"]
 
     @property
     def rows(self):

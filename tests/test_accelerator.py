@@ -132,10 +132,9 @@ def count_reads(script):
             return train(*args)
 
     script.train = counted_train
-    if hasattr(script, "Meter"):  # no meeting because of the time: of the first step, and of lines
-        clock = itertools.count()
-        functions = {**vars(time), "monotonic": lambda: next(clock) / 1e6}
-        script.time = SimpleNamespace(**functions)
+    clock = itertools.count()  # no meeting because of the time: of the first step, and of lines
+    functions = {**vars(time), "monotonic": lambda: next(clock) / 1e6}
+    script.time = SimpleNamespace(**functions)
     args = script.parse_args()
     if args.compile:
         script.train = train  # the counters would switch the compiler off
@@ -380,15 +379,11 @@ def step_on_meta(script, model, batch, loss_function):
     )
     args = SimpleNamespace(max_minutes=0, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
-    if hasattr(script, "Meter"):
-        kept = [buffer.clone() for buffer in model.buffers()]
-        norm = script.update_if_finite(args, model, kept, optimizer, scaler)
-        meter = script.Meter(["loss"], args, META)
-        meter.add(loss.detach().reshape(1), norm)
-        assert meter.sums.device == META
-    else:
-        meter = script.StepGuard(args, META)
-        norm = meter.update(optimizer, scaler)
+    kept = [buffer.clone() for buffer in model.buffers()]
+    norm = script.update_if_finite(args, model, kept, optimizer, scaler)
+    meter = script.Meter(["loss"], args, META)
+    meter.add(loss.detach().reshape(1), norm)
+    assert meter.sums.device == META
     assert loss.device == norm.device == meter.bad_in_row.device == META
     return copies.found
 
@@ -418,11 +413,10 @@ def test_a_step_on_the_meta_device(prepared, monkeypatch):
 
 
 def test_steps_read_nothing(prepared, tmp_path):
-    """Seven steps, logged at 3, 6 and 7. Scripts of the older form read signals once a step, but
-    one step late."""
+    """Seven steps, logged at 3, 6 and 7."""
     name, folder = prepared
     found = count_in_program(name, folder, tmp_path)
-    assert found == READS.get(name, {"agree: tolist": 6, "sum_over_ranks: tolist": 3})
+    assert found == READS[name]
 
 
 def test_compiled_steps_of_uniref50(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import call_script
-from runs import DROPOUT, NEW, SCRIPTS, TINY, Run, Task, assert_same_end
+from runs import DROPOUT, SCRIPTS, TINY, Run, Task, assert_same_end
 
 SIGTERM = signal.SIGTERM
 SIGKILL = signal.SIGKILL
@@ -73,7 +73,7 @@ def test_number_of_processes_changes_nothing(task):
     two: none of them twice, none left out. Nor do the three keep the checkpoint in memory."""
     folder = task.folder / "moved"
     task.run(folder, ranks=1, faults=[[0, 22, "signal", SIGTERM]], statuses={143})
-    faults = [[rank, 25, "checkpoint", 0] for rank in range(3)] if task.name in NEW else []
+    faults = [[rank, 25, "checkpoint", 0] for rank in range(3)]
     run = task.run(folder, ranks=3, faults=faults)
     assert "resuming" in run.text
     whole = task.whole
@@ -153,7 +153,7 @@ def test_stopped_and_restarted_equals_undisturbed(task, matrix):
     matrix(task.name, "SIGTERM to one rank", "all save and end; the same bits", run.seconds)
     assert "resuming" in run.text
     assert "stopped by SIGTERM: the same command " in run.text
-    assert run.step == (15 if task.name in NEW else 16)
+    assert run.step == 15
 
     content = latest.read_bytes()
     option, expected = REFUSED[task.name]
@@ -165,16 +165,12 @@ def test_stopped_and_restarted_equals_undisturbed(task, matrix):
     # the last evaluation; a short one is not left in the middle, and then the run ends before the
     # next step or after it
     last = task.whole.summary["steps"]
-    evaluated = task.whole.evaluated[-2 if task.name in NEW else -1]
+    evaluated = task.whole.evaluated[-2]
     faults = [[1, evaluated - 1, "evaluation", SIGTERM]]
     run = task.run(folder, faults=faults, statuses={143})
     matrix(task.name, "SIGTERM in an evaluation", "all save and end; the same bits", run.seconds)
     assert "latest.pt is damaged" in run.text
-    if task.name in NEW:
-        assert run.step in (evaluated, evaluated + 1)
-    else:
-        assert run.step == evaluated == last
-        assert last not in run.evaluated
+    assert run.step in (evaluated, evaluated + 1)
 
     stopped = run.step
     run = task.run(folder)

@@ -30,7 +30,7 @@ from helpers import (
     write_causal_sets,
     write_digits,
 )
-from runs import DROPOUT, NEW, SCRIPTS, Run, Server, Task, assert_same_end
+from runs import DROPOUT, SCRIPTS, Run, Server, Task, assert_same_end
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +204,7 @@ def nan_on_one_rank(case):
     assert all(weight.isfinite().all() for weight in run.state["model"].values())
 
     case.folder = case.folder.with_name("again")
-    more = [] if case.task.name in NEW else ["--max_bad_steps=3"]
-    run = case.run([0, 12, "nan", 3], [1, 12, "nan", 3], more=more, statuses={1})
+    run = case.run([0, 12, "nan", 3], [1, 12, "nan", 3], statuses={1})
     assert "3 steps in a row without a finite gradient" in run.text
     assert "Traceback" not in run.text
     assert 4 <= run.step <= 12
@@ -295,13 +294,6 @@ def read_only_folder(case):
         run = case.run(statuses={2, -15}, within=60)
     assert "is not writable" in run.refusal()
     assert "step=1 " not in run.text
-
-    if case.task.name in NEW:
-        return "status 2 before training, says so"
-    (case.folder / "meta.json").write_text("{}")  # as in a folder of data, which --fresh would move
-    run = case.run(more=["--fresh"], statuses={2, -15}, within=60)
-    assert "holds data, not a run" in run.refusal()
-    (case.folder / "meta.json").unlink()
     return "status 2 before training, says so"
 
 
@@ -331,11 +323,9 @@ def started_twice(case):
     server = case.task.server
     server.begin(case.task.name, case.task.argv, case.folder, 2, [[0, 9, "wait", 0]])
     server.wait_for("step=8 ")
-    names = [case.folder]
-    if case.task.name in NEW:
-        names += [case.folder.with_name("link"), case.folder.with_name("mount")]
-        names[1].symlink_to(case.folder)
-        names[2].mkdir()
+    names = [case.folder, case.folder.with_name("link"), case.folder.with_name("mount")]
+    names[1].symlink_to(case.folder)
+    names[2].mkdir()
     with mounted(case.folder, names[-1]):
         for name in names:
             begin = time.monotonic()
@@ -576,10 +566,6 @@ FAULTS = {
     read_only_folder: "run_dpo_ddp",
     launcher_killed: FAST,
     started_twice: FAST,
-}
-
-
-NEW_FAULTS = {  # of scripts that are written anew
     read_only_meanwhile: FAST,
     disk_takes_nothing: FAST,
     disk_full_at_end: FAST,
@@ -600,8 +586,7 @@ def pytest_generate_tests(metafunc):
     if "fault" in metafunc.fixturenames:
         cases = []
         for name in SCRIPTS:
-            faults = {**FAULTS, **NEW_FAULTS} if name in NEW else FAULTS
-            for fault, own in faults.items():
+            for fault, own in FAULTS.items():
                 if name == own or metafunc.config.getoption("--all-faults"):
                     cases.append(pytest.param(name, fault, id=f"{name}-{fault.__name__}"))
         metafunc.parametrize(("name", "fault"), cases)

@@ -1,4 +1,4 @@
-"""What every script of the new form does around its steps, where no process has to be started, or
+"""What every script does around its steps, where no process has to be started, or
 a single short one. (Done to whole runs: test_contract.py, test_faults.py.)"""
 
 import argparse
@@ -19,15 +19,15 @@ import pytest
 import torch
 from helpers import call_script, parse_arguments
 from matplotlib.figure import Figure
-from runs import NEW, Task
+from runs import SCRIPTS, Task
 
 
-@pytest.fixture(params=NEW)
+@pytest.fixture(params=SCRIPTS)
 def script(request):
     return importlib.import_module(request.param)
 
 
-@pytest.fixture(scope="module", params=NEW)
+@pytest.fixture(scope="module", params=SCRIPTS)
 def task(request, tmp_path_factory, server):
     return Task(request.param, tmp_path_factory.mktemp(request.param), server)
 

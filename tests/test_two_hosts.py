@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, TORCHRUN, Job, environment
-from runs import NEW, SCRIPTS, Run, Task, assert_same_end
+from runs import SCRIPTS, Run, Task, assert_same_end
 
 FAST = "run_train_quantumgrav_ddp"  # the script of the normal test command
 TIMEOUT = 4  # seconds: the time limit of the runs whose link is cut
@@ -92,13 +92,11 @@ class Hosts:
         """`up`, or `down`: packets are lost, and no end of a connection is told."""
         ip(f"-n {self.b} link set eth0 {state}")
 
-    def on(self, name, command, folder, is_new):
+    def on(self, name, command, folder):
         """The command line that runs `command` on a host."""
         setup = f"hostname {name}; mount --bind {self.names} /etc/hosts"
-        if name == self.b and is_new:
+        if name == self.b:
             setup += f"; mount -t tmpfs -o ro tmpfs {folder}"
-        elif name == self.b:
-            setup += f"; mount --bind {folder} {folder}; mount -o remount,bind,ro {folder}"
         isolated = ["ip", "netns", "exec", name, "unshare", "--uts"]
         return [*isolated, "sh", "-ec", f'{setup}; exec "$@"', "sh", *command]
 
@@ -158,7 +156,7 @@ class Launch:
         self.jobs = []
         for name in hosts.both:
             text = output.with_name(f"{output.name}-{port}-{name}.txt")
-            self.jobs.append(Job(hosts.on(name, command, output, task.name in NEW), text, env))
+            self.jobs.append(Job(hosts.on(name, command, output), text, env))
 
     @property
     def text(self):
