@@ -326,8 +326,8 @@ SEVEN_STEPS = {
         --batch_size=8 --AUC_th=0 --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16
         --width=4 --n_imgs_per_evaluation_log=0""",
 }
-# What is read in it: only what a Meter reads where the ranks meet, after step 1, and at the three log
-# lines; of train_ddp after step 1 and 3 of each phase.
+# What is read in it: only what a Meter reads where the ranks meet, after step 1, and at the three
+# log lines; of train_ddp after step 1 and 3 of each phase.
 MEETINGS = {
     "meet: tolist": 4,
     "meet: __bool__": 4,  # are too many steps bad?

@@ -213,14 +213,6 @@ def test_which_weights(tmp_path):
         load("--base_model_name=v_48_002")
 
 
-def test_two_names_of_the_learning_rate(tmp_path):
-    """In a file and on the command line, which wins."""
-    path = tmp_path / "options.yaml"
-    path.write_text("learning_rate: 0.5")
-    for words, rate in (([], 0.5), (["--lr=2"], 2.0), (["--learning_rate=3"], 3.0)):
-        assert parse_arguments(script, f"--config={path}", *words).lr == rate
-
-
 def test_another_split_is_refused_on_resume(data, trained):
     """Structures would be on the other side."""
     with pytest.raises(script.InputError, match="val_fraction is 0.4, and .* has a run with 0.2"):
