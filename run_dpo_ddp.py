@@ -30,7 +30,7 @@ its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png
 # requires-python = ">=3.10"
 # dependencies = [
 #     "torch>=2.11,<2.14", "numpy>=2.2,<3", "tqdm>=4.67,<5", "pyyaml>=6.0,<7", "wandb>=0.25,<1",
-#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "gemmi>=0.7,<0.8",
+#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "gemmi>=0.7,<1",
 # ]
 # ///
 

@@ -137,7 +137,7 @@ def write_folder(folder):
 
 
 CHANGES = [  # the script and the definition that is changed, the script that is right
-    ("run_dpo_ddp.py", "B", "run_train_quantumgrav_ddp.py"),
+    ("run_train_quantumgrav_ddp.py", "B", "run_dpo_ddp.py"),
     ("test_ddp_setup.py", "A", "run_train_quantumgrav_ddp.py"),
     ("test_ddp_setup.py", "B", "run_train_quantumgrav_ddp.py"),
     ("run_train_quantumgrav_ddp.py", "A", "test_ddp_setup.py"),
