@@ -134,9 +134,9 @@ def damage(path):
     lines = path.read_text().splitlines()
     lines[200 - 1] = "#1"
     path.write_text("\n".join(lines) + "\n")
-    # of FASTA the line where the record begins
-    number = 199 if path.suffix == ".fasta" else 200
-    return rf"{path.name}.*?line {number}: "
+    if path.suffix == ".fasta":  # the line where the record begins; the file is named above
+        return "line 199 .*'#1' among the residues"
+    return rf"{path.name}.*?line 200: "
 
 
 # --------------------------------------------------------------------------------------------------
