@@ -893,6 +893,7 @@ def find_reference(model, data, args, device, autocast):
     key += [args.precision, device.type]
     logp = None
 
+    # `cached` calls it where there are no scores: before they are computed it only says so
     def write(folder):
         if logp is None:
             raise LookupError
@@ -2217,7 +2218,8 @@ class RunLog:
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
         try:
             self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
-            self.draw()
+            if self.size() > 0:  # a run that is stopped at once has no rows
+                self.draw()
         except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.wandb:  # without a network its end would wait for ever

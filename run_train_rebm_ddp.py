@@ -1158,10 +1158,14 @@ def find_on_hub(name, found):
         if not images:
             raise InputError(f"{name} has no column of images, but {', '.join(kinds)}")
         column = table.cast_column(images[0], datasets.Image(decode=False))[images[0]]
-        names = [""] * len(table)
-        if labels:
-            names = [kinds[labels[0]].names[label] for label in table[labels[0]]]
-        for i, own in enumerate(names):
+        numbers = table[labels[0]] if labels else [None] * len(table)
+        for i, number in enumerate(numbers):
+            own = ""
+            if labels:
+                if number in (None, -1):  # some keep the labels of the test part to themselves
+                    found.leave_out("images without a label are not read", f"{split} {i}")
+                    continue
+                own = kinds[labels[0]].names[number]
             found.add((column, i), own, PARTS[split])
 
 
@@ -2244,7 +2248,8 @@ class RunLog:
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
         try:
             self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
-            self.draw()
+            if self.size() > 0:  # a run that is stopped at once has no rows
+                self.draw()
         except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.wandb:  # without a network its end would wait for ever

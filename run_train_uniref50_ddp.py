@@ -1828,7 +1828,8 @@ class RunLog:
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
         try:
             self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
-            self.draw()
+            if self.size() > 0:  # a run that is stopped at once has no rows
+                self.draw()
         except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.wandb:  # without a network its end would wait for ever

@@ -1527,9 +1527,8 @@ class Corpus:
         for note in meta["notes"]:
             logging.warning(note)
         self.text = load_array(folder / "text.npy")
-        self.offsets = load_array(
-            folder / "offsets.npy"
-        )  # text i is text[offsets[i]:offsets[i + 1]]
+        # text i is text[offsets[i]:offsets[i + 1]]
+        self.offsets = load_array(folder / "offsets.npy")
         self.is_query = load_array(folder / "is_query.npy")  # (N,) or a document
         self.phase1 = load_array(folder / "phase1.npy")  # texts to train on
         self.pairs = load_array(folder / "pairs.npy")  # (n, 2) query, document
@@ -1588,7 +1587,7 @@ class Tokens:
         self.lengths = np.diff(self.offsets)
         self.pad = tokenizer.pad_token_id
         cut = int((self.lengths >= student.max_seq_length).sum())
-        text = f"{cut:,} of {len(corpus):,} texts are as long or longer, and cut there"
+        text = f"{cut:,} of {len(corpus):,} texts reach that, and are cut if they are longer"
         logging.info(f"The student reads {student.max_seq_length} tokens: {text}")
 
     def write(self, folder, corpus, student):
@@ -2825,7 +2824,8 @@ class RunLog:
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
         try:
             self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
-            self.draw()
+            if self.size() > 0:  # a run that is stopped at once has no rows
+                self.draw()
         except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
             logging.warning(f"no summary.json or no curves.png: {error}")
         if self.wandb:  # without a network its end would wait for ever

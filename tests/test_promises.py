@@ -219,6 +219,13 @@ def test_curves(script, group, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
+def test_a_run_that_is_stopped_before_its_first_row(script, group, tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").touch()
+    script.RunLog(make_args(tmp_path), None).close("stopped by SIGTERM", steps=0)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "stopped by SIGTERM"
+    assert "curves.png" not in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_wandb(script, group, tmp_path, monkeypatch, caplog, mode):
     """A resumed run: online it has the old id, offline a new one in the same group. It can ask for

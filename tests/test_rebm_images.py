@@ -461,18 +461,19 @@ def test_outside_images_are_no_inside_images(tmp_path):
 
 
 def test_hub(tmp_path, monkeypatch):
-    """Images and labels by their kinds; splits that are not read are named."""
+    """Images and labels by their kinds; splits that are not read are named, and images whose label
+    is kept secret."""
     import datasets
 
     rows = {"img": [], "fine_label": []}
-    for i in range(60):
+    for i in range(63):
         path = picture(tmp_path / f"{i}.png", color=(100 * (i % 2), 50, 50))
         rows["img"].append(str(path))
-        rows["fine_label"].append(i % 2)
+        rows["fine_label"].append(i % 2 if i < 60 else -1)
     kinds = {"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["b", "a"])}
     table = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
     tables = datasets.DatasetDict(
-        train=table.select(range(40)), test=table.select(range(40, 60)), extra=table.select([0])
+        train=table.select(range(40)), test=table.select(range(40, 63)), extra=table.select([0])
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda name: tables)
     monkeypatch.setenv("HF_ENDPOINT", "http://localhost:9")  # nobody is asked
@@ -482,7 +483,9 @@ def test_hub(tmp_path, monkeypatch):
     assert sum(counts(data)) == 60
     red = data.images[:, 0].mean((1, 2))
     assert ((red > 80) == (data.labels == 0)).all()
-    assert "1 splits are not read, such as extra" in notes(tmp_path / "x")
+    said = notes(tmp_path / "x")
+    assert "1 splits are not read, such as extra" in said
+    assert "3 images without a label are not read, such as test 20" in said
 
 
 def test_no_hub(tmp_path):
