@@ -307,18 +307,18 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x, cond, owners, turns, starts, lengths):
-        """x (T, D); cond (B, C); owners (T, B), 1 where a sequence is a token's; turns, two of
-        (T, 1, D / heads): -> (T, D)"""
+        """x (T, D); cond (B, C); owners (T, B), a one-hot row for each token: its sequence; turns
+        (T, 1, E / 2), complex: -> (T, D)"""
         # `owners @ rows` gives each token the row of its sequence. The gradient is a product, too:
         # faster than the sum token by token that an index would need, and the same bits each time.
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond).chunk(6, dim=1)
         h = self.norm1(x) * (owners @ (1 + scale1)) + owners @ shift1
         q, k, v = self.qkv(h).unflatten(1, (3, self.heads, -1)).unbind(1)  # (T, heads, E)
-        h = self.out(attend(rotate(q, turns), rotate(k, turns), v, starts, lengths))
-        x = x + (owners @ gate1) * self.dropout(h)
+        h = self.out(attend(q, k, v, turns, starts, lengths))
+        x = torch.addcmul(x, owners @ gate1, self.dropout(h))
         h = self.norm2(x) * (owners @ (1 + scale2)) + owners @ shift2
         h = self.down(F.gelu(self.up(h)))
-        return x + (owners @ gate2) * self.dropout(h)
+        return torch.addcmul(x, owners @ gate2, self.dropout(h))
 
 
 def angles_of(values, count):
@@ -327,16 +327,18 @@ def angles_of(values, count):
 
 
 def rotate(x, turns):
-    """Rotary position embedding (Su et al. 2021): number i of x (T, heads, E) and number i + E / 2
-    are turned, as the coordinates of a point, by an angle whose cosine and sine are in `turns`."""
-    cos, sin = turns
-    # roll exchanges the halves; in the first one the sine is negative
-    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
+    """Rotary position embedding (Su et al. 2021): two numbers of x (T, heads, E) that stand side by
+    side are a point, a complex number, which a factor in `turns` (T, 1, E / 2) turns round 0."""
+    points = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(points * turns).flatten(-2).to(x.dtype)
 
 
-@torch.compiler.disable  # the lengths are new in every step: compiled, each would be a new program
-def attend(q, k, v, starts, lengths):
+# not compiled: the lengths are new in every step, and each would be a new program
+@torch.compiler.disable
+def attend(q, k, v, turns, starts, lengths):
     """Attention (T, D) within each sequence; q, k and v are (T, heads, E)."""
+    q = rotate(q, turns)
+    k = rotate(k, turns)
     if q.device.type == "cuda" and q.dtype != torch.float32:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -379,11 +381,10 @@ class Denoiser(nn.Module):
         numbers = torch.arange(len(cond), dtype=batch.owner.dtype, device=x.device)
         owners = (batch.owner[:, None] == numbers).to(x.dtype)  # (T, B)
         angles = angles_of(batch.positions, self.embed.embedding_dim // self.blocks[0].heads // 2)
-        cos = torch.cat([angles.cos(), angles.cos()], dim=1)[:, None]  # (T, 1, E)
-        sin = torch.cat([-angles.sin(), angles.sin()], dim=1)[:, None]
+        turns = torch.polar(torch.ones_like(angles), angles)[:, None]  # (T, 1, E / 2)
 
         for block in self.blocks:
-            inputs = (x, cond, owners, (cos, sin), batch.starts, batch.lengths)
+            inputs = (x, cond, owners, turns, batch.starts, batch.lengths)
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:

@@ -246,11 +246,11 @@ def test_rotary_embedding():
     x = torch.randn(40, 2, 16)
     angles = script.angles_of(torch.arange(40), 8)
     assert torch.allclose(angles, torch.arange(40)[:, None] * 1e4 ** (-torch.arange(8) / 8))
-    numbers = torch.complex(*x.chunk(2, dim=-1)) * torch.exp(1j * angles[:, None])
-    expected = torch.cat([numbers.real, numbers.imag], dim=-1)
-    cos = torch.cat([angles.cos(), angles.cos()], dim=1)[:, None]
-    sin = torch.cat([-angles.sin(), angles.sin()], dim=1)[:, None]
-    assert torch.allclose(script.rotate(x, (cos, sin)), expected, atol=1e-5)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = x[..., 0::2], x[..., 1::2]
+    expected = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    assert torch.allclose(script.rotate(x, turns), expected.flatten(-2), atol=1e-5)
 
 
 @torch.no_grad()
