@@ -483,13 +483,15 @@ def wrap_ddp(model, args, device):
     )
     # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
     wrapped.broadcast_buffers = False
-    # After its first backward pass DDP puts the gradients in another order. Sums over three and
-    # more ranks then differ in the last bit, also after a restart. So make that pass now, with a
-    # loss that depends on every parameter and needs no network: 0 x their sum.
-    module = wrapped.module
+    # DDP puts the gradients in another order after its first backward pass. Sums over three and
+    # more ranks then differ in the last bit: a run that was started again would differ from one
+    # that was not. So make that pass now. It needs no batch: in place of the network stands one
+    # that returns its input, and the loss is 0 x the sum of all parameters.
+    network = wrapped.module
     wrapped.module = nn.Identity()
-    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
-    wrapped.module = module
+    zero = sum((p * 0).sum() for p in model.parameters() if p.requires_grad)
+    wrapped(zero).backward()
+    wrapped.module = network
     wrapped.zero_grad()
     return wrapped
 
@@ -557,7 +559,7 @@ def number(least, most=math.inf, kind=float):
 
     def parse(text):
         value = kind(text)
-        if not least <= value <= most:
+        if not least <= value <= most or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most}")
         return value
 
@@ -646,6 +648,8 @@ def config_words(content, parser, section=""):
             words += [name, *map(str, value)]
         elif value is not None:
             words.append(f"{name}={value}")
+        elif name not in parser._option_string_actions:  # no value: the default
+            raise InputError(f"{key}: there is no option {name}")
     return words
 
 
@@ -715,9 +719,10 @@ def setup_ddp(args):
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
     if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
-    # The C library keeps about twice the largest block that was freed, up to 32 MB, and gives the
-    # rest back to the system: fetching it again and again takes a tenth of a step on CPUs.
-    torch.empty(8 * 2**20 - 4096)
+    # glibc gives large blocks back to the system, and fetches them again in the next step: a tenth
+    # of a step on CPUs. After one block of nearly 32 MB was freed it keeps such blocks (mallopt(3),
+    # M_MMAP_THRESHOLD).
+    torch.empty(2**25 - 2**14, dtype=torch.uint8)
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")

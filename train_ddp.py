@@ -1998,7 +1998,7 @@ def number(least, most=math.inf, kind=float):
 
     def parse(text):
         value = kind(text)
-        if not least <= value <= most:
+        if not least <= value <= most or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most}")
         return value
 
@@ -2087,6 +2087,8 @@ def config_words(content, parser, section=""):
             words += [name, *map(str, value)]
         elif value is not None:
             words.append(f"{name}={value}")
+        elif name not in parser._option_string_actions:  # no value: the default
+            raise InputError(f"{key}: there is no option {name}")
     return words
 
 
@@ -2156,9 +2158,10 @@ def setup_ddp(args):
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
     if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
-    # The C library keeps about twice the largest block that was freed, up to 32 MB, and gives the
-    # rest back to the system: fetching it again and again takes a tenth of a step on CPUs.
-    torch.empty(8 * 2**20 - 4096)
+    # glibc gives large blocks back to the system, and fetches them again in the next step: a tenth
+    # of a step on CPUs. After one block of nearly 32 MB was freed it keeps such blocks (mallopt(3),
+    # M_MMAP_THRESHOLD).
+    torch.empty(2**25 - 2**14, dtype=torch.uint8)
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
@@ -2341,15 +2344,19 @@ def cached(cache_dir, name, key, write):
     folder = Path(cache_dir) / f"{name}-{digest}"
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-")
+    except OSError as error:
+        raise InputError(f"--cache_dir {cache_dir} is not writable: {error}") from None
     for old in folder.parent.glob("unfinished-*"):
         with contextlib.suppress(OSError):  # another run is at work in it, and has it locked
             with open(old / "lock", "r+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(old)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as place:
-        lock = lock_file(Path(place) / "lock")
-        new = Path(place) / "data"
+    with place:
+        lock = lock_file(Path(place.name) / "lock")
+        new = Path(place.name) / "data"
         new.mkdir()
         write(new)
         for file in new.glob("*.npy"):
@@ -2483,13 +2490,15 @@ def wrap_ddp(model, args, device):
     )
     # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
     wrapped.broadcast_buffers = False
-    # After its first backward pass DDP puts the gradients in another order. Sums over three and
-    # more ranks then differ in the last bit, also after a restart. So make that pass now, with a
-    # loss that depends on every parameter and needs no network: 0 x their sum.
-    module = wrapped.module
+    # DDP puts the gradients in another order after its first backward pass. Sums over three and
+    # more ranks then differ in the last bit: a run that was started again would differ from one
+    # that was not. So make that pass now. It needs no batch: in place of the network stands one
+    # that returns its input, and the loss is 0 x the sum of all parameters.
+    network = wrapped.module
     wrapped.module = nn.Identity()
-    wrapped(sum((p * 0).sum() for p in model.parameters() if p.requires_grad)).backward()
-    wrapped.module = module
+    zero = sum((p * 0).sum() for p in model.parameters() if p.requires_grad)
+    wrapped(zero).backward()
+    wrapped.module = network
     wrapped.zero_grad()
     return wrapped
 
@@ -2555,9 +2564,9 @@ class Meter:
         self.steps += 1
 
     def meet(self, log, row, samples, now=False):
-        """Once a second, at every log line, or now: agree whether to stop, and write the log line:
-        `row`, the means, and the speed, where a step has so many samples. Returns why to stop, or
-        "". (all ranks)"""
+        """Meet about once a second, at every log line, or now. Agree whether to stop. At a log
+        line write `row`, to which this adds the means, and the speed; a step has so many samples.
+        Returns why to stop, or "". (all ranks)"""
         must_log = row["step"] % self.args.log_every == 0 or now
         if not must_log and self.steps % self.every > 0:
             return ""
@@ -2567,7 +2576,8 @@ class Meter:
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             raise RunError(f"{text}: lower the learning rate, or look for such numbers in the data")
-        seconds = everyone[0]["seconds"]  # rank 0's, so that all meet again after the same step
+        # the next meeting is in about a second, by the clock of rank 0: after the same step for all
+        seconds = everyone[0]["seconds"]
         self.every = max(1, int(self.steps / seconds))
         reason = max(theirs["wish"] for theirs in everyone)  # of any rank that has one
         if not must_log and not reason:
@@ -2605,7 +2615,7 @@ def exit_status(reason):
 def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
     """Write OUTPUT_DIR/name: options, where training stands, the state of `parts`. A run goes on
     without a save that fails, since the next may succeed; the first and the last one must.
-    (all ranks)"""
+    Returns whether it succeeded. (all ranks)"""
 
     def write():
         state = {"script": SCRIPT, "args": vars(args), "loop": loop}
@@ -2631,8 +2641,10 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
             if must_succeed:
                 raise RunError(text) from None
             logging.warning(f"{text}; the run goes on")
+            return False
+        return True
 
-    on_rank0(write)
+    return on_rank0(write)
 
 
 def restore(state, **parts):
@@ -2800,9 +2812,9 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
-        size = self.size()
         try:
             with open(self.path, "a") as file:
+                size = self.size()
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")

@@ -52,6 +52,14 @@ def test_config(script, tmp_path, name, text):
     assert parse_arguments(script, f"--config={config}").save_every == 7
 
 
+def test_option_of_a_config_without_a_value(script, tmp_path):
+    """It has its default; but a name that no option has is an error."""
+    config = tmp_path / "config.yaml"
+    config.write_text("save_every:\nsave_evry:\n")
+    with pytest.raises(script.InputError, match="--save_evry"):
+        parse_arguments(script, f"--config={config}")
+
+
 def test_values_that_look_like_options(script):
     assert parse_arguments(script, "--output_dir", "lr=3e-4").output_dir == "lr=3e-4"
     assert parse_arguments(script, "--output_dir=lr=3e-4").output_dir == "lr=3e-4"
@@ -63,6 +71,8 @@ def test_values_that_look_like_options(script):
         ("--device=cuda", "--device cuda: .* cpu"),
         ("--config=/nowhere.yaml", "--config /nowhere.yaml: .*No such file"),
         ("--output_dir=/proc/nothing", "--output_dir /proc/nothing"),
+        ("--cache_dir=/proc/nothing", "--cache_dir /proc/nothing is not writable"),
+        ("--max_minutes=inf", "--max_minutes: inf: must be"),
         ("--save_every=0", "--save_every: 0: must be from 1 to inf"),
     ],
 )
