@@ -22,24 +22,19 @@
 # first one's name) and, if it is not 29500, MASTER_PORT set.
 set -euo pipefail
 
-die() {
-    printf 'run_train_uniref50_ddp.sh: %s\n' "$1" >&2
-    exit 2
-}
-
 here=$(dirname -- "${BASH_SOURCE[0]}")
+# shellcheck source=scripts/start_torchrun.sh
+source "$here/scripts/start_torchrun.sh"
+
 config=configs/config_uniref50_ddp.yaml
 [[ -f $config ]] || config=$here/$config
 options=(--config="$config") # of two the script takes the last one
-gpus=all
+processes=all
 while (($#)); do
     name=${1%%=*}
     value=${1#"$name"} # =VALUE, or nothing where the value is the next word
     case $name in
-        -h | --help)
-            sed -n '2,/^set /{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
-            exit 0
-            ;;
+        -h | --help) show_usage ;;
         -w | --work-dir) options+=("--output_dir$value") ;;
         -c) options+=("--config$value") ;;
         -d) options+=("--datafile$value") ;;
@@ -48,9 +43,9 @@ while (($#)); do
         -s) options+=("--seed$value") ;;
         -m | --method) options+=("--sampling_method$value") ;;
         --gpus)
-            gpus=${value#=}
+            processes=${value#=}
             if [[ -z $value && $# -gt 1 ]]; then
-                gpus=$2
+                processes=$2
                 shift
             fi
             ;;
@@ -60,37 +55,13 @@ while (($#)); do
     shift
 done
 
-cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
-visible=0
-if ! [[ " ${options[*]} " =~ device[\ =]cpu\  ]]; then
-    visible=$(python -c 'import torch; print(torch.accelerator.device_count())')
+count_devices "${options[@]}"
+if [[ $processes == all ]]; then
+    processes=$((gpus > 0 ? gpus : cores < 2 ? cores : 2))
 fi
-most=$((visible > 0 ? visible : cores))
-if [[ $gpus == all ]]; then
-    gpus=$((visible > 0 ? visible : cores < 2 ? cores : 2))
-fi
-[[ $gpus =~ ^[1-9][0-9]{0,3}$ ]] || die "--gpus must be a whole number from 1, not '$gpus'"
-((gpus <= most)) || die "--gpus is $gpus but here are $visible GPU(s), $cores CPU core(s)"
-
-# One machine: on any free port, so that two runs do not collide; the host's name need not resolve.
-where=(--standalone --local-addr=127.0.0.1)
-if [[ ${NNODES:-1} != 1 ]]; then
-    port=29500
-    [[ -z ${SLURM_JOB_ID:-} ]] || port=$((10000 + SLURM_JOB_ID % 20000)) # each job has its own
-    where=(--nnodes="$NNODES" --node_rank="${NODE_RANK:?with NNODES set it, too}"
-        --master_addr="${MASTER_ADDR:?with NNODES set it, too}"
-        --master_port="${MASTER_PORT:-$port}")
-fi
+[[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || die "--gpus must be a whole number, not '$processes'"
+((processes <= most)) || die "--gpus is $processes but here are $gpus GPU(s), $cores CPU core(s)"
 
 # one process checks the options and reads the data, before there are processes that would wait
 python "$here/run_train_uniref50_ddp.py" "${options[@]}" --prepare_only || exit $?
-
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # torchrun would say 30
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + gpus - 1) / gpus))} # torchrun would say 1
-signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
-[[ -z $(trap -p HUP) ]] || signals=${signals/SIGHUP,/} # ignored, as nohup has it: the run goes on
-# SIGUSR1 (a batch queue's warning) reaches the processes, which then have 120 s to save
-exec torchrun "${where[@]}" --nproc_per_node="$gpus" \
-    --signals-to-handle="$signals" \
-    "$here/run_train_uniref50_ddp.py" "${options[@]}"
+start_torchrun "$processes" "$here/run_train_uniref50_ddp.py" "${options[@]}"

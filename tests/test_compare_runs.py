@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 from helpers import call_script
@@ -56,12 +57,38 @@ def test_what_is_left_out_or_cannot_be_compared(tmp_path):
     write_run(tmp_path / "c", 0.01, 0.99, status="stopped by SIGTERM", lr=0.3)
     write_run(tmp_path / "e.old-20260101-000000", 0.01, 0.99, lr=0.3)
     (tmp_path / "d").mkdir()
-    (tmp_path / "d.lock").touch()
+    write_run(tmp_path / "g", 0.01, 0.8, lr=0.1)
     text = compare(*sorted(tmp_path.glob("*")))
-    assert text.count("left out") == 3
+    assert text.count("left out") == 4
+    assert "g: another run has its options and its seed" in text
     assert "0.0100" not in text
 
     assert "none of these runs is finished" in compare(tmp_path / "c", status=2)
     assert "these runs have" in compare(tmp_path / "a", "--metrics", "x", status=2)
-    write_run(tmp_path / "f", 0.01, 0.99, script="b.py", lr=0.3)
-    assert "different script" in compare(tmp_path / "a", tmp_path / "f", status=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"script": "b.py"}, "script is a.py in .*a and b.py in .*b"),
+        ({"metric": "accuracy"}, "best/metric is loss"),
+        ({"tasks": ["cls"]}, r"tasks is None in .*a and \['cls'\] in .*b"),
+        ({"data_hash": "2"}, "data_hash is None in"),
+        ({"val_ratio": 0.2}, "val_ratio"),
+    ],
+)
+def test_what_measured_other_things_is_refused(other, said, tmp_path):
+    write_run(tmp_path / "a", 0.3, 0.8)
+    write_run(tmp_path / "b", 0.2, 0.8, **other)
+    text = compare(tmp_path / "a", tmp_path / "b", status=2)
+    assert re.search(f"not comparable: {said}", text), text
+
+
+def test_curves(tmp_path):
+    for name, value in {"a": 0.3, "b": 0.2}.items():
+        write_run(tmp_path / name, value, 0.8, lr=value)
+        rows = [{"step": step, "val/loss": value + 1 / step} for step in (1, 2)]
+        text = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": 2, "loss": 1.0}])
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    compare(tmp_path / "a", tmp_path / "b", "--curves", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000

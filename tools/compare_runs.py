@@ -1,11 +1,14 @@
 """Compare finished runs of a training script by their summaries: mean, spread and best.
 
     python tools/compare_runs.py outputs/seed*
-    python tools/compare_runs.py outputs/lr*_seed* --csv runs.csv
+    python tools/compare_runs.py outputs/lr*_seed* --csv runs.csv --curves runs.png
 
 Runs that differ by --seed alone are one row: the mean over them, and their standard deviation. Rows
 come in the order of their validation metric, by which each run chose its best.pt, the best first.
 Test metrics are shown and decide nothing: once you choose by them, they are no test any more.
+
+Runs that measured different things are refused: another script, other data, other tasks, another
+held-out set. Of two runs with the same options and the same seed the second is left out.
 """
 
 import argparse
@@ -20,6 +23,11 @@ from pathlib import Path
 IGNORED = """config output_dir fresh num_workers save_every log_every max_minutes wandb_mode
     nproc_per_node device backend timeout_minutes local_rank world_size master_addr master_port
     cache_dir prepare_only seed""".split()
+
+# options that decide what is measured, and on what
+MEASURED = """data_hash tasks split val_fraction val_ratio max_protein_len eval_sequences eval_draws
+    max_samples_phase1 max_samples_phase2 loss_type beta temperature image_shape
+    indist_attack_clf_eps""".split()
 
 # endings of the metrics that should fall; all others should rise
 FALLING = ("loss", "nelbo", "perplexity", "ece")
@@ -43,9 +51,12 @@ def parse_args(words=None):
     add("runs", nargs="+", type=Path, metavar="FOLDER", help="--output_dir of the runs")
     add("--metrics", nargs="+", help="test metrics in the table; default: all")
     add("--csv", type=Path, help="also write a line for each run there")
+    add("--curves", type=Path, help="also draw the validation metric of each run over its steps")
     args = parser.parse_args(words)
-    if args.csv and args.csv.exists():
-        parser.error(f"{args.csv} exists: give another --csv")
+    for name in ("csv", "curves"):
+        path = getattr(args, name)
+        if path and path.exists():
+            parser.error(f"{path} exists: give another --{name}")
     return args
 
 
@@ -64,8 +75,6 @@ def read_runs(folders):
     """Summaries of the finished runs, flat, with their folder as "run". Says which are left out."""
     runs = []
     for folder in folders:
-        if folder.suffix == ".lock":  # what seed* finds beside the folders
-            continue
         status = "no summary.json, so it is not finished"
         if (folder / "summary.json").exists():
             try:
@@ -81,11 +90,12 @@ def read_runs(folders):
             print(f"left out: {folder}: {status}")
     if not runs:
         stop("none of these runs is finished")
-    for key in ("script", "best/metric"):
-        found = {run.get(key) for run in runs}
-        if len(found) > 1:
-            text = ", ".join(f"{run['run']} {run.get(key)}" for run in runs)
-            stop(f"runs of different {key}, compare them apart: {text}")
+    for key in ["script", "best/metric", *[f"args/{name}" for name in MEASURED]]:
+        for run in runs:
+            if run.get(key) != runs[0].get(key):
+                pair = [f"{one.get(key)} in {one['run']}" for one in (runs[0], run)]
+                name = key.removeprefix("args/")
+                stop(f"not comparable: {name} is {' and '.join(pair)}; compare them apart")
     return runs
 
 
@@ -99,7 +109,11 @@ def group_runs(runs):
     groups = {}
     for run in runs:
         words = [f"{key.removeprefix('args/')} {run.get(key)}" for key in differing]
-        groups.setdefault(", ".join(words) or "all", []).append(run)
+        group = groups.setdefault(", ".join(words) or "all", [])
+        if run.get("args/seed") in [other.get("args/seed") for other in group]:
+            print(f"left out: {run['run']}: another run has its options and its seed")
+        else:
+            group.append(run)
     return groups
 
 
@@ -144,6 +158,23 @@ def write_csv(path, runs):
         writer.writerows(runs)
 
 
+def draw_curves(path, runs):
+    """A line for each run: the validation metric by which it chose its best weights."""
+    from matplotlib import pyplot
+
+    column = f"val/{runs[0]['best/metric']}"
+    figure, axis = pyplot.subplots(figsize=(7, 3.5))
+    # thinner from run to run, so that equal lines are all seen
+    for width, run in zip(range(2 * len(runs), 0, -2), runs, strict=True):
+        rows = [json.loads(line) for line in Path(run["run"], "metrics.jsonl").open()]
+        points = [(row["step"], row[column]) for row in rows if column in row]
+        axis.plot(*zip(*points, strict=True), linewidth=width, label=run["run"])
+    axis.set(xlabel="step", ylabel=column)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main():
     args = parse_args()
     runs = read_runs(args.runs)
@@ -156,6 +187,8 @@ def main():
         print(f"\nbest by validation: {rows[1][0]}")
     if args.csv:
         write_csv(args.csv, runs)
+    if args.curves:
+        draw_curves(args.curves, runs)
 
 
 if __name__ == "__main__":
