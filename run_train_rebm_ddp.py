@@ -2236,9 +2236,9 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
+        size = self.size() if self.path.exists() else 0
         try:
             with open(self.path, "a") as file:
-                size = self.size()
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")

@@ -22,7 +22,7 @@ from pathlib import Path
 # options that do not change what is trained
 IGNORED = """config output_dir fresh num_workers save_every log_every max_minutes wandb_mode
     nproc_per_node device backend timeout_minutes local_rank world_size master_addr master_port
-    cache_dir prepare_only seed""".split()
+    cache_dir prepare_only batch_size seed""".split()
 
 # options that decide what is measured, and on what
 MEASURED = """data_hash tasks split val_fraction val_ratio max_protein_len eval_sequences eval_draws
