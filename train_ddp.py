@@ -305,7 +305,8 @@ class PairData(TextData):
         negatives = negatives[negatives >= 0]
         if len(negatives) <= self.args.num_negatives:
             return negatives
-        rng = np.random.default_rng([self.args.seed, step, place])
+        # the 1: to numpy (seed, step, 0) is (seed, step), by which an epoch is shuffled
+        rng = np.random.default_rng([self.args.seed, step, place, 1])
         return rng.choice(negatives, self.args.num_negatives, replace=False)
 
     def __getitem__(self, item):
@@ -417,18 +418,13 @@ def keep_layers(network, wanted):
 def freeze_unused(student, texts):
     """Freeze what gets no gradient, such as BERT's pooler: DDP would wait for it. (It stays in the
     model, which loads without complaint.)"""
-    names = []
-    parameters = []
-    for name, parameter in student.named_parameters():
-        if parameter.requires_grad:
-            names.append(name)
-            parameters.append(parameter)
-    gradients = torch.autograd.grad(student(texts).sum(), parameters, allow_unused=True)
+    student(texts).sum().backward()
     unused = []
-    for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
-        if gradient is None:
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
             parameter.requires_grad_(False)
             unused.append(name.removeprefix("model."))
+    student.zero_grad()
     if unused:
         logging.info(f"Not trained, since they get no gradient: {', '.join(unused)}")
 
@@ -645,19 +641,25 @@ def evaluate(student, data, args, device, head=True):
     return on_rank0(measure, args, data, vectors, head)
 
 
-def note_metrics(loop, number, metrics):
-    """Keep the best of a phase. Returns the names of the checkpoints of which these weights are the
-    best so far."""
+def keep_best(loop, number, metrics, save):
+    """Save weights that are the best of their phase, and note them in `loop`, unless a disk is
+    full: the note is of what is in the file. (all ranks)"""
     metric = "ndcg@10" if "ndcg@10" in metrics else "teacher_cosine"  # where there are no queries
     value = metrics[metric]
-    before = {name: best["value"] for name, best in loop["best"].items()}
-    if not value > before.get(f"phase {number}", -math.inf):  # NaN is never better
-        return []
+    before = loop["best"]
+    values = {name: best["value"] for name, best in before.items()}
+    if not value > values.get(f"phase {number}", -math.inf):  # NaN is never better
+        return
     best = {"metric": metric, "value": value, "better": "higher", "step": loop["step"]}
-    loop["best"][f"phase {number}"] = {**best, "metrics": metrics}
-    if value > max(before.values(), default=-math.inf):
-        return [f"phase{number}_best.pt", "best.pt"]
-    return [f"phase{number}_best.pt"]
+    loop["best"] = {**before, f"phase {number}": {**best, "metrics": metrics}}
+    names = [f"phase{number}_best.pt"]
+    if value > max(values.values(), default=-math.inf):
+        names.append("best.pt")
+    for name in names:
+        logging.info(f"Saving {name}, the best so far")
+        if save(name) is False:
+            loop["best"] = before
+            return
 
 
 def as_text(metrics):
@@ -708,12 +710,16 @@ def lr_factor(args, step, steps):
 def make_optimizer(args, model, lr):
     # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size,
     # and the vector of a rare word would fade.
+    embeddings = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.add(id(module.weight))
     decay = []
     no_decay = []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim > 1 and "embeddings." not in name:
+        if parameter.ndim > 1 and id(parameter) not in embeddings:
             decay.append(parameter)
         else:
             no_decay.append(parameter)
@@ -790,7 +796,6 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
     reason = ""
     while not reason:
         done = loop["step"] - loop["before"]
-        epoch, position = divmod(done, sampler.steps)
 
         # Evaluate. All ranks have the same metrics, and so agree on what is best.
         is_due = done > 0 and (done % eval_every == 0 or done >= phase.steps)
@@ -800,11 +805,10 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
                 reason = max(gather(wish_to_stop(args)))
                 break
             loop["validated"] = done
-            row = {"step": loop["step"], "phase": phase.number, "epoch": loop["epoch"]}
+            epoch = (done - 1) // sampler.steps  # that of the last step
+            row = {"step": loop["step"], "phase": phase.number, "epoch": epoch}
             log.write({**row, **{f"val/{name}": value for name, value in metrics.items()}})
-            for name in note_metrics(loop, phase.number, metrics):
-                logging.info(f"Saving {name}, the best so far")
-                save(name)
+            keep_best(loop, phase.number, metrics, save)
             meter.start()
         if done >= phase.steps:
             save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
@@ -824,13 +828,13 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
         norm = update_if_finite(args, model, kept, optimizer, scaler)
         meter.add(shares, norm)
         loop["step"] += 1
-        loop["epoch"] = epoch
         done += 1
         bar.update()
 
         # log and save; also before an evaluation, which may be interrupted
         is_last = done % eval_every == 0 or done >= phase.steps
         must_save = done % args.save_every == 0 or is_last
+        epoch = (done - 1) // sampler.steps
         row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if reason or must_save:
@@ -843,33 +847,28 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
 # Main
 
 
-def load_weights(args, model, path, otherwise, step=None):
-    """Load the weights of a checkpoint, of this step if one is given. If there is none, warn, and
-    keep the weights that the model has. Returns whether there was one. (all ranks)"""
+def load_weights(args, model, path):
+    """Load the weights of a checkpoint. Returns whether there is a whole one. (all ranks)"""
     state = on_rank0(read_checkpoint, Path(path))
-    if state is None or step not in (None, state["loop"]["step"]):
-        logging.warning(f"{path} is missing, damaged or old: {otherwise}")
+    if state is None:
         return False
-    trained = state["args"]["student_model"]
+    trained = state["args"].get("student_model")
     if trained != args.student_model:
         raise InputError(f"{path} was trained with --student_model {trained}")
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} does not fit this student: {reason}") from None
-    logging.info(f"Loaded {path}, step {state['loop']['step']}")
+    logging.info(f"Loading {path}, step {state['loop']['step']}")
+    restore(state, model=model)
     return True
 
 
-def begin_phase2(args, model, loop):
-    """With the best weights of phase 1. (all ranks)"""
-    path = Path(args.phase1_weights or f"{args.output_dir}/phase1_best.pt")
-    if args.phase1_weights and not on_rank0(path.is_file):
-        raise InputError(f"--phase1_weights {path}: there is no such file")
-    step = None if args.skip_phase1 else loop["best"]["phase 1"]["step"]
+def begin_phase2(args, model):
+    """Load the best weights of phase 1. (all ranks)"""
+    path = args.phase1_weights or f"{args.output_dir}/phase1_best.pt"
+    if load_weights(args, model, path):
+        return
+    if args.phase1_weights:
+        raise InputError(f"--phase1_weights {path}: the file is missing or damaged")
     what = "the untrained student" if args.skip_phase1 else "the last weights"
-    load_weights(args, model, path, f"phase 2 starts from {what}", step)
+    logging.warning(f"{path} is missing or damaged: phase 2 starts from {what}")
 
 
 def save_student(args, student, path, head):
@@ -940,7 +939,7 @@ def train_phases(args, device, phases, student, state, log, loop):
         if phase.number < loop["phase"]:  # it has ended before
             continue
         if phase.number == 2 and loop["phase"] < 2:
-            begin_phase2(args, student, loop)
+            begin_phase2(args, student)
             state = None  # what it held was phase 1
         reason = train(args, device, phase, student, ddp_model, state, log, loop)
         if reason:
@@ -969,10 +968,13 @@ def measure_baselines(args, student, data, device, loop):
 def main(args):
     device = setup_ddp(args)
     logging.info("Preparing data loaders...")
+    if args.teacher_model.startswith("infly/") and not args.trust_remote_code:
+        # without its code transformers would take it for another, causal model
+        text = f"--teacher_model {args.teacher_model} comes with code of its own"
+        hint = "look at it, then give --trust_remote_code; without a download: builtin:lsa"
+        raise InputError(f"{text}: {hint}")
     if on_rank0(is_without_hub, args):
         os.environ["HF_HUB_OFFLINE"] = "1"
-    else:
-        check_remote_code(args, args.teacher_model)  # before the data are fetched
     corpus = Corpus(read_once(prepare_texts, args))
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, local_model(args, args.student_model, corpus))
@@ -983,15 +985,14 @@ def main(args):
         return 0
 
     may_change = """phase1_data phase2_data cache_dir phase1_epochs phase2_epochs max_steps
-        skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts artifacts_dir
-        trust_remote_code""".split()
+        skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts
+        artifacts_dir""".split()
     key = on_rank0(teacher_key, args, corpus, teacher, device)
     state = open_run(args, f"{corpus.hash} {tokens.folder.name} {key}", may_change)
     loop = {
         "step": 0,
         "phase": 0,
         "before": 0,  # steps before this phase
-        "epoch": 0,
         "validated": 0,  # steps of this phase at the last evaluation
         "best": {},  # of each phase
         "untrained": {},
@@ -1040,9 +1041,9 @@ def main(args):
         "phases": {name: best["metrics"] for name, best in loop["best"].items()},
     }
     if args.save_to_artifacts:
-        path = Path(args.output_dir) / "best.pt"
-        if not load_weights(args, student, path, "no artifact is saved", best["step"]):
-            raise RunError(f"no artifact: {path} of step {best['step']} is needed for it")
+        path = f"{args.output_dir}/best.pt"
+        if not load_weights(args, student, path):
+            raise RunError(f"no artifact: {path} is missing or damaged")
         summary["artifacts"] = on_rank0(save_artifacts, args, student)
     log.close("finished", steps=loop["step"], **summary)
     logging.info("Training and evaluation completed successfully!")
@@ -1397,6 +1398,7 @@ def build_corpus(args, sources, held_out):
     pairs = set()  # of a query and a document that answers it
     eval_pairs = set()
     answers = set()  # documents of held-out rows
+    held_texts = set()
     right = {}  # of each query: none of these is a negative of it
     wrong = {}
     for phase in (1, 2):
@@ -1415,6 +1417,7 @@ def build_corpus(args, sources, held_out):
             queries = [number_of(True, text) for text in queries]
             if is_held_out:
                 answers.update(documents)
+                held_texts.update([row.query, *row.right])
             elif phase == 1:
                 phase1.update(documents + queries)
             if row.query:
@@ -1426,8 +1429,9 @@ def build_corpus(args, sources, held_out):
                     into = eval_pairs if is_held_out else pairs
                     into.update((query, document) for document in documents)
 
-    # what is held out is not trained on where it stands in other rows, either
-    held = answers.union(query for query, _ in eval_pairs)
+    # what is held out is not trained on where it stands in other rows, either, be it as a query or
+    # as a document
+    held = {number for (_, text), number in numbers.items() if text in held_texts}
     phase1 -= held
     pairs = sorted(pair for pair in pairs if not held.intersection(pair))
     eval_pairs = sorted(eval_pairs)
@@ -1447,7 +1451,7 @@ def build_corpus(args, sources, held_out):
         judged.update(wrong[query])
     judged -= held
     documents = {number for (is_query, _), number in numbers.items() if not is_query}
-    wanted = round(min(args.eval_distractors * len(answers), len(documents)))  # also of inf
+    wanted = round(min(args.eval_distractors * len(answers), len(documents)))
     distractors = spread_out(sorted(judged), wanted)
     distractors += spread_out(sorted(documents - judged - held), wanted - len(distractors))
     eval_documents = [*sorted(answers), *distractors]
@@ -1628,9 +1632,11 @@ def longest_first(corpus):
 def teacher_key(args, corpus, name, device):
     """A hash of all that its vectors depend on. (rank 0)"""
     settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
+    if not name.startswith("builtin:lsa"):
+        is_bf16 = device.type != "cpu"  # see load_teacher
+        settings += [args.trust_remote_code, is_bf16]
     model = file_states(Path(name)) if Path(name).is_dir() else name
-    is_bf16 = device.type != "cpu"  # see load_teacher
-    key = json.dumps([READER, corpus.hash, model, settings, is_bf16])
+    key = json.dumps([READER, corpus.hash, model, settings])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -1780,15 +1786,7 @@ def set_prompts(model, what, query, document, default=""):
     model.prompts = {**own, "query": query, "document": document}
 
 
-def check_remote_code(args, name):
-    """Without its own code the default teacher would be another, causal model."""
-    if name.startswith("infly/") and not args.trust_remote_code:
-        text = f"--teacher_model {name} comes with code of its own"
-        raise InputError(f"{text}: look at it, then give --trust_remote_code")
-
-
 def load_teacher(args, name, device):
-    check_remote_code(args, name)  # it may be on this machine, where no hub answers
     options = {}
     prompt = ""
     if device.type != "cpu":

@@ -292,9 +292,10 @@ def two_answers(**more):
 
 
 def test_nothing_held_out_is_trained_on(tmp_path):
-    """Also where it stands in other rows."""
+    """Also where it stands in other rows, or a query stands there as a document."""
     again = [{"query": f"again {i}", "positive": f"second {i}"} for i in range(130)]
-    write(tmp_path / "a.jsonl", lines([*two_answers(), *again]))
+    turned = [{"query": f"document {i}", "positive": f"query {i}"} for i in range(130)]
+    write(tmp_path / "a.jsonl", lines([*two_answers(), *again, *turned]))
     corpus = read(tmp_path / "a.jsonl")
     held = decoded(corpus, corpus.eval_queries)
     held |= decoded(corpus, corpus.eval_documents[: corpus.eval_answers])
@@ -323,7 +324,7 @@ def test_the_split(tmp_path):
     other = read(tmp_path / "other.jsonl", *options, "--eval_distractors=0")
     assert decoded(other, other.eval_queries) == decoded(found, found.eval_queries)
     assert len(other.eval_documents) == 40
-    every = read(tmp_path / "other.jsonl", *options, "--eval_distractors=inf")
+    every = read(tmp_path / "other.jsonl", *options, "--eval_distractors=1e9")
     assert len(every.eval_documents) == (~every.is_query).sum()
 
     write(tmp_path / "groups.jsonl", lines(two_answers(group=lambda i: i // 10)))

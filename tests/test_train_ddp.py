@@ -371,6 +371,8 @@ def test_negatives(step):
     data.args.seed = 1
     others.append(data.draw(5, 2, 40))
     assert all(set(other) != set(drawn) for other in others)
+    order = np.random.default_rng([1, 5]).choice(negatives[40], 4, replace=False)
+    assert set(data.draw(5, 0, 40)) != set(order), "one stream for two things"
 
 
 def test_learning_rates():
@@ -379,6 +381,13 @@ def test_learning_rates():
     fall = [1 - i / 6 for i in range(6)]
     assert found == pytest.approx([1 / 3, 2 / 3, *fall])
     assert script.lr_factor(arguments("--warmup_ratio=0"), 0, 8) == 1
+
+
+def test_embeddings_do_not_decay_under_any_name():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3))
+    decay, no_decay = script.make_optimizer(arguments(), model, 1e-3).param_groups
+    assert [p.shape for p in decay["params"]] == [(3, 4)] and decay["weight_decay"] > 0
+    assert len(no_decay["params"]) == 2 and no_decay["weight_decay"] == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -472,10 +481,15 @@ def test_a_full_disk_at_the_end(step, tmp_path):
 
 
 def test_which_checkpoints_are_the_best():
-    loop = {"step": 9, "epoch": 1, "best": {"phase 1": {"value": 0.54}}}
-    assert script.note_metrics(loop, 2, {"ndcg@10": float("nan")}) == []
-    assert script.note_metrics(loop, 2, {"ndcg@10": 0.40}) == ["phase2_best.pt"]
-    assert script.note_metrics(loop, 2, {"ndcg@10": 0.55}) == ["phase2_best.pt", "best.pt"]
+    """What could not be saved is not noted."""
+    saved = []
+    loop = {"step": 9, "best": {"phase 1": {"value": 0.54}}}
+    for value in (float("nan"), 0.40, 0.55):
+        script.keep_best(loop, 2, {"ndcg@10": value}, saved.append)
+    assert saved == ["phase2_best.pt", "phase2_best.pt", "best.pt"]
+    for lost in ("phase2_best.pt", "best.pt"):
+        script.keep_best(loop, 2, {"ndcg@10": 0.60}, lambda name, lost=lost: name != lost)
+        assert loop["best"]["phase 2"]["value"] == 0.55
 
 
 def test_the_last_word_warns(trained, caplog):
@@ -516,23 +530,23 @@ def test_skip_phase1(work, tmp_path, trained, step, caplog):
     path = trained.folder / "phase1_best.pt"
     options = small(work, f"--output_dir={tmp_path}/out", "--skip_phase1", "--max_steps=2")
     said = run(*options, f"--phase1_weights={path}").split("phase=2")[0]
-    assert f"Loaded {path}" in said
+    assert f"Loading {path}" in said
     assert {row["phase"] for row in Run(tmp_path / "out").rows} == {2}
 
     step.student.add_head(32, 16)
     args = arguments(*options)
-    script.begin_phase2(args, step.student, {})
+    script.begin_phase2(args, step.student)
     assert "phase 2 starts from the untrained student" in caplog.text
     args.output_dir = str(trained.folder)
-    script.begin_phase2(args, step.student, {})
+    script.begin_phase2(args, step.student)
     expected = torch.load(path)["model"]
     assert all(value.equal(expected[key]) for key, value in step.student.state_dict().items())
     args.student_model = "another"
     with pytest.raises(script.InputError, match="was trained with --student_model builtin:bert"):
-        script.begin_phase2(args, step.student, {})
+        script.begin_phase2(args, step.student)
     args.phase1_weights = "nowhere.pt"
-    with pytest.raises(script.InputError, match="--phase1_weights nowhere.pt: there is no such"):
-        script.begin_phase2(args, step.student, {})
+    with pytest.raises(script.InputError, match="--phase1_weights nowhere.pt: the file is missing"):
+        script.begin_phase2(args, step.student)
 
 
 def test_phases_one_after_the_other(work, tmp_path):
@@ -582,6 +596,7 @@ def test_without_a_hub_it_is_said_in_seconds(tmp_path):
     began = time.monotonic()
     env = environment(HF_HOME=tmp_path, HF_ENDPOINT="http://localhost:9")
     command = [sys.executable, ROOT / "train_ddp.py", f"--output_dir={tmp_path}/out"]
+    command.append("--trust_remote_code")
     command.append(f"--cache_dir={tmp_path}/cache")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
@@ -634,6 +649,17 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
     (tmp_path / "teacher-key" / f"{64:010}.npy").rename(tmp_path / "teacher-key" / "cut.tmp")
     assert np.array_equal(script.teacher_vectors(*options)[np.arange(len(corpus))], found)
     assert Teacher.encoded == len(corpus) + 64
+
+
+def test_what_teacher_vectors_depend_on(trained):
+    """Without its own code a teacher may be another network. LSA is the same on any device."""
+    keys = set()
+    for options in ([], ["--trust_remote_code"], ["--teacher_query_prompt=q"]):
+        keys.add(script.teacher_key(arguments(*options), trained.corpus, "name", CPU))
+    keys.add(script.teacher_key(arguments(), trained.corpus, "name", META))
+    assert len(keys) == 4
+    lsa = [arguments(), trained.corpus, "builtin:lsa"]
+    assert script.teacher_key(*lsa, CPU) == script.teacher_key(*lsa, META)
 
 
 # --------------------------------------------------------------------------------------------------
