@@ -66,7 +66,7 @@ import time
 import traceback
 import zipfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -504,14 +504,6 @@ def split_texts(batches, parts):
     return torch.cat(queries), torch.cat(positives + negatives)
 
 
-def teacher_limits(args, queries, documents):
-    """The score (n,) above which a document is no negative of a query, by the teacher's vectors of
-    the queries (n, D) and of the documents (m, D), the n positives first."""
-    positives = F.normalize(documents[: len(queries)].float(), dim=1)
-    scores = (F.normalize(queries.float(), dim=1) * positives).sum(1)
-    return scores + args.false_negative_margin + 1e-5  # equal scores may differ by rounding
-
-
 def contrast(args, batches, vectors):
     """What this rank adds to InfoNCE (van den Oord et al. 2018) of the step: the cross entropy of
     each query's positive among the documents of the whole step, on all ranks. (all ranks)
@@ -526,15 +518,16 @@ def contrast(args, batches, vectors):
     teacher_queries, teacher_documents = split_texts(batches, [batch.targets for batch in batches])
     _, numbers = split_texts(batches, [batch.numbers for batch in batches])
     answers = torch.cat([batch.positives for batch in batches])
-    limits = teacher_limits(args, teacher_queries, teacher_documents)
+    own = torch.arange(len(queries), device=queries.device)  # each one's positive has its number
+    own_rows = dist.get_rank() * most + own  # where they are among all queries
 
     # all queries (q, ...), and which of this rank's documents are no negatives of them (q, m)
     teacher_queries = F.normalize(gather_rows(teacher_queries, most).float(), dim=1)
     teacher_scores = teacher_queries @ F.normalize(teacher_documents.float(), dim=1).T
+    limits = teacher_scores[own_rows, own] + args.false_negative_margin
+    limits = gather_rows(limits + 1e-5, most)  # equal scores may differ by rounding
     answers = gather_rows(answers, most, filler=-1)
-    masked = not_negatives(numbers, answers, teacher_scores, gather_rows(limits, most))
-    own = torch.arange(len(queries), device=queries.device)  # each one's positive has its number
-    own_rows = dist.get_rank() * most + own  # where they are among all queries
+    masked = not_negatives(numbers, answers, teacher_scores, limits)
     masked.index_put_((own_rows, own), torch.zeros_like(own, dtype=torch.bool))
 
     scores = gather_rows(queries, most) @ documents.T / args.temperature
@@ -693,9 +686,6 @@ def make_phases(args, corpus, tokens):
         lr = getattr(args, f"phase{phase}_lr")
         logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch, peak rate {lr:g}")
         phases.append(Phase(phase, data, sampler, steps, lr))
-    if not args.skip_phase2:
-        weights = f"{args.infonce_weight:g} x infonce + {args.phase2_l2_weight:g} x distance"
-        logging.info(f"  loss = {weights}")
     return phases
 
 
@@ -949,12 +939,9 @@ def train_phases(args, device, phases, student, state, log, loop):
 
 def measure_baselines(args, student, data, device, loop):
     """The teacher and the untrained student. Returns whether it was not interrupted. (all ranks)"""
-
-    def measure_teacher():
-        vectors = torch.from_numpy(data.vectors[data.corpus.eval_texts]).to(device)
-        return ranking_metrics(data.corpus, F.normalize(vectors.float(), dim=1))
-
-    loop["teacher"] = on_rank0(measure_teacher)
+    rows = data.corpus.eval_texts
+    teacher = F.normalize(torch.from_numpy(data.vectors[rows]).float(), dim=1)
+    loop["teacher"] = on_rank0(ranking_metrics, data.corpus, teacher.to(device))
     logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")
     # a head with random weights would make the student look worse than it is
     has_queries = len(data.corpus.eval_queries) > 0
@@ -1013,10 +1000,8 @@ def main(args):
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         student.add_head(args.projection_hidden, vectors.dimensions)
-        logging.info(f"With a head from {student.width} to {vectors.dimensions} dimensions")
-    else:
-        width = f"{student.width} of {vectors.dimensions} dimensions"
-        logging.info(f"No head: the target is the first {width}")
+    text = f"its vectors have {student.width} dimensions, the teacher's {vectors.dimensions}"
+    logging.info(f"The student learns {student.dimensions} of them: {text}")
     for phase in phases:
         phase.data.use(vectors, student.dimensions)
     keep_masks_whole()
@@ -1053,7 +1038,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's files and models, once. Training needs only Corpus, Tokens and Vectors
 
-READER = 1  # raise it when you change what is read or kept: else an old cache is used
+READER = 2  # raise it when you change what is read or kept: else an old cache is used
 FILES = [".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet"]  # each also .gz
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 COLUMNS = {  # names that a column may have; the first that is there is read
@@ -1067,12 +1052,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # Python has these in place of bytes 
 LABELS = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}
 
 
-class ColumnError(ValueError):
-    """A column that is needed is not there."""
-
-
 class Row(NamedTuple):
-    place: int  # in its source, from 0 on
     query: str  # "" where there is none
     right: list  # documents that answer it
     wrong: list  # documents that do not
@@ -1086,30 +1066,26 @@ def kind_of(name):
 
 def is_remote(name):
     """Whether this is the name of data or of a model on the hub."""
-    is_local = name.startswith(("builtin:", "pydocs", ".", "/")) or Path(name).exists()
-    return not is_local and kind_of(name) not in FILES
+    is_local = name.startswith(("builtin:", ".", "/")) or Path(name).exists()
+    return not is_local and name != "pydocs" and kind_of(name) not in FILES
 
 
 def read_source(name, split):
     """Yields (where, record or ValueError) for each row of a file or of a data set of the hub."""
     kind = kind_of(name)
     if is_remote(name):
-        records = read_hub(name, split)
-        name = f"{name} {split}"
+        for row, record in enumerate(read_hub(name, split), start=1):
+            yield f"{name} {split} row {row}", record
     elif not Path(name).is_file():
         raise InputError(f"{name} is not a file here")
+    elif kind not in FILES:
+        raise InputError(f"{name}: its ending must be {' '.join(FILES)}, or one of these with .gz")
     elif kind == ".parquet":
-        records = read_parquet(name)
+        yield from read_parquet(name)
     elif kind in (".csv", ".tsv"):
         yield from read_csv(name, "\t" if kind == ".tsv" else ",")
-        return
-    elif kind in FILES:
-        yield from read_lines(name, kind)
-        return
     else:
-        raise InputError(f"{name}: its ending must be {' '.join(FILES)}, or one of these with .gz")
-    for row, record in enumerate(records, start=1):
-        yield f"{name} row {row}", record
+        yield from read_lines(name, kind)
 
 
 def open_file(name, mode="rt", **form):
@@ -1128,21 +1104,24 @@ def open_file(name, mode="rt", **form):
 def read_parquet(name):
     import pyarrow.parquet
 
+    row = 0
     with open_file(name, "rb") as file:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{name} row {row}", record
 
 
 def read_lines(name, kind):
     """Of .txt each line is a text; of .json and .jsonl each line, or each entry of one list, is a
     record."""
     with open_file(name) as file:
-        is_list = kind != ".txt" and file.read(100).lstrip().startswith("[")
-        file.seek(0)
-        if is_list:
+        if kind != ".txt" and file.read(100).lstrip().startswith("["):
+            file.seek(0)
             for row, record in enumerate(json.load(file), start=1):
                 yield f"{name} row {row}", record
             return
+        file.seek(0)
         for line, text in enumerate(file, start=1):
             if not text.strip():
                 continue
@@ -1158,35 +1137,33 @@ def read_csv(name, separator):
     to the end: so odd quotes, and rows that hold rows, are errors."""
     csv.field_size_limit(sys.maxsize)
     columns = []
+    end = 0
     with open_file(name) as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
-        while True:
-            line = reader.line_num + 1
-            where = f"{name} line {line}"
-            try:
-                fields = next(reader, None)
-            except csv.Error as error:
-                yield where, ValueError(f"{error}: is a quote not closed? What follows is not read")
-                return
-            if fields is None:
-                return
-            if not any(fields):  # an empty line
-                continue
-            if not columns:
-                columns = [field.strip() for field in fields]
-                if len(set(columns)) < len(columns):
-                    raise InputError(f"{where}: two columns have one name: {', '.join(columns)}")
-                continue
-
-            if reader.line_num > line:
-                where = f"{name} lines {line} to {reader.line_num}"
-            record = dict(zip(columns, fields, strict=False))
-            if len(fields) != len(columns):
-                text = f"{len(fields)} fields, the header has {len(columns)}"
-                record = ValueError(f"{text}: put quotes around those with a {separator!r} in them")
-            elif any(holds_rows(field, separator, len(columns)) for field in fields):
-                record = ValueError("one row, whose lines look like rows: is a quote not closed?")
-            yield where, record
+        try:
+            for fields in reader:
+                start = end + 1
+                end = reader.line_num
+                where = f"{name} line {start}" if start == end else f"{name} lines {start} to {end}"
+                if not any(fields):  # an empty line
+                    continue
+                if not columns:
+                    columns = [field.strip() for field in fields]
+                    if len(set(columns)) < len(columns):
+                        raise InputError(
+                            f"{where}: two columns have one name: {', '.join(columns)}"
+                        )
+                elif len(fields) != len(columns):
+                    text = f"{len(fields)} fields, the header has {len(columns)}"
+                    text = f"{text}: put quotes around those with a {separator!r} in them"
+                    yield where, ValueError(text)
+                elif any(holds_rows(field, separator, len(columns)) for field in fields):
+                    yield where, ValueError("its lines look like rows: is a quote not closed?")
+                else:
+                    yield where, dict(zip(columns, fields, strict=True))
+        except csv.Error as error:
+            text = f"{error}: is a quote not closed? What follows is not read"
+            yield f"{name} line {end + 1}", ValueError(text)
 
 
 def holds_rows(field, separator, columns):
@@ -1209,23 +1186,24 @@ def read_hub(name, split):
         reason = " ".join(str(error).split())[:200]
         text = f"{path} is no file here, and not on this machine as a data set of the hub"
         raise InputError(f"{text}; without a download: pydocs, or FILE.jsonl ({reason})") from None
-    for record in rows:
-        if name == "ms_marco":
-            passages = record["passages"]
-            record = {"query": record["query"], "positive": passages["passage_text"]}
-            record["label"] = passages["is_selected"]
-        yield record
+    if name != "ms_marco":
+        yield from rows
+        return
+    for row in rows:
+        passages = row["passages"]
+        texts = {"positive": passages["passage_text"], "label": passages["is_selected"]}
+        yield {"query": row["query"], **texts}
 
 
 @functools.lru_cache
 def find_columns(names, needs_query):
-    """{role: the names of a record that are read for it}; a ColumnError if one is lacking."""
+    """{role: the names of a record that are read for it}; a LookupError if one is lacking."""
     columns = {"negative": [name for name in names if NEGATIVE.fullmatch(name)]}
     for role, known in COLUMNS.items():
         columns[role] = [name for name in known if name in names][:1]
     if not columns["positive"] or (needs_query and not columns["query"]):
         wanted = "query and positive" if needs_query else "text"
-        raise ColumnError(f"found the columns {', '.join(names)}; expected {wanted}")
+        raise LookupError(f"found the columns {', '.join(names)}; expected {wanted}")
     if not columns["query"]:  # single texts: a label may say anything
         columns.update(label=[], negative=[])
     return columns
@@ -1258,11 +1236,8 @@ def labels_of(record, names, count):
     return labels
 
 
-def parse_row(place, record, needs_query):
+def parse_row(record, columns):
     """A record as a Row. A ValueError says what was found and what was expected."""
-    if not isinstance(record, dict):
-        raise ValueError(f"found {str(record)[:60]!r}, expected names with values")
-    columns = find_columns(tuple(record), needs_query)
     queries = texts_of(record, columns["query"])
     texts = texts_of(record, columns["positive"])
     if not texts or not all(texts):
@@ -1279,32 +1254,36 @@ def parse_row(place, record, needs_query):
     for name in columns["group"]:
         if record[name] not in (None, ""):
             group = str(record[name])
-    return Row(place, query, right, wrong, group)
+    return Row(query, right, wrong, group)
 
 
 def read_rows(args, name, split, limit, problems, notes):
     """So many rows of a source; to `problems` a line for each that is wrong."""
     needs_query = name == args.phase2_data and not args.skip_phase2
     path = str(PYDOCS) if name == "pydocs" else name
-    is_table = kind_of(path) not in (".json", ".jsonl")  # all rows have the same columns
     records = itertools.islice(read_source(path, split), limit)
     rows = []
     unread = set()
     long = []
     try:
-        for place, (where, record) in enumerate(tqdm(records, name, disable=None, leave=False)):
+        for where, record in tqdm(records, name, disable=None, leave=False):
             try:
                 if isinstance(record, ValueError):
                     raise record
-                rows.append(parse_row(place, record, needs_query))
+                if not isinstance(record, dict):
+                    raise ValueError(f"found {str(record)[:60]!r}, expected names with values")
                 columns = find_columns(tuple(record), needs_query)
+                rows.append(parse_row(record, columns))
+            except LookupError as error:
+                if kind_of(path) not in (".json", ".jsonl"):  # all rows of a table would say so
+                    raise InputError(f"{name}: {error}") from None
+                problems.append(f"{where}: {error}")
+            except ValueError as error:
+                problems.append(f"{where}: {error}")
+            else:
                 unread.update(set(record).difference(*columns.values()))
                 if where.startswith(f"{name} lines "):
                     long.append(where)
-            except ValueError as error:
-                if is_table and isinstance(error, ColumnError):  # all rows would say so
-                    raise InputError(f"{name}: {error}") from None
-                problems.append(f"{where}: {error}")
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise InputError(f"{name} cannot be read: {error}") from None
     if unread:
@@ -1340,10 +1319,10 @@ def read_sources(args, notes):
     limits = {}
     for phase in (1, 2):
         name = getattr(args, f"phase{phase}_data")
-        is_here = name == "pydocs" or Path(name).is_file() or args.phase1_data == args.phase2_data
-        if is_here or not getattr(args, f"skip_phase{phase}"):
-            limit = getattr(args, f"max_samples_phase{phase}")
-            limits[name] = max(limit, limits.get(name, 0))
+        is_skipped = getattr(args, f"skip_phase{phase}")
+        if is_skipped and is_remote(name) and args.phase1_data != args.phase2_data:
+            continue
+        limits[name] = max(limits.get(name, 0), getattr(args, f"max_samples_phase{phase}"))
 
     sources = {}
     held_out = set()
@@ -1357,7 +1336,7 @@ def read_sources(args, notes):
         else:
             held_out |= choose_held_out(args, rows)
         sources[name] = rows
-        unanswered = sum(row.query != "" and not row.right for row in rows)
+        unanswered = sum(row.right == [] for row in rows)
         if unanswered:
             notes.append(f"{name}: {unanswered:,} of {len(rows):,} rows have only wrong answers")
     if problems:
@@ -1387,47 +1366,44 @@ def build_corpus(args, sources, held_out):
     """Number the texts, each distinct one once, and split them: the arrays of a Corpus."""
     known_queries = set()
     for rows in sources.values():
-        known_queries.update(row.query for row in rows)
-    known_queries.discard("")
+        known_queries.update(row.query for row in rows if row.query)
     numbers = {}  # of each distinct (is it a query, text)
 
-    def number_of(is_query, text):
-        return numbers.setdefault((is_query, text), len(numbers))
+    def number_all(is_query, texts):
+        return [numbers.setdefault((is_query, text), len(numbers)) for text in texts]
 
     phase1 = set()
     pairs = set()  # of a query and a document that answers it
     eval_pairs = set()
     answers = set()  # documents of held-out rows
     held_texts = set()
-    right = {}  # of each query: none of these is a negative of it
-    wrong = {}
+    right = defaultdict(set)  # of each query: none of these is a negative of it
+    wrong = defaultdict(list)
     for phase in (1, 2):
         limit = getattr(args, f"max_samples_phase{phase}")
-        for row in sources.get(getattr(args, f"phase{phase}_data"), []):
+        for place, row in enumerate(sources.get(getattr(args, f"phase{phase}_data"), [])):
             is_held_out = row.group in held_out
-            if row.place >= limit and not is_held_out:
+            if place >= limit and not is_held_out:
                 continue
-            queries = [row.query] if row.query else []
-            texts = row.right
-            if not row.query:
+            if row.query:
+                queries = number_all(True, [row.query])
+                documents = number_all(False, row.right)
+            else:
                 # a query among single texts: as a document it would be the best answer to itself
-                queries = [text for text in row.right if text in known_queries]
-                texts = [text for text in row.right if text not in known_queries]
-            documents = [number_of(False, text) for text in texts]
-            queries = [number_of(True, text) for text in queries]
+                queries = number_all(True, [text for text in row.right if text in known_queries])
+                others = [text for text in row.right if text not in known_queries]
+                documents = number_all(False, others)
             if is_held_out:
                 answers.update(documents)
                 held_texts.update([row.query, *row.right])
             elif phase == 1:
                 phase1.update(documents + queries)
             if row.query:
-                query = queries[0]
-                right.setdefault(query, set()).update(documents)
+                right[queries[0]].update(documents)
                 if is_held_out or phase == 2:
-                    found = [number_of(False, text) for text in row.wrong]
-                    wrong.setdefault(query, []).extend(found)
+                    wrong[queries[0]] += number_all(False, row.wrong)
                     into = eval_pairs if is_held_out else pairs
-                    into.update((query, document) for document in documents)
+                    into.update((queries[0], document) for document in documents)
 
     # what is held out is not trained on where it stands in other rows, either, be it as a query or
     # as a document
@@ -1441,7 +1417,7 @@ def build_corpus(args, sources, held_out):
     negatives = []
     for query, _ in pairs:
         positives.append(sorted(right[query] - held))
-        own = dict.fromkeys(wrong.get(query, []))  # each once, in order
+        own = dict.fromkeys(wrong[query])  # each once, in order
         negatives.append([text for text in own if text not in right[query] and text not in held])
 
     # the judged negatives of held-out queries first, they are the hardest; then training documents

@@ -519,7 +519,7 @@ def test_mrl(work, trained):
     options += ["--student_model=builtin:bert:1x32", "--max_steps=3"]
     said = run(*small(work, *options, "--teacher_model=builtin:bert:1x64"))
     assert "The teacher reads" in said
-    assert "the target is the first 32 of 64 dimensions" in said
+    assert "learns 32 of them: its vectors have 32 dimensions, the teacher's 64" in said
     said = run(*small(work, *options, "--fresh"), status=2)
     assert "no teacher is needed" in said
     assert "--use_projection False needs 32 teacher dimensions" in said
@@ -560,7 +560,6 @@ def test_phases_one_after_the_other(work, tmp_path):
     said = run(*options)
     assert "resuming" in said and "at step 2" in said
     assert "step=4 phase=2 " in said
-    assert "loss = 0.8 x infonce + 0.2 x distance" in said
     assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 2
 
 
