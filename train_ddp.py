@@ -1556,12 +1556,10 @@ class Tokens:
         prompts = [student.prompts["query"], student.prompts["document"]]
         key = [READER, corpus.hash, prompts, student.max_seq_length, definition]
 
-        def prepare(args):
-            return cached(
-                args.cache_dir, "tokens", key, lambda new: self.write(new, corpus, student)
-            )
+        def write(folder):
+            self.write(folder, corpus, student)
 
-        self.folder = read_once(prepare, args)
+        self.folder = read_once(lambda args: cached(args.cache_dir, "tokens", key, write), args)
         self.ids = load_array(self.folder / "ids.npy")
         self.offsets = load_array(self.folder / "offsets.npy")
         self.lengths = np.diff(self.offsets)
@@ -1720,10 +1718,10 @@ def local_model(args, name, corpus):
         return name
     key = [READER, corpus.hash, name, args.student_max_length, args.seed]
 
-    def prepare(args):
-        return cached(args.cache_dir, "bert", key, lambda new: make_bert(new, args, name, corpus))
+    def write(folder):
+        make_bert(folder, args, name, corpus)
 
-    return str(read_once(prepare, args))
+    return str(read_once(lambda args: cached(args.cache_dir, "bert", key, write), args))
 
 
 def load_model(args, name, what, local, **options):
@@ -1753,8 +1751,7 @@ def set_prompts(model, what, query, document, default=""):
     own = model.prompts or {}
     others = [name for name, text in own.items() if text and name not in ("query", "document")]
     if others:
-        text = f"{', '.join(others)} (they stay in the model)"
-        logging.warning(f"The {what}'s prompts that are not used here: {text}")
+        logging.warning(f"The {what}'s prompts that are not used here: {', '.join(others)}")
     if query is None:
         query = own.get("query") or default
     if document is None:
@@ -1785,30 +1782,30 @@ def load_student(args, name):
 
     options = {"model_kwargs": {"dtype": torch.float32}}
     student = load_model(args, name, "student", "bert", **options)
-    head = f"--student_model {name}"
+    unfit = ""
     if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
-        raise InputError(f"{head}: no transformer with a fast tokenizer")
-    if len(student) < 2 or not isinstance(student[1], Pooling):
-        raise InputError(f"{head}: its second module must be Pooling")
-    if student.tokenizer.pad_token_id is None:
-        raise InputError(f"{head}: its tokenizer has no padding token, which a batch needs")
-    network = student[0].model
-    if not any(parameter.requires_grad for parameter in network.parameters()):
-        text = "all its weights are frozen, as those of an adapter (PEFT) are when it is loaded"
-        raise InputError(f"{head}: {text}: merge it into the model first")
+        unfit = "no transformer with a fast tokenizer"
+    elif len(student) < 2 or not isinstance(student[1], Pooling):
+        unfit = "its second module must be Pooling"
+    elif student.tokenizer.pad_token_id is None:
+        unfit = "its tokenizer has no padding token, which a batch needs"
+    elif not any(parameter.requires_grad for parameter in student[0].parameters()):
+        unfit = "all its weights are frozen: an adapter (PEFT) must be merged into the model first"
+    elif args.student_max_length is None and student.max_seq_length is None:
+        unfit = "it has no maximum length: give --student_max_length"
+    if unfit:
+        raise InputError(f"--student_model {name}: {unfit}")
     if student.truncate_dim is not None:
         logging.warning(f"The student's truncate_dim {student.truncate_dim} is not used")
         student.truncate_dim = None
     if args.student_layers:
-        keep_layers(network, args.student_layers)
+        keep_layers(student[0].model, args.student_layers)
     if args.student_max_length:
         student.max_seq_length = args.student_max_length
-    if student.max_seq_length is None:
-        raise InputError(f"{head} has no maximum length: give --student_max_length")
     set_prompts(student, "student", args.student_query_prompt, args.student_document_prompt)
     if any(student.prompts.values()) and not student[1].include_prompt:
         hint = "--student_query_prompt= --student_document_prompt= leaves them out"
-        raise InputError(f"{head} pools without its prompts: {hint}")
+        raise InputError(f"--student_model {name} pools without its prompts: {hint}")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     return student
@@ -1818,13 +1815,8 @@ def load_student(args, name):
 def check_student(args, student, tokens):
     """Refuse now what would fail after hours: in a forward pass, or when it is saved. On the CPU: a
     GPU cannot say what was wrong with an index. (rank 0)"""
-    head = f"--student_model {args.student_model}"
-    known = student.model[0].model.get_input_embeddings().num_embeddings
-    if tokens.ids.max() >= known:
-        text = f"its tokenizer gives token {tokens.ids.max()}, it has vectors for {known}"
-        raise InputError(f"{head}: {text}")
     length = min(student.model.max_seq_length, 2048)
-    ids = torch.full((1, length), int(tokens.ids[0]))
+    ids = torch.full((1, length), int(tokens.ids.max()))
     try:
         student(Texts([ids], [torch.ones_like(ids)], torch.zeros(1, dtype=torch.int64)))
         with tempfile.TemporaryDirectory() as folder:
@@ -1833,9 +1825,10 @@ def check_student(args, student, tokens):
         where = tempfile.gettempdir()
         raise InputError(f"the student cannot be saved in {where}: {error}") from None
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        text = f"fails on a text of {length} tokens, the largest of which is {int(ids[0, 0])}"
+        hint = "a smaller --student_max_length may help, or its tokenizer is another model's"
         reason = str(error).splitlines()[0][:200]
-        hint = "if it cannot read so many, give --student_max_length"
-        raise InputError(f"{head} fails on a text of {length} tokens: {reason}; {hint}") from None
+        raise InputError(f"--student_model {args.student_model} {text}: {reason}; {hint}") from None
 
 
 def make_lsa(path, args, corpus):

@@ -749,12 +749,12 @@ def with_head_for_scores(folder):
 
 
 UNFIT = {  # kind of network, more of it, options, what is said
-    "no limit": ("Roberta", {"limit": int(1e30)}, [], "fails on a text of 66 tokens: "),
+    "no limit": ("Roberta", {"limit": int(1e30)}, [], "fails on a text of 66 tokens, "),
     "no padding token": ("GPT2", {}, [], "its tokenizer has no padding token"),
-    "tokens": ("Bert", {"spare": -50}, [], "its tokenizer gives token "),
+    "tokens": ("Bert", {"spare": -50}, [], "its tokenizer is another model's"),
     "layers": ("Bert", {}, ["--student_layers=7"], "the student has 6 layers"),
     "one layer": ("Albert", {"embedding_size": 32}, ["--student_layers=3"], "no list of 6 layers"),
-    "longer": ("Bert", {}, ["--student_max_length=90"], "fails on a text of 90 tokens: "),
+    "longer": ("Bert", {}, ["--student_max_length=90"], "fails on a text of 90 tokens, "),
     "scores": ("Bert", {}, [], "is a cross-encoder"),
     "frozen": ("Bert", {}, [], "all its weights are frozen"),
 }
