@@ -14,9 +14,8 @@ the teacher has. False (MRL): none; the target is the first part of its vectors,
 Data (--phase1_data, --phase2_data): FILE.txt (a text a line, for phase 1), .jsonl, .json, .csv,
 .tsv or .parquet, each also .gz; ms_marco, or another data set of the hub (NAME or NAME:CONFIG);
 pydocs, which is data/pydocs.jsonl.gz. Columns: query, positive (a text or a list) and, if there are
-any, negative, negatives, negative_1 ..., label (1, or 0: the text is a wrong answer), group (its
-rows are held out together). Held out are the validation rows of MS MARCO, elsewhere
---eval_fraction of the queries.
+any, negative, negatives, negative_1 ..., group (its rows are held out together). Held out are the
+validation rows of MS MARCO, elsewhere --eval_fraction of the queries.
 
 Logged, over all ranks: step, phase, epoch, lr, loss, in phase 2 its parts infonce (nats per query)
 and distance (squared), grad_norm (before clipping), skipped (steps whose gradient was not finite),
@@ -1044,12 +1043,10 @@ PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 COLUMNS = {  # names that a column may have; the first that is there is read
     "query": ["query", "anchor", "question"],
     "positive": ["positive", "positives", "answer", "document", "passage", "text"],
-    "label": ["label", "labels"],
     "group": ["group"],
 }
 NEGATIVE = re.compile(r"negatives?(_\d+)?")  # all of these are read
 SURROGATE = re.compile("[\ud800-\udfff]")  # Python has these in place of bytes that are not UTF-8
-LABELS = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}
 
 
 class Row(NamedTuple):
@@ -1186,13 +1183,16 @@ def read_hub(name, split):
         reason = " ".join(str(error).split())[:200]
         text = f"{path} is no file here, and not on this machine as a data set of the hub"
         raise InputError(f"{text}; without a download: pydocs, or FILE.jsonl ({reason})") from None
-    if name != "ms_marco":
-        yield from rows
-        return
     for row in rows:
-        passages = row["passages"]
-        texts = {"positive": passages["passage_text"], "label": passages["is_selected"]}
-        yield {"query": row["query"], **texts}
+        if name == "ms_marco":
+            record = {"query": row["query"], "positive": [], "negative": []}
+            passages = row["passages"]
+            for text, answers in zip(
+                passages["passage_text"], passages["is_selected"], strict=True
+            ):
+                record["positive" if answers else "negative"].append(text)
+            row = record
+        yield row
 
 
 @functools.lru_cache
@@ -1204,8 +1204,10 @@ def find_columns(names, needs_query):
     if not columns["positive"] or (needs_query and not columns["query"]):
         wanted = "query and positive" if needs_query else "text"
         raise LookupError(f"found the columns {', '.join(names)}; expected {wanted}")
-    if not columns["query"]:  # single texts: a label may say anything
-        columns.update(label=[], negative=[])
+    if not columns["query"]:
+        columns["negative"] = []
+    elif "label" in names or "labels" in names:  # not to take wrong answers for right ones
+        raise LookupError("found labels; expected wrong answers in the column negative")
     return columns
 
 
@@ -1223,34 +1225,17 @@ def texts_of(record, names):
     return texts
 
 
-def labels_of(record, names, count):
-    """For each of the texts whether it answers the query; all do where there is no such column."""
-    if not names:
-        return [True] * count
-    value = record[names[0]]
-    values = value if isinstance(value, list) else [value]
-    labels = [LABELS.get(str(label).capitalize()) for label in values]
-    if len(labels) != count or None in labels:
-        text = "expected for each text 1 (it answers the query) or 0"
-        raise ValueError(f"{names[0]} is {str(value)[:60]}, {text}")
-    return labels
-
-
 def parse_row(record, columns):
     """A record as a Row. A ValueError says what was found and what was expected."""
     queries = texts_of(record, columns["query"])
-    texts = texts_of(record, columns["positive"])
-    if not texts or not all(texts):
+    right = texts_of(record, columns["positive"])
+    wrong = [text for text in texts_of(record, columns["negative"]) if text]
+    if not all(right):
         raise ValueError(f"{columns['positive'][0]} is missing or empty")
     if columns["query"] and (len(queries) != 1 or not queries[0]):
         raise ValueError(f"{columns['query'][0]} is missing or empty, or more than one")
-
-    labels = labels_of(record, columns["label"], len(texts))
-    right = [text for text, label in zip(texts, labels, strict=True) if label]
-    wrong = [text for text, label in zip(texts, labels, strict=True) if not label]
-    wrong += [text for text in texts_of(record, columns["negative"]) if text]
     query = "".join(queries)
-    group = query or texts[0]
+    group = query or "".join(right[:1])
     for name in columns["group"]:
         if record[name] not in (None, ""):
             group = str(record[name])
@@ -1338,7 +1323,7 @@ def read_sources(args, notes):
         sources[name] = rows
         unanswered = sum(row.right == [] for row in rows)
         if unanswered:
-            notes.append(f"{name}: {unanswered:,} of {len(rows):,} rows have only wrong answers")
+            notes.append(f"{name}: {unanswered:,} of {len(rows):,} rows have no right answer")
     if problems:
         text = f"{len(problems)} bad rows"
         if not args.skip_bad_data:
