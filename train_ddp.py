@@ -8,8 +8,8 @@ once, before training. Its vectors stay in --cache_dir for the next run.
     python train_ddp.py --trust_remote_code            # MS MARCO; the teacher comes with code
     torchrun --nproc_per_node=8 train_ddp.py --use_projection=False --trust_remote_code
 
-Modes: --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as
-the teacher has. False (MRL): none; the target is the first part of its vectors, renormalised.
+--use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as the
+teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalised.
 
 Data (--phase1_data, --phase2_data): FILE.txt (a text a line, for phase 1), .jsonl, .json, .csv,
 .tsv or .parquet, each also .gz; ms_marco, or another data set of the hub (NAME or NAME:CONFIG);
@@ -19,8 +19,8 @@ validation rows of MS MARCO, elsewhere --eval_fraction of the queries.
 
 Logged, over all ranks: step, phase, epoch, lr, loss, in phase 2 its parts infonce (nats per query)
 and distance (squared), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (texts in phase 1, queries in phase 2), data_wait (share of the time). val/...:
-ndcg@10, mrr@10, recall@100 (0 to 1, held-out queries against the documents that answer them and
+samples_per_s (texts or queries), data_wait (share of the time). val/...: ndcg@10, mrr@10,
+recall@100 (0 to 1, held-out queries against the documents that answer them and
 --eval_distractors), teacher_cosine, loss (of phase 1, on held-out texts).
 
 Files in --output_dir: latest.pt, previous.pt, phase1_best.pt, phase2_best.pt, best.pt (of both),
@@ -185,7 +185,7 @@ class Texts(NamedTuple):
 
     ids: list  # of tokens (n, L) int64 of each group
     masks: list  # (n, L) int64, 0 where there is padding
-    order: torch.Tensor  # (B,) where each text is among those of the groups
+    order: torch.Tensor  # (B,) place of each text among those of all groups
 
 
 class TextBatch(NamedTuple):
@@ -200,14 +200,14 @@ class TextBatch(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """A micro-batch of phase 2: n queries, their n positives, and all their negatives, as B texts
-    in this order."""
+    """A micro-batch of phase 2. Its B texts are n queries, their n positives, then all their
+    negatives."""
 
     texts: Texts
     targets: torch.Tensor  # (B, D) float16
-    numbers: torch.Tensor  # (B,) of the texts in the corpus: the same text has the same one
+    numbers: torch.Tensor  # (B,) of the texts in the corpus: equal texts have equal numbers
     positives: torch.Tensor  # (n, P) numbers of all texts that answer a query, then -1
-    pull: torch.Tensor  # (B,) weights: in a step those of queries sum to 0.5, of documents, too
+    pull: torch.Tensor  # (B,) weights of the distances; a step has 0.5 for queries, for documents
     total: int  # queries of the whole step, all ranks
 
     def to(self, device):
@@ -263,7 +263,7 @@ class TextData(Dataset):
         return self.corpus.phase1
 
     def cost(self):
-        """Of each text: the number of its tokens."""
+        """The number of tokens of each text."""
         return self.tokens.lengths
 
     def targets(self, rows):
@@ -271,8 +271,8 @@ class TextData(Dataset):
         return torch.from_numpy(self.vectors[rows][:, : self.dimensions])
 
     def __getitem__(self, item):
-        """item: (step, whole, places), the texts of the global batch, and which of them are in this
-        micro-batch."""
+        """item: the step, the texts of the global batch, and the places of this micro-batch in
+        it."""
         _, whole, places = item
         rows = whole[places]
         return TextBatch(lay_out(self.tokens, rows), self.targets(rows), len(whole))
@@ -292,14 +292,14 @@ class PairData(TextData):
         return np.arange(len(self.corpus.pairs))
 
     def cost(self):
-        """Of each pair: the number of its tokens, with those of as many negatives as it gets."""
+        """The number of tokens of each pair and of as many negatives as it gets."""
         negatives = self.corpus.negatives[:, : self.args.num_negatives]
         cost = self.tokens.lengths[self.corpus.pairs].sum(1)
         return cost + (self.tokens.lengths[negatives] * (negatives >= 0)).sum(1)
 
     def draw(self, step, place, pair):
-        """The negatives of a pair, drawn by (seed, step, place): so on any number of ranks a step
-        has the same, and a rank draws for its own queries only."""
+        """Draw the negatives of a pair by (seed, step, place). So a step has the same ones on any
+        number of ranks, and a rank draws for its own queries only."""
         negatives = self.corpus.negatives[pair]
         negatives = negatives[negatives >= 0]
         if len(negatives) <= self.args.num_negatives:
@@ -342,8 +342,8 @@ class Student(nn.Module):
         self.dimensions = self.width
 
     def add_head(self, hidden, dimensions):
-        """Its modules are those of sentence-transformers, so that anybody can load them. (The
-        original has LayerNorm before GELU, for which there are none.)"""
+        """Add a head of sentence-transformers' own modules, so that anybody can load it. (The
+        original has LayerNorm before GELU, which these modules cannot express.)"""
         from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 
         self.head.append(Dense(self.width, hidden, activation_function=nn.GELU()))
@@ -375,8 +375,8 @@ class Student(nn.Module):
 
 
 def keep_masks_whole():
-    """For speed alone. Transformers looks whether a mask hides anything, and leaves it out if not.
-    To look at it, the host waits until a GPU has done all that is queued. Now it does not look."""
+    """For speed alone. Transformers leaves out a mask that hides nothing. To look at the mask, the
+    host would wait until a GPU has done all that is queued. So this tells it not to look."""
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -433,10 +433,10 @@ def freeze_unused(student, texts):
 
 
 def distance(student, target, l2_weight, cosine_weight):
-    """Of unit vectors (B, D): squared distance, summed over D, and 1 - cosine, weighted -> (B,).
+    """Unit vectors (B, D) -> (B,), the weighted sum of squared distance and 1 - cosine.
 
-    Summed, and not averaged as in the original (yuancu/distill-for-retrieval): a mean over 3584
-    dimensions would make a weight of 0.4 mean nothing."""
+    The squares are summed over D. The original (yuancu/distill-for-retrieval) takes their mean,
+    which is so small over 3584 dimensions that a weight of 0.4 means nothing."""
     cosine = (student * target).sum(1)
     return l2_weight * (student - target).square().sum(1) + cosine_weight * (1 - cosine)
 
@@ -447,8 +447,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class GatherRows(torch.autograd.Function):
-    """The rows of all ranks (W b, ...), rank by rank. Each rank gets the sum of what the ranks have
-    as the gradient of its rows: that is a reduce-scatter, half of the work of an all-reduce."""
+    """The rows of all ranks (W b, ...), rank by rank. Backward, a rank gets the sum of all ranks'
+    gradients for its rows. That is a reduce-scatter, half the work of an all-reduce."""
 
     @staticmethod
     def forward(ctx, rows):
@@ -464,7 +464,7 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_rows(rows, most, filler=0):
-    """The rows (n, ...) of all ranks, rank by rank, each rank's filled up to `most`. (all ranks)"""
+    """The rows (n, ...) of all ranks, those of each rank filled up to `most`. (all ranks)"""
     filling = rows.new_full((most - len(rows), *rows.shape[1:]), filler)
     rows = torch.cat([rows, filling])
     if dist.get_world_size() == 1:
@@ -490,8 +490,8 @@ def text_loss(args, batch, vectors):
 
 
 def split_texts(batches, parts):
-    """Split what each micro-batch has for its texts: (that of all queries (n, ...), that of all
-    documents (m, ...), of which the first n are the queries' positives)."""
+    """Split what the micro-batches have for their texts into the part of the queries (n, ...) and
+    that of the documents (m, ...). The first n documents are the queries' positives."""
     queries = []
     positives = []
     negatives = []
@@ -625,8 +625,8 @@ def measure(args, data, vectors, head):
 
 def evaluate(student, data, args, device, head=True):
     """Held-out metrics of the student, with its head or without; None if the ranks agreed to stop.
-    All ranks decide by them, so one computes them: another processor might round otherwise.
-    (all ranks)"""
+    All ranks decide by these numbers. So rank 0 computes them: another processor might round
+    otherwise. (all ranks)"""
     vectors = embed(student, data, data.corpus.eval_texts, args, device, head)
     if vectors is None:
         return None
@@ -689,7 +689,7 @@ def make_phases(args, corpus, tokens):
 
 
 def lr_factor(args, step, steps):
-    """What the peak rate is multiplied by: a straight rise from above 0, then a straight fall."""
+    """The factor of the peak rate. It rises in a straight line, then falls to 0."""
     rise = int(args.warmup_ratio * steps)
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -697,8 +697,8 @@ def lr_factor(args, step, steps):
 
 
 def make_optimizer(args, model, lr):
-    # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size,
-    # and the vector of a rare word would fade.
+    # Weight decay pulls towards zero. That helps matrices. But a bias or a norm's scale needs its
+    # size, and the vector of a rare word would fade.
     embeddings = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -898,8 +898,8 @@ def save_artifacts(args, student):
 
 
 def compare(corpus, loop):
-    """The last word: the best of each phase beside the untrained student and the teacher. Returns
-    the best of both phases."""
+    """Show the best of each phase beside the untrained student and the teacher. Returns the best of
+    both phases."""
     rows = {"untrained student": loop["untrained"]}
     for phase, best in loop["best"].items():
         rows[f"after {phase}"] = best["metrics"]
@@ -1061,32 +1061,37 @@ def kind_of(name):
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
+def path_of(name):
+    return PYDOCS if name == "pydocs" else Path(name)
+
+
 def is_remote(name):
     """Whether this is the name of data or of a model on the hub."""
-    is_local = name.startswith(("builtin:", ".", "/")) or Path(name).exists()
-    return not is_local and name != "pydocs" and kind_of(name) not in FILES
+    is_local = name.startswith(("builtin:", ".", "/")) or path_of(name).exists()
+    return not is_local and kind_of(path_of(name).name) not in FILES
 
 
 def read_source(name, split):
     """Yields (where, record or ValueError) for each row of a file or of a data set of the hub."""
-    kind = kind_of(name)
+    path = path_of(name)
+    kind = kind_of(path.name)
     if is_remote(name):
         for row, record in enumerate(read_hub(name, split), start=1):
             yield f"{name} {split} row {row}", record
-    elif not Path(name).is_file():
-        raise InputError(f"{name} is not a file here")
+    elif not path.is_file():
+        raise InputError(f"{path} is not a file here")
     elif kind not in FILES:
-        raise InputError(f"{name}: its ending must be {' '.join(FILES)}, or one of these with .gz")
+        raise InputError(f"{path}: its ending must be {' '.join(FILES)}, or one of these with .gz")
     elif kind == ".parquet":
-        yield from read_parquet(name)
+        yield from read_parquet(path)
     elif kind in (".csv", ".tsv"):
-        yield from read_csv(name, "\t" if kind == ".tsv" else ",")
+        yield from read_csv(path, "\t" if kind == ".tsv" else ",")
     else:
-        yield from read_lines(name, kind)
+        yield from read_lines(path, kind)
 
 
 def open_file(name, mode="rt", **form):
-    """Packed or not, whatever its name says."""
+    """Open a file, packed or not, whatever its name says."""
     with open(name, "rb") as file:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
@@ -1243,10 +1248,9 @@ def parse_row(record, columns):
 
 
 def read_rows(args, name, split, limit, problems, notes):
-    """So many rows of a source; to `problems` a line for each that is wrong."""
+    """Read at most `limit` rows of a source. Add a line to `problems` for each that is wrong."""
     needs_query = name == args.phase2_data and not args.skip_phase2
-    path = str(PYDOCS) if name == "pydocs" else name
-    records = itertools.islice(read_source(path, split), limit)
+    records = itertools.islice(read_source(name, split), limit)
     rows = []
     unread = set()
     long = []
@@ -1260,7 +1264,7 @@ def read_rows(args, name, split, limit, problems, notes):
                 columns = find_columns(tuple(record), needs_query)
                 rows.append(parse_row(record, columns))
             except LookupError as error:
-                if kind_of(path) not in (".json", ".jsonl"):  # all rows of a table would say so
+                if kind_of(name) not in (".json", ".jsonl"):  # all rows of a table would say so
                     raise InputError(f"{name}: {error}") from None
                 problems.append(f"{where}: {error}")
             except ValueError as error:
@@ -1334,7 +1338,7 @@ def read_sources(args, notes):
 
 
 def spread_out(numbers, wanted):
-    """So many of the numbers, evenly spaced; all where there are not so many."""
+    """So many of the numbers, evenly spaced, or all if there are fewer."""
     wanted = min(wanted, len(numbers))
     return [numbers[i * len(numbers) // wanted] for i in range(wanted)]
 
@@ -1449,7 +1453,7 @@ def check_counts(args, phase1, pairs, eval_pairs, held):
 
 
 def file_states(path):
-    """What tells a file, or the files of a folder, from others, without reading them."""
+    """Path, sizes and dates of a file, or of the files in a folder. They tell a new version."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     states = [file.stat() for file in files if file.is_file()]
     return [str(path.resolve()), [(state.st_size, state.st_mtime_ns) for state in states]]
@@ -1461,8 +1465,7 @@ def prepare_texts(args):
         eval_fraction eval_samples eval_distractors skip_bad_data""".split()
     key = [READER, [getattr(args, name) for name in names]]
     for name in (args.phase1_data, args.phase2_data):
-        path = PYDOCS if name == "pydocs" else Path(name)
-        key.append(file_states(path) if path.is_file() else name)
+        key.append(name if is_remote(name) else file_states(path_of(name)))
 
     def write(folder):
         notes = []
@@ -1478,8 +1481,8 @@ def prepare_texts(args):
 
 
 def load_array(path):
-    """Mapped into memory, which the ranks of a machine share; np.asarray: faster than a memmap."""
-    return np.asarray(np.load(path, mmap_mode="r"))
+    """An array in memory that the ranks of a machine share."""
+    return np.asarray(np.load(path, mmap_mode="r"))  # faster than a memmap
 
 
 class Corpus:
@@ -1584,12 +1587,12 @@ class Vectors:
 
 
 def longest_first(corpus):
-    """The numbers of all texts: a teacher that needs too much memory says so at once."""
+    """The numbers of all texts, so ordered that a lack of memory shows at once."""
     return np.argsort(-np.diff(corpus.offsets), kind="stable")
 
 
 def teacher_key(args, corpus, name, device):
-    """A hash of all that its vectors depend on. (rank 0)"""
+    """A hash of everything that the teacher's vectors depend on. (rank 0)"""
     settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
     if not name.startswith("builtin:lsa"):
         is_bf16 = device.type != "cpu"  # see load_teacher
@@ -1657,7 +1660,7 @@ def encode_blocks(args, name, corpus, width, device, paths, size, missing):
 
 
 def write_block(path, vectors):
-    """It is there whole, or not at all, also where two runs write it."""
+    """Write a file that is there whole or not at all, even if two runs write it."""
     new = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
