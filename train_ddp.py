@@ -900,6 +900,8 @@ def save_artifacts(args, student):
 def compare(corpus, loop):
     """Show the best of each phase beside the untrained student and the teacher. Returns the best of
     both phases."""
+    if not loop["best"]:
+        raise RunError("no best weights could be saved (see the warnings); latest.pt has the last")
     rows = {"untrained student": loop["untrained"]}
     for phase, best in loop["best"].items():
         rows[f"after {phase}"] = best["metrics"]
@@ -1004,7 +1006,7 @@ def main(args):
     for phase in phases:
         phase.data.use(vectors, student.dimensions)
     keep_masks_whole()
-    student.to(device).train()  # a saved student comes without dropout
+    student.to(device).train()  # with dropout, if the student has any
     freeze_unused(student, to_device(lay_out(tokens, corpus.eval_texts[:4]), device))
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     logging.info(f"{trained:,} parameters are trained")
@@ -1192,10 +1194,9 @@ def read_hub(name, split):
         if name == "ms_marco":
             record = {"query": row["query"], "positive": [], "negative": []}
             passages = row["passages"]
-            for text, answers in zip(
-                passages["passage_text"], passages["is_selected"], strict=True
-            ):
-                record["positive" if answers else "negative"].append(text)
+            judged = zip(passages["passage_text"], passages["is_selected"], strict=True)
+            for text, is_answer in judged:
+                record["positive" if is_answer else "negative"].append(text)
             row = record
         yield row
 
@@ -1374,14 +1375,14 @@ def build_corpus(args, sources, held_out):
             is_held_out = row.group in held_out
             if place >= limit and not is_held_out:
                 continue
-            if row.query:
-                queries = number_all(True, [row.query])
-                documents = number_all(False, row.right)
-            else:
+            queries = [row.query]
+            texts = row.right
+            if not row.query:
                 # a query among single texts: as a document it would be the best answer to itself
-                queries = number_all(True, [text for text in row.right if text in known_queries])
-                others = [text for text in row.right if text not in known_queries]
-                documents = number_all(False, others)
+                queries = [text for text in row.right if text in known_queries]
+                texts = [text for text in row.right if text not in known_queries]
+            documents = number_all(False, texts)
+            queries = number_all(True, queries)
             if is_held_out:
                 answers.update(documents)
                 held_texts.update([row.query, *row.right])

@@ -500,6 +500,8 @@ def test_the_last_word_warns(trained, caplog):
         assert script.compare(trained.corpus, loop)["value"] == max(values)
         said = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert [text.split(":")[0] for text in said] == expected
+    with pytest.raises(script.RunError, match="no best weights could be saved"):
+        script.compare(trained.corpus, {"best": {}})
 
 
 # --------------------------------------------------------------------------------------------------
