@@ -8,20 +8,19 @@ once, before training. Its vectors stay in --cache_dir for the next run.
     python train_ddp.py --trust_remote_code            # MS MARCO; the teacher comes with code
     torchrun --nproc_per_node=8 train_ddp.py --use_projection=False --trust_remote_code
 
-Modes: --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as
-the teacher has. False (MRL): none; the target is the first part of its vectors, renormalised.
+--use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as the
+teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalised.
 
 Data (--phase1_data, --phase2_data): FILE.txt (a text a line, for phase 1), .jsonl, .json, .csv,
 .tsv or .parquet, each also .gz; ms_marco, or another data set of the hub (NAME or NAME:CONFIG);
 pydocs, which is data/pydocs.jsonl.gz. Columns: query, positive (a text or a list) and, if there are
-any, negative, negatives, negative_1 ..., label (1, or 0: the text is a wrong answer), group (its
-rows are held out together). Held out are the validation rows of MS MARCO, elsewhere
---eval_fraction of the queries.
+any, negative, negatives, negative_1 ..., group (its rows are held out together). Held out are the
+validation rows of MS MARCO, elsewhere --eval_fraction of the queries.
 
 Logged, over all ranks: step, phase, epoch, lr, loss, in phase 2 its parts infonce (nats per query)
 and distance (squared), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (texts in phase 1, queries in phase 2), data_wait (share of the time). val/...:
-ndcg@10, mrr@10, recall@100 (0 to 1, held-out queries against the documents that answer them and
+samples_per_s (texts or queries), data_wait (share of the time). val/...: ndcg@10, mrr@10,
+recall@100 (0 to 1, held-out queries against the documents that answer them and
 --eval_distractors), teacher_cosine, loss (of phase 1, on held-out texts).
 
 Files in --output_dir: latest.pt, previous.pt, phase1_best.pt, phase2_best.pt, best.pt (of both),
@@ -66,7 +65,7 @@ import time
 import traceback
 import zipfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -186,7 +185,7 @@ class Texts(NamedTuple):
 
     ids: list  # of tokens (n, L) int64 of each group
     masks: list  # (n, L) int64, 0 where there is padding
-    order: torch.Tensor  # (B,) where each text is among those of the groups
+    order: torch.Tensor  # (B,) place of each text among those of all groups
 
 
 class TextBatch(NamedTuple):
@@ -201,14 +200,14 @@ class TextBatch(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """A micro-batch of phase 2: n queries, their n positives, and all their negatives, as B texts
-    in this order."""
+    """A micro-batch of phase 2. Its B texts are n queries, their n positives, then all their
+    negatives."""
 
     texts: Texts
     targets: torch.Tensor  # (B, D) float16
-    numbers: torch.Tensor  # (B,) of the texts in the corpus: the same text has the same one
+    numbers: torch.Tensor  # (B,) of the texts in the corpus: equal texts have equal numbers
     positives: torch.Tensor  # (n, P) numbers of all texts that answer a query, then -1
-    pull: torch.Tensor  # (B,) weights: in a step those of queries sum to 0.5, of documents, too
+    pull: torch.Tensor  # (B,) weights of the distances; a step has 0.5 for queries, for documents
     total: int  # queries of the whole step, all ranks
 
     def to(self, device):
@@ -264,7 +263,7 @@ class TextData(Dataset):
         return self.corpus.phase1
 
     def cost(self):
-        """Of each text: the number of its tokens."""
+        """The number of tokens of each text."""
         return self.tokens.lengths
 
     def targets(self, rows):
@@ -272,8 +271,8 @@ class TextData(Dataset):
         return torch.from_numpy(self.vectors[rows][:, : self.dimensions])
 
     def __getitem__(self, item):
-        """item: (step, whole, places), the texts of the global batch, and which of them are in this
-        micro-batch."""
+        """item: the step, the texts of the global batch, and the places of this micro-batch in
+        it."""
         _, whole, places = item
         rows = whole[places]
         return TextBatch(lay_out(self.tokens, rows), self.targets(rows), len(whole))
@@ -293,19 +292,20 @@ class PairData(TextData):
         return np.arange(len(self.corpus.pairs))
 
     def cost(self):
-        """Of each pair: the number of its tokens, with those of as many negatives as it gets."""
+        """The number of tokens of each pair and of as many negatives as it gets."""
         negatives = self.corpus.negatives[:, : self.args.num_negatives]
         cost = self.tokens.lengths[self.corpus.pairs].sum(1)
         return cost + (self.tokens.lengths[negatives] * (negatives >= 0)).sum(1)
 
     def draw(self, step, place, pair):
-        """The negatives of a pair, drawn by (seed, step, place): so on any number of ranks a step
-        has the same, and a rank draws for its own queries only."""
+        """Draw the negatives of a pair by (seed, step, place). So a step has the same ones on any
+        number of ranks, and a rank draws for its own queries only."""
         negatives = self.corpus.negatives[pair]
         negatives = negatives[negatives >= 0]
         if len(negatives) <= self.args.num_negatives:
             return negatives
-        rng = np.random.default_rng([self.args.seed, step, place])
+        # the 1: to numpy (seed, step, 0) is (seed, step), by which an epoch is shuffled
+        rng = np.random.default_rng([self.args.seed, step, place, 1])
         return rng.choice(negatives, self.args.num_negatives, replace=False)
 
     def __getitem__(self, item):
@@ -342,8 +342,8 @@ class Student(nn.Module):
         self.dimensions = self.width
 
     def add_head(self, hidden, dimensions):
-        """Its modules are those of sentence-transformers, so that anybody can load them. (The
-        original has LayerNorm before GELU, for which there are none.)"""
+        """Add a head of sentence-transformers' own modules, so that anybody can load it. (The
+        original has LayerNorm before GELU, which these modules cannot express.)"""
         from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 
         self.head.append(Dense(self.width, hidden, activation_function=nn.GELU()))
@@ -375,8 +375,8 @@ class Student(nn.Module):
 
 
 def keep_masks_whole():
-    """For speed alone. Transformers looks whether a mask hides anything, and leaves it out if not.
-    To look at it, the host waits until a GPU has done all that is queued. Now it does not look."""
+    """For speed alone. Transformers leaves out a mask that hides nothing. To look at the mask, the
+    host would wait until a GPU has done all that is queued. So this tells it not to look."""
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -417,18 +417,13 @@ def keep_layers(network, wanted):
 def freeze_unused(student, texts):
     """Freeze what gets no gradient, such as BERT's pooler: DDP would wait for it. (It stays in the
     model, which loads without complaint.)"""
-    names = []
-    parameters = []
-    for name, parameter in student.named_parameters():
-        if parameter.requires_grad:
-            names.append(name)
-            parameters.append(parameter)
-    gradients = torch.autograd.grad(student(texts).sum(), parameters, allow_unused=True)
+    student(texts).sum().backward()
     unused = []
-    for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
-        if gradient is None:
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
             parameter.requires_grad_(False)
             unused.append(name.removeprefix("model."))
+    student.zero_grad()
     if unused:
         logging.info(f"Not trained, since they get no gradient: {', '.join(unused)}")
 
@@ -438,10 +433,10 @@ def freeze_unused(student, texts):
 
 
 def distance(student, target, l2_weight, cosine_weight):
-    """Of unit vectors (B, D): squared distance, summed over D, and 1 - cosine, weighted -> (B,).
+    """Unit vectors (B, D) -> (B,), the weighted sum of squared distance and 1 - cosine.
 
-    Summed, and not averaged as in the original (yuancu/distill-for-retrieval): a mean over 3584
-    dimensions would make a weight of 0.4 mean nothing."""
+    The squares are summed over D. The original (yuancu/distill-for-retrieval) takes their mean,
+    which is so small over 3584 dimensions that a weight of 0.4 means nothing."""
     cosine = (student * target).sum(1)
     return l2_weight * (student - target).square().sum(1) + cosine_weight * (1 - cosine)
 
@@ -452,8 +447,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class GatherRows(torch.autograd.Function):
-    """The rows of all ranks (W b, ...), rank by rank. Each rank gets the sum of what the ranks have
-    as the gradient of its rows: that is a reduce-scatter, half of the work of an all-reduce."""
+    """The rows of all ranks (W b, ...), rank by rank. Backward, a rank gets the sum of all ranks'
+    gradients for its rows. That is a reduce-scatter, half the work of an all-reduce."""
 
     @staticmethod
     def forward(ctx, rows):
@@ -469,7 +464,7 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_rows(rows, most, filler=0):
-    """The rows (n, ...) of all ranks, rank by rank, each rank's filled up to `most`. (all ranks)"""
+    """The rows (n, ...) of all ranks, those of each rank filled up to `most`. (all ranks)"""
     filling = rows.new_full((most - len(rows), *rows.shape[1:]), filler)
     rows = torch.cat([rows, filling])
     if dist.get_world_size() == 1:
@@ -495,8 +490,8 @@ def text_loss(args, batch, vectors):
 
 
 def split_texts(batches, parts):
-    """Split what each micro-batch has for its texts: (that of all queries (n, ...), that of all
-    documents (m, ...), of which the first n are the queries' positives)."""
+    """Split what the micro-batches have for their texts into the part of the queries (n, ...) and
+    that of the documents (m, ...). The first n documents are the queries' positives."""
     queries = []
     positives = []
     negatives = []
@@ -506,14 +501,6 @@ def split_texts(batches, parts):
         positives.append(part[n : 2 * n])
         negatives.append(part[2 * n :])
     return torch.cat(queries), torch.cat(positives + negatives)
-
-
-def teacher_limits(args, queries, documents):
-    """The score (n,) above which a document is no negative of a query, by the teacher's vectors of
-    the queries (n, D) and of the documents (m, D), the n positives first."""
-    positives = F.normalize(documents[: len(queries)].float(), dim=1)
-    scores = (F.normalize(queries.float(), dim=1) * positives).sum(1)
-    return scores + args.false_negative_margin + 1e-5  # equal scores may differ by rounding
 
 
 def contrast(args, batches, vectors):
@@ -530,15 +517,16 @@ def contrast(args, batches, vectors):
     teacher_queries, teacher_documents = split_texts(batches, [batch.targets for batch in batches])
     _, numbers = split_texts(batches, [batch.numbers for batch in batches])
     answers = torch.cat([batch.positives for batch in batches])
-    limits = teacher_limits(args, teacher_queries, teacher_documents)
+    own = torch.arange(len(queries), device=queries.device)  # each one's positive has its number
+    own_rows = dist.get_rank() * most + own  # where they are among all queries
 
     # all queries (q, ...), and which of this rank's documents are no negatives of them (q, m)
     teacher_queries = F.normalize(gather_rows(teacher_queries, most).float(), dim=1)
     teacher_scores = teacher_queries @ F.normalize(teacher_documents.float(), dim=1).T
+    limits = teacher_scores[own_rows, own] + args.false_negative_margin
+    limits = gather_rows(limits + 1e-5, most)  # equal scores may differ by rounding
     answers = gather_rows(answers, most, filler=-1)
-    masked = not_negatives(numbers, answers, teacher_scores, gather_rows(limits, most))
-    own = torch.arange(len(queries), device=queries.device)  # each one's positive has its number
-    own_rows = dist.get_rank() * most + own  # where they are among all queries
+    masked = not_negatives(numbers, answers, teacher_scores, limits)
     masked.index_put_((own_rows, own), torch.zeros_like(own, dtype=torch.bool))
 
     scores = gather_rows(queries, most) @ documents.T / args.temperature
@@ -637,27 +625,33 @@ def measure(args, data, vectors, head):
 
 def evaluate(student, data, args, device, head=True):
     """Held-out metrics of the student, with its head or without; None if the ranks agreed to stop.
-    All ranks decide by them, so one computes them: another processor might round otherwise.
-    (all ranks)"""
+    All ranks decide by these numbers. So rank 0 computes them: another processor might round
+    otherwise. (all ranks)"""
     vectors = embed(student, data, data.corpus.eval_texts, args, device, head)
     if vectors is None:
         return None
     return on_rank0(measure, args, data, vectors, head)
 
 
-def note_metrics(loop, number, metrics):
-    """Keep the best of a phase. Returns the names of the checkpoints of which these weights are the
-    best so far."""
+def keep_best(loop, number, metrics, save):
+    """Save weights that are the best of their phase, and note them in `loop`, unless a disk is
+    full: the note is of what is in the file. (all ranks)"""
     metric = "ndcg@10" if "ndcg@10" in metrics else "teacher_cosine"  # where there are no queries
     value = metrics[metric]
-    before = {name: best["value"] for name, best in loop["best"].items()}
-    if not value > before.get(f"phase {number}", -math.inf):  # NaN is never better
-        return []
+    before = loop["best"]
+    values = {name: best["value"] for name, best in before.items()}
+    if not value > values.get(f"phase {number}", -math.inf):  # NaN is never better
+        return
     best = {"metric": metric, "value": value, "better": "higher", "step": loop["step"]}
-    loop["best"][f"phase {number}"] = {**best, "metrics": metrics}
-    if value > max(before.values(), default=-math.inf):
-        return [f"phase{number}_best.pt", "best.pt"]
-    return [f"phase{number}_best.pt"]
+    loop["best"] = {**before, f"phase {number}": {**best, "metrics": metrics}}
+    names = [f"phase{number}_best.pt"]
+    if value > max(values.values(), default=-math.inf):
+        names.append("best.pt")
+    for name in names:
+        logging.info(f"Saving {name}, the best so far")
+        if save(name) is False:
+            loop["best"] = before
+            return
 
 
 def as_text(metrics):
@@ -691,14 +685,11 @@ def make_phases(args, corpus, tokens):
         lr = getattr(args, f"phase{phase}_lr")
         logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch, peak rate {lr:g}")
         phases.append(Phase(phase, data, sampler, steps, lr))
-    if not args.skip_phase2:
-        weights = f"{args.infonce_weight:g} x infonce + {args.phase2_l2_weight:g} x distance"
-        logging.info(f"  loss = {weights}")
     return phases
 
 
 def lr_factor(args, step, steps):
-    """What the peak rate is multiplied by: a straight rise from above 0, then a straight fall."""
+    """The factor of the peak rate. It rises in a straight line, then falls to 0."""
     rise = int(args.warmup_ratio * steps)
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -706,14 +697,18 @@ def lr_factor(args, step, steps):
 
 
 def make_optimizer(args, model, lr):
-    # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size,
-    # and the vector of a rare word would fade.
+    # Weight decay pulls towards zero. That helps matrices. But a bias or a norm's scale needs its
+    # size, and the vector of a rare word would fade.
+    embeddings = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.add(id(module.weight))
     decay = []
     no_decay = []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim > 1 and "embeddings." not in name:
+        if parameter.ndim > 1 and id(parameter) not in embeddings:
             decay.append(parameter)
         else:
             no_decay.append(parameter)
@@ -790,7 +785,6 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
     reason = ""
     while not reason:
         done = loop["step"] - loop["before"]
-        epoch, position = divmod(done, sampler.steps)
 
         # Evaluate. All ranks have the same metrics, and so agree on what is best.
         is_due = done > 0 and (done % eval_every == 0 or done >= phase.steps)
@@ -800,11 +794,10 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
                 reason = max(gather(wish_to_stop(args)))
                 break
             loop["validated"] = done
-            row = {"step": loop["step"], "phase": phase.number, "epoch": loop["epoch"]}
+            epoch = (done - 1) // sampler.steps  # that of the last step
+            row = {"step": loop["step"], "phase": phase.number, "epoch": epoch}
             log.write({**row, **{f"val/{name}": value for name, value in metrics.items()}})
-            for name in note_metrics(loop, phase.number, metrics):
-                logging.info(f"Saving {name}, the best so far")
-                save(name)
+            keep_best(loop, phase.number, metrics, save)
             meter.start()
         if done >= phase.steps:
             save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
@@ -824,13 +817,13 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
         norm = update_if_finite(args, model, kept, optimizer, scaler)
         meter.add(shares, norm)
         loop["step"] += 1
-        loop["epoch"] = epoch
         done += 1
         bar.update()
 
         # log and save; also before an evaluation, which may be interrupted
         is_last = done % eval_every == 0 or done >= phase.steps
         must_save = done % args.save_every == 0 or is_last
+        epoch = (done - 1) // sampler.steps
         row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if reason or must_save:
@@ -843,33 +836,28 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
 # Main
 
 
-def load_weights(args, model, path, otherwise, step=None):
-    """Load the weights of a checkpoint, of this step if one is given. If there is none, warn, and
-    keep the weights that the model has. Returns whether there was one. (all ranks)"""
+def load_weights(args, model, path):
+    """Load the weights of a checkpoint. Returns whether there is a whole one. (all ranks)"""
     state = on_rank0(read_checkpoint, Path(path))
-    if state is None or step not in (None, state["loop"]["step"]):
-        logging.warning(f"{path} is missing, damaged or old: {otherwise}")
+    if state is None:
         return False
-    trained = state["args"]["student_model"]
+    trained = state["args"].get("student_model")
     if trained != args.student_model:
         raise InputError(f"{path} was trained with --student_model {trained}")
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} does not fit this student: {reason}") from None
-    logging.info(f"Loaded {path}, step {state['loop']['step']}")
+    logging.info(f"Loading {path}, step {state['loop']['step']}")
+    restore(state, model=model)
     return True
 
 
-def begin_phase2(args, model, loop):
-    """With the best weights of phase 1. (all ranks)"""
-    path = Path(args.phase1_weights or f"{args.output_dir}/phase1_best.pt")
-    if args.phase1_weights and not on_rank0(path.is_file):
-        raise InputError(f"--phase1_weights {path}: there is no such file")
-    step = None if args.skip_phase1 else loop["best"]["phase 1"]["step"]
+def begin_phase2(args, model):
+    """Load the best weights of phase 1. (all ranks)"""
+    path = args.phase1_weights or f"{args.output_dir}/phase1_best.pt"
+    if load_weights(args, model, path):
+        return
+    if args.phase1_weights:
+        raise InputError(f"--phase1_weights {path}: the file is missing or damaged")
     what = "the untrained student" if args.skip_phase1 else "the last weights"
-    load_weights(args, model, path, f"phase 2 starts from {what}", step)
+    logging.warning(f"{path} is missing or damaged: phase 2 starts from {what}")
 
 
 def save_student(args, student, path, head):
@@ -910,8 +898,10 @@ def save_artifacts(args, student):
 
 
 def compare(corpus, loop):
-    """The last word: the best of each phase beside the untrained student and the teacher. Returns
-    the best of both phases."""
+    """Show the best of each phase beside the untrained student and the teacher. Returns the best of
+    both phases."""
+    if not loop["best"]:
+        raise RunError("no best weights could be saved (see the warnings); latest.pt has the last")
     rows = {"untrained student": loop["untrained"]}
     for phase, best in loop["best"].items():
         rows[f"after {phase}"] = best["metrics"]
@@ -940,7 +930,7 @@ def train_phases(args, device, phases, student, state, log, loop):
         if phase.number < loop["phase"]:  # it has ended before
             continue
         if phase.number == 2 and loop["phase"] < 2:
-            begin_phase2(args, student, loop)
+            begin_phase2(args, student)
             state = None  # what it held was phase 1
         reason = train(args, device, phase, student, ddp_model, state, log, loop)
         if reason:
@@ -950,12 +940,9 @@ def train_phases(args, device, phases, student, state, log, loop):
 
 def measure_baselines(args, student, data, device, loop):
     """The teacher and the untrained student. Returns whether it was not interrupted. (all ranks)"""
-
-    def measure_teacher():
-        vectors = torch.from_numpy(data.vectors[data.corpus.eval_texts]).to(device)
-        return ranking_metrics(data.corpus, F.normalize(vectors.float(), dim=1))
-
-    loop["teacher"] = on_rank0(measure_teacher)
+    rows = data.corpus.eval_texts
+    teacher = F.normalize(torch.from_numpy(data.vectors[rows]).float(), dim=1)
+    loop["teacher"] = on_rank0(ranking_metrics, data.corpus, teacher.to(device))
     logging.info(f"Held out, the teacher: {as_text(loop['teacher'])}")
     # a head with random weights would make the student look worse than it is
     has_queries = len(data.corpus.eval_queries) > 0
@@ -969,10 +956,13 @@ def measure_baselines(args, student, data, device, loop):
 def main(args):
     device = setup_ddp(args)
     logging.info("Preparing data loaders...")
+    if args.teacher_model.startswith("infly/") and not args.trust_remote_code:
+        # without its code transformers would take it for another, causal model
+        text = f"--teacher_model {args.teacher_model} comes with code of its own"
+        hint = "look at it, then give --trust_remote_code; without a download: builtin:lsa"
+        raise InputError(f"{text}: {hint}")
     if on_rank0(is_without_hub, args):
         os.environ["HF_HUB_OFFLINE"] = "1"
-    else:
-        check_remote_code(args, args.teacher_model)  # before the data are fetched
     corpus = Corpus(read_once(prepare_texts, args))
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, local_model(args, args.student_model, corpus))
@@ -983,15 +973,14 @@ def main(args):
         return 0
 
     may_change = """phase1_data phase2_data cache_dir phase1_epochs phase2_epochs max_steps
-        skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts artifacts_dir
-        trust_remote_code""".split()
+        skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts
+        artifacts_dir""".split()
     key = on_rank0(teacher_key, args, corpus, teacher, device)
     state = open_run(args, f"{corpus.hash} {tokens.folder.name} {key}", may_change)
     loop = {
         "step": 0,
         "phase": 0,
         "before": 0,  # steps before this phase
-        "epoch": 0,
         "validated": 0,  # steps of this phase at the last evaluation
         "best": {},  # of each phase
         "untrained": {},
@@ -1012,14 +1001,12 @@ def main(args):
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         student.add_head(args.projection_hidden, vectors.dimensions)
-        logging.info(f"With a head from {student.width} to {vectors.dimensions} dimensions")
-    else:
-        width = f"{student.width} of {vectors.dimensions} dimensions"
-        logging.info(f"No head: the target is the first {width}")
+    text = f"its vectors have {student.width} dimensions, the teacher's {vectors.dimensions}"
+    logging.info(f"The student learns {student.dimensions} of them: {text}")
     for phase in phases:
         phase.data.use(vectors, student.dimensions)
     keep_masks_whole()
-    student.to(device).train()  # a saved student comes without dropout
+    student.to(device).train()  # with dropout, if the student has any
     freeze_unused(student, to_device(lay_out(tokens, corpus.eval_texts[:4]), device))
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     logging.info(f"{trained:,} parameters are trained")
@@ -1040,9 +1027,9 @@ def main(args):
         "phases": {name: best["metrics"] for name, best in loop["best"].items()},
     }
     if args.save_to_artifacts:
-        path = Path(args.output_dir) / "best.pt"
-        if not load_weights(args, student, path, "no artifact is saved", best["step"]):
-            raise RunError(f"no artifact: {path} of step {best['step']} is needed for it")
+        path = f"{args.output_dir}/best.pt"
+        if not load_weights(args, student, path):
+            raise RunError(f"no artifact: {path} is missing or damaged")
         summary["artifacts"] = on_rank0(save_artifacts, args, student)
     log.close("finished", steps=loop["step"], **summary)
     logging.info("Training and evaluation completed successfully!")
@@ -1052,26 +1039,19 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's files and models, once. Training needs only Corpus, Tokens and Vectors
 
-READER = 1  # raise it when you change what is read or kept: else an old cache is used
+READER = 2  # raise it when you change what is read or kept: else an old cache is used
 FILES = [".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet"]  # each also .gz
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 COLUMNS = {  # names that a column may have; the first that is there is read
     "query": ["query", "anchor", "question"],
     "positive": ["positive", "positives", "answer", "document", "passage", "text"],
-    "label": ["label", "labels"],
     "group": ["group"],
 }
 NEGATIVE = re.compile(r"negatives?(_\d+)?")  # all of these are read
 SURROGATE = re.compile("[\ud800-\udfff]")  # Python has these in place of bytes that are not UTF-8
-LABELS = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}
-
-
-class ColumnError(ValueError):
-    """A column that is needed is not there."""
 
 
 class Row(NamedTuple):
-    place: int  # in its source, from 0 on
     query: str  # "" where there is none
     right: list  # documents that answer it
     wrong: list  # documents that do not
@@ -1083,36 +1063,37 @@ def kind_of(name):
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
+def path_of(name):
+    return PYDOCS if name == "pydocs" else Path(name)
+
+
 def is_remote(name):
     """Whether this is the name of data or of a model on the hub."""
-    is_local = name.startswith(("builtin:", "pydocs", ".", "/")) or Path(name).exists()
-    return not is_local and kind_of(name) not in FILES
+    is_local = name.startswith(("builtin:", ".", "/")) or path_of(name).exists()
+    return not is_local and kind_of(path_of(name).name) not in FILES
 
 
 def read_source(name, split):
     """Yields (where, record or ValueError) for each row of a file or of a data set of the hub."""
-    kind = kind_of(name)
+    path = path_of(name)
+    kind = kind_of(path.name)
     if is_remote(name):
-        records = read_hub(name, split)
-        name = f"{name} {split}"
-    elif not Path(name).is_file():
-        raise InputError(f"{name} is not a file here")
+        for row, record in enumerate(read_hub(name, split), start=1):
+            yield f"{name} {split} row {row}", record
+    elif not path.is_file():
+        raise InputError(f"{path} is not a file here")
+    elif kind not in FILES:
+        raise InputError(f"{path}: its ending must be {' '.join(FILES)}, or one of these with .gz")
     elif kind == ".parquet":
-        records = read_parquet(name)
+        yield from read_parquet(path)
     elif kind in (".csv", ".tsv"):
-        yield from read_csv(name, "\t" if kind == ".tsv" else ",")
-        return
-    elif kind in FILES:
-        yield from read_lines(name, kind)
-        return
+        yield from read_csv(path, "\t" if kind == ".tsv" else ",")
     else:
-        raise InputError(f"{name}: its ending must be {' '.join(FILES)}, or one of these with .gz")
-    for row, record in enumerate(records, start=1):
-        yield f"{name} row {row}", record
+        yield from read_lines(path, kind)
 
 
 def open_file(name, mode="rt", **form):
-    """Packed or not, whatever its name says."""
+    """Open a file, packed or not, whatever its name says."""
     with open(name, "rb") as file:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
@@ -1127,21 +1108,24 @@ def open_file(name, mode="rt", **form):
 def read_parquet(name):
     import pyarrow.parquet
 
+    row = 0
     with open_file(name, "rb") as file:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{name} row {row}", record
 
 
 def read_lines(name, kind):
     """Of .txt each line is a text; of .json and .jsonl each line, or each entry of one list, is a
     record."""
     with open_file(name) as file:
-        is_list = kind != ".txt" and file.read(100).lstrip().startswith("[")
-        file.seek(0)
-        if is_list:
+        if kind != ".txt" and file.read(100).lstrip().startswith("["):
+            file.seek(0)
             for row, record in enumerate(json.load(file), start=1):
                 yield f"{name} row {row}", record
             return
+        file.seek(0)
         for line, text in enumerate(file, start=1):
             if not text.strip():
                 continue
@@ -1157,35 +1141,33 @@ def read_csv(name, separator):
     to the end: so odd quotes, and rows that hold rows, are errors."""
     csv.field_size_limit(sys.maxsize)
     columns = []
+    end = 0
     with open_file(name) as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
-        while True:
-            line = reader.line_num + 1
-            where = f"{name} line {line}"
-            try:
-                fields = next(reader, None)
-            except csv.Error as error:
-                yield where, ValueError(f"{error}: is a quote not closed? What follows is not read")
-                return
-            if fields is None:
-                return
-            if not any(fields):  # an empty line
-                continue
-            if not columns:
-                columns = [field.strip() for field in fields]
-                if len(set(columns)) < len(columns):
-                    raise InputError(f"{where}: two columns have one name: {', '.join(columns)}")
-                continue
-
-            if reader.line_num > line:
-                where = f"{name} lines {line} to {reader.line_num}"
-            record = dict(zip(columns, fields, strict=False))
-            if len(fields) != len(columns):
-                text = f"{len(fields)} fields, the header has {len(columns)}"
-                record = ValueError(f"{text}: put quotes around those with a {separator!r} in them")
-            elif any(holds_rows(field, separator, len(columns)) for field in fields):
-                record = ValueError("one row, whose lines look like rows: is a quote not closed?")
-            yield where, record
+        try:
+            for fields in reader:
+                start = end + 1
+                end = reader.line_num
+                where = f"{name} line {start}" if start == end else f"{name} lines {start} to {end}"
+                if not any(fields):  # an empty line
+                    continue
+                if not columns:
+                    columns = [field.strip() for field in fields]
+                    if len(set(columns)) < len(columns):
+                        raise InputError(
+                            f"{where}: two columns have one name: {', '.join(columns)}"
+                        )
+                elif len(fields) != len(columns):
+                    text = f"{len(fields)} fields, the header has {len(columns)}"
+                    text = f"{text}: put quotes around those with a {separator!r} in them"
+                    yield where, ValueError(text)
+                elif any(holds_rows(field, separator, len(columns)) for field in fields):
+                    yield where, ValueError("its lines look like rows: is a quote not closed?")
+                else:
+                    yield where, dict(zip(columns, fields, strict=True))
+        except csv.Error as error:
+            text = f"{error}: is a quote not closed? What follows is not read"
+            yield f"{name} line {end + 1}", ValueError(text)
 
 
 def holds_rows(field, separator, columns):
@@ -1208,25 +1190,30 @@ def read_hub(name, split):
         reason = " ".join(str(error).split())[:200]
         text = f"{path} is no file here, and not on this machine as a data set of the hub"
         raise InputError(f"{text}; without a download: pydocs, or FILE.jsonl ({reason})") from None
-    for record in rows:
+    for row in rows:
         if name == "ms_marco":
-            passages = record["passages"]
-            record = {"query": record["query"], "positive": passages["passage_text"]}
-            record["label"] = passages["is_selected"]
-        yield record
+            record = {"query": row["query"], "positive": [], "negative": []}
+            passages = row["passages"]
+            judged = zip(passages["passage_text"], passages["is_selected"], strict=True)
+            for text, is_answer in judged:
+                record["positive" if is_answer else "negative"].append(text)
+            row = record
+        yield row
 
 
 @functools.lru_cache
 def find_columns(names, needs_query):
-    """{role: the names of a record that are read for it}; a ColumnError if one is lacking."""
+    """{role: the names of a record that are read for it}; a LookupError if one is lacking."""
     columns = {"negative": [name for name in names if NEGATIVE.fullmatch(name)]}
     for role, known in COLUMNS.items():
         columns[role] = [name for name in known if name in names][:1]
     if not columns["positive"] or (needs_query and not columns["query"]):
         wanted = "query and positive" if needs_query else "text"
-        raise ColumnError(f"found the columns {', '.join(names)}; expected {wanted}")
-    if not columns["query"]:  # single texts: a label may say anything
-        columns.update(label=[], negative=[])
+        raise LookupError(f"found the columns {', '.join(names)}; expected {wanted}")
+    if not columns["query"]:
+        columns["negative"] = []
+    elif "label" in names or "labels" in names:  # not to take wrong answers for right ones
+        raise LookupError("found labels; expected wrong answers in the column negative")
     return columns
 
 
@@ -1244,66 +1231,49 @@ def texts_of(record, names):
     return texts
 
 
-def labels_of(record, names, count):
-    """For each of the texts whether it answers the query; all do where there is no such column."""
-    if not names:
-        return [True] * count
-    value = record[names[0]]
-    values = value if isinstance(value, list) else [value]
-    labels = [LABELS.get(str(label).capitalize()) for label in values]
-    if len(labels) != count or None in labels:
-        text = "expected for each text 1 (it answers the query) or 0"
-        raise ValueError(f"{names[0]} is {str(value)[:60]}, {text}")
-    return labels
-
-
-def parse_row(place, record, needs_query):
+def parse_row(record, columns):
     """A record as a Row. A ValueError says what was found and what was expected."""
-    if not isinstance(record, dict):
-        raise ValueError(f"found {str(record)[:60]!r}, expected names with values")
-    columns = find_columns(tuple(record), needs_query)
     queries = texts_of(record, columns["query"])
-    texts = texts_of(record, columns["positive"])
-    if not texts or not all(texts):
+    right = texts_of(record, columns["positive"])
+    wrong = [text for text in texts_of(record, columns["negative"]) if text]
+    if not all(right):
         raise ValueError(f"{columns['positive'][0]} is missing or empty")
     if columns["query"] and (len(queries) != 1 or not queries[0]):
         raise ValueError(f"{columns['query'][0]} is missing or empty, or more than one")
-
-    labels = labels_of(record, columns["label"], len(texts))
-    right = [text for text, label in zip(texts, labels, strict=True) if label]
-    wrong = [text for text, label in zip(texts, labels, strict=True) if not label]
-    wrong += [text for text in texts_of(record, columns["negative"]) if text]
     query = "".join(queries)
-    group = query or texts[0]
+    group = query or "".join(right[:1])
     for name in columns["group"]:
         if record[name] not in (None, ""):
             group = str(record[name])
-    return Row(place, query, right, wrong, group)
+    return Row(query, right, wrong, group)
 
 
 def read_rows(args, name, split, limit, problems, notes):
-    """So many rows of a source; to `problems` a line for each that is wrong."""
+    """Read at most `limit` rows of a source. Add a line to `problems` for each that is wrong."""
     needs_query = name == args.phase2_data and not args.skip_phase2
-    path = str(PYDOCS) if name == "pydocs" else name
-    is_table = kind_of(path) not in (".json", ".jsonl")  # all rows have the same columns
-    records = itertools.islice(read_source(path, split), limit)
+    records = itertools.islice(read_source(name, split), limit)
     rows = []
     unread = set()
     long = []
     try:
-        for place, (where, record) in enumerate(tqdm(records, name, disable=None, leave=False)):
+        for where, record in tqdm(records, name, disable=None, leave=False):
             try:
                 if isinstance(record, ValueError):
                     raise record
-                rows.append(parse_row(place, record, needs_query))
+                if not isinstance(record, dict):
+                    raise ValueError(f"found {str(record)[:60]!r}, expected names with values")
                 columns = find_columns(tuple(record), needs_query)
+                rows.append(parse_row(record, columns))
+            except LookupError as error:
+                if kind_of(name) not in (".json", ".jsonl"):  # all rows of a table would say so
+                    raise InputError(f"{name}: {error}") from None
+                problems.append(f"{where}: {error}")
+            except ValueError as error:
+                problems.append(f"{where}: {error}")
+            else:
                 unread.update(set(record).difference(*columns.values()))
                 if where.startswith(f"{name} lines "):
                     long.append(where)
-            except ValueError as error:
-                if is_table and isinstance(error, ColumnError):  # all rows would say so
-                    raise InputError(f"{name}: {error}") from None
-                problems.append(f"{where}: {error}")
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise InputError(f"{name} cannot be read: {error}") from None
     if unread:
@@ -1339,10 +1309,10 @@ def read_sources(args, notes):
     limits = {}
     for phase in (1, 2):
         name = getattr(args, f"phase{phase}_data")
-        is_here = name == "pydocs" or Path(name).is_file() or args.phase1_data == args.phase2_data
-        if is_here or not getattr(args, f"skip_phase{phase}"):
-            limit = getattr(args, f"max_samples_phase{phase}")
-            limits[name] = max(limit, limits.get(name, 0))
+        is_skipped = getattr(args, f"skip_phase{phase}")
+        if is_skipped and is_remote(name) and args.phase1_data != args.phase2_data:
+            continue
+        limits[name] = max(limits.get(name, 0), getattr(args, f"max_samples_phase{phase}"))
 
     sources = {}
     held_out = set()
@@ -1356,9 +1326,9 @@ def read_sources(args, notes):
         else:
             held_out |= choose_held_out(args, rows)
         sources[name] = rows
-        unanswered = sum(row.query != "" and not row.right for row in rows)
+        unanswered = sum(row.right == [] for row in rows)
         if unanswered:
-            notes.append(f"{name}: {unanswered:,} of {len(rows):,} rows have only wrong answers")
+            notes.append(f"{name}: {unanswered:,} of {len(rows):,} rows have no right answer")
     if problems:
         text = f"{len(problems)} bad rows"
         if not args.skip_bad_data:
@@ -1369,7 +1339,7 @@ def read_sources(args, notes):
 
 
 def spread_out(numbers, wanted):
-    """So many of the numbers, evenly spaced; all where there are not so many."""
+    """So many of the numbers, evenly spaced, or all if there are fewer."""
     wanted = min(wanted, len(numbers))
     return [numbers[i * len(numbers) // wanted] for i in range(wanted)]
 
@@ -1386,48 +1356,48 @@ def build_corpus(args, sources, held_out):
     """Number the texts, each distinct one once, and split them: the arrays of a Corpus."""
     known_queries = set()
     for rows in sources.values():
-        known_queries.update(row.query for row in rows)
-    known_queries.discard("")
+        known_queries.update(row.query for row in rows if row.query)
     numbers = {}  # of each distinct (is it a query, text)
 
-    def number_of(is_query, text):
-        return numbers.setdefault((is_query, text), len(numbers))
+    def number_all(is_query, texts):
+        return [numbers.setdefault((is_query, text), len(numbers)) for text in texts]
 
     phase1 = set()
     pairs = set()  # of a query and a document that answers it
     eval_pairs = set()
     answers = set()  # documents of held-out rows
-    right = {}  # of each query: none of these is a negative of it
-    wrong = {}
+    held_texts = set()
+    right = defaultdict(set)  # of each query: none of these is a negative of it
+    wrong = defaultdict(list)
     for phase in (1, 2):
         limit = getattr(args, f"max_samples_phase{phase}")
-        for row in sources.get(getattr(args, f"phase{phase}_data"), []):
+        for place, row in enumerate(sources.get(getattr(args, f"phase{phase}_data"), [])):
             is_held_out = row.group in held_out
-            if row.place >= limit and not is_held_out:
+            if place >= limit and not is_held_out:
                 continue
-            queries = [row.query] if row.query else []
+            queries = [row.query]
             texts = row.right
             if not row.query:
                 # a query among single texts: as a document it would be the best answer to itself
                 queries = [text for text in row.right if text in known_queries]
                 texts = [text for text in row.right if text not in known_queries]
-            documents = [number_of(False, text) for text in texts]
-            queries = [number_of(True, text) for text in queries]
+            documents = number_all(False, texts)
+            queries = number_all(True, queries)
             if is_held_out:
                 answers.update(documents)
+                held_texts.update([row.query, *row.right])
             elif phase == 1:
                 phase1.update(documents + queries)
             if row.query:
-                query = queries[0]
-                right.setdefault(query, set()).update(documents)
+                right[queries[0]].update(documents)
                 if is_held_out or phase == 2:
-                    found = [number_of(False, text) for text in row.wrong]
-                    wrong.setdefault(query, []).extend(found)
+                    wrong[queries[0]] += number_all(False, row.wrong)
                     into = eval_pairs if is_held_out else pairs
-                    into.update((query, document) for document in documents)
+                    into.update((queries[0], document) for document in documents)
 
-    # what is held out is not trained on where it stands in other rows, either
-    held = answers.union(query for query, _ in eval_pairs)
+    # what is held out is not trained on where it stands in other rows, either, be it as a query or
+    # as a document
+    held = {number for (_, text), number in numbers.items() if text in held_texts}
     phase1 -= held
     pairs = sorted(pair for pair in pairs if not held.intersection(pair))
     eval_pairs = sorted(eval_pairs)
@@ -1437,7 +1407,7 @@ def build_corpus(args, sources, held_out):
     negatives = []
     for query, _ in pairs:
         positives.append(sorted(right[query] - held))
-        own = dict.fromkeys(wrong.get(query, []))  # each once, in order
+        own = dict.fromkeys(wrong[query])  # each once, in order
         negatives.append([text for text in own if text not in right[query] and text not in held])
 
     # the judged negatives of held-out queries first, they are the hardest; then training documents
@@ -1447,7 +1417,7 @@ def build_corpus(args, sources, held_out):
         judged.update(wrong[query])
     judged -= held
     documents = {number for (is_query, _), number in numbers.items() if not is_query}
-    wanted = round(min(args.eval_distractors * len(answers), len(documents)))  # also of inf
+    wanted = round(min(args.eval_distractors * len(answers), len(documents)))
     distractors = spread_out(sorted(judged), wanted)
     distractors += spread_out(sorted(documents - judged - held), wanted - len(distractors))
     eval_documents = [*sorted(answers), *distractors]
@@ -1484,7 +1454,7 @@ def check_counts(args, phase1, pairs, eval_pairs, held):
 
 
 def file_states(path):
-    """What tells a file, or the files of a folder, from others, without reading them."""
+    """Path, sizes and dates of a file, or of the files in a folder. They tell a new version."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     states = [file.stat() for file in files if file.is_file()]
     return [str(path.resolve()), [(state.st_size, state.st_mtime_ns) for state in states]]
@@ -1496,8 +1466,7 @@ def prepare_texts(args):
         eval_fraction eval_samples eval_distractors skip_bad_data""".split()
     key = [READER, [getattr(args, name) for name in names]]
     for name in (args.phase1_data, args.phase2_data):
-        path = PYDOCS if name == "pydocs" else Path(name)
-        key.append(file_states(path) if path.is_file() else name)
+        key.append(name if is_remote(name) else file_states(path_of(name)))
 
     def write(folder):
         notes = []
@@ -1513,8 +1482,8 @@ def prepare_texts(args):
 
 
 def load_array(path):
-    """Mapped into memory, which the ranks of a machine share; np.asarray: faster than a memmap."""
-    return np.asarray(np.load(path, mmap_mode="r"))
+    """An array in memory that the ranks of a machine share."""
+    return np.asarray(np.load(path, mmap_mode="r"))  # faster than a memmap
 
 
 class Corpus:
@@ -1576,12 +1545,10 @@ class Tokens:
         prompts = [student.prompts["query"], student.prompts["document"]]
         key = [READER, corpus.hash, prompts, student.max_seq_length, definition]
 
-        def prepare(args):
-            return cached(
-                args.cache_dir, "tokens", key, lambda new: self.write(new, corpus, student)
-            )
+        def write(folder):
+            self.write(folder, corpus, student)
 
-        self.folder = read_once(prepare, args)
+        self.folder = read_once(lambda args: cached(args.cache_dir, "tokens", key, write), args)
         self.ids = load_array(self.folder / "ids.npy")
         self.offsets = load_array(self.folder / "offsets.npy")
         self.lengths = np.diff(self.offsets)
@@ -1621,16 +1588,18 @@ class Vectors:
 
 
 def longest_first(corpus):
-    """The numbers of all texts: a teacher that needs too much memory says so at once."""
+    """The numbers of all texts, so ordered that a lack of memory shows at once."""
     return np.argsort(-np.diff(corpus.offsets), kind="stable")
 
 
 def teacher_key(args, corpus, name, device):
-    """A hash of all that its vectors depend on. (rank 0)"""
+    """A hash of everything that the teacher's vectors depend on. (rank 0)"""
     settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
+    if not name.startswith("builtin:lsa"):
+        is_bf16 = device.type != "cpu"  # see load_teacher
+        settings += [args.trust_remote_code, is_bf16]
     model = file_states(Path(name)) if Path(name).is_dir() else name
-    is_bf16 = device.type != "cpu"  # see load_teacher
-    key = json.dumps([READER, corpus.hash, model, settings, is_bf16])
+    key = json.dumps([READER, corpus.hash, model, settings])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -1692,7 +1661,7 @@ def encode_blocks(args, name, corpus, width, device, paths, size, missing):
 
 
 def write_block(path, vectors):
-    """It is there whole, or not at all, also where two runs write it."""
+    """Write a file that is there whole or not at all, even if two runs write it."""
     new = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1738,10 +1707,10 @@ def local_model(args, name, corpus):
         return name
     key = [READER, corpus.hash, name, args.student_max_length, args.seed]
 
-    def prepare(args):
-        return cached(args.cache_dir, "bert", key, lambda new: make_bert(new, args, name, corpus))
+    def write(folder):
+        make_bert(folder, args, name, corpus)
 
-    return str(read_once(prepare, args))
+    return str(read_once(lambda args: cached(args.cache_dir, "bert", key, write), args))
 
 
 def load_model(args, name, what, local, **options):
@@ -1771,8 +1740,7 @@ def set_prompts(model, what, query, document, default=""):
     own = model.prompts or {}
     others = [name for name, text in own.items() if text and name not in ("query", "document")]
     if others:
-        text = f"{', '.join(others)} (they stay in the model)"
-        logging.warning(f"The {what}'s prompts that are not used here: {text}")
+        logging.warning(f"The {what}'s prompts that are not used here: {', '.join(others)}")
     if query is None:
         query = own.get("query") or default
     if document is None:
@@ -1780,15 +1748,7 @@ def set_prompts(model, what, query, document, default=""):
     model.prompts = {**own, "query": query, "document": document}
 
 
-def check_remote_code(args, name):
-    """Without its own code the default teacher would be another, causal model."""
-    if name.startswith("infly/") and not args.trust_remote_code:
-        text = f"--teacher_model {name} comes with code of its own"
-        raise InputError(f"{text}: look at it, then give --trust_remote_code")
-
-
 def load_teacher(args, name, device):
-    check_remote_code(args, name)  # it may be on this machine, where no hub answers
     options = {}
     prompt = ""
     if device.type != "cpu":
@@ -1811,30 +1771,30 @@ def load_student(args, name):
 
     options = {"model_kwargs": {"dtype": torch.float32}}
     student = load_model(args, name, "student", "bert", **options)
-    head = f"--student_model {name}"
+    unfit = ""
     if not hasattr(student[0], "model") or not hasattr(student.tokenizer, "backend_tokenizer"):
-        raise InputError(f"{head}: no transformer with a fast tokenizer")
-    if len(student) < 2 or not isinstance(student[1], Pooling):
-        raise InputError(f"{head}: its second module must be Pooling")
-    if student.tokenizer.pad_token_id is None:
-        raise InputError(f"{head}: its tokenizer has no padding token, which a batch needs")
-    network = student[0].model
-    if not any(parameter.requires_grad for parameter in network.parameters()):
-        text = "all its weights are frozen, as those of an adapter (PEFT) are when it is loaded"
-        raise InputError(f"{head}: {text}: merge it into the model first")
+        unfit = "no transformer with a fast tokenizer"
+    elif len(student) < 2 or not isinstance(student[1], Pooling):
+        unfit = "its second module must be Pooling"
+    elif student.tokenizer.pad_token_id is None:
+        unfit = "its tokenizer has no padding token, which a batch needs"
+    elif not any(parameter.requires_grad for parameter in student[0].parameters()):
+        unfit = "all its weights are frozen: an adapter (PEFT) must be merged into the model first"
+    elif args.student_max_length is None and student.max_seq_length is None:
+        unfit = "it has no maximum length: give --student_max_length"
+    if unfit:
+        raise InputError(f"--student_model {name}: {unfit}")
     if student.truncate_dim is not None:
         logging.warning(f"The student's truncate_dim {student.truncate_dim} is not used")
         student.truncate_dim = None
     if args.student_layers:
-        keep_layers(network, args.student_layers)
+        keep_layers(student[0].model, args.student_layers)
     if args.student_max_length:
         student.max_seq_length = args.student_max_length
-    if student.max_seq_length is None:
-        raise InputError(f"{head} has no maximum length: give --student_max_length")
     set_prompts(student, "student", args.student_query_prompt, args.student_document_prompt)
     if any(student.prompts.values()) and not student[1].include_prompt:
         hint = "--student_query_prompt= --student_document_prompt= leaves them out"
-        raise InputError(f"{head} pools without its prompts: {hint}")
+        raise InputError(f"--student_model {name} pools without its prompts: {hint}")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     return student
@@ -1844,13 +1804,8 @@ def load_student(args, name):
 def check_student(args, student, tokens):
     """Refuse now what would fail after hours: in a forward pass, or when it is saved. On the CPU: a
     GPU cannot say what was wrong with an index. (rank 0)"""
-    head = f"--student_model {args.student_model}"
-    known = student.model[0].model.get_input_embeddings().num_embeddings
-    if tokens.ids.max() >= known:
-        text = f"its tokenizer gives token {tokens.ids.max()}, it has vectors for {known}"
-        raise InputError(f"{head}: {text}")
     length = min(student.model.max_seq_length, 2048)
-    ids = torch.full((1, length), int(tokens.ids[0]))
+    ids = torch.full((1, length), int(tokens.ids.max()))
     try:
         student(Texts([ids], [torch.ones_like(ids)], torch.zeros(1, dtype=torch.int64)))
         with tempfile.TemporaryDirectory() as folder:
@@ -1859,9 +1814,10 @@ def check_student(args, student, tokens):
         where = tempfile.gettempdir()
         raise InputError(f"the student cannot be saved in {where}: {error}") from None
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        text = f"fails on a text of {length} tokens, the largest of which is {int(ids[0, 0])}"
+        hint = "a smaller --student_max_length may help, or its tokenizer is another model's"
         reason = str(error).splitlines()[0][:200]
-        hint = "if it cannot read so many, give --student_max_length"
-        raise InputError(f"{head} fails on a text of {length} tokens: {reason}; {hint}") from None
+        raise InputError(f"--student_model {args.student_model} {text}: {reason}; {hint}") from None
 
 
 def make_lsa(path, args, corpus):

@@ -66,16 +66,11 @@ def records(**more):
     return rows
 
 
-def judged(labels):
-    """A right and a wrong document with their labels: in one row as a list, or in two."""
+def in_lists():
     rows = []
-    for i in range(COUNT):
-        texts = [f"document {i}", f"other {i}"]
-        if isinstance(labels, list):
-            rows.append({"query": f"query {i}", "positive": texts, "labels": labels})
-        else:
-            for text, label in zip(texts, labels.split(), strict=True):
-                rows.append({"query": f"query {i}", "positive": text, "label": label})
+    for row in records():
+        rows.append({"query": row["query"], "positive": [row["positive"]]})
+        rows[-1]["negatives"] = [row["negative"]]
     return rows
 
 
@@ -127,25 +122,19 @@ READ = {  # file: its content
     "a.tsv": table(records(), "\t"),
     "a.tsv.gz": packed(table(records(), "\t")),
     "a.parquet": parquet(records()),
-    "lists.parquet": parquet(judged([1, 0])),
+    "lists.parquet": parquet(in_lists()),
+    "lists.jsonl": lines([*in_lists(), {"query": "q", "positive": []}]),
     "spreadsheet.csv": "\ufeff" + table(records(), end="\r\n"),
     "old.csv": table(records(), end="\r"),
     "empty_lines.csv": table(records(), end="\n\n"),
     "mark.jsonl": "\ufeff" + lines(records()),
     "numbered.csv": replaced("other", ",other", negative="negative_1,negative_2"),
     "names.csv": replaced("query,positive", "anchor,answer"),
-    "labels.jsonl": lines(judged([1, 0])),
-    "booleans.jsonl": lines(judged([True, False])),
-    "label.csv": table(judged("1 0")),
-    "floats.csv": table(judged("1.0 0.0")),
-    "words.csv": table(judged("TRUE false")),
     "unread.csv": table(records(hard="x", id="7")),
     "breaks.csv": table(records()) + '"query\n0",document 0,\n',
 }
 SAID = {  # of some of them
-    "label.csv": "40 of 80 rows have only wrong answers",
-    "floats.csv": "40 of 80 rows have only wrong answers",
-    "words.csv": "40 of 80 rows have only wrong answers",
+    "lists.jsonl": "1 of 41 rows have no right answer",
     "unread.csv": "these columns are not read: hard, id",
     "breaks.csv": "1 rows have line breaks within quotes, such as {} lines 42 to 43",
 }
@@ -227,8 +216,7 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "blank.csv": (replaced("document 10", ""), "line 12: positive is missing or empty"),
     "none.jsonl": (odd(query=None), "line 11: query is missing or empty"),
     "number.jsonl": (odd(positive=["a", 3]), "line 11: positive is .*, expected a text or a list"),
-    "label.csv": (table(judged("1 0.5")), "line 3: label is 0.5, expected for each text 1"),
-    "labels.jsonl": (lines(judged([1])), "line 1: labels is .1., expected for each text 1"),
+    "label.csv": (table(records(label=1)), ": found labels; expected wrong answers in the column"),
     "broken.jsonl": (lines(records())[:-20], "line 40: no JSON"),
     "broken.json": (json.dumps(records())[:-20], "cannot be read"),
     "list.jsonl": ("[1, 2]", "row 2: found '2', expected names with values"),
@@ -292,9 +280,10 @@ def two_answers(**more):
 
 
 def test_nothing_held_out_is_trained_on(tmp_path):
-    """Also where it stands in other rows."""
+    """Also where it stands in other rows, or a query stands there as a document."""
     again = [{"query": f"again {i}", "positive": f"second {i}"} for i in range(130)]
-    write(tmp_path / "a.jsonl", lines([*two_answers(), *again]))
+    turned = [{"query": f"document {i}", "positive": f"query {i}"} for i in range(130)]
+    write(tmp_path / "a.jsonl", lines([*two_answers(), *again, *turned]))
     corpus = read(tmp_path / "a.jsonl")
     held = decoded(corpus, corpus.eval_queries)
     held |= decoded(corpus, corpus.eval_documents[: corpus.eval_answers])
@@ -323,7 +312,7 @@ def test_the_split(tmp_path):
     other = read(tmp_path / "other.jsonl", *options, "--eval_distractors=0")
     assert decoded(other, other.eval_queries) == decoded(found, found.eval_queries)
     assert len(other.eval_documents) == 40
-    every = read(tmp_path / "other.jsonl", *options, "--eval_distractors=inf")
+    every = read(tmp_path / "other.jsonl", *options, "--eval_distractors=1e9")
     assert len(every.eval_documents) == (~every.is_query).sum()
 
     write(tmp_path / "groups.jsonl", lines(two_answers(group=lambda i: i // 10)))
@@ -357,7 +346,7 @@ def test_texts_beside_a_query_in_a_list_are_documents(tmp_path):
 
 def test_a_row_that_speaks_of_columns_is_a_bad_row(tmp_path):
     """It is not taken for a table without the columns that are needed."""
-    write(tmp_path / "a.csv", table(judged("1 0")) + "q,d,the columns\n")
+    write(tmp_path / "a.csv", table(records()) + "q,d,the columns,1\n")
     with pytest.raises(script.InputError, match="1 bad rows"):
         read(tmp_path / "a.csv")
 
