@@ -649,7 +649,7 @@ def keep_best(loop, number, metrics, save):
         names.append("best.pt")
     for name in names:
         logging.info(f"Saving {name}, the best so far")
-        if save(name) is False:
+        if not save(name):
             loop["best"] = before
             return
 

@@ -476,9 +476,14 @@ def test_a_full_disk_at_the_end(step, tmp_path):
 def test_which_checkpoints_are_the_best():
     """What could not be saved is not noted."""
     saved = []
+
+    def save(name):
+        saved.append(name)
+        return True
+
     loop = {"step": 9, "best": {"phase 1": {"value": 0.54}}}
     for value in (float("nan"), 0.40, 0.55):
-        script.keep_best(loop, 2, {"ndcg@10": value}, saved.append)
+        script.keep_best(loop, 2, {"ndcg@10": value}, save)
     assert saved == ["phase2_best.pt", "phase2_best.pt", "best.pt"]
     for lost in ("phase2_best.pt", "best.pt"):
         script.keep_best(loop, 2, {"ndcg@10": 0.60}, lambda name, lost=lost: name != lost)
