@@ -132,8 +132,8 @@ def parse_args():
 # --------------------------------------------------------------------------------------------------
 # Data
 
-ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order; X is unknown
-UNKNOWN = 20
+ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order
+UNKNOWN = 20  # X
 RESIDUES_TOGETHER = 1000  # in a batch of an evaluation
 
 
@@ -826,7 +826,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 1  # raise it when you change what is read or kept: else an old cache is used
+READER = 2  # raise it when you change what is read or kept: else an old cache is used
 
 
 def load_network(args):
@@ -961,7 +961,7 @@ class Chain(NamedTuple):
 
 class Structure(NamedTuple):
     chains: dict  # {name: Chain}, those with protein
-    digest: str  # of the file's content
+    digest: str  # of the file's content, unpacked
     note: str  # what is odd in it, "" if nothing is
 
 
@@ -975,11 +975,9 @@ def read_structure(path):
     chains = {}
     try:
         content = Path(path).read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-        if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
-            raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
+        digest = hashlib.sha256(content).hexdigest()
         for chain in first_model(content.decode(errors="replace").removeprefix("\ufeff")):
             found = read_chain(chain, odd)
             if len(found.letters) > 0:
@@ -1207,8 +1205,9 @@ def read_letters(name, text, found, note=""):
 
 
 def read_pair(path, row, structure, max_length):
-    """(Complex, letters (2, L)) of a row of the data; in the context the structure's letters.
-    Raises ValueError."""
+    """(Complex, letters (2, L)) of a row of the data. In the design chains all letters are those of
+    the sequences, also where nothing is designed; in the fixed chains those of the structure. Where
+    a sequence has X nothing is designed: the network must not learn to say X. Raises ValueError."""
     check_fields(row, FIELDS, REQUIRED)
     found = join_chains(path, structure, row)
     letters = np.stack([found.chain.letters, found.chain.letters])
@@ -1216,8 +1215,16 @@ def read_pair(path, row, structure, max_length):
         letters[number, : found.length] = read_letters(name, row[name], found, structure.note)
     if found.length > max_length:
         raise ValueError(f"{found.length} residues; expected at most --max_length {max_length}")
-    if (letters[0] == letters[1])[found.designed].all():
+
+    found = found._replace(designed=found.designed & (letters != UNKNOWN).all(axis=0))
+    differ = letters[0] != letters[1]
+    if not differ[found.designed].any():
         raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
+    wrong = np.flatnonzero(differ & found.chain.whole() & ~found.designed)
+    if len(wrong) > 0:
+        both = f"{ALPHABET[letters[0, wrong[0]]]} and {ALPHABET[letters[1, wrong[0]]]}"
+        text = f"the sequences have {both} at residue {wrong[0]}, which is not designed"
+        raise ValueError(f"{text}; expected the same letter (residues with X are not designed)")
     return found, letters
 
 
@@ -1253,7 +1260,8 @@ def read_pairs(sources, args, neighbours):
     groups = {}  # {name: number}
     clusters = {}  # of each file, by its digest
     notes = {}  # as keys: each once, in the order in which they come
-    other_letters = 0
+    with_unknown = 0
+    without_chain = 0
     for is_valid, rows in enumerate(sources):
         for number, place, path, row in tqdm(rows, "Reading", unit=" pairs", disable=None):
             try:
@@ -1272,9 +1280,9 @@ def read_pairs(sources, args, neighbours):
                 backbones[key] = {**featurise(found, neighbours), "number": len(backbones)}
 
             whole = found.chain.whole()
-            native = found.chain.letters
-            other_letters += ((letters != native) & whole & ~found.designed).any()
-            letters = np.where(found.designed, letters, native)
+            with_unknown += (letters[0, : found.length] == UNKNOWN).any()
+            is_named = "chain_id" in row or "design_chains" in row
+            without_chain += not is_named and len(structure.chains) > 1
             group = str(row.get("cluster") or structure.digest)
             pair = {
                 "letters": letters[:, whole].T,
@@ -1287,9 +1295,11 @@ def read_pairs(sources, args, neighbours):
             }
             pairs.append(pair)
     notes = [note for note in notes if note]
-    if other_letters > 0:
-        text = "pairs have other letters where nothing is designed: the structure's count there"
-        notes.append(f"{other_letters} {text}")
+    if with_unknown > 0:
+        notes.append(f"{with_unknown} pairs have X in their sequences: nothing is designed there")
+    if without_chain > 0:
+        text = "pairs name no chain, and their files have several: the first one is designed"
+        notes.append(f"{without_chain} {text}, without those that no fixed_chains name")
     return list(backbones.values()), pairs, problems, notes
 
 
@@ -1301,7 +1311,8 @@ def write_pairs(folder, sources, args, neighbours):
         raise InputError(text + list_problems(problems))
     for name, is_valid in {args.train_data: False, args.val_data: True}.items():
         if name and not any(pair["is_valid"] == is_valid for pair in pairs):
-            raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
+            text = f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row"
+            raise InputError(text + list_problems(problems))
     if len(notes) > 1:
         notes = ["what is odd in the data:" + list_problems(notes)]
     if problems:

@@ -229,8 +229,8 @@ ODD = {
     # that once gave an error without a reason, and formats that are none of the two
     "mmCIF without atoms": ("data_x\n_cell.length_a 3\n", "no protein residues", ""),
     "empty": ("", "no protein residues", ""),
-    "binary": (b"\x83\xa7encoder\0" * 9, "format not supported", ""),
-    "PDBML": ("<?xml version='1.0'?><PDBx:datablock/>", "format not supported", ""),
+    "binary": (b"\x83\xa7encoder\0" * 9, "no protein residues", ""),
+    "PDBML": ("<?xml version='1.0'?><PDBx:datablock/>", "no protein residues", ""),
 }
 
 
@@ -271,6 +271,8 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"preferred_seq": None}, "no preferred_seq"),
     ({"unpreferred_seq": "ACU"}, "unpreferred_seq has 'U' at position 2; expected letters"),
     ({"mutable_positions": [0]}, "are the same at the designed residues"),
+    ({"unpreferred_seq": "ACDEFX"}, "are the same at the designed residues"),
+    ({"unpreferred_seq": "XCDEFA"}, "have A and X at residue 0, which is not designed; expected"),
     ({"mutable_positions": [6]}, r"mutable residues \[6, 6\]; expected a first .* 0 to 5"),
     ({"mutable_ranges": [4]}, r"mutable_ranges is \[4\]; expected such as \[\[3, 7\]\]"),
     ({"margin": 0.5}, "unknown field 'margin'; expected pdb_file, preferred_seq, .*cluster"),
@@ -284,14 +286,16 @@ def test_all_problems_are_listed_at_once(tmp_path, caplog):
     bad = [{**good, **change} for change, _ in BAD_ROWS]
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows).split("\n  ")
-    assert lines[0].startswith("26 problems (--skip_bad_data leaves such rows out):")
-    assert re.search("and 6 more", lines[-1])
+    assert lines[0].startswith("30 problems (--skip_bad_data leaves such rows out):")
+    assert re.search("and 10 more", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
         assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
     data = load(tmp_path, rows, skip_bad_data=True)
-    assert data.name.tolist() == ["a:A:0", "a:B:27"]
-    assert "26 rows are left out" in caplog.text
+    assert data.name.tolist() == ["a:A:0", "a:B:31"]
+    assert "30 rows are left out" in caplog.text
+    text = refused(tmp_path, bad[:3], skip_bad_data=True)
+    assert re.search(f"no pairs; expected pdb_file.*\n  .*index 0: .*{BAD_ROWS[0][1]}", text)
     text = refused(tmp_path, [good], max_length=5)
     assert "6 residues; expected at most --max_length 5" in text
     assert len(load(tmp_path, [good], max_length=6)) == 1
@@ -325,28 +329,32 @@ def test_forms_of_the_data_file(tmp_path):
 
 
 def test_chains_and_positions(tmp_path, caplog):
-    """Design chains in the order given, then the fixed ones; what is not designed has the
-    structure's letter; a residue without coordinates is not there."""
+    """Design chains in the order given, then the fixed ones; the design chains have the letters of
+    the sequences everywhere, the others those of the structure; X is not designed; a residue
+    without coordinates is not there."""
     write_pdb(tmp_path / "a.pdb", {"A": "ACD-FG", "B": "KlMN", "C": "WWYY"})
     both = {"mutable_positions": [2], "mutable_ranges": [[3, 4], [6, 6]]}
     cases = [  # change, preferred and unpreferred sequence, what is designed
-        ({}, "RRRSSSSSWWYY", "TTTSSSSTWWYY", "XXXXXXXX...."),
-        ({"mutable_positions": [0, 8]}, "RMNACDFSWWYY", "TMNACDFTWWYY", "X......X...."),
-        (both, "KRRSCSFGWWYY", "KTTSCSFGWWYY", ".XXX.X......"),
+        ({}, "RRRSSSSSWWYY", "TRTSSSSTWWYY", "XXXXXXXX...."),
+        ({"mutable_positions": [0, 3, 8]}, "RRRSSSSSWWYY", "TRRSSSSTWWYY", "X.X....X...."),
+        (both, "RRXSSSSSWWYY", "RRXTSTSSWWYY", ".X.X.X......"),
         ({"fixed_chains": []}, "RRRSSSSS", "TTTSSSST", "XXXXXXXX"),
     ]
     rows = []
-    for change, *_ in cases:
+    for change, chosen, rejected, _ in cases:
         chains = {"design_chains": ["B", "A"], "fixed_chains": ["C"]}
-        rows.append(row("a.pdb", "RRRRSSSSS", "TTTTSSSST", **{**chains, **change}))
+        texts = [f"{text[0]}A{text[1:8]}" for text in (chosen, rejected)]  # A: not resolved
+        rows.append(row("a.pdb", *texts, **{**chains, **change}))
+    rows.append(row("a.pdb", "ACDFG", "ACDFA"))
     data = load(tmp_path, rows)
     for i, (_, chosen, rejected, designed) in enumerate(cases):
         assert texts_of(data, i) == [chosen, rejected]
         signs = np.where(data.designed[data.pair_ptr[i] : data.pair_ptr[i + 1]], "X", ".")
         assert "".join(signs) == designed
         assert data.counts[i] == designed.count("X")
-    assert "2 pairs have other letters where nothing is designed" in caplog.text
-    assert data.backbone.tolist() == [0, 0, 0, 1]  # with the fixed chain, and without
+    assert "1 pairs have X in their sequences" in caplog.text
+    assert "1 pairs name no chain, and their files have several" in caplog.text
+    assert data.backbone.tolist() == [0, 0, 0, 1, 2]  # with the fixed chain, and without
     number, chain = data.place[: data.node_ptr[1]].T.tolist()
     assert number == [1, 3, 4, 1, 2, 3, 5, 6, 1, 2, 3, 4]  # the gap of A4 counts
     assert chain == [0] * 3 + [1] * 5 + [2] * 4
@@ -449,8 +457,9 @@ def test_share_held_out():
 
 def test_split_by_structure_and_cluster(tmp_path):
     rows = some_rows(tmp_path, 6, pairs=4)
-    (tmp_path / "copy.pdb").write_bytes((tmp_path / "helix0.pdb").read_bytes())
-    rows.append({**rows[0], "pdb_file": "copy.pdb"})  # a copy of a file is the same structure
+    packed = gzip.compress((tmp_path / "helix0.pdb").read_bytes())
+    (tmp_path / "copy.pdb.gz").write_bytes(packed)
+    rows.append({**rows[0], "pdb_file": "copy.pdb.gz"})  # a copy of a file is the same structure
     group = load(tmp_path, rows).group
     assert group[24] == group[0]
     assert len(set(group)) == 6
