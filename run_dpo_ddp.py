@@ -10,21 +10,22 @@ et al. 2022). The network is compared with the one that it starts from, the refe
 
 Data (--train_data, --val_data): a JSON array, or an object per line, with pdb_file (PDB or mmCIF,
 also .gz, relative to the data file), preferred_seq, unpreferred_seq (a letter for each residue in
-the file), and if needed chain_id, or design_chains and fixed_chains (the sequences are the design
-chains, one after the other; fixed ones are context), mutable_positions, mutable_ranges (what is
-designed of them, from 0 on), cluster (held out together). Held out are whole structures.
+the file). The sequences are those of chain_id, or of all design_chains, one after the other;
+without both of the first chain. Other fields: fixed_chains (context), mutable_positions and
+mutable_ranges (0-based indices into the sequences: nothing else is designed), cluster (its pairs
+are held out together). Held out are whole structures.
 
-Logged, over all ranks: step, epoch, lr, loss (ln 2 at the start), rewards/accuracies (share of the
-pairs with a margin above 0; a tie is a half), rewards/margins (reward of the preferred less that of
-the other; beta times the log-ratio to the reference, nats), grad_norm (before clipping), skipped
-(steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of the time). After
-each epoch val/...: these, likelihood_accuracy (the preferred is the likelier); of the preferred
-sequence log_ratio, recovery, perplexity, entropy, per designed residue.
+Logged, over all ranks: step, epoch, lr, loss (at the start ln 2; with ipo 1 / (2 beta)^2),
+rewards/accuracies (share of the pairs with a margin above 0; a tie is a half), rewards/margins
+(reward of the preferred less that of the other; a reward is beta times the log-ratio to the
+reference, nats), grad_norm (before clipping), skipped (steps whose gradient was not finite),
+samples_per_s (pairs), data_wait (share of the time). After each epoch val/...: these, and
+likelihood_accuracy (the preferred is the likelier); of the preferred sequence log_ratio, recovery,
+perplexity, entropy, per designed residue. The best epoch is that of the lowest val/loss.
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
 its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png, summary.json.
-"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does.
-"""
+"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does."""
 
 # /// script
 # requires-python = ">=3.10"
@@ -137,35 +138,36 @@ UNKNOWN = 20  # X
 RESIDUES_TOGETHER = 1000  # in a batch of an evaluation
 
 
-class Structures(NamedTuple):
-    """Backbones of different lengths, not padded but laid one after the other: N residues that
-    have all atoms, numbered through."""
+class Backbones(NamedTuple):
+    """Backbones of different lengths for the network, not padded but laid one after the other.
+    Their N residues that have all atoms are the nodes, counted through from 0."""
 
-    neighbours: torch.Tensor  # (N, K) int64: the nearest residues, itself first; -1: there are few
+    neighbours: torch.Tensor  # (N, K) int64: the nearest nodes, itself first; -1: there are few
     atoms: torch.Tensor  # (N, 5, 3) float32: N, CA, C, O, and CB where glycine has none; Angstrom
-    place: torch.Tensor  # (N, 2) int64: number of the residue in its chain, number of the chain
+    numbers: torch.Tensor  # (N, 2) int64: number of the residue in its chain, number of the chain
 
 
 class Batch(NamedTuple):
-    """P pairs, with M residues in all. Few tensors, since each is a copy to the device."""
+    """P pairs of sequences, laid one after the other, too: M residues in all."""
 
-    structures: Structures
-    # (5, M) int64: letters of the preferred and of the unpreferred sequence, number of the residue
-    # in `structures`, place in the decoding order of its pair, number of its pair in the batch
-    residues: torch.Tensor
+    backbones: Backbones  # each once, whatever the number of its pairs
+    letters: torch.Tensor  # (2, M) int64: of the preferred and of the unpreferred sequence
+    node: torch.Tensor  # (M,) int64: the residue's node in `backbones`
+    decode_place: torch.Tensor  # (M,) int64: place of the residue in the pair's decoding order
+    pair: torch.Tensor  # (M,) int64: the residue's pair, from 0 to P - 1
     designed: torch.Tensor  # (M,) float32: 1 or 0
     counts: torch.Tensor  # (P,) float32: designed residues
     reference: torch.Tensor  # (2, M) float32: log p of both sequences under the reference
     share: torch.Tensor  # () float32: what a pair counts in the loss, 1 / pairs of the global batch
 
     def to(self, device):
-        structures = [tensor.to(device, non_blocking=True) for tensor in self.structures]
+        backbones = [tensor.to(device, non_blocking=True) for tensor in self.backbones]
         others = [tensor.to(device, non_blocking=True) for tensor in self[1:]]
-        return Batch(Structures(*structures), *others)
+        return Batch(Backbones(*backbones), *others)
 
     def inputs(self):
         """What the network wants."""
-        return self.structures, self.residues[:2], self.residues[2], self.residues[3]
+        return self.backbones, self.letters, self.node, self.decode_place
 
 
 class Pairs(Dataset):
@@ -182,25 +184,23 @@ class Pairs(Dataset):
             # np.asarray: still mapped, and faster than np.memmap itself
             return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
-        # rows node_ptr[i] to node_ptr[i + 1] - 1 of these belong to backbone i
+        # entries node_ptr[i] to node_ptr[i + 1] - 1 of these belong to backbone i
         self.node_ptr = load("node_ptr")
         self.neighbours = load("neighbours")
         self.atoms = load("atoms")
-        self.place = load("place")
-        # and rows pair_ptr[i] to pair_ptr[i + 1] - 1 of these to pair i
+        self.numbers = load("numbers")
+        # and entries pair_ptr[i] to pair_ptr[i + 1] - 1 of these to pair i
         self.pair_ptr = load("pair_ptr")
-        self.letters = load("letters")  # preferred, unpreferred; the structure's in the context
+        self.letters = load("letters")  # (residues of all pairs, 2): preferred, unpreferred
         self.designed = load("designed")
         # of each pair
         self.name = load("name")
         self.backbone = load("backbone")
-        self.row = load("row")  # its number in the data file
-        self.group = load("group")
+        self.row = load("row")  # the pair's row in the data file, counted from 0
+        self.group = load("group")  # pairs of one group are held out together
         self.is_valid = load("is_valid")  # of --val_data
-        self.lengths = np.diff(self.pair_ptr)
+        self.lengths = np.diff(self.pair_ptr)  # what a pair costs, in time and memory
         self.counts = np.add.reduceat(self.designed, self.pair_ptr[:-1], dtype=np.float32)
-        # Time and memory of a pair; those of one backbone are next to each other.
-        self.cost = self.lengths + self.backbone / (len(self.node_ptr) + 1)
         self.reference = None  # (orders, residues of all pairs, 2) log p of the reference
 
     def __len__(self):
@@ -213,55 +213,63 @@ class Pairs(Dataset):
         return self.batch(whole[places], len(whole), step % self.args.num_orders)
 
     def batch(self, ids, total, order=0):
-        """The pairs `ids` in this decoding order, as part of a global batch of `total` pairs."""
-        numbers, which = np.unique(self.backbone[ids], return_inverse=True)
-        structures, begin = self.structures(numbers)
-        rows = ragged_rows(self.pair_ptr, ids)
-        owner = np.repeat(np.arange(len(ids)), self.lengths[ids])
-        within = rows - self.pair_ptr[ids][owner]
-        ranks = np.concatenate([self.ranks(number, order) for number in ids])
-        residues = np.stack([*self.letters[rows].T, begin[which][owner] + within, ranks, owner])
-        designed = self.designed[rows].astype(np.float32)
-        reference = np.zeros((len(rows), 2), np.float32)
+        """The pairs `ids` in decoding order number `order`, as part of a global batch of `total`
+        pairs."""
+        used, which = np.unique(self.backbone[ids], return_inverse=True)
+        backbones, first_node = self.backbones(used)
+        entries = ragged_range(self.pair_ptr, ids)
+        pair = np.repeat(np.arange(len(ids)), self.lengths[ids])
+        within = entries - self.pair_ptr[ids][pair]  # 0, 1, ... in each pair
+        node = first_node[which][pair] + within
+        decode_place = np.concatenate([self.decode_places(i, order) for i in ids])
+        reference = np.zeros((len(entries), 2), np.float32)
         if self.reference is not None:
-            reference = self.reference[order, rows]
+            reference = self.reference[order, entries]
         return Batch(
-            structures,
-            torch.from_numpy(residues.astype(np.int64)),
-            torch.from_numpy(designed),
-            torch.from_numpy(self.counts[ids]),
-            torch.from_numpy(reference.T.copy()),
-            torch.tensor(1 / total),
+            backbones,
+            letters=torch.from_numpy(self.letters[entries].T.astype(np.int64)),
+            node=torch.from_numpy(node),
+            decode_place=torch.from_numpy(decode_place),
+            pair=torch.from_numpy(pair),
+            designed=torch.from_numpy(self.designed[entries].astype(np.float32)),
+            counts=torch.from_numpy(self.counts[ids]),
+            reference=torch.from_numpy(reference.T.copy()),
+            share=torch.tensor(1 / total),
         )
 
-    def structures(self, numbers):
-        """Backbones, one after the other; and (len(numbers),) the first residue of each."""
-        rows = ragged_rows(self.node_ptr, numbers)
-        sizes = np.diff(self.node_ptr)[numbers]
-        begin = np.cumsum(sizes) - sizes
+    def backbones(self, ids):
+        """Backbones, one after the other; and (len(ids),) the first node of each."""
+        entries = ragged_range(self.node_ptr, ids)
+        sizes = np.diff(self.node_ptr)[ids]
+        first_node = np.cumsum(sizes) - sizes
         k = min(self.neighbours.shape[1], sizes.max())
-        neighbours = self.neighbours[rows, :k].astype(np.int64)
-        neighbours = np.where(neighbours < 0, -1, neighbours + np.repeat(begin, sizes)[:, None])
-        place = torch.from_numpy(self.place[rows].astype(np.int64))
-        atoms = torch.from_numpy(self.atoms[rows])
-        return Structures(torch.from_numpy(neighbours), atoms, place), begin
+        neighbours = self.neighbours[entries, :k].astype(np.int64)
+        shifted = neighbours + np.repeat(first_node, sizes)[:, None]
+        backbones = Backbones(
+            neighbours=torch.from_numpy(np.where(neighbours < 0, -1, shifted)),
+            atoms=torch.from_numpy(self.atoms[entries]),
+            numbers=torch.from_numpy(self.numbers[entries].astype(np.int64)),
+        )
+        return backbones, first_node
 
-    def ranks(self, number, order):
-        """(L,) int64: the place of each residue of a pair in decoding order number `order`, a
-        function of the seed, the pair and that number. The context comes first."""
-        designed = self.designed[self.pair_ptr[number] : self.pair_ptr[number + 1]]
-        ranks = np.cumsum(~designed) - 1
-        rng = np.random.default_rng([self.args.seed, self.row[number], order])
-        first = np.count_nonzero(~designed)
-        ranks[designed] = first + rng.permutation(len(designed) - first)
-        return ranks
+    def decode_places(self, pair, order):
+        """(L,) int64: the place of each residue of a pair in its decoding order number `order`,
+        which depends on the seed, the pair and that number alone. What is not designed comes first,
+        in the order of the file (the official program shuffles that, too), the rest at random."""
+        designed = self.designed[self.pair_ptr[pair] : self.pair_ptr[pair + 1]]
+        fixed = np.count_nonzero(~designed)
+        rng = np.random.default_rng([self.args.seed, self.row[pair], order])
+        places = np.cumsum(~designed) - 1
+        places[designed] = fixed + rng.permutation(len(designed) - fixed)
+        return places
 
     def batches(self, ids):
-        """[places in `ids`, ...] of batches for an evaluation, the same on any number of ranks.
-        Pairs of one backbone are next to each other: a batch encodes it once."""
-        order = np.argsort(self.backbone[ids], kind="stable")
-        filled = np.cumsum(self.lengths[ids[order]]) // RESIDUES_TOGETHER
-        return np.split(order, np.flatnonzero(np.diff(filled)) + 1)
+        """[indices into `ids`, ...] of the batches of an evaluation, the same on any number of
+        ranks: a new one begins after each RESIDUES_TOGETHER residues. Pairs of one backbone are
+        next to each other, since a batch encodes it once."""
+        by_backbone = np.argsort(self.backbone[ids], kind="stable")
+        number = np.cumsum(self.lengths[ids[by_backbone]]) // RESIDUES_TOGETHER
+        return np.split(by_backbone, np.flatnonzero(np.diff(number)) + 1)
 
     def split(self):
         """Choose what to train on, and what to validate on: whole groups of --val_fraction of all
@@ -286,8 +294,8 @@ class Pairs(Dataset):
         self.valid_ids = np.flatnonzero(is_held)
 
 
-def ragged_rows(ptr, ids):
-    """The rows of the sets `ids` in an array where set i has rows ptr[i] to ptr[i + 1] - 1.
+def ragged_range(ptr, ids):
+    """The entries of the sets `ids` in an array where set i has entries ptr[i] to ptr[i + 1] - 1.
     With ptr [0, 2, 5] and ids [1, 0]: [2, 3, 4, 0, 1]."""
     lengths = ptr[ids + 1] - ptr[ids]
     begin = np.cumsum(lengths) - lengths
@@ -333,21 +341,21 @@ class Layer(nn.Module):
         h = self.norm1(h + message / SCALE)
         return self.norm2(h + self.dense["W_out"](F.gelu(self.dense["W_in"](h))))
 
-    def update_edges(self, h, edges, rows):
-        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, rows))))
+    def update_edges(self, h, edges, others):
+        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, others))))
         return self.norm3(edges + self.W13(x))
 
 
-def join_linear(linear, h, edges, rows):
+def join_linear(linear, h, edges, others):
     """linear([h_i, edge_ij, h_j]) (N, K, D) of nodes h (N, D), None if they are zero, and edges
-    (N, K, D); rows (N K,): the neighbours j. The nodes' parts are computed once per node, then
+    (N, K, D); others (N K,): the nodes j. The nodes' parts are computed once per node, then
     fetched. (Sums are in place here: these are the largest tensors.)"""
     own, edge, other = linear.weight.split(WIDTH, dim=1)
     if h is None:
         return F.linear(edges, edge, linear.bias)
     x = F.linear(edges, edge)
     x += F.linear(h, own, linear.bias).unsqueeze(1)
-    x += F.linear(h, other).index_select(0, rows).view(edges.shape)
+    x += F.linear(h, other).index_select(0, others).view(edges.shape)
     return x
 
 
@@ -379,70 +387,74 @@ class ProteinMPNN(nn.Module):
             if parameter.ndim > 1:
                 nn.init.xavier_uniform_(parameter)
 
-    def first_edges(self, structures, rows):
-        """Edges (N, K, D) from distances between atoms, each as RADIAL Gaussians, and from the
-        residues' places in the chain. rows (N K,): the neighbours."""
-        residues, k = structures.neighbours.shape
-        own = self.own_atoms
-        other = self.other_atoms
-        atoms = structures.atoms
-        there = atoms.index_select(1, other).index_select(0, rows).view(residues, k, len(other), 3)
-        x = atoms.index_select(1, own).unsqueeze(1) - there
-        x = x.square_().sum(-1).add_(1e-6).sqrt_().view(-1, len(own), 1) - self.centres
+    def first_edges(self, backbones, others):
+        """Edges (N, K, D) from each node to its neighbours, others (N K,): of the distances between
+        their atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
+        nodes, k = backbones.neighbours.shape
+        pairs = len(DISTANCES)
+        own_atoms = backbones.atoms.index_select(1, self.own_atoms).unsqueeze(1)
+        other_atoms = backbones.atoms.index_select(1, self.other_atoms).index_select(0, others)
+        apart = own_atoms - other_atoms.view(nodes, k, pairs, 3)
+        x = apart.square_().sum(-1).add_(1e-6).sqrt_().view(-1, pairs, 1) - self.centres
         # the clamp keeps out denormal numbers, with which a CPU's matrix product takes 200 times as
         # long
-        x = x.mul_(RADIAL / 20.0).square_().clamp_(max=50.0).neg_().exp_().view(len(rows), -1)
+        x = x.mul_(RADIAL / 20.0).square_().clamp_(max=50.0).neg_().exp_().view(len(others), -1)
 
-        number, chain = structures.place.unbind(1)
-        apart = number.unsqueeze(1) - number.index_select(0, rows).view(residues, k)
-        same = chain.unsqueeze(1) == chain.index_select(0, rows).view(residues, k)
-        offset = torch.where(same, (apart + 32).clamp(0, 64), 65)
+        number, chain = backbones.numbers.unbind(1)
+        steps = number.unsqueeze(1) - number.index_select(0, others).view(nodes, k)
+        is_same = chain.unsqueeze(1) == chain.index_select(0, others).view(nodes, k)
+        kind = torch.where(is_same, (steps + 32).clamp(0, 64), 65)  # 65: another chain
+        # linear(cat([position[kind], x])), as a table of what each kind adds, and a product
         position = self.features["embeddings"]["linear"]
         weight = self.features["edge_embedding"].weight
         table = F.linear(position.weight.T + position.bias, weight[:, :RADIAL])
-        x = torch.addmm(F.embedding(offset.flatten(), table), x, weight[:, RADIAL:].T)
-        return self.W_e(self.features["norm_edges"](x)).view(residues, k, WIDTH)
+        x = torch.addmm(F.embedding(kind.flatten(), table), x, weight[:, RADIAL:].T)
+        return self.W_e(self.features["norm_edges"](x)).view(nodes, k, WIDTH)
 
-    def encode(self, structures):
-        """Nodes (N, D) and edges (N, K, D) of the structures, whatever their sequences."""
-        near = structures.neighbours >= 0
-        rows = structures.neighbours.clamp(min=0).flatten()
-        edges = self.first_edges(structures, rows)
+    def encode(self, backbones):
+        """Nodes (N, D) and edges (N, K, D) of the backbones, whatever their sequences."""
+        near = backbones.neighbours >= 0
+        others = backbones.neighbours.clamp(min=0).flatten()
+        edges = self.first_edges(backbones, others)
         h = None
         for layer in self.encoder_layers:
-            x = join_linear(layer.W1, h, edges, rows)
+            x = join_linear(layer.W1, h, edges, others)
             h = layer(0.0 if h is None else h, x, near)
-            edges = layer.update_edges(h, edges, rows)
+            edges = layer.update_edges(h, edges, others)
         return h, edges
 
-    def forward(self, structures, letters, row, rank, encoded=None):
-        """Logits (C, M, 21) of letters (C, M): C versions of sequences with M residues, of which
-        residue m is number row[m] of the structures. A residue sees the letters of those neighbours
-        that have a lower rank (M,). encoded: what `encode` has made of the structures."""
-        nodes, edges = encoded or self.encode(structures)
+    def forward(self, backbones, letters, node, decode_place, encoded=None):
+        """Logits (C, M, 21) of letters (C, M): C versions of sequences with M residues. node (M,)
+        and decode_place (M,): see Batch. A residue sees the letters of those neighbours that come
+        before it in the decoding order. encoded: what `encode` has made of the backbones."""
+        nodes, edges = encoded or self.encode(backbones)
         versions, residues = letters.shape
-        neighbours = structures.neighbours.index_select(0, row)
+        neighbours = backbones.neighbours.index_select(0, node)
         near = neighbours >= 0
         neighbours = neighbours.clamp(min=0)
-        # sequences lie as their structures do: the same step leads from a residue to a neighbour
-        step = torch.arange(residues, device=row.device) - row
-        in_sequence = torch.where(near, neighbours + step[:, None], 0)
-        seen = rank.index_select(0, in_sequence.flatten()).view(near.shape) < rank[:, None]
-        # rows of a table with what neighbours of each version say, and then those without a letter
-        version = torch.arange(versions, device=row.device)[:, None, None] * residues
-        rows = torch.where(seen, in_sequence + version, versions * residues + neighbours).flatten()
+        # Which residue is a neighbour? A sequence lies in the batch as its backbone does, only
+        # shifted: if nodes 5, 6, 7 are residues 2, 3, 4, the shift is -3, and node 7 is residue 4.
+        shift = torch.arange(residues, device=node.device) - node
+        residue = torch.where(near, neighbours + shift.unsqueeze(1), 0)
+        other_place = decode_place.index_select(0, residue.flatten()).view(near.shape)
+        is_seen = other_place < decode_place.unsqueeze(1)
+        # The table below has what each residue of each version tells its neighbours, and then what
+        # each node tells them as long as its letter is not decoded.
+        version = torch.arange(versions, device=node.device).view(-1, 1, 1)
+        told = torch.where(is_seen, version * residues + residue, versions * residues + neighbours)
+        told = told.flatten()
 
         # from here on the versions lie one after the other
-        row = row.repeat(versions)
+        node = node.repeat(versions)
         near = near.repeat(versions, 1)
-        h = nodes.index_select(0, row)
+        h = nodes.index_select(0, node)
         embedded = self.W_s(letters.flatten())
         for layer in self.decoder_layers:
             own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
             with_letter = F.linear(embedded, letter) + F.linear(h, other)
             table = torch.cat([with_letter, F.linear(nodes, other)])
-            x = F.linear(edges, edge).index_select(0, row)
-            x += table.index_select(0, rows).view(x.shape)
+            x = F.linear(edges, edge).index_select(0, node)
+            x += table.index_select(0, told).view(x.shape)
             x += F.linear(h, own, layer.W1.bias).unsqueeze(1)
             h = layer(h, x, near)
         with torch.autocast(h.device.type, enabled=False):  # bf16 would round the logits, too
@@ -465,7 +477,7 @@ def log_probabilities(logits, letters):
 def sum_by_pair(values, batch):
     """(C, M) -> (C, P): sums over the designed residues of each pair"""
     sums = values.new_zeros(values.shape[0], len(batch.counts))
-    return sums.index_add(1, batch.residues[4], values * batch.designed)
+    return sums.index_add(1, batch.pair, values * batch.designed)
 
 
 def log_ratios(logits, batch, temperature):
@@ -473,7 +485,7 @@ def log_ratios(logits, batch, temperature):
 
     The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
     thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that."""
-    logp = log_probabilities(logits / temperature, batch.residues[:2])
+    logp = log_probabilities(logits / temperature, batch.letters)
     return sum_by_pair(logp - batch.reference, batch)
 
 
@@ -498,8 +510,8 @@ def share_of_right(ratio):
 
 
 def share_of_loss(args, logits, batch):
-    """What a micro-batch adds to the loss of the global batch; and (3,) to its logged preference
-    loss, accuracy and margin.
+    """What a micro-batch adds to the loss of the global batch; and (3,) to what is logged: the
+    preference loss (without the SFT term), accuracy and margin.
 
     Why not the mean over the micro-batch? Ranks may have different numbers of pairs, and a mean of
     such means is not the mean. So each pair is divided by the pairs of the whole global batch, and
@@ -510,7 +522,7 @@ def share_of_loss(args, logits, batch):
     losses = preference_loss(args, ratio, batch.counts)
     objective = losses
     if args.sft_weight > 0:
-        logp = log_probabilities(logits[:1], batch.residues[:1])
+        logp = log_probabilities(logits[:1], batch.letters[:1])
         objective = losses - args.sft_weight * sum_by_pair(logp, batch)[0] / batch.counts
     parts = [losses.sum(), share_of_right(ratio).sum(), args.beta * ratio.sum()]
     return objective.sum() * batch.share, torch.stack(parts).detach() * batch.share
@@ -527,10 +539,10 @@ def pair_scores(logits, batch, temperature):
     temperature 1, of the preferred one, cross entropy, hits of the likeliest letter, and entropy.
     All are sums over designed residues."""
     ratios = log_ratios(logits, batch, temperature)
-    logp = log_probabilities(logits / temperature, batch.residues[:2])
+    logp = log_probabilities(logits / temperature, batch.letters)
     plain = F.log_softmax(logits[0], dim=-1)
-    loss = -log_probabilities(logits[:1], batch.residues[:1])[0]
-    hits = (plain.argmax(-1) == batch.residues[0]).to(loss.dtype)
+    loss = -log_probabilities(logits[:1], batch.letters[:1])[0]
+    hits = (plain.argmax(-1) == batch.letters[0]).to(loss.dtype)
     entropy = -(plain.exp() * plain).sum(-1)
     others = sum_by_pair(torch.stack([*logp, loss, hits, entropy]), batch)
     return torch.cat([ratios, others]).T
@@ -575,7 +587,7 @@ def score(model, data, ids, orders, args, device, autocast):
         for order in range(orders):
             batch = data.batch(ids[batches[own]], len(ids), order).to(device)
             with autocast():
-                encoded = encoded or model.encode(batch.structures)
+                encoded = encoded or model.encode(batch.backbones)
                 logits = model(*batch.inputs(), encoded)
             yield batches[own], order, batch, logits
 
@@ -673,7 +685,7 @@ def save_networks(loop, metrics, model, args, save):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, or "" if it has ended; and where it stands. (all ranks)"""
     world_size = dist.get_world_size()
-    sampler = GlobalBatchSampler(data.train_ids, args, data.cost)
+    sampler = GlobalBatchSampler(data.train_ids, args, data.lengths)
     steps = sampler.count_steps(args.num_epochs)
     optimizer = make_optimizer(args, model)
     autocast, scaler = choose_precision(args, device)
@@ -910,8 +922,8 @@ def find_reference(model, data, args, device, autocast, precision):
     table = torch.zeros(args.num_orders, data.pair_ptr[-1], 2)
     results = score(model, data, ids, args.num_orders, args, device, autocast)
     for places, order, batch, logits in results:
-        logp = log_probabilities(logits / args.temperature, batch.residues[:2])
-        table[order, ragged_rows(data.pair_ptr, places)] = logp.T.cpu()
+        logp = log_probabilities(logits / args.temperature, batch.letters)
+        table[order, ragged_range(data.pair_ptr, places)] = logp.T.cpu()
     reason = max(gather(wish_to_stop(args)))
     if reason:  # an error: a queue that starts the run again and again would never see its end
         hint = "nothing of it is kept; it needs more minutes, or more ranks"
@@ -1246,7 +1258,7 @@ def featurise(found, k):
     return {
         "neighbours": neighbours,
         "atoms": np.concatenate([coords, cb[:, None]], axis=1),
-        "place": np.stack([found.chain.numbers, found.index], axis=1).astype(np.int32)[whole],
+        "numbers": np.stack([found.chain.numbers, found.index], axis=1).astype(np.int32)[whole],
     }
 
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import gemmi
 import numpy as np
 import pytest
-import torch
 from helpers import ATOMS, ROOT, mutated_pairs, write_structures
 
 script = importlib.import_module("run_dpo_ddp")
@@ -355,7 +354,7 @@ def test_chains_and_positions(tmp_path, caplog):
     assert "1 pairs have X in their sequences" in caplog.text
     assert "1 pairs name no chain, and their files have several" in caplog.text
     assert data.backbone.tolist() == [0, 0, 0, 1, 2]  # with the fixed chain, and without
-    number, chain = data.place[: data.node_ptr[1]].T.tolist()
+    number, chain = data.numbers[: data.node_ptr[1]].T.tolist()
     assert number == [1, 3, 4, 1, 2, 3, 5, 6, 1, 2, 3, 4]  # the gap of A4 counts
     assert chain == [0] * 3 + [1] * 5 + [2] * 4
 
@@ -372,22 +371,22 @@ def test_batches_against_each_structure(tmp_path):
     data.reference = np.random.default_rng(0).normal(size=(4, data.pair_ptr[-1], 2))
     data.reference = data.reference.astype(np.float32)
     whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
-    places = np.arange(1, 7)
-    batch = data[5, whole, places]
+    own = np.arange(1, 7)
+    batch = data[5, whole, own]
     assert batch.share == 1 / 8
-    chosen, rejected, rows, ranks, owner = batch.residues
-    for number, i in enumerate(whole[places]):
-        mine = owner == number
+    for number, i in enumerate(whole[own]):
+        mine = batch.pair == number
         pair = slice(data.pair_ptr[i], data.pair_ptr[i + 1])
-        assert torch.stack([chosen, rejected])[:, mine].T.tolist() == data.letters[pair].tolist()
-        assert ranks[mine].tolist() == data.ranks(i, 1).tolist()  # step 5 of 4 orders
+        assert batch.letters[:, mine].T.tolist() == data.letters[pair].tolist()
+        places = data.decode_places(i, 1)  # step 5 of 4 orders
+        assert batch.decode_place[mine].tolist() == places.tolist()
         assert batch.reference[:, mine].T.tolist() == data.reference[1, pair].tolist()
         # the residue's atoms are those of its backbone
         begin, end = data.node_ptr[data.backbone[i] :][:2]
-        assert batch.structures.atoms[rows[mine]].tolist() == data.atoms[begin:end].tolist()
+        assert batch.backbones.atoms[batch.node[mine]].tolist() == data.atoms[begin:end].tolist()
 
     # nobody has neighbours elsewhere
-    neighbours = data.structures(np.array([2, 1]))[0].neighbours
+    neighbours = data.backbones(np.array([2, 1]))[0].neighbours
     size = data.node_ptr[3] - data.node_ptr[2]
     assert neighbours[:size].max() == size - 1
     assert neighbours[size:][neighbours[size:] >= 0].min() == size
@@ -400,12 +399,12 @@ def test_decoding_orders():
     data = SimpleNamespace(designed=np.tile(designed, 400), pair_ptr=30 * np.arange(401))
     data.row = np.arange(400)
     data.args = Namespace(seed=1)
-    ranks = np.array([script.Pairs.ranks(data, number, 0) for number in range(400)])
+    ranks = np.array([script.Pairs.decode_places(data, number, 0) for number in range(400)])
     assert (np.sort(ranks, axis=1) == np.arange(30)).all()
     assert (ranks[:, ~designed] == np.arange(10)).all()
     assert np.abs(ranks[:, designed].mean(0) - 19.5).max() < 5 * (20**2 / 12 / 400) ** 0.5
-    assert np.array_equal(script.Pairs.ranks(data, 7, 0), ranks[7])
-    assert not np.array_equal(script.Pairs.ranks(data, 7, 1), ranks[7])
+    assert np.array_equal(script.Pairs.decode_places(data, 7, 0), ranks[7])
+    assert not np.array_equal(script.Pairs.decode_places(data, 7, 1), ranks[7])
 
 
 def test_work_is_done_once(tmp_path):
