@@ -513,10 +513,8 @@ def share_of_loss(args, logits, batch):
     """What a micro-batch adds to the loss of the global batch; and (3,) to what is logged: the
     preference loss (without the SFT term), accuracy and margin.
 
-    Why not the mean over the micro-batch? Ranks may have different numbers of pairs, and a mean of
-    such means is not the mean. So each pair is divided by the pairs of the whole global batch, and
-    the shares are summed: over micro-batches by backward(), over ranks by DDP, which takes their
-    mean, times the number of ranks (see `train`)."""
+    These are sums, each pair divided by the pairs of the whole global batch. Ranks may have
+    different numbers of pairs, and a mean of their means is not the mean."""
     chosen, rejected = log_ratios(logits, batch, args.temperature)
     ratio = chosen - rejected
     losses = preference_loss(args, ratio, batch.counts)
@@ -571,9 +569,9 @@ def summarise(args, scores, counts):
 
 @torch.no_grad()
 def score(model, data, ids, orders, args, device, autocast):
-    """Yields (places in `ids`, number of the decoding order, batch, logits) of this rank's part of
-    the pairs `ids`, each pair once in so many orders. Batch k goes to rank k % world_size. Ends
-    early where the ranks agree to stop. (all ranks)"""
+    """Yields, for each batch that is this rank's and each of so many decoding orders: indices into
+    `ids`, the order's number, the batch, logits. Batch k goes to rank k % world_size. It ends early
+    if the ranks agree to stop: the caller must ask for that afterwards. (all ranks)"""
     batches = data.batches(ids)
     is_hidden = None if dist.get_rank() == 0 else True
     turns = range(0, len(batches), dist.get_world_size())
@@ -595,11 +593,11 @@ def score(model, data, ids, orders, args, device, autocast):
 def evaluate(model, data, ids, args, device, autocast):
     """Metrics of the pairs `ids`; None if the ranks agreed to stop. (all ranks)"""
     table = torch.zeros(len(ids), SCORES, device=device)
-    for places, _, batch, logits in score(model, data, ids, 1, args, device, autocast):
-        table[torch.from_numpy(places).to(device)] = pair_scores(logits, batch, args.temperature)
+    for own, _, batch, logits in score(model, data, ids, 1, args, device, autocast):
+        table[torch.from_numpy(own).to(device)] = pair_scores(logits, batch, args.temperature)
     if max(gather(wish_to_stop(args))):
         return None
-    dist.all_reduce(table)  # each row is zero on all ranks but one
+    dist.all_reduce(table)  # each pair's scores are zero on all ranks but one
     # By rank 0 for all, who decide by it: another processor might round otherwise.
     counts = torch.from_numpy(data.counts[ids]).double()
     return on_rank0(summarise, args, table.cpu().double(), counts)
@@ -623,21 +621,21 @@ def used_precision(autocast, device):
     return f"{product.dtype} {torch.get_float32_matmul_precision()}"
 
 
-def check_start(args, found, precision):
-    """The loss before training must be that of equal networks. Rounding hides that where matrix
-    products are not IEEE fp32. Raises RunError."""
+def check_start(args, loss, precision):
+    """The loss before training must be that of equal networks. Where matrix products are not IEEE
+    fp32, rounding may change it. Raises RunError."""
     expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
-    if abs(found - expected) <= 1e-4 * max(1.0, expected):
+    if abs(loss - expected) <= 1e-4 * max(1.0, expected):
         return
-    text = f"the loss before training is {found:.6f}, that of equal networks is {expected:.6f}"
+    text = f"the loss before training is {loss:.6f}, that of equal networks is {expected:.6f}"
     if precision == IEEE:
         raise RunError(f"{text}: network and reference differ (a damaged cache, or hardware?)")
     logging.warning(f"{text}: in {precision} rounding may hide what is learned")
 
 
 def warn_of_drift(before, metrics):
-    """Say it where the preferred sequences got less likely than they were. The loss falls all the
-    same, as long as the others fall more."""
+    """Say it if the network forgets the preferred sequences. The loss falls all the same, as long
+    as it forgets the others faster."""
     if metrics["recovery"] < 0.9 * before["recovery"]:
         text = f"recovery {metrics['recovery']:.3f}, before training {before['recovery']:.3f}"
         hint = "fewer --num_epochs, a lower --lr, a larger --beta, or --sft_weight"
@@ -663,8 +661,7 @@ def log_epoch(loop, metrics):
 
 def save_networks(loop, metrics, model, args, save):
     """Keep the network as the latest, and as the best if the validation loss is the lowest so far.
-    `loop` names it as the best only if its files are written: what is said of the best is true of
-    them. (all ranks)"""
+    `loop` names it as the best only if its files are written. (all ranks)"""
     before = {name: loop[name] for name in ("best", "best_metrics")}
     is_best = metrics["loss"] < loop["best"].get("value", math.inf)
     if is_best:
@@ -690,10 +687,10 @@ def train(args, device, data, model, state, log):
     optimizer = make_optimizer(args, model)
     autocast, scaler = choose_precision(args, device)
     precision = used_precision(autocast, device)
-    # where training stands, and the metrics before it and of the best epoch; the losses since the
-    # last validation; and, for whoever loads the weights, what the network is
-    loop = {"step": 0, "epoch": 0, "before": None, "best": {}, "best_metrics": None}
-    loop.update(loss_sum=0.0, good_steps=0)
+    loop = {"step": 0, "epoch": 0}  # epochs that are trained and validated
+    loop.update(before=None, best={}, best_metrics=None)  # metrics of the validations
+    loop.update(loss_sum=0.0, good_steps=0)  # since the last validation
+    # for whoever loads the weights from a checkpoint
     loop.update(num_edges=model.neighbours, noise_level=model.noise_level)
     # the network as it stands is the reference; a resumed run then goes on with other weights
     data.reference = find_reference(model, data, args, device, autocast, precision)
@@ -765,10 +762,10 @@ def train(args, device, data, model, state, log):
         # log and save; also before a validation, which may be interrupted
         must_save = loop["step"] % args.save_every == 0 or position == sampler.steps - 1
         row = {"step": loop["step"], "epoch": epoch + 1, "lr": lr}
-        made = meter.steps
+        steps_of_row = meter.steps
         reason = meter.meet(log, row, sampler.global_batch, must_save)
-        if "loss" in row:
-            good = made - row["skipped"]
+        if "loss" in row:  # a log line was written, and has the mean of its good steps
+            good = steps_of_row - row["skipped"]
             loop["loss_sum"] += float(row["loss"]) * good  # a checkpoint holds no numpy numbers
             loop["good_steps"] += good
         if reason or must_save:
@@ -781,12 +778,12 @@ def train(args, device, data, model, state, log):
 # Main
 
 
-def report(loop, args):
+def report(loop):
     """The last word: the best epoch beside the network before training."""
     before = loop["before"]
     best = loop["best_metrics"]
     if best is None:
-        raise RunError(f"no best_model.pt: none could be written in {args.output_dir}, see above")
+        raise RunError("no best_model.pt: none could be written, see the warnings")
     logging.info(f"validation, before: {as_text(before)}")
     logging.info(f"validation, best:   {as_text(best)}")
     if "not_saved" in loop["best"]:
@@ -804,20 +801,18 @@ def main(args):
     logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
     logging.info(f"Using device: {device}")
     model = on_rank0(load_network, args)
-    number = sum(p.numel() for p in model.parameters())
-    noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
-    logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
     data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
     if args.prepare_only:
         logging.info(f"{len(data):,} pairs are read: {args.cache_dir}")
         return 0
     data.split()
-    validation = f"{len(data.valid_ids)} validation pairs"
-    logging.info(f"Loaded {len(data.train_ids)} training and {validation}")
+    pairs = f"{len(data.train_ids)} training and {len(data.valid_ids)} validation pairs"
+    logging.info(f"Loaded {pairs}")
     may_change = "train_data val_data cache_dir base_model_dir base_model_config_dir num_epochs"
     state = open_run(args, f"{data.hash} {hash_weights(model)}", may_change.split())
-    total = args.global_batch_size
-    logging.info(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
+    logging.info(
+        f"Batch size per GPU: {args.batch_size}, Total batch size: {args.global_batch_size}"
+    )
 
     log = RunLog(args, state)
     with logging_redirect_tqdm():
@@ -826,7 +821,7 @@ def main(args):
         log.close(f"stopped by {reason}", steps=loop["step"])
         return exit_status(reason)
     end_on_signals()
-    report(loop, args)
+    report(loop)
     summary = {"best": loop["best"], "validation": loop["best_metrics"]}
     summary["baselines"] = {"before": loop["before"]}
     summary["held_out"] = data.name[data.valid_ids].tolist()
@@ -906,9 +901,8 @@ def save_network(name, model, args):
 
 
 def find_reference(model, data, args, device, autocast, precision):
-    """log p (orders, residues of all pairs, 2) under the network as it stands, which is the
-    reference from now on. They are computed once, and kept in --cache_dir. Raises RunError where
-    the ranks agreed to stop. (all ranks)"""
+    """log p (orders, residues of all pairs, 2) under the network as it stands, computed once and
+    kept in --cache_dir. Raises RunError if the ranks agreed to stop. (all ranks)"""
     key = [READER, args.data_hash, args.seed, args.num_orders, args.temperature]
     key += [precision, device.type]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]  # as `cached` makes it
@@ -921,9 +915,9 @@ def find_reference(model, data, args, device, autocast, precision):
     ids = np.arange(len(data))
     table = torch.zeros(args.num_orders, data.pair_ptr[-1], 2)
     results = score(model, data, ids, args.num_orders, args, device, autocast)
-    for places, order, batch, logits in results:
+    for own, order, batch, logits in results:
         logp = log_probabilities(logits / args.temperature, batch.letters)
-        table[order, ragged_range(data.pair_ptr, places)] = logp.T.cpu()
+        table[order, ragged_range(data.pair_ptr, own)] = logp.T.cpu()
     reason = max(gather(wish_to_stop(args)))
     if reason:  # an error: a queue that starts the run again and again would never see its end
         hint = "nothing of it is kept; it needs more minutes, or more ranks"
@@ -972,6 +966,8 @@ class Chain(NamedTuple):
 
 
 class Structure(NamedTuple):
+    """What is read of a file. A Complex is what a row of the data takes of it."""
+
     chains: dict  # {name: Chain}, those with protein
     digest: str  # of the file's content, unpacked
     note: str  # what is odd in it, "" if nothing is
@@ -1031,7 +1027,7 @@ def read_chain(chain, odd):
     coords = []
     numbers = []
     labels = []
-    places = set()  # numbers with insertion codes
+    seen = set()  # residue numbers with insertion codes, such as 42A
     shift = 0
 
     def note(text, label):
@@ -1039,8 +1035,8 @@ def read_chain(chain, odd):
 
     for residue in chain:
         atoms = [residue.find_atom(name, "*") for name in BACKBONE]  # the first alternatives
-        place = str(residue.seqid)
-        label = f"{chain.name}{place} {residue.name}"
+        number = str(residue.seqid)
+        label = f"{chain.name}{number} {residue.name}"
         other = residue.find_atom("OT1", "*")  # CHARMM's name of the last O
         if atoms[3] is None and other is not None:
             atoms[3] = other
@@ -1054,14 +1050,15 @@ def read_chain(chain, odd):
                 note("left out, with an unknown name and few atoms", label)
             continue
 
-        once = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
-        if len(once) > 1 or (once and place in places):
+        # Alternatives of a residue share its number, and their atoms say that they are some.
+        alone = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
+        if len(alone) > 1 or (alone and number in seen):
             text = f"residue {label} is in one place with another, and no alternative of it"
             raise ValueError(f"{text} (do two chains have this name?)")
-        if place in places:
+        if number in seen:
             note("left out, in one place with another", label)
             continue
-        places.add(place)
+        seen.add(number)
         if residue.name not in LETTERS:
             note("read as X", label)
 
@@ -1085,38 +1082,32 @@ def read_chain(chain, odd):
     return Chain(np.array(letters, np.uint8), coords, np.array(numbers, np.int64))
 
 
-def try_structure(path):
-    """read_structure, or the error's text."""
-    try:
-        return read_structure(path)
-    except ValueError as error:
-        return str(error)
-
-
 def read_rows(path):
-    """[(number, place, path of its structure, row)] of a JSON array, or of an object per line, told
-    apart by content. Fields that are null are left out. A line that is no JSON stays a text."""
+    """[(number, where it stands, path of its structure, row)] of a JSON array, or of an object per
+    line, told apart by content. Fields that are null are left out. A line that is no JSON stays a
+    text."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         is_array = text.lstrip().startswith("[")
-        rows = json.loads(text) if is_array else [line.strip() for line in text.split("\n")]
+        rows = json.loads(text) if is_array else text.split("\n")
     except (ValueError, OSError) as error:
         expected = "expected a JSON array of objects, or an object per line"
         raise InputError(f"{path}: {error}; {expected}") from None
 
     found = []
-    for number, row in enumerate(rows):
-        place = f"{path}: index {number}" if is_array else f"{path}: line {number + 1}"
+    for index, row in enumerate(rows):
+        where = f"{path}: index {index}" if is_array else f"{path}: line {index + 1}"
         if not is_array:
+            row = row.strip()
+            if row == "":
+                continue
             with contextlib.suppress(ValueError):
                 row = json.loads(row)
         structure = ""
         if isinstance(row, dict):
             row = {name: value for name, value in row.items() if value is not None}
-            if "pdb_file" in row:
-                structure = os.path.abspath(Path(path).parent / str(row["pdb_file"]))
-        if is_array or row != "":
-            found.append((len(found), place, structure, row))
+            structure = os.path.abspath(Path(path).parent / str(row.get("pdb_file")))
+        found.append((len(found), where, structure, row))
     return found
 
 
@@ -1155,10 +1146,7 @@ class Complex(NamedTuple):
 
 
 def join_chains(path, structure, row):
-    """The Complex that a row of the data means. structure: as try_structure gives it. Raises
-    ValueError."""
-    if isinstance(structure, str):
-        raise ValueError(structure)
+    """The Complex that a row of the data means. Raises ValueError."""
     chains = structure.chains
     design = row.get("design_chains") or [row.get("chain_id", next(iter(chains)))]
     if "chain_id" in row and design != [row["chain_id"]]:
@@ -1220,7 +1208,6 @@ def read_pair(path, row, structure, max_length):
     """(Complex, letters (2, L)) of a row of the data. In the design chains all letters are those of
     the sequences, also where nothing is designed; in the fixed chains those of the structure. Where
     a sequence has X nothing is designed: the network must not learn to say X. Raises ValueError."""
-    check_fields(row, FIELDS, REQUIRED)
     found = join_chains(path, structure, row)
     letters = np.stack([found.chain.letters, found.chain.letters])
     for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
@@ -1265,7 +1252,7 @@ def featurise(found, k):
 def read_pairs(sources, args, neighbours):
     """Of the rows of the data files `sources`: [{name: array}] of backbones, and of pairs; what is
     wrong, and what else must be said."""
-    read = functools.cache(try_structure)  # each file once
+    read = functools.cache(read_structure)  # each file once
     backbones = {}  # by path and chains
     pairs = []
     problems = []
@@ -1275,16 +1262,17 @@ def read_pairs(sources, args, neighbours):
     with_unknown = 0
     without_chain = 0
     for is_valid, rows in enumerate(sources):
-        for number, place, path, row in tqdm(rows, "Reading", unit=" pairs", disable=None):
+        for number, where, path, row in tqdm(rows, "Reading", unit=" pairs", disable=None):
             try:
-                structure = read(path) if path else ""
+                check_fields(row, FIELDS, REQUIRED)
+                structure = read(path)
                 found, letters = read_pair(path, row, structure, args.max_length)
                 cluster = clusters.setdefault(structure.digest, row.get("cluster"))
                 if cluster != row.get("cluster"):
                     text = "expected the same for all pairs on a structure"
                     raise ValueError(f"cluster is {row.get('cluster')}, before {cluster}; {text}")
             except ValueError as error:
-                problems.append(f"{place}: {error}")
+                problems.append(f"{where}: {error}")
                 continue
             notes[structure.note] = None
             key = (path, found.name, *row.get("fixed_chains", []))
@@ -1296,16 +1284,17 @@ def read_pairs(sources, args, neighbours):
             is_named = "chain_id" in row or "design_chains" in row
             without_chain += not is_named and len(structure.chains) > 1
             group = str(row.get("cluster") or structure.digest)
-            pair = {
-                "letters": letters[:, whole].T,
-                "designed": found.designed[whole],
-                "backbone": backbones[key]["number"],
-                "row": number,
-                "group": groups.setdefault(group, len(groups)),
-                "is_valid": bool(is_valid),
-                "name": f"{found.name}:{place.split()[-1]}",
-            }
-            pairs.append(pair)
+            pairs.append(
+                {
+                    "letters": letters[:, whole].T,
+                    "designed": found.designed[whole],
+                    "backbone": backbones[key]["number"],
+                    "row": number,
+                    "group": groups.setdefault(group, len(groups)),
+                    "is_valid": bool(is_valid),
+                    "name": f"{found.name}:{where.split()[-1]}",
+                }
+            )
     notes = [note for note in notes if note]
     if with_unknown > 0:
         notes.append(f"{with_unknown} pairs have X in their sequences: nothing is designed there")
