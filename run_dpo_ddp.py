@@ -1258,7 +1258,7 @@ def read_pairs(sources, args, neighbours):
     problems = []
     groups = {}  # {name: number}
     clusters = {}  # of each file, by its digest
-    notes = {}  # as keys: each once, in the order in which they come
+    notes = {}  # of files; as keys: each once, in the order in which they come
     with_unknown = 0
     without_chain = 0
     for is_valid, rows in enumerate(sources):
@@ -1281,7 +1281,7 @@ def read_pairs(sources, args, neighbours):
 
             whole = found.chain.whole()
             with_unknown += (letters[0, : found.length] == UNKNOWN).any()
-            is_named = "chain_id" in row or "design_chains" in row
+            is_named = row.get("chain_id") or row.get("design_chains")
             without_chain += not is_named and len(structure.chains) > 1
             group = str(row.get("cluster") or structure.digest)
             pairs.append(
@@ -1295,13 +1295,14 @@ def read_pairs(sources, args, neighbours):
                     "name": f"{found.name}:{where.split()[-1]}",
                 }
             )
-    notes = [note for note in notes if note]
+    said = []
     if with_unknown > 0:
-        notes.append(f"{with_unknown} pairs have X in their sequences: nothing is designed there")
+        said.append(f"{with_unknown} pairs have X in their sequences: nothing is designed there")
     if without_chain > 0:
         text = "pairs name no chain, and their files have several: the first one is designed"
-        notes.append(f"{without_chain} {text}, without those that no fixed_chains name")
-    return list(backbones.values()), pairs, problems, notes
+        said.append(f"{without_chain} {text}, and only fixed_chains are its context")
+    said += [note for note in notes if note]
+    return list(backbones.values()), pairs, problems, said
 
 
 def write_pairs(folder, sources, args, neighbours):
