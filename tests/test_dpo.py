@@ -117,7 +117,7 @@ def test_warnings_about_rounding_and_drift(caplog):
 
 
 def test_what_is_done_once(data, tmp_path):
-    """The reference encodes structures once for all orders. Another run reads and scores nothing."""
+    """The reference encodes a structure once for all orders. Another run reads, scores nothing."""
     encode = script.ProteinMPNN.encode
     counts = {}
     for orders, cache, reads in ((1, "a", 5), (3, "b", 5), (3, "b", 0)):
