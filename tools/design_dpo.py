@@ -161,9 +161,9 @@ def network_inputs(args, model, found, device):
     """Structures, letters (N,), and which are designed (N,), of the N residues with all atoms."""
     whole = found.chain.whole()
     arrays = script.featurise(found, min(model.neighbours, int(whole.sum())))
-    tensors = [torch.from_numpy(arrays[name]) for name in script.Structures._fields]
+    tensors = [torch.from_numpy(arrays[name]) for name in script.Backbones._fields]
     tensors[0] = tensors[0].long()
-    structures = script.Structures(*[tensor.to(device) for tensor in tensors])
+    structures = script.Backbones(*[tensor.to(device) for tensor in tensors])
     native = torch.from_numpy(found.chain.letters[whole]).long().to(device)
     return structures, native, torch.from_numpy(found.designed[whole])
 

@@ -128,13 +128,14 @@ def choose_pairs(scores, kinds, least, most):
     return pairs[sorted(taken)].tolist()
 
 
-def pairs_of(args, row, path, structure):
+def pairs_of(args, row, path, read):
     """The pairs of a row with scores, as rows for the training. Raises ValueError."""
     if isinstance(row, dict) and "preferred_seq" in row:
         return [row]  # it is a pair already
 
     scores = row.pop("scores", None) if isinstance(row, dict) else None
     script.check_fields(row, SCORED, REQUIRED[:2])
+    structure = read(path)
     found = script.join_chains(path, structure, row)
     texts = [text.upper() for text in row.pop("sequences")]
     if not isinstance(scores, list) or len(texts) != len(scores) or not texts:
@@ -168,18 +169,19 @@ def make_pairs(args):
         else:
             rows += script.read_rows(name)
     folder = Path(args.out).resolve().parent
-    read = functools.cache(script.try_structure)  # each file once
+    read = functools.cache(script.read_structure)  # each file once
     made = []
     problems = []
     notes = {}  # as keys: each once
     for _, place, path, row in tqdm(rows, unit=" rows", disable=None):
         try:
-            structure = read(path) if path else ""
-            for pair in pairs_of(args, row, path, structure):
+            for pair in pairs_of(args, row, path, read):
+                script.check_fields(pair, script.FIELDS, script.REQUIRED)
+                structure = read(path)
                 script.read_pair(path, pair, structure, math.inf)
                 made.append({**pair, "pdb_file": os.path.relpath(path, folder)})
-            if structure.note:
-                notes[structure.note] = None
+                if structure.note:
+                    notes[structure.note] = None
         except ValueError as error:
             problems.append(f"{place}: {error}")
     return made, problems, list(notes)

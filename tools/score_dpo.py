@@ -102,8 +102,8 @@ def score(model, data, ids, args, keep=False):
         logits = model(*batch.inputs())
         for table, temperature in zip(tables, (1.0, args.temperature), strict=True):
             table[places] = script.pair_scores(logits, batch, temperature).cpu()
-        logp = script.log_probabilities(logits / args.temperature, batch.residues[:2])
-        reference[0, script.ragged_rows(data.pair_ptr, ids[places])] = logp.T.cpu()
+        logp = script.log_probabilities(logits / args.temperature, batch.letters)
+        reference[0, script.ragged_range(data.pair_ptr, ids[places])] = logp.T.cpu()
     if keep:
         data.reference = reference
     return tables
