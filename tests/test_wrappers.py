@@ -122,7 +122,7 @@ def test_several_machines(local):
         where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0", f"--master_port={port}"]
         assert argv == [*where, "--nproc_per_node=1", *SIGNALS]
     for name in ("NODE_RANK", "MASTER_ADDR"):
-        assert f"set NODE_RANK and MASTER_ADDR" in refused(local(1, **{**nodes, name: ""}))
+        assert "set NODE_RANK and MASTER_ADDR" in refused(local(1, **{**nodes, name: ""}))
 
 
 def test_nohup(local):
