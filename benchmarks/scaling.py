@@ -17,11 +17,11 @@ add gradients. And it lets a rank wait for the other one: then its share of busy
     python benchmarks/scaling.py --ranks
 
 Whether a rank's own work in a step grows with the number of ranks, where its batch stays the same:
-one process takes itself for a rank in the middle of 1, 8 and 64 (of proteins also 512). Measured
-are milliseconds in which it makes the batch of a step; step: and queues the loss and its gradient
-(not of texts: also the network, of proteins without attention), on the meta device, where nothing
-is computed or sent. The ratio, time of one rank by time of one of many, should not be below 0.67
-for a step.
+one process takes itself for a rank in the middle of 1, 8, 64 and 512. Measured are milliseconds in
+which it makes the batch of a step; step: and queues the loss and its gradient (not of texts: also
+the network, of proteins without attention), on the meta device, where nothing is computed or sent.
+The ratio, time of one rank by time of one of many, should not be below 0.67 for a step. Memory is
+that of the process beyond that of the first number of ranks, in MB.
 """
 
 import functools
@@ -30,6 +30,7 @@ import itertools
 import json
 import logging
 import random
+import resource
 import statistics
 import sys
 import time
@@ -47,18 +48,15 @@ UNIT = "samples/s"
 SIDES = ["ddp", "independent"]
 DIGITS = "--data=digits --cache_dir=cache --n_imgs_per_evaluation_log=0"
 
-RANKS = {
-    "train_ddp": [1, 8, 64],
-    "run_train_uniref50_ddp": [1, 8, 64, 512],
-    "run_train_quantumgrav_ddp": [1, 8, 64],
-    "run_train_rebm_ddp": [1, 8, 64],
-}
+RANKS = [1, 8, 64, 512]
+SAMPLES = 17_000  # more than 512 ranks take in a step
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 STEPS = 20  # of each number of ranks in a round
 RANK_OPTIONS = {  # FOLDER is that of the data
     "train_ddp": """--phase1_data=FOLDER/pairs.jsonl --phase2_data=FOLDER/pairs.jsonl
         --teacher_model=builtin:lsa:64 --student_model=builtin:bert:1x64""",
     "run_train_uniref50_ddp": "--datafile=FOLDER/proteins.txt",
+    "run_dpo_ddp": "--train_data=FOLDER/pairs.json --val_fraction=0.02 --num_orders=1",
     "run_train_quantumgrav_ddp": "--data=FOLDER/sets.npz --split 0.98 0.01 0.01",
     "run_train_rebm_ddp": "--data=FOLDER/images.npz --augm_type_classification=original",
 }
@@ -177,25 +175,39 @@ def measure(name, args, folder):
 
 
 def write_rank_data(folder):
-    """2,500 queries of five words, each with an answer and eight wrong ones; 18,000 proteins of 100
-    to 500 residues; 2,500 causal sets; 2,500 images."""
+    """Queries of five words, each with an answer and four wrong ones; proteins of 100 to 500
+    residues; pairs on 64 structures; causal sets; images."""
     draw = random.Random(0)
+
+    def protein(length):
+        return "".join(draw.choices(RESIDUES, k=length))
+
     words = [f"word{number}" for number in range(2000)]
-    texts = [" ".join(draw.choices(words, k=draw.randint(5, 60))) for _ in range(2500)]
-    lines = []
-    for text in texts:
-        query = " ".join(draw.choices(text.split(), k=5))
-        row = {"query": query, "positive": text, "negatives": draw.sample(texts, 8)}
-        lines.append(json.dumps(row) + "\n")
-    (folder / "pairs.jsonl").write_text("".join(lines))
-    proteins = ["".join(draw.choices(RESIDUES, k=draw.randint(100, 500))) for _ in range(18_000)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(5, 30))) for _ in range(SAMPLES + 2000)]
+    with open(folder / "pairs.jsonl", "w") as file:
+        for text in texts:
+            query = " ".join(draw.choices(text.split(), k=5))
+            row = {"query": query, "positive": text, "negatives": draw.sample(texts, 4)}
+            file.write(json.dumps(row) + "\n")
+    proteins = [protein(draw.randint(100, 500)) for _ in range(SAMPLES + 1000)]
     (folder / "proteins.txt").write_text("\n".join(proteins))
-    sides.run_tool("make_causal_sets.py", "--samples=2500", f"--out={folder}/sets.npz")
-    images = np.random.default_rng(0).integers(0, 256, (2600, 32, 32, 3), np.uint8)
+    rows = []
+    structures = json.loads(bench_dpo.make_pairs(40, 64, folder).read_text())
+    for number in range(SAMPLES + 1000):
+        sequences = {"preferred_seq": protein(40), "unpreferred_seq": protein(40)}
+        rows.append({**structures[number % 64], **sequences})
+    (folder / "pairs.json").write_text(json.dumps(rows))
+    options = f"--samples={SAMPLES + 1000} --max_size=48 --out={folder}/sets.npz"
+    sides.run_tool("make_causal_sets.py", *options.split())
+    images = np.random.default_rng(0).integers(0, 256, (SAMPLES + 100, 16, 16, 3), np.uint8)
     arrays = {}
-    for part, first, last in (("train", 0, 2500), ("val", 2500, 2550), ("test", 2550, 2600)):
-        arrays[f"x_{part}"] = images[first:last]
-        arrays[f"y_{part}"] = np.arange(first, last) % 10
+    for part, of_part in {
+        "train": slice(100, None),
+        "val": slice(50),
+        "test": slice(50, 100),
+    }.items():
+        arrays[f"x_{part}"] = images[of_part]
+        arrays[f"y_{part}"] = np.arange(len(images[of_part])) % 10
     np.savez(folder / "images.npz", **arrays)
 
 
@@ -220,6 +232,18 @@ def load_data(module, args, device):
 
         data = module.NoisyProteins(proteins, args.seed)
         return {module.__name__: (data, np.arange(len(proteins)), proteins, loss_of_proteins)}
+
+    if module.__name__ == "run_dpo_ddp":
+        model = module.ProteinMPNN().to("meta")
+        read = functools.partial(module.prepare, neighbours=model.neighbours)
+        data = module.Pairs(module.read_once(read, args), args)
+        data.split()
+        data.reference = np.zeros((1, len(data.letters), 2), np.float32)
+
+        def loss_of_pairs(batch):
+            return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
+
+        return {module.__name__: (data, data.train_ids, data.lengths, loss_of_pairs)}
 
     if module.__name__ == "run_train_rebm_ddp":
         images, others = module.load_data(args)
@@ -267,7 +291,7 @@ def send_nothing(*tensors):
     pass
 
 
-def attend_nothing(q, k, v, starts, lengths):
+def attend_nothing(q, k, v, turns, starts, lengths):
     """On a GPU attention is one call. Elsewhere it is a loop, whose time would hide the rest."""
     return (q + k + v).flatten(1)
 
@@ -281,12 +305,12 @@ def measure_ranks(script, rounds, folder):
     device = module.setup_ddp(args)
     records = []
     patches = {"all_gather": send_nothing, "reduce_scatter": send_nothing, "attend": attend_nothing}
-    counts = RANKS[script]
     for name, (data, ids, cost, loss_of) in load_data(module, args, device).items():
-        found = {"batch": {ranks: [] for ranks in counts}, "step": {ranks: [] for ranks in counts}}
+        found = {"batch": {ranks: [] for ranks in RANKS}, "step": {ranks: [] for ranks in RANKS}}
         loaders = {}
+        memory = {}
         for turn in range(rounds + 1):
-            for ranks in counts:
+            for ranks in RANKS:
                 with (
                     mock.patch.object(dist, "get_world_size", return_value=ranks),
                     mock.patch.object(dist, "get_rank", return_value=ranks // 2),
@@ -297,11 +321,13 @@ def measure_ranks(script, rounds, folder):
                         sampler = module.GlobalBatchSampler(ids, args, cost)
                         loaders[ranks] = module.make_loader(data, sampler, args, device)
                     times = [take_step(loaders[ranks], loss_of) for _ in range(STEPS)]
-                if turn > 0:  # the first one warms up
+                if turn == 0:  # it warms up
+                    memory[ranks] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+                else:
                     for part, values in zip(found, zip(*times, strict=True), strict=True):
                         found[part][ranks].append(statistics.median(values))
-        for part, ranks in itertools.product(found, counts[1:]):
-            work = f"{name}, {ranks} ranks: {part}"
+        for part, ranks in itertools.product(found, RANKS[1:]):
+            work = f"{name}, {ranks} ranks: {part} (+{memory[ranks] - memory[1]} MB)"
             records += sides.compare(work, "ms", found[part], {1: "1 rank"}, ranks)
     module.cleanup()
     return records
@@ -328,8 +354,7 @@ def main():
         with sides.workplace() as folder:
             write_rank_data(folder)
             for script in args.scripts:
-                if script in RANKS:
-                    records += measure_ranks(script, args.rounds, folder)
+                records += measure_ranks(script, args.rounds, folder)
         sides.write_json(args.json, records)
         return
 
