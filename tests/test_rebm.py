@@ -5,6 +5,7 @@ import copy
 import json
 import re
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -150,17 +151,19 @@ def test_weights_load_by_name():
 
 
 def test_weights_of_another_network(tmp_path, digits):
-    """Both lists are said, before training; also where the shapes of all tensors fit in order."""
+    """Names and shapes are said, before training; also where all shapes fit in order."""
     _, model = small_network()
     _, wide = small_network("--width=8")
     other = {f"net.{i}": tensor for i, tensor in enumerate(model.state_dict().values())}
     wrong = {
-        r"12 tensors are missing:\n  fc.bias \[10\](.|\n)*12 are not its own:\n  net.0": other,
-        r"0.weight \[4, 1, 3, 3\](.|\n)*features.0.weight \[8, 1, 3, 3\]": wide.state_dict(),
+        r'Missing key.*"fc.bias".* Unexpected key.*"net.0"': other,
+        r"size mismatch for features.0.weight: .*\[8, 1, 3, 3\]": wide.state_dict(),
     }
     for message, content in wrong.items():
         with pytest.raises(script.InputError, match=message):
             script.load_weights(model, content, "x.pth")
+    with pytest.raises(script.InputError, match="expected a checkpoint or a state_dict"):
+        script.load_weights(model, {"model": [torch.zeros(1)]}, "x.pth")
 
     path = tmp_path / "weights.pth"
     options = small(digits, "at_epochs=0", f"ckpt_path={path}", f"--output_dir={tmp_path}/out")
@@ -313,6 +316,12 @@ def test_the_length_of_the_attack():
         seen.append(length.steps)
     #  0.9, 0.4 are too few; 0.4, 0.8 too; 0.8, 0.6 are enough, which the fifth step finds
     assert seen == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    # a step that was skipped does not count; two of them give nothing to grow by
+    for counts, T in (([20, script.SKIPPED, 20], 0), ([30, script.SKIPPED, 0], 1), ([-1] * 3, 0)):
+        length = script.AttackLength(args, 4, {})
+        for count in counts:
+            length.grow(torch.tensor(count))
+        assert length.steps == T
     before = {"T": 1, "window": [3, 4]}
     assert script.AttackLength(args, 4, before).state() == before
 
@@ -417,12 +426,15 @@ def test_validation_is_in_fp32(digits, tmp_path, group):
         assert row[f"val/at/{name}"] == pytest.approx(value, rel=1e-5), name
 
 
-def test_a_run_that_learns_nothing_ends(digits, tmp_path):
-    status, text = call_script(
-        "run_train_rebm_ddp", *small(digits, "--at_lr=1e-9", f"--output_dir={tmp_path}/out")
-    )
-    assert status == 1
-    assert "the accuracy of the commonest class" in text.splitlines()[-1]
+def test_a_run_that_learns_nothing(digits, tmp_path):
+    """Is warned after stage 1, and after stage 2: the attacks are too short to generate, too."""
+    options = ["--at_lr=1e-9", "--lr=0", "attack.max_steps=60", f"--output_dir={tmp_path}/out"]
+    status, text = call_script("run_train_rebm_ddp", *small(digits, *options))
+    assert status == 0, text[-3000:]
+    for stage in ("at", "dat"):
+        assert f"WARNING: stage {stage} is not better than the commonest class" in text
+    best = json.loads((tmp_path / "out/summary.json").read_text())["best"]
+    assert f"T is {best['T']} of 60, generated images will be noise" in text
     assert re.search(r"few images to validate on: accuracies are only within 0\.\d+", text)
 
 
@@ -447,10 +459,53 @@ def test_options_that_cannot_be():
         "indist_attack_clf.eps=inf": "must be from 1e-06 to 1000000",
         "use_ddp=False compile=True": "--use_ddp False takes no --compile",
         "attack.steps=4": "unrecognized arguments: attack.steps=4",
+        "image_shape=2x8": "expected 1 or 3 channels",
     }
     for options, message in refused.items():
         with pytest.raises(script.InputError, match=message):
             arguments(*options.split())
+    with pytest.raises(script.InputError, match="at most 64 pixels a side, these have 1024"):
+        script.make_network(arguments("--image_shape=3x1024"), 10, 3, 1024)
+
+
+def test_stages_of_a_resumed_run(digits, tmp_path):
+    """Stage 1 alone, then stage 2 from its best weights; a stage that was begun has to stay."""
+    out = tmp_path / "out"
+
+    def call(*options):
+        words = ["n_imgs_per_evaluation_log=100", f"--output_dir={out}", *options]
+        return call_script("run_train_rebm_ddp", *small(digits, *words))
+
+    status, text = call("total_epochs=0")
+    assert status == 0, text[-3000:]
+    best = script.read_checkpoint(out / "at_best.pt")["model"]
+    assert not differences(best, script.read_checkpoint(out / "best.pt")["model"])
+    status, text = call("at_epochs=0", f"ckpt_path={out}/best.pt")
+    assert (status, "is in stage 1, which must not have 0 epochs" in text) == (2, True)
+    status, text = call("ddp_backend=gloo", "total_epochs=1")
+    assert status == 0, text[-3000:]
+    assert "missing or damaged" not in text
+    for option in ("at_epochs=3", "total_epochs=0"):
+        status, text = call(option)
+        assert (status, "--at_epochs may change only in stage 1" in text) == (2, True)
+
+
+def test_the_best_weights(monkeypatch):
+    """Those of the longest attack, then of the highest accuracy; as they are in the file."""
+    args = arguments()
+    loop = {"step": 1, "best": {}}
+    metrics = {"clean": 0.9, "cross_entropy": 1.0}
+
+    def keep(robust, T, error=None):
+        save = mock.Mock(side_effect=error)
+        monkeypatch.setattr(script, "save_checkpoint", save)
+        script.keep_best(args, "dat", None, {**metrics, "robust": robust}, T, None, loop)
+        return loop["best"].get("dat", {}).get("value")
+
+    full = script.RunError("no best.pt at step 1: a disk is full")
+    found = [keep(*of) for of in ((0.9, 3, full), (0.6, 3), (0.5, 3), (0.7, 3, full), (0.4, 5))]
+    assert found == [None, 0.6, 0.6, 0.6, 0.4]
+    assert loop["best"]["dat"]["T"] == 5
 
 
 def test_help_has_fifty_options():
