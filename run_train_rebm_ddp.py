@@ -11,19 +11,21 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py --data photos --image_shape 3x64        # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-Pixels are in [0, 1], and so are the lengths of attacks. Afterwards: tools/evaluate_rebm.py (strong
-attacks, OOD detection), tools/generate_rebm.py.
+Lengths of attacks are in the unit of pixels, which are in [0, 1]. Afterwards: tools/
+evaluate_rebm.py (strong attacks, OOD detection), tools/generate_rebm.py.
 
 Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (its parts: clf_loss, cross
 entropy in nats, and bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
 gradient was not finite), samples_per_s, data_wait (share of the time); in stage 2 T, and auc (real
-against attacked OOD images). val/STAGE/..., of the averaged weights on held-out images: clean and
-robust (accuracy without and under attack), cross_entropy, auroc and adv_auroc (images against OOD
-images, which adv_auroc attacks).
+against attacked OOD images, by f_y(x) for the label y that the attack raises). val/STAGE/..., of
+the averaged weights on held-out images: clean and robust (accuracy without and under attack),
+cross_entropy, auroc and adv_auroc (images against OOD images, which adv_auroc attacks, by
+logsumexp f(x), because a new image has no label).
 
-Files in --output_dir: at_best.pt (stage 1), best.pt, latest.pt, previous.pt, metrics.jsonl,
-curves.png, summary.json. The same command, given again, goes on from latest.pt. "(all ranks)" means
-that every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
+Files in --output_dir: at_best.pt (stage 1), best.pt (of the last stage), latest.pt, previous.pt,
+metrics.jsonl, curves.png, summary.json. The same command, given again, goes on from latest.pt.
+"(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)" that
+only rank 0 does.
 """
 
 # /// script
@@ -157,10 +159,10 @@ def image_shape(text):
     """3x64 as [3, 64], auto as None"""
     if text == "auto":
         return None
-    channels, _, side = map(str.strip, text.partition("x"))
-    if channels not in ("1", "3") or not side.isdigit() or int(side) == 0:
+    match = re.fullmatch(r"([13])x([1-9]\d*)", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text}: expected 1 or 3 channels and a side, as 3x64")
-    return [int(channels), int(side)]
+    return [int(match[1]), int(match[2])]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1131,8 +1133,9 @@ def find_in_arrays(path, found):
         if images.dtype != np.uint8 or not is_square or images.shape[3:] not in ((), (1,), (3,)):
             text = f"{x} is {images.dtype} {images.shape}"
             raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, C)")
-        names = [""] * len(images) if labels is None else map(str, labels.ravel().tolist())
-        names = list(names)
+        names = [""] * len(images)
+        if labels is not None:
+            names = [str(label) for label in labels.ravel().tolist()]
         if len(names) != len(images):
             raise InputError(f"{path}: {x} has {len(images)} images, and {len(names)} labels")
         for image, name in zip(images, names, strict=True):
@@ -1168,12 +1171,10 @@ def find_on_hub(name, found):
         column = table.cast_column(images[0], datasets.Image(decode=False))[images[0]]
         numbers = table[labels[0]] if labels else [None] * len(table)
         for i, number in enumerate(numbers):
-            own = ""
-            if labels:
-                if number in (None, -1):  # some keep the labels of the test part to themselves
-                    found.leave_out("images without a label are not read", f"{split} {i}")
-                    continue
-                own = kinds[labels[0]].names[number]
+            if labels and number in (None, -1):  # some keep the labels of the test part secret
+                found.leave_out("images without a label are not read", f"{split} {i}")
+                continue
+            own = kinds[labels[0]].names[number] if labels else ""
             found.add((column, i), own, PARTS[split])
 
 
@@ -1292,17 +1293,15 @@ def write_images(folder, args, name, found, shape, inside):
     parts = np.array(found.parts, np.uint8)
     unread = read_images(found, images, digests)
     parts[unread] = UNUSED
-    if found.bad and not args.skip_bad_data:
-        text = f"{name}: {len(found.bad)} images are bad (--skip_bad_data leaves them out):"
-        raise InputError(text + list_problems(found.bad))
-
     notes = []
     for why, what in found.left_out.items():
         notes.append(f"{name}: {len(what)} {why}, such as {what[0]}")
     if found.bad:
-        notes.append(
-            f"{name}: {len(found.bad)} bad images are left out:" + list_problems(found.bad)
-        )
+        text = f"{name}: {len(found.bad)} images are bad (--skip_bad_data leaves them out):"
+        notes.append(text + list_problems(found.bad))
+        if not args.skip_bad_data:
+            raise InputError(notes[-1])
+
     classes = []
     labels = np.zeros(len(images), np.int64)
     others = np.zeros(0, np.uint64)

@@ -88,10 +88,11 @@ def parse_args():
 
 
 def batches(source, ids, device, args):
-    """(numbers, images (B, C, S, S)), some of `ids` at a time"""
+    """(images (B, C, S, S), labels (B,)), some of `ids` at a time"""
     for first in tqdm(range(0, len(ids), args.batch_size), disable=None):
         some = ids[first : first + args.batch_size]
-        yield some, pictures(source, some, device)
+        labels = torch.from_numpy(source.labels[some]).to(device)
+        yield pictures(source, some, device), labels
 
 
 # ---- Robust accuracy ---------------------------------------------------------------------------
@@ -140,8 +141,7 @@ def towards(target, logits, labels):
 
 def survivors(model, x, labels, norm, eps, args, rng):
     """(B,) whether each image is told right wherever the attack looks."""
-    with torch.no_grad():
-        logits = model(x)
+    logits = model(x)
     alive = margin(logits, labels) < 0
     wrong = logits.scatter(1, labels[:, None], -math.inf)
     ranking = wrong.argsort(1, descending=True)[:, :-1]  # the last one is the right class
@@ -168,10 +168,8 @@ def measure_accuracy(model, options, inside, device, args):
     names = ["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"]
     found = dict.fromkeys(names, 0.0)
     rng = torch.Generator().manual_seed(0)  # of the random starts
-    for some, x in batches(inside, ids, device, args):
-        labels = torch.from_numpy(inside.labels[some]).to(device)
-        with torch.no_grad():
-            logits = model(x)
+    for x, labels in batches(inside, ids, device, args):
+        logits = model(x)
         found["clean"] += (logits.argmax(1) == labels).sum().item()
         found["cross_entropy"] += cross_entropy(logits, labels).sum().item()
         for eps in radii:
@@ -190,7 +188,7 @@ def measure_detection(model, options, inside, sources, device, args):
     def scores(source, most, steps):
         """(n,) logsumexp f(x), the highest on the way of an attack of so many steps"""
         found = []
-        for _, x in batches(source, source.some("test", most), device, args):
+        for x, _ in batches(source, source.some("test", most), device, args):
             found.append(best_score(model, logsumexp, eps, norm, x, None, steps, logsumexp))
         return torch.cat(found)
 
