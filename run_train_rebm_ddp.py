@@ -138,7 +138,7 @@ def parse_args():
     add("--ema", type=number(0, 1), default=0.999, help="decay of averaged weights; 0: no average")
     text = "images between validations; 0: only at the end of a stage"
     add("--n_imgs_per_evaluation_log", type=steps, default=50_000, help=text)
-    add("--use_ddp", **FLAG, default=True, help="False: one process, all GPUs by DataParallel")
+    add("--use_ddp", **FLAG, default=True, help="False: only one process, on one GPU")
 
     add_common_arguments(parser, output_dir="outputs/rebm", batch_size=128)
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -150,8 +150,6 @@ def parse_args():
         parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
     if args.at_epochs == 0 and args.total_epochs == 0:
         parser.error("--at_epochs 0 --total_epochs 0: nothing to train")
-    if not args.use_ddp and args.compile:
-        parser.error("--use_ddp False takes no --compile")
     return args
 
 
@@ -593,7 +591,7 @@ def train(args, device, stage, data, nets, state, log, loop):
     # batch normalisation keeps stage 1's statistics: those of OOD images would harm the energy
     model.is_frozen = stage == "dat"
     model.train()
-    attack = functools.partial(Attack, nets.attacked, compiled=args.compile)
+    attack = functools.partial(Attack, nets.twin, compiled=args.compile)
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
     on_class = attack(cross_entropy, args.indist_attack_clf_step_size, *ball)
     on_outside = attack(label_logit, args.attack_step_size)
@@ -879,14 +877,8 @@ class Networks:
         self.twin = copy.deepcopy(self.average)
         for mine, own in zip(tensors(self.twin), tensors(model), strict=True):
             mine.data = own.data
-        if args.use_ddp:
-            logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
-            self.attacked = self.twin
-            self.ddp_model = wrap_ddp(model, args, device)
-        else:
-            self.attacked = nn.DataParallel(self.twin)
-            self.ddp_model = nn.DataParallel(model)
-            logging.info(f"use_ddp=False: DataParallel over {self.ddp_model.device_ids or 'a CPU'}")
+        self.ddp_model = wrap_ddp(model, args, device)
+        logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
 
 
 def load_weights(model, state, path):
@@ -930,9 +922,8 @@ def main(args):
     device = setup_ddp(args)
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
-        text = f"--use_ddp False is one process, {world_size} were started"
-        raise InputError(f"{text}: start it with python, it uses all GPUs by DataParallel")
-    if args.use_ddp and world_size == 1 and (find_ranks() or torch.accelerator.device_count() > 1):
+        raise InputError(f"--use_ddp False is one process, {world_size} were started")
+    if world_size == 1 and (find_ranks() or torch.accelerator.device_count() > 1):
         logging.warning("DDP with one process only: torchrun --nproc_per_node=N starts N of them")
     logging.info("Preparing data loaders...")
     inside, outside = load_data(args)
