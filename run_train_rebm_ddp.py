@@ -543,6 +543,7 @@ def measure(function, columns, net, source, args, device):
             x = pixels(torch.from_numpy(source.images[ids[rows]]).to(device))
             y = torch.from_numpy(source.labels[ids[rows]]).to(device)
             table[rows] = function(net, args, x, y)
+
     dist.all_reduce(table)  # each row is zero on all ranks but one
     return table.cpu().double()
 
@@ -556,6 +557,7 @@ def evaluate(net, data, args, device):
     others = measure(measure_outside, 2, net, data[1], args, device)
     if others is None:
         return None
+
     _, clean, robust, loss = images.mean(0).tolist()
     return {
         "clean": clean,
@@ -707,6 +709,7 @@ def keep_best(args, stage, average, metrics, T, log, loop):
     if not math.isfinite(metrics["cross_entropy"]):
         text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
         raise RunError(f"{text}: --fresh and a lower learning rate")
+
     # training without attacks makes no network robust: then its clean accuracy chooses
     name = "robust" if args.indist_attack_clf_max_steps > 0 else "clean"
     value = metrics[name]
@@ -716,6 +719,7 @@ def keep_best(args, stage, average, metrics, T, log, loop):
     # T counts first; and of two that are as good, the later one is taken.
     if best and (T, value) < (best["T"], best["value"]):
         return
+
     best = {"metric": f"{stage}/{name}", "value": value, "better": "higher", "step": loop["step"]}
     loop["best"] = {**before, stage: {**best, "T": T, "metrics": metrics}}
     try:
@@ -854,6 +858,7 @@ def start_network(args, device, inside, state):
         if weights is None:
             raise InputError(f"--ckpt_path {args.ckpt_path} is missing or damaged")
         load_weights(model, weights, args.ckpt_path)
+
     if args.model_type != "SmallNet":
         logging.info(f"{args.model_type} has its own width and norm, without --width and --norm")
     if batch_norms(model) and args.at_epochs > 0:
@@ -890,6 +895,7 @@ def load_weights(model, state, path):
             break
     if not isinstance(state, dict):
         raise InputError(f"{path} has no weights by name: expected a checkpoint or a state_dict")
+
     found = {}
     for name, tensor in state.items():
         found[re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)] = tensor
@@ -910,6 +916,7 @@ def report(args, stage, loop, commonest):
     text = " ".join(f"{name}={value:.4f}" for name, value in best["metrics"].items())
     logging.info(f"Held out, the best of stage {stage}: {text} T={best['T']}")
     logging.info(f"Held out, the commonest class: clean={commonest:.4f}")
+
     if best["metrics"]["clean"] <= commonest:
         text = f"stage {stage} is not better than the commonest class"
         logging.warning(f"{text}: --fresh and another learning rate, optimizer or --norm")
@@ -1253,7 +1260,8 @@ def leave_out_copies(parts, digests, seen):
 def in_two_classes(digests, labels):
     """Numbers of images that equal an image of another class."""
     order = np.lexsort([labels, digests])
-    first, second = order[:-1], order[1:]
+    first = order[:-1]
+    second = order[1:]
     is_equal = digests[first] == digests[second]
     return second[is_equal & (labels[first] != labels[second])]
 
