@@ -599,7 +599,7 @@ def train(args, device, stage, data, nets, state, log, loop):
     on_outside = attack(label_logit, args.attack_step_size)
     length = AttackLength(args, sampler.global_batch, loop["attack"])
 
-    def save_latest(must_succeed=False):
+    def save(must_succeed=False):  # latest.pt
         loop["attack"] = length.state()
         weights = {"model": model, "average": nets.average}
         parts = {**weights, "optimizer": optimizer, "scaler": scaler}
@@ -612,7 +612,7 @@ def train(args, device, stage, data, nets, state, log, loop):
         return loss.detach()
 
     if loop["step"] == 0:
-        save_latest(must_succeed=True)
+        save(must_succeed=True)
     done = loop["step"] - loop["before"]  # steps of this stage
     sampler.start = done
     batches = make_loader(TrainingData(args, *data, stage), sampler, args, device)
@@ -635,7 +635,7 @@ def train(args, device, stage, data, nets, state, log, loop):
             keep_best(args, stage, nets.average, metrics, length.steps, log, loop)
             meter.start()
         if done >= steps:
-            save_latest(must_succeed=stage == "dat" or args.total_epochs == 0)
+            save(must_succeed=stage == "dat" or args.total_epochs == 0)
             break
 
         seed_step(args, loop["step"])
@@ -685,7 +685,7 @@ def train(args, device, stage, data, nets, state, log, loop):
         must_save = done % args.save_every == 0 or is_last
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if reason or must_save:
-            save_latest(must_succeed=bool(reason))
+            save(must_succeed=bool(reason))
     bar.close()
     return reason
 
