@@ -11,19 +11,21 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py --data photos --image_shape 3x64        # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-Pixels are in [0, 1], and so are the lengths of attacks. Afterwards: tools/evaluate_rebm.py (strong
-attacks, OOD detection), tools/generate_rebm.py.
+Lengths of attacks are in the unit of pixels, which are in [0, 1]. Afterwards: tools/
+evaluate_rebm.py (strong attacks, OOD detection), tools/generate_rebm.py.
 
 Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (its parts: clf_loss, cross
 entropy in nats, and bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
 gradient was not finite), samples_per_s, data_wait (share of the time); in stage 2 T, and auc (real
-against attacked OOD images). val/STAGE/..., of the averaged weights on held-out images: clean and
-robust (accuracy without and under attack), cross_entropy, auroc and adv_auroc (images against OOD
-images, which adv_auroc attacks).
+against attacked OOD images, by f_y(x) for the label y that the attack raises). val/STAGE/..., of
+the averaged weights on held-out images: clean and robust (accuracy without and under attack),
+cross_entropy, auroc and adv_auroc (images against OOD images, which adv_auroc attacks, by
+logsumexp f(x), because a new image has no label).
 
-Files in --output_dir: at_best.pt (stage 1), best.pt, latest.pt, previous.pt, metrics.jsonl,
-curves.png, summary.json. The same command, given again, goes on from latest.pt. "(all ranks)" means
-that every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
+Files in --output_dir: at_best.pt (stage 1), best.pt (of the last stage), latest.pt, previous.pt,
+metrics.jsonl, curves.png, summary.json. The same command, given again, goes on from latest.pt.
+"(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)" that
+only rank 0 does.
 """
 
 # /// script
@@ -59,7 +61,6 @@ import tempfile
 import threading
 import time
 import traceback
-import unicodedata
 import zipfile
 from collections import deque
 from datetime import timedelta
@@ -93,8 +94,8 @@ def parse_args():
     text = "folder with train/CLASS/... and test/, .npz of arrays, name on the hub, or digits"
     add("--data", default="digits", help=text)
     add("--outdist_data", default="noise", help="OOD images: likewise, or noise, or blobs")
-    text = "channels, and pixels a side, of images from files; arrays have their own"
-    add("--image_shape", type=image_shape, default="3x32", help=text)
+    text = "channels and pixels a side, as 3x64; auto: as arrays have them, 3x32 of files"
+    add("--image_shape", type=image_shape, default="auto", help=text)
     add("--cache_dir", default="cache", help="where what is read once is kept")
     add("--skip_bad_data", **FLAG, default=False, help="leave out damaged images, and list them")
     kinds = ["none", "shift", "original"]
@@ -137,29 +138,29 @@ def parse_args():
     add("--ema", type=number(0, 1), default=0.999, help="decay of averaged weights; 0: no average")
     text = "images between validations; 0: only at the end of a stage"
     add("--n_imgs_per_evaluation_log", type=steps, default=50_000, help=text)
-    add("--use_ddp", **FLAG, default=True, help="False: one process, all GPUs by DataParallel")
-    add("--ddp_backend", help=argparse.SUPPRESS)  # the original's name of --backend
+    add("--use_ddp", **FLAG, default=True, help="False: only one process, on one GPU")
 
     add_common_arguments(parser, output_dir="outputs/rebm", batch_size=128)
-    sys.argv[1:] = as_options(parser, sys.argv[1:])
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    add("--ddp_backend", dest="backend", **hidden)  # the original's name of it
+    # the lines at the end of this file parse sys.argv, and hand it to torchrun
+    sys.argv[1:] = as_options(sys.argv[1:], parser._option_string_actions)
     args = parse_with_config(parser)
-    if args.ddp_backend:
-        args.backend = args.ddp_backend
     if args.at_epochs == 0 and not args.ckpt_path:
         parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
     if args.at_epochs == 0 and args.total_epochs == 0:
         parser.error("--at_epochs 0 --total_epochs 0: nothing to train")
-    if not args.use_ddp and args.compile:
-        parser.error("--use_ddp False takes no --compile")
     return args
 
 
 def image_shape(text):
-    """3x64 as [3, 64]"""
-    channels, _, side = map(str.strip, text.partition("x"))
-    if channels not in ("1", "3") or not side.isdigit() or int(side) == 0:
+    """3x64 as [3, 64], auto as None"""
+    if text == "auto":
+        return None
+    match = re.fullmatch(r"([13])x([1-9]\d*)", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text}: expected 1 or 3 channels and a side, as 3x64")
-    return [int(channels), int(side)]
+    return [int(match[1]), int(match[2])]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -269,12 +270,12 @@ def pixels(images):
 
 
 class Network(nn.Module):
-    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1]. A network has `features`, (B, D) of
-    images that are normalised, and `fc`, a linear layer. make_network gives it `mean` and
-    `deviation`, of each channel."""
+    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1]. A subclass has `features`, which makes
+    vectors (B, D) of images, and `fc`, a linear layer. make_network adds `mean` and `deviation` of
+    each channel, by which images are normalised first."""
 
     is_frozen = False  # whether batch normalisation keeps its statistics
-    context = contextlib.nullcontext  # or autocast
+    context = contextlib.nullcontext  # training in 16 bits puts autocast here
 
     def forward(self, x):
         with self.context():
@@ -300,11 +301,14 @@ def conv3x3(before, after, stride=1, bias=False):
 
 
 class SmallNet(Network):
-    """Pairs of convolutions down to 4 to 8 pixels a side, then 128 features. Smooth, without
-    maxima or ReLUs; for images of 8 to 32 pixels."""
+    """Two or three pairs of convolutions, all but the first halve the image; then 128 features. It
+    is smooth, without maxima or ReLUs. Its linear layer grows with the image: hence the limit."""
 
     def __init__(self, args, classes, channels, size):
         super().__init__()
+        if size > 64:
+            text = f"SmallNet takes images of at most 64 pixels a side, these have {size}"
+            raise InputError(f"{text}: --image_shape {channels}x64, or another --model_type")
         layers = []
         before = channels
         for stride in (1, 2) if size < 16 else (1, 2, 2):
@@ -373,7 +377,7 @@ for depth_and_factor in "28x2 28x10 28x20 34x10 34x20 40x10 70x16".split():
 
 
 def make_network(args, classes, channels, size):
-    """A network with random weights, for images of this shape."""
+    """A network with random weights, for images (B, channels, size, size)."""
     model = MODELS[args.model_type](args, classes, channels, size)
     mean = torch.tensor([0.4914, 0.4822, 0.4465])  # CIFAR's
     deviation = torch.tensor([0.2470, 0.2435, 0.2616])
@@ -383,7 +387,7 @@ def make_network(args, classes, channels, size):
     model.register_buffer("mean", mean[:, None, None], persistent=False)
     model.register_buffer("deviation", deviation[:, None, None], persistent=False)
 
-    # channels last: convolutions read it faster, except those of small images on a CPU
+    # convolutions are faster with channels last, except those of small images on a CPU
     is_faster = size >= 16 or args.compile or torch.accelerator.is_available()
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
@@ -413,8 +417,8 @@ def logsumexp(logits, labels):
 
 
 def in_ball(x, centre, eps, norm):
-    """The nearest points to x in the balls of radius eps about `centre`; then in [0, 1], where the
-    centres are: that leaves no ball."""
+    """The points of the balls of radius eps about `centre` (B, C, S, S) that are nearest to x, with
+    pixels clamped to [0, 1]. The centres are in [0, 1], so that clamping leaves no ball."""
     if eps < math.inf:
         move = x - centre
         if norm == "Linf":
@@ -427,8 +431,9 @@ def in_ball(x, centre, eps, norm):
 
 
 class Attack:
-    """Projected gradient ascent (Madry et al. 2018) on gain(logits, labels) (B,), in the balls of
-    radius eps about the images and in [0, 1]. Steps have the same length whatever the gradient."""
+    """Projected gradient ascent (Madry et al. 2018) on gain(logits, labels) (B,), within [0, 1] and
+    the balls of radius eps about the images. It starts at the image itself, not at a random point.
+    Each step has the length `size`, however long the gradient is."""
 
     def __init__(self, net, gain, size, eps=math.inf, norm="L2", compiled=False):
         self.net = net
@@ -444,36 +449,32 @@ class Attack:
         """The points (B, C, S, S) after so many steps from the images x."""
         z = x
         for _ in range(steps):
-            z, _ = self.step(z, x, labels, self.size)
+            z = self.step(z, x, labels)
         return z
 
-    def step(self, z, x, labels, size):
-        """The next points, and the logits of these ones."""
+    def total_gain(self, z, labels):
+        # fp16 would round small gradients to 0: hence the factor
+        return 1024 * self.gain(self.net(z), labels).sum()
 
-        def total_gain(z):
-            logits = self.net(z)
-            # fp16 would round small gradients to 0: hence the factor. Where it makes them too large
-            # for fp16, they are no numbers, and the image stays where it is.
-            return (self.gain(logits, labels) * 1024).sum(), logits
-
-        if torch.compiler.is_compiling():  # it can trace this way, and not the other
-            gradient, logits = torch.func.grad(total_gain, has_aux=True)(z)
-        else:
+    def step(self, z, x, labels):
+        """The next points after z, in the balls about x."""
+        if torch.compiler.is_compiling():  # the compiler knows only this way
+            gradient = torch.func.grad(self.total_gain)(z, labels)
+        else:  # twice as fast where nothing is compiled
+            z = z.detach().requires_grad_()
             with torch.enable_grad():
-                start = z.detach().requires_grad_()
-                total, logits = total_gain(start)
-            (gradient,) = torch.autograd.grad(total, start)
-            logits = logits.detach()
-        gradient = gradient.float().nan_to_num(0.0, 0.0, 0.0)
+                total = self.total_gain(z, labels)
+            (gradient,) = torch.autograd.grad(total, z)
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # entries that fp16 cannot hold
         if self.norm == "Linf":
             move = gradient.sign()
         else:
-            # first by the largest entry: a gradient of 1e-30 leads as well as any, only 0 nowhere
+            # first by the largest entry, so that even a gradient of 1e-30 gives a direction
             largest = gradient.abs().amax((1, 2, 3), keepdim=True)
             gradient = gradient / largest.clamp(min=1e-38)
             length = torch.linalg.vector_norm(gradient, dim=(1, 2, 3), keepdim=True)
             move = gradient / length.clamp(min=1e-6)
-        return in_ball(z + size * move, x, self.eps, self.norm), logits
+        return in_ball(z.detach() + self.size * move, x, self.eps, self.norm)
 
 
 def real_or_fake(logits, is_real):
@@ -484,8 +485,9 @@ def real_or_fake(logits, is_real):
 
 
 def pairs_in_order(real, fake):
-    """Twice the number of pairs in which the score of real (n,) is above that of fake (m,), where
-    ties count half: by 2 n m it is the area under the ROC curve. As an integer it is exact."""
+    """The area under the ROC curve is pairs_in_order / (2 n m) for scores of n real and m fake
+    images. It is the share of pairs in which the real one has the higher score, and ties count
+    half. Here each pair counts 2, and a tie 1: the sum is an integer, and so exact."""
     order = fake.sort().values
     real = real.contiguous()
     below = torch.searchsorted(order, real)
@@ -505,45 +507,57 @@ def auroc(real, fake):
     return pairs_in_order(real, fake).item() / (2 * len(real) * len(fake))
 
 
-@torch.no_grad()
-def evaluate(net, data, args, device):
-    """Metrics of the averaged weights on held-out images, in fp32 without torch.compile, whatever
-    training uses; None if a rank has to stop. Batch k goes to rank k % world_size: each image
-    counts once. (all ranks)"""
-    world_size = dist.get_world_size()
+def measure_images(net, args, x, y):
+    """(B, 4) of images: logsumexp f(x); is it told right, is it so under attack; cross entropy."""
     eps = args.indist_attack_clf_eps
-    norm = args.indist_attack_clf_norm
-    on_class = Attack(net, cross_entropy, eps / 4, eps, norm)
-    eps = OOD_RADIUS * eps
-    on_energy = Attack(net, logsumexp, eps / 4, eps, norm)
+    attack = Attack(net, cross_entropy, eps / 4, eps, args.indist_attack_clf_norm)
+    logits = net(x)
+    attacked = net(attack(x, y, EVAL_STEPS))
+    is_right = logits.argmax(1) == y
+    stays_right = is_right & (attacked.argmax(1) == y)
+    columns = [logits.logsumexp(1), is_right, stays_right, cross_entropy(logits, y)]
+    return torch.stack(columns, 1)
 
-    tables = []
-    for source in data:
-        ids = source.some("valid", EVAL_IMAGES)
-        table = torch.zeros(len(ids), 4, device=device)
-        for number, first in enumerate(range(0, len(ids), args.batch_size)):
-            # here and not once at the end: attacks on many images take minutes
-            if number % world_size == 0 and max(gather(wish_to_stop(args))):
-                return None
-            if number % world_size != dist.get_rank():
-                continue
+
+def measure_outside(net, args, x, y):
+    """(B, 2) of OOD images: logsumexp f(x), and that after an attack which raises it."""
+    eps = OOD_RADIUS * args.indist_attack_clf_eps
+    attack = Attack(net, logsumexp, eps / 4, eps, args.indist_attack_clf_norm)
+    columns = [net(x).logsumexp(1), net(attack(x, None, EVAL_STEPS)).logsumexp(1)]
+    return torch.stack(columns, 1)
+
+
+@torch.no_grad()
+def measure(function, columns, net, source, args, device):
+    """A row of function(net, args, x, y) for each held-out image; None if a rank has to stop. Batch
+    k goes to rank k % world_size: each image counts once. (all ranks)"""
+    world_size = dist.get_world_size()
+    ids = source.some("valid", EVAL_IMAGES)
+    table = torch.zeros(len(ids), columns, device=device)
+    for number, first in enumerate(range(0, len(ids), args.batch_size)):
+        # here and not once at the end: attacks on many images take minutes
+        if number % world_size == 0 and max(gather(wish_to_stop(args))):
+            return None
+        if number % world_size == dist.get_rank():
             rows = slice(first, first + args.batch_size)
             x = pixels(torch.from_numpy(source.images[ids[rows]]).to(device))
-            logits = net(x)
-            table[rows, 0] = logsumexp(logits, None)
-            if not source.classes:
-                table[rows, 1] = logsumexp(net(on_energy(x, None, EVAL_STEPS)), None)
-                continue
             y = torch.from_numpy(source.labels[ids[rows]]).to(device)
-            is_right = logits.argmax(1) == y
-            attacked = net(on_class(x, y, EVAL_STEPS))
-            table[rows, 1] = is_right.float()
-            table[rows, 2] = (is_right & (attacked.argmax(1) == y)).float()
-            table[rows, 3] = cross_entropy(logits, y)
-        dist.all_reduce(table)  # each row is zero on all ranks but one
-        tables.append(table.cpu().double())
+            table[rows] = function(net, args, x, y)
 
-    images, others = tables
+    dist.all_reduce(table)  # each row is zero on all ranks but one
+    return table.cpu().double()
+
+
+def evaluate(net, data, args, device):
+    """Metrics of the averaged weights on held-out images and OOD images, without autocast or
+    torch.compile; None if a rank has to stop. (all ranks)"""
+    images = measure(measure_images, 4, net, data[0], args, device)
+    if images is None:
+        return None
+    others = measure(measure_outside, 2, net, data[1], args, device)
+    if others is None:
+        return None
+
     _, clean, robust, loss = images.mean(0).tolist()
     return {
         "clean": clean,
@@ -559,8 +573,9 @@ def evaluate(net, data, args, device):
 
 
 def train(args, device, stage, data, nets, state, log, loop):
-    """One stage, from where `loop` says that it stands. Returns why training was stopped, or "" if
-    the stage has ended. (all ranks)"""
+    """One stage. loop: where training stands; it goes on from there. state: the checkpoint that has
+    the weights and the optimizer of there; None where the stage begins. Returns why training was
+    stopped, or "" if the stage has ended. (all ranks)"""
     world_size = dist.get_world_size()
     phase = PHASES[stage]
     model = nets.model
@@ -578,19 +593,17 @@ def train(args, device, stage, data, nets, state, log, loop):
     # batch normalisation keeps stage 1's statistics: those of OOD images would harm the energy
     model.is_frozen = stage == "dat"
     model.train()
-    attack = functools.partial(Attack, nets.attacked, compiled=args.compile)
+    attack = functools.partial(Attack, nets.twin, compiled=args.compile)
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
     on_class = attack(cross_entropy, args.indist_attack_clf_step_size, *ball)
     on_outside = attack(label_logit, args.attack_step_size)
     length = AttackLength(args, sampler.global_batch, loop["attack"])
 
-    def save(name, must_succeed=False):
+    def save(must_succeed=False):  # latest.pt
         loop["attack"] = length.state()
-        parts = {"model": nets.average}  # the best weights are averages
-        if name == "latest.pt":
-            parts = {"model": model, "average": nets.average}
-            parts.update(optimizer=optimizer, scaler=scaler)
-        save_checkpoint(name, args, log, loop, must_succeed, **parts)
+        weights = {"model": model, "average": nets.average}
+        parts = {**weights, "optimizer": optimizer, "scaler": scaler}
+        save_checkpoint("latest.pt", args, log, loop, must_succeed, **parts)
 
     def backward(losses):
         """losses (B,): their part of the mean over the global batch."""
@@ -599,7 +612,7 @@ def train(args, device, stage, data, nets, state, log, loop):
         return loss.detach()
 
     if loop["step"] == 0:
-        save("latest.pt", must_succeed=True)
+        save(must_succeed=True)
     done = loop["step"] - loop["before"]  # steps of this stage
     sampler.start = done
     batches = make_loader(TrainingData(args, *data, stage), sampler, args, device)
@@ -619,11 +632,10 @@ def train(args, device, stage, data, nets, state, log, loop):
             loop["validated"] = done
             row = {f"val/{stage}/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "phase": phase, "epoch": loop["epoch"], **row})
-            if note_metrics(loop, stage, metrics, args):
-                save("at_best.pt" if stage == "at" and args.total_epochs > 0 else "best.pt")
+            keep_best(args, stage, nets.average, metrics, length.steps, log, loop)
             meter.start()
         if done >= steps:
-            save("latest.pt", must_succeed=stage == "dat" or args.total_epochs == 0)
+            save(must_succeed=stage == "dat" or args.total_epochs == 0)
             break
 
         seed_step(args, loop["step"])
@@ -661,7 +673,7 @@ def train(args, device, stage, data, nets, state, log, loop):
             pairs = pairs_in_order(*scores)
             auc = pairs / (2 * sampler.global_batch**2)
             shares = [clf_loss + bce, clf_loss, bce, auc / world_size]
-            length.grow(torch.where(norm.isfinite(), pairs, 0))  # not by a step that was skipped
+            length.grow(torch.where(norm.isfinite(), pairs, SKIPPED))
         meter.add(torch.stack(shares), norm)
         loop["step"] += 1
         loop["epoch"] = epoch
@@ -673,15 +685,15 @@ def train(args, device, stage, data, nets, state, log, loop):
         must_save = done % args.save_every == 0 or is_last
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if reason or must_save:
-            save("latest.pt", must_succeed=bool(reason))
+            save(must_succeed=bool(reason))
     bar.close()
     return reason
 
 
 def real_or_fake_step(nets, on_outside, batch, steps, backward):
-    """The two passes of the energy: real images, and OOD images attacked for `steps` steps, each
-    with its own backward pass, so that only one graph is in memory. Returns their loss, and the
-    scores (2, B) of which is the more real."""
+    """The loss of the energy on real images, and on OOD images after `steps` steps of the attack,
+    which raises f_y for the labels y of the real ones. Each has its own backward pass, so that only
+    one graph is in memory. Returns the loss, and f_y (2, B) of both."""
     fake = on_outside(pixels(batch.outside), batch.real_y, steps)
     loss = 0.0
     scores = []
@@ -692,20 +704,31 @@ def real_or_fake_step(nets, on_outside, batch, steps, backward):
     return loss, torch.stack(scores)
 
 
-def note_metrics(loop, stage, metrics, args):
-    """Keep the best of a stage. Returns whether these weights are it so far."""
+def keep_best(args, stage, average, metrics, T, log, loop):
+    """Save the averaged weights if they are the best of this stage. (all ranks)"""
     if not math.isfinite(metrics["cross_entropy"]):
         text = f"the validation loss after step {loop['step']} is {metrics['cross_entropy']}"
         raise RunError(f"{text}: --fresh and a lower learning rate")
+
     # training without attacks makes no network robust: then its clean accuracy chooses
     name = "robust" if args.indist_attack_clf_max_steps > 0 else "clean"
     value = metrics[name]
-    # of two that are as good the later one, which has seen longer attacks
-    if stage in loop["best"] and value < loop["best"][stage]["value"]:
-        return False
+    before = loop["best"]
+    best = before.get(stage)
+    # Networks that have seen longer attacks generate better images, and are hardly less robust. So
+    # T counts first; and of two that are as good, the later one is taken.
+    if best and (T, value) < (best["T"], best["value"]):
+        return
+
     best = {"metric": f"{stage}/{name}", "value": value, "better": "higher", "step": loop["step"]}
-    loop["best"][stage] = {**best, "metrics": metrics}
-    return True
+    loop["best"] = {**before, stage: {**best, "T": T, "metrics": metrics}}
+    try:
+        if stage == "at":
+            save_checkpoint("at_best.pt", args, log, loop, must_succeed=True, model=average)
+        save_checkpoint("best.pt", args, log, loop, must_succeed=True, model=average)
+    except RunError as error:  # most likely a full disk
+        logging.warning(f"{error}; the run goes on")
+        loop["best"] = before  # the files have these weights still
 
 
 OPTIMIZERS = {  # with the original's settings
@@ -731,31 +754,34 @@ def make_optimizer(args, model, stage):
 
 
 def begin_stage(args, stage, nets, loop):
-    """Stage 2 starts from the best weights of stage 1, if there was one. (all ranks)"""
+    """Stage 2 starts from the best weights of stage 1, if this run had one. (all ranks)"""
     if stage == "dat" and loop["phase"] == PHASES["at"]:
         path = Path(args.output_dir) / "at_best.pt"
         state = on_rank0(read_checkpoint, path)
-        if state and state["loop"]["step"] == loop["best"]["at"]["step"]:
-            nets.model.load_state_dict(state["model"])
-        else:  # the disk may have been full
-            logging.warning(f"{path} is missing, damaged or old: stage 2 starts from the last one")
-            nets.model.load_state_dict(nets.average.state_dict())
+        if state is None:  # the disk may have been full
+            logging.warning(f"{path} is missing or damaged: stage 2 starts from the last weights")
+            state = {"model": nets.average.state_dict()}
+        nets.model.load_state_dict(state["model"])
     nets.average.load_state_dict(nets.model.state_dict())
     loop.update(phase=PHASES[stage], before=loop["step"], validated=0, attack={})
 
 
+SKIPPED = -1  # in place of the pairs_in_order of a step that was skipped
+
+
 class AttackLength:
     """T, the steps of the attack on OOD images. It grows by one when the mean AUC of the last steps
-    with this T, as many as have --min_imgs_per_threshold images, is at least --AUC_th. What a step
-    gives is read one step late, when the device has done it already."""
+    with this T, as many as have --min_imgs_per_threshold images, is at least --AUC_th. Steps that
+    were skipped do not count. The AUC of a step is read while the next one is made: by then the
+    device has it, and nobody waits."""
 
     def __init__(self, args, global_batch, saved):
         self.args = args
         self.steps = saved.get("T", 0)
+        self.pairs = 2 * global_batch**2  # pairs_in_order where the AUC is 1
         needed = math.ceil(args.min_imgs_per_threshold / global_batch)
         window = torch.tensor(saved.get("window", []), dtype=torch.int64)
-        self.window = deque(window, maxlen=needed)  # pairs_in_order of the last steps of this T
-        self.most = needed * 2 * global_batch**2  # what their sum can be
+        self.window = deque(window, maxlen=needed)  # pairs_in_order of the last steps with this T
         self.arrived = None  # event: the window is on the host
 
     def state(self):
@@ -765,13 +791,14 @@ class AttackLength:
         return {"T": self.steps, "window": window}
 
     def grow(self, pairs):
-        """Take in the pairs_in_order of a step, the same on all ranks."""
+        """Take in the pairs_in_order () of a step, the same on all ranks."""
         is_full = len(self.window) == self.window.maxlen
         if is_full and self.steps < self.args.attack_max_steps:
-            if sum(self.state()["window"]) / self.most >= self.args.AUC_th:
+            known = [count for count in self.state()["window"] if count != SKIPPED]
+            if known and sum(known) / (len(known) * self.pairs) >= self.args.AUC_th:
                 self.steps += 1
-                self.window.clear()  # and without this step, which had the T before
-                return
+                self.window.clear()
+                return  # this step still had the T before
         self.window.append(pairs.to("cpu", non_blocking=True))
         if pairs.device.type != "cpu":
             self.arrived = torch.accelerator.current_stream().record_event()
@@ -816,7 +843,6 @@ def load_data(args):
         counts = [len(images.part(part)) for images in data]
         logging.info(f"  {part}: {counts[0]:,} images, {counts[1]:,} OOD")
     count = len(data[0].some("valid", EVAL_IMAGES))
-    logging.info(f"validation takes {count:,} images, and attacks of {EVAL_STEPS} steps")
     if count < 200:
         error = 1 / math.sqrt(count)  # two standard errors of a share of 1/2
         logging.warning(f"few images to validate on: accuracies are only within {error:.2f}")
@@ -832,12 +858,14 @@ def start_network(args, device, inside, state):
         if weights is None:
             raise InputError(f"--ckpt_path {args.ckpt_path} is missing or damaged")
         load_weights(model, weights, args.ckpt_path)
+
+    if args.model_type != "SmallNet":
+        logging.info(f"{args.model_type} has its own width and norm, without --width and --norm")
     if batch_norms(model) and args.at_epochs > 0:
-        text = "stage 1 depends on the number of ranks: each normalises by its own images"
+        text = "stage 1 depends on the number of ranks and on --batch_size"
+        logging.warning(f"batch normalisation: {text}")
         if device.type != "cpu":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-            text = "stage 1 depends on the images of a micro-batch, over all GPUs"
-        logging.warning(f"batch normalisation: {text}")
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     return model.to(device)
 
@@ -846,82 +874,64 @@ class Networks:
     """One network in the forms that training needs. (all ranks)"""
 
     def __init__(self, args, device, model):
-        self.model = model  # trained
-        # its weights are averages of the model's, and are validated, kept, and used
+        self.model = model  # the weights that are trained
+        # averages of these weights: they are validated, and kept in best.pt
         self.average = copy.deepcopy(model).requires_grad_(False).eval()
-        # as attacks see it: the same memory, evaluation mode, no gradients of weights
+        # The weights that are trained, for attacks: the same memory, but in evaluation mode, and
+        # no gradients of weights.
         self.twin = copy.deepcopy(self.average)
         for mine, own in zip(tensors(self.twin), tensors(model), strict=True):
             mine.data = own.data
-        self.attacked = self.twin
-        if args.use_ddp:
-            logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
-            self.ddp_model = wrap_ddp(model, args, device)
-        else:
-            self.attacked = nn.DataParallel(self.twin)
-            self.ddp_model = nn.DataParallel(model)
-            logging.info(f"use_ddp=False: DataParallel over {self.ddp_model.device_ids or 'a CPU'}")
+        self.ddp_model = wrap_ddp(model, args, device)
+        logging.info(f"Initialized DDP with {dist.get_world_size()} processes")
 
 
 def load_weights(model, state, path):
     """Take the averaged weights of a checkpoint of ours, those of the original's files, or a
     state_dict. The names must be those of the network, apart from prefixes of wrappers."""
     for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
-        if key in state:
+        if isinstance(state, dict) and key in state:
             state = state[key]
             break
+    if not isinstance(state, dict):
+        raise InputError(f"{path} has no weights by name: expected a checkpoint or a state_dict")
+
     found = {}
     for name, tensor in state.items():
-        name = re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)
-        if name != "n_averaged":  # a counter of torch.optim.swa_utils
-            found[name] = tensor
-
-    wanted = model.state_dict()
-    missing = [f"{name} {[*wanted[name].shape]}" for name in wanted if name not in found]
-    unknown = [name for name in found if name not in wanted]
-    for name in found.keys() & wanted.keys():
-        if found[name].shape != wanted[name].shape:
-            missing.append(f"{name} {[*wanted[name].shape]}")
-            unknown.append(f"{name} {[*found[name].shape]}")
-    if missing or unknown:
+        found[re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)] = tensor
+    found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
+    try:
+        model.load_state_dict(found)
+    except RuntimeError as error:  # it lists what is missing, and what is too much
         text = f"{path} does not fit this network: give the --model_type and the options of then"
-        text += f"\n{len(missing)} tensors are missing:" + list_problems(sorted(missing))
-        raise InputError(f"{text}\n{len(unknown)} are not its own:" + list_problems(unknown))
-    model.load_state_dict(found)
+        raise InputError(f"{text}: {' '.join(str(error).split())[:1000]}") from None
 
 
-def report(args, loop, commonest):
-    """The best of each stage on held-out images, beside what needs no network; what summary.json
-    says of it."""
-    for stage, best in loop["best"].items():
-        metrics = best["metrics"]
-        text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-        logging.info(f"Held out, the best of stage {stage}: {text}")
+def report(args, stage, loop, commonest):
+    """The best of a stage on held-out images, beside what needs no network. commonest: the accuracy
+    of always guessing the commonest class."""
+    best = loop["best"].get(stage)
+    if best is None:  # no weights could be saved, which was said
+        return
+    text = " ".join(f"{name}={value:.4f}" for name, value in best["metrics"].items())
+    logging.info(f"Held out, the best of stage {stage}: {text} T={best['T']}")
     logging.info(f"Held out, the commonest class: clean={commonest:.4f}")
-    if metrics["clean"] <= commonest:
-        logging.warning("the network is not better than the commonest class: lower the rates")
-    if stage == "dat" and metrics["adv_auroc"] <= 0.5:
-        text = "attacked OOD images look more real than images do"
-        logging.warning(f"{text}: train longer, or raise --attack_max_steps")
-    T = loop["attack"]["T"]
-    if stage == "dat" and T < args.attack_max_steps / 2:
-        text = f"T ended at {T} of {args.attack_max_steps}, images that it generates will be noise"
+
+    if best["metrics"]["clean"] <= commonest:
+        text = f"stage {stage} is not better than the commonest class"
+        logging.warning(f"{text}: --fresh and another learning rate, optimizer or --norm")
+    if stage == "dat" and best["T"] < args.attack_max_steps / 2:
+        text = f"T is {best['T']} of {args.attack_max_steps}, generated images will be noise"
         logging.warning(f"{text}: more --total_epochs, or a lower --min_imgs_per_threshold")
-    return {
-        "best": {name: value for name, value in best.items() if name != "metrics"},
-        "baselines": {"commonest class": {"clean": commonest}},
-        "stages": {stage: best["metrics"] for stage, best in loop["best"].items()},
-    }
 
 
 def main(args):
     device = setup_ddp(args)
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
-        text = f"--use_ddp False is one process, {world_size} were started"
-        raise InputError(f"{text}: start it with python, it uses all GPUs by DataParallel")
-    if args.use_ddp and world_size == 1 and (device.type != "cpu" or find_ranks()):
-        logging.warning("DDP with one process only: use_ddp=False, or torchrun with more of them")
+        raise InputError(f"--use_ddp False is one process, {world_size} were started")
+    if world_size == 1 and (find_ranks() or torch.accelerator.device_count() > 1):
+        logging.warning("DDP with one process only: torchrun --nproc_per_node=N starts N of them")
     logging.info("Preparing data loaders...")
     inside, outside = load_data(args)
     if args.prepare_only:
@@ -930,6 +940,7 @@ def main(args):
 
     may_change = "data outdist_data cache_dir ckpt_path at_epochs total_epochs use_ddp".split()
     state = open_run(args, f"{inside.hash} {outside.hash}", may_change)
+    epochs = {"at": args.at_epochs, "dat": args.total_epochs}
     loop = {
         "step": 0,
         "phase": 0,
@@ -943,6 +954,11 @@ def main(args):
     }
     if state:
         loop = state["loop"]
+        now = "at" if loop["phase"] == PHASES["at"] else "dat"
+        is_other = now == "dat" and args.at_epochs != state["args"]["at_epochs"]
+        if epochs[now] == 0 or is_other:
+            text = f"{args.output_dir} is in stage {loop['phase']}, which must not have 0 epochs"
+            raise InputError(f"{text}; and --at_epochs may change only in stage 1")
     torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
     nets = Networks(args, device, start_network(args, device, inside, state))
     labels = inside.labels[inside.some("valid", EVAL_IMAGES)]
@@ -952,21 +968,21 @@ def main(args):
     logging.info("Starting distributed training...")
     reason = ""
     with logging_redirect_tqdm():
-        for stage, epochs in {"at": args.at_epochs, "dat": args.total_epochs}.items():
-            if epochs == 0 or PHASES[stage] < loop["phase"] or reason:
+        for stage, phase in PHASES.items():
+            if epochs[stage] == 0 or phase < loop["phase"] or reason:
                 continue
-            own_state = state if PHASES[stage] == loop["phase"] else None
+            own_state = state if phase == loop["phase"] else None
             reason = train(args, device, stage, (inside, outside), nets, own_state, log, loop)
-            # adversarial training from scratch may stay where it began: then stage 2 has no use
-            if stage == "at" and not reason and loop["best"]["at"]["metrics"]["clean"] <= commonest:
-                text = "stage 1 ended at the accuracy of the commonest class"
-                raise RunError(f"{text}: --fresh and another --at_lr, --at_optimizer or --norm")
+            if not reason:
+                report(args, stage, loop, commonest)
     if reason:
         log.close(f"stopped by {reason}", steps=loop["step"])
         return exit_status(reason)
     logging.info("Training process completed.")
     end_on_signals()
-    log.close("finished", steps=loop["step"], **report(args, loop, commonest))
+    best = loop["best"].get("dat") or loop["best"].get("at")
+    summary = {"steps": loop["step"], "best": best, "stages": loop["best"]}
+    log.close("finished", **summary, baselines={"commonest class": {"clean": commonest}})
     path = f"{args.output_dir}/best.pt"
     logging.info(f"python tools/evaluate_rebm.py {path} measures it on the test set")
     logging.info("Training and validation completed successfully!")
@@ -978,7 +994,7 @@ def main(args):
 
 TRAIN, VALID, TEST, UNUSED = range(4)  # in split.npy
 PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
-READER = 1  # raise it when you change what is read or kept: else an old cache is used
+READER = 2  # raise it when you change what is read or kept: else an old cache is used
 
 
 class Found:
@@ -989,6 +1005,7 @@ class Found:
         self.names = []  # the class of each; "" where there is none
         self.parts = []  # TRAIN, VALID or TEST of each
         self.classes = set()  # also those without images
+        self.version = []  # changes where the content does
         self.left_out = {}  # {why: [what, ...]}
         self.bad = []  # what is wrong with others
 
@@ -996,6 +1013,9 @@ class Found:
         self.files.append(file)
         self.names.append(name)
         self.parts.append(part)
+
+    def note_version(self, path, stat):
+        self.version.append([str(path), stat.st_size, stat.st_mtime_ns])
 
     def leave_out(self, why, what):
         self.left_out.setdefault(why, []).append(what)
@@ -1005,9 +1025,11 @@ class Found:
 
 
 def find_images(name, shape):
-    """What `name` names."""
+    """What `name` names. Image files are not opened yet."""
     found = Found()
     path = Path(name)
+    if name in ("digits", *GENERATED) and path.exists():
+        logging.warning(f"{name} is a built-in set: for the file or folder here say ./{name}")
     if name == "digits":
         from sklearn.datasets import load_digits
 
@@ -1021,6 +1043,7 @@ def find_images(name, shape):
     elif path.is_dir():
         find_in_folder(path, found)
     elif path.exists():
+        found.note_version(path, path.stat())
         find_in_arrays(path, found)
     else:
         find_on_hub(name, found)
@@ -1045,27 +1068,15 @@ def draw_images(kind, shape, found):
             found.add(image, "", part)
 
 
-def folders_in(folder):
-    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not is_hidden(path.name)]
-
-
-def part_folders(root):
-    """{folder: part} of ROOT/train, ROOT/val, ..."""
-    parts = {folder: PARTS.get(folder.name.lower()) for folder in folders_in(root)}
-    return {folder: part for folder, part in parts.items() if part is not None}
-
-
-def is_hidden(name):
-    return name.startswith((".", "__"))  # .ipynb_checkpoints, __MACOSX
-
-
 def find_in_folder(root, found):
     """ROOT/train/CLASS/..., ROOT/val or ROOT/valid, ROOT/test; or ROOT/CLASS/..."""
-    below = folders_in(root)
-    folders = part_folders(root)
-    if not folders and len(below) == 1 and part_folders(below[0]):
-        root = below[0]  # many archives unpack to a folder in a folder
-        folders = part_folders(root)
+    folders = {}
+    others = []
+    for path in sorted(root.iterdir()):
+        if path.name.lower() in PARTS and path.is_dir():
+            folders[path] = PARTS[path.name.lower()]
+        else:
+            others.append(path)
     if not folders:
         walk(root, "", TRAIN, found)
         return
@@ -1073,13 +1084,9 @@ def find_in_folder(root, found):
     if TRAIN not in parts or len(set(parts)) < len(parts):
         names = ", ".join(folder.name for folder in folders)
         raise InputError(f"{root} has {names}: expected train, perhaps val and test, one of each")
-    for path in sorted(root.iterdir()):
-        if path not in folders:
-            found.leave_out("files or folders beside train are not read", path)
+    for path in others:
+        found.leave_out("files or folders beside train are not read", path)
     for folder, part in folders.items():
-        inner = folders_in(folder)
-        if len(inner) == 1 and inner[0].name.lower() in PARTS:  # train/train/CLASS
-            folder = inner[0]
         walk(folder, "", part, found)
 
 
@@ -1091,16 +1098,16 @@ def walk(folder, name, part, found, above=()):
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = Path(entry.path)
-        if is_hidden(entry.name):
+        if entry.name.startswith((".", "__")):  # .ipynb_checkpoints, __MACOSX
             found.leave_out("hidden files or folders are not read", path)
         elif entry.is_dir():
-            own = name or unicodedata.normalize("NFC", entry.name)  # é has two spellings
-            found.classes.add(own)
-            walk(path, own, part, found, (*above, real))
+            found.classes.add(name or entry.name)
+            walk(path, name or entry.name, part, found, (*above, real))
         elif not entry.is_file():
             found.bad.append(f"{path}: a link that leads nowhere, or neither a file nor a folder")
         elif Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN:
             found.add(path, name, part)
+            found.note_version(path, entry.stat())
         else:
             found.leave_out("files have no ending of an image", path)
 
@@ -1124,8 +1131,9 @@ def find_in_arrays(path, found):
         if images.dtype != np.uint8 or not is_square or images.shape[3:] not in ((), (1,), (3,)):
             text = f"{x} is {images.dtype} {images.shape}"
             raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, C)")
-        names = [""] * len(images) if labels is None else map(str, labels.ravel().tolist())
-        names = list(names)
+        names = [""] * len(images)
+        if labels is not None:
+            names = [str(label) for label in labels.ravel().tolist()]
         if len(names) != len(images):
             raise InputError(f"{path}: {x} has {len(images)} images, and {len(names)} labels")
         for image, name in zip(images, names, strict=True):
@@ -1157,15 +1165,14 @@ def find_on_hub(name, found):
         labels = [key for key, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
         if not images:
             raise InputError(f"{name} has no column of images, but {', '.join(kinds)}")
+        found.version.append(table._fingerprint)
         column = table.cast_column(images[0], datasets.Image(decode=False))[images[0]]
         numbers = table[labels[0]] if labels else [None] * len(table)
         for i, number in enumerate(numbers):
-            own = ""
-            if labels:
-                if number in (None, -1):  # some keep the labels of the test part to themselves
-                    found.leave_out("images without a label are not read", f"{split} {i}")
-                    continue
-                own = kinds[labels[0]].names[number]
+            if labels and number in (None, -1):  # some keep the labels of the test part secret
+                found.leave_out("images without a label are not read", f"{split} {i}")
+                continue
+            own = kinds[labels[0]].names[number] if labels else ""
             found.add((column, i), own, PARTS[split])
 
 
@@ -1175,9 +1182,8 @@ def open_image(file):
         return Image.fromarray(np.ascontiguousarray(file.squeeze()))
     if isinstance(file, tuple):
         column, i = file
-        file = column[i]["path"]
-        if column[i]["bytes"]:
-            file = io.BytesIO(column[i]["bytes"])
+        row = column[i]
+        file = io.BytesIO(row["bytes"]) if row["bytes"] else row["path"]
     image = Image.open(file)
     if image.mode[0] in "IF":  # convert would clip their pixels at 255
         raise ValueError(f"mode {image.mode}: expected 8 bits a channel")
@@ -1222,8 +1228,8 @@ def read_images(found, images, digests):
 
 
 def hold_out(parts, labels):
-    """Where no images are there to test or to validate on, some of those to train on become them,
-    of each class the same share. One part beside train is the test."""
+    """Change `parts` (N,) where there are no images to test or to validate on: some of those to
+    train on become them, of each class the same share. A single part beside train is the test."""
     if TEST not in parts:
         parts[parts == VALID] = TEST
     rng = np.random.default_rng(0)
@@ -1231,15 +1237,16 @@ def hold_out(parts, labels):
         if part in parts:
             continue
         train = np.flatnonzero(parts == TRAIN)
-        share = min(share, most / len(train))
+        share = min(share, most / max(1, len(train)))
         for label in np.unique(labels[train]):
             own = rng.permutation(train[labels[train] == label])
             parts[own[: round(share * len(own))]] = part
 
 
 def leave_out_copies(parts, digests, seen):
-    """Of equal images one stays, rather where it is held out. `seen`: digests of other images that
-    none may equal. Returns how many are left out."""
+    """Leave out images of one part that equal images of another: those to test on stay first, then
+    those to validate on. `seen`: digests of other images that none may equal. Returns how many are
+    left out."""
     count = 0
     for part in (TEST, VALID, TRAIN):
         own = np.flatnonzero(parts == part)
@@ -1248,6 +1255,15 @@ def leave_out_copies(parts, digests, seen):
         seen = np.concatenate([seen, digests[own]])
         count += len(copies)
     return count
+
+
+def in_two_classes(digests, labels):
+    """Numbers of images that equal an image of another class."""
+    order = np.lexsort([labels, digests])
+    first = order[:-1]
+    second = order[1:]
+    is_equal = digests[first] == digests[second]
+    return second[is_equal & (labels[first] != labels[second])]
 
 
 def check_parts(name, parts, labels, classes):
@@ -1276,17 +1292,15 @@ def write_images(folder, args, name, found, shape, inside):
     parts = np.array(found.parts, np.uint8)
     unread = read_images(found, images, digests)
     parts[unread] = UNUSED
-    if found.bad and not args.skip_bad_data:
-        text = f"{name}: {len(found.bad)} images are bad (--skip_bad_data leaves them out):"
-        raise InputError(text + list_problems(found.bad))
-
     notes = []
     for why, what in found.left_out.items():
         notes.append(f"{name}: {len(what)} {why}, such as {what[0]}")
     if found.bad:
-        notes.append(
-            f"{name}: {len(found.bad)} bad images are left out:" + list_problems(found.bad)
-        )
+        text = f"{name}: {len(found.bad)} images are bad (--skip_bad_data leaves them out):"
+        notes.append(text + list_problems(found.bad))
+        if not args.skip_bad_data:
+            raise InputError(notes[-1])
+
     classes = []
     labels = np.zeros(len(images), np.int64)
     others = np.zeros(0, np.uint64)
@@ -1296,11 +1310,16 @@ def write_images(folder, args, name, found, shape, inside):
         labels = np.array([numbers.get(own, -1) for own in found.names])
         loose = np.flatnonzero(labels < 0)
         if len(classes) < 2:
-            text = f"{name} has {len(classes)} classes"
-            raise InputError(f"{text}: expected two or more, as in train/CLASS/...")
+            text = f"{name} has {len(classes)} classes: {' '.join(classes)}"
+            raise InputError(f"{text}; expected two or more, as in train/CLASS/...")
         if len(loose) > 0:
             text = f"{name}: {len(loose)} images have no class, such as {found.what(loose[0])}"
             raise InputError(f"{text}: expected train/CLASS/...")
+        whole = np.flatnonzero(parts != UNUSED)
+        doubted = whole[in_two_classes(digests[whole], labels[whole])]
+        if len(doubted) > 0:
+            text = f"{len(doubted)} images equal an image of another class"
+            notes.append(f"{name}: {text}, such as {found.what(doubted[0])}")
     else:
         others = np.load(inside / "digests.npy")
     hold_out(parts, labels)
@@ -1319,43 +1338,43 @@ def write_images(folder, args, name, found, shape, inside):
 
 def prepare(args, name, inside=None):
     """The folder with the images that `name` names, read once, and kept. inside: the folder of the
-    images to classify, of which OOD images have the shape. (rank 0)"""
+    images to classify, of which OOD images have the shape. What there is to read is listed at every
+    start: so a changed folder is noticed. (rank 0)"""
     shape = args.image_shape
     if inside is not None:
         shape = np.load(inside / "images.npy", mmap_mode="r").shape[1:3]
-    found = find_images(name, shape)
+    try:
+        found = find_images(name, shape or [3, 32])
+    except OSError as error:  # a folder that may not be read
+        raise InputError(f"{name}: {error}") from None
     first = found.files[0]
-    if inside is None and isinstance(first, np.ndarray):  # arrays have a shape of their own
+    if shape is None and isinstance(first, np.ndarray):
         shape = [first.shape[2] if first.ndim == 3 else 1, len(first)]
+    elif shape is None:
+        shape = [3, 32]
     key = [READER, name, inside and inside.name, args.skip_bad_data, list(shape), len(found.files)]
-    files = found.files if isinstance(first, Path) else [Path(name)]
-    for path in files:
-        if path.exists():
-            stat = path.stat()
-            key.append([str(path), stat.st_size, stat.st_mtime_ns])
 
     def write(folder):
         write_images(folder, args, name, found, shape, inside)
 
-    return cached(args.cache_dir, "images", key + found.bad, write)
+    return cached(args.cache_dir, "images", key + found.version + found.bad, write)
 
 
-def as_options(parser, words):
-    """`CONFIG.yaml KEY=VALUE SECTION.KEY=VALUE ...`, as the original is called, as options."""
-    if words and words[0].endswith((".yaml", ".yml", ".json")) and "=" not in words[0]:
-        words = [f"--config={words[0]}", *words[1:]]
-    known = parser._option_string_actions
+def as_options(words, known):
+    """The original's words as options: CONFIG.yaml is --config=CONFIG.yaml, lr=1 is --lr=1,
+    attack.max_steps=9 is --attack_max_steps=9, and model.norm=layer is --norm=layer. `known`: the
+    names of all options."""
     options = []
     for word in words:
-        name, equals, value = word.partition("=")
-        section, _, key = name.removeprefix("--").rpartition(".")
-        before = known.get(options[-1]) if options else None
-        is_value = before is not None and before.nargs is None  # of the option before it
-        if not is_value and (equals or word.startswith("--")):
-            for option in (f"--{key}", f"--{section}_{key}"):
+        key, equals, value = word.partition("=")
+        section, _, name = key.removeprefix("--").rpartition(".")
+        if not options and not equals and key.endswith((".yaml", ".yml", ".json")):
+            word = f"--config={word}"
+        elif equals or key.startswith("--"):
+            for option in (f"--{name}", f"--{section}_{name}"):
                 if option in known:
-                    name = option
-        options.append(name + equals + value)
+                    word = option + equals + value
+        options.append(word)
     return options
 
 

@@ -88,10 +88,11 @@ def parse_args():
 
 
 def batches(source, ids, device, args):
-    """(numbers, images (B, C, S, S)), some of `ids` at a time"""
+    """(images (B, C, S, S), labels (B,)), some of `ids` at a time"""
     for first in tqdm(range(0, len(ids), args.batch_size), disable=None):
         some = ids[first : first + args.batch_size]
-        yield some, pictures(source, some, device)
+        labels = torch.from_numpy(source.labels[some]).to(device)
+        yield pictures(source, some, device), labels
 
 
 # ---- Robust accuracy ---------------------------------------------------------------------------
@@ -104,16 +105,21 @@ def margin(logits, labels):
 
 
 @torch.no_grad()
-def best_score(attack, x, labels, steps, score, start=None):
-    """The highest score(logits, labels) (B,) on the way of an attack from `start` (the images),
-    whose steps shrink along half a cosine."""
-    z = x if start is None else start
+def best_score(net, gain, eps, norm, x, labels, steps, score, start=None):
+    """The highest score(logits, labels) (B,) on the way of an attack up `gain`, from `start` (else
+    the images), whose steps shrink along half a cosine."""
     highest = torch.full((len(x),), -math.inf, device=x.device)
+
+    def noting_gain(logits, labels):  # the attack calls it at each point on its way
+        highest.copy_(torch.maximum(highest, score(logits.detach(), labels)))
+        return gain(logits, labels)
+
+    attack = Attack(net, noting_gain, eps / 2, eps, norm)
+    z = x if start is None else start
     for number in range(steps):
-        size = attack.size * (0.5 + 0.5 * math.cos(math.pi * number / steps))
-        z, logits = attack.step(z, x, labels, size)
-        highest = torch.maximum(highest, score(logits, labels))
-    return torch.maximum(highest, score(attack.net(z), labels))
+        attack.size = eps / 2 * (0.5 + 0.5 * math.cos(math.pi * number / steps))
+        z = attack.step(z, x, labels)
+    return torch.maximum(highest, score(net(z), labels))
 
 
 def random_points(x, eps, norm, rng):
@@ -135,8 +141,7 @@ def towards(target, logits, labels):
 
 def survivors(model, x, labels, norm, eps, args, rng):
     """(B,) whether each image is told right wherever the attack looks."""
-    with torch.no_grad():
-        logits = model(x)
+    logits = model(x)
     alive = margin(logits, labels) < 0
     wrong = logits.scatter(1, labels[:, None], -math.inf)
     ranking = wrong.argsort(1, descending=True)[:, :-1]  # the last one is the right class
@@ -150,8 +155,8 @@ def survivors(model, x, labels, norm, eps, args, rng):
         if number > 0:
             start = random_points(x[left], eps, norm, rng)
             gain = partial(towards, ranking[left, (number - 1) % ranking.shape[1]])
-        attack = Attack(model, gain, eps / 2, eps, norm)
-        worst = best_score(attack, x[left], labels[left], args.attack_steps, margin, start)
+        steps = args.attack_steps
+        worst = best_score(model, gain, eps, norm, x[left], labels[left], steps, margin, start)
         alive[left] = worst < 0
     return alive
 
@@ -163,10 +168,8 @@ def measure_accuracy(model, options, inside, device, args):
     names = ["clean", *[f"robust@{eps:g}" for eps in radii], "cross_entropy"]
     found = dict.fromkeys(names, 0.0)
     rng = torch.Generator().manual_seed(0)  # of the random starts
-    for some, x in batches(inside, ids, device, args):
-        labels = torch.from_numpy(inside.labels[some]).to(device)
-        with torch.no_grad():
-            logits = model(x)
+    for x, labels in batches(inside, ids, device, args):
+        logits = model(x)
         found["clean"] += (logits.argmax(1) == labels).sum().item()
         found["cross_entropy"] += cross_entropy(logits, labels).sum().item()
         for eps in radii:
@@ -180,13 +183,13 @@ def measure_accuracy(model, options, inside, device, args):
 
 def measure_detection(model, options, inside, sources, device, args):
     eps = args.ood_eps or script.OOD_RADIUS * options["indist_attack_clf_eps"]
-    attack = Attack(model, logsumexp, eps / 2, eps, options["indist_attack_clf_norm"])
+    norm = options["indist_attack_clf_norm"]
 
     def scores(source, most, steps):
         """(n,) logsumexp f(x), the highest on the way of an attack of so many steps"""
         found = []
-        for _, x in batches(source, source.some("test", most), device, args):
-            found.append(best_score(attack, x, None, steps, logsumexp))
+        for x, _ in batches(source, source.some("test", most), device, args):
+            found.append(best_score(model, logsumexp, eps, norm, x, None, steps, logsumexp))
         return torch.cat(found)
 
     real = scores(inside, args.images, 0)
