@@ -9,6 +9,7 @@ import json
 import lzma
 import random
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -159,7 +160,7 @@ def test_bad_records_are_listed_with_their_lines(tmp_path):
         prepare(tmp_path / "x")
     first, *lines = str(caught.value).split("\n  ")
     assert "30 records are not proteins (--skip_bad_data" in first
-    assert lines == [*problems[:20], "... and 10 more"]
+    assert lines == problems[:20]
     found, meta = prepare(tmp_path / "x", "--skip_bad_data")
     assert found == split_of(good) and meta["bad"] == problems
 
@@ -167,7 +168,8 @@ def test_bad_records_are_listed_with_their_lines(tmp_path):
 def test_bad_entries_of_lists(tmp_path):
     good = some_sequences(60, seed=3)
     torch.save([*good[:30], "", 5, {"name": "MKV"}, "MK-V", *good[30:]], tmp_path / "x")
-    said = [f"entry {number}: no residues" for number in (30, 31, 32)]
+    keys = "has no protein_seq, sequence or text"
+    said = ["entry 30: no residues", "entry 31: no residues", f"entry 32 {keys}: no residues"]
     said.append("entry 33: '-' among the residues")
     found, meta = prepare(tmp_path / "x", "--skip_bad_data")
     assert found == split_of(good) and meta["bad"] == said
@@ -182,7 +184,7 @@ FASTQ = "".join(f"@r{i}\n" + 3 * "ACGTACGTAA\n" + "+\n" + 3 * "IIIIIIIIII\n" for
 PLAIN = fasta(some_sequences(3000, seed=4)).encode()
 PACKED = gzip.compress(PLAIN)
 HALF = len(PACKED) // 2
-GZ = "cannot be read to its end, fetch it again"
+GZ = "cannot be read to its end, expected a whole file: "
 HOSTILE = {
     "dna": (nucleotides("ACGT").encode(), "it is DNA or RNA: 100% of its letters"),
     "rna": (nucleotides("acgun").encode(), "it is DNA or RNA"),
@@ -198,8 +200,8 @@ HOSTILE = {
     "words": (b"\n \nsome words\n>a\nMKV\n", "'some words' before the first '>'"),
     "json": (b'[{"sequence": "MKV"}]', "among the residues"),
     "csv": (b"id,sequence\n1,MKV\n", r"line 2: '1,' among the residues"),
-    "one": (b">a\nMKV\n", "1 proteins to train on, 0 bad ones left out, none held out"),
-    "zip": (b"PK\3\4" + bytes(100), "expected a whole file of torch.save"),
+    "one": (b">a\nMKV\n", "1 proteins to train on, 0 held out, 0 bad ones: expected more"),
+    "zip": (b"PK\3\4" + bytes(100), GZ),
     "weights": (saved({"model": torch.zeros(3)}), "expected a list"),
     "zst": (b"(\xb5/\xfd" + bytes(9), "zst"),
     "cut": (PACKED[:HALF], GZ),
@@ -222,6 +224,13 @@ def test_hostile_files(tmp_path, name):
         with pytest.raises(script.InputError, match=what):
             prepare(tmp_path / name, "--skip_bad_data")
     assert not [*tmp_path.glob("*.cache/*")]
+
+
+def test_want_of_memory_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(PLAIN)
+    monkeypatch.setattr(script, "open_text", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        prepare(tmp_path / "x")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -341,8 +350,9 @@ def test_metrics_by_hand():
 def test_likeness_by_hand():
     """Without gaps, at the best place, over the longer length."""
     held_out = ["ACDEFGHIKL", "WWWW"]
-    assert sampler.nearest(["ACDEFGHIKL"], held_out) == 1
-    assert sampler.nearest(["DEFGH"], held_out) == 0.5
-    assert sampler.nearest(["MMACDEFGHIKL"], held_out) == pytest.approx(10 / 12)
-    assert sampler.nearest(["ACDMMMMIKL", "YYYY"], held_out) == pytest.approx(0.6 / 2)
-    assert sampler.nearest(held_out, held_out) == 0  # not to themselves
+    assert sampler.likeness("ACDEFGHIKL", held_out) == 1
+    assert sampler.likeness("DEFGH", held_out) == 0.5
+    assert sampler.likeness("MMACDEFGHIKL", held_out) == pytest.approx(10 / 12)
+    found = sampler.compare(["ACDMMMMIKL", "YYYY"], ["ACD"], held_out, 0)
+    assert found["nearest"] == pytest.approx(0.6 / 2)
+    assert found["nearest, held out"] == 0  # not to themselves
