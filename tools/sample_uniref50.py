@@ -65,9 +65,6 @@ def parse_args(words=None):
 
     if args.infill is not None and args.length > 0:
         parser.error("--length and --infill: give one of the two")
-    for path in (args.infill, args.compare):
-        if path is not None and not path.is_file():
-            parser.error(f"{path}: there is no such file")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.out.exists():
@@ -95,14 +92,10 @@ def load(path, device):
 
 def draw_lengths(counts, number, seed, most):
     """Lengths in residues as in the training data. counts: {residues: sequences}."""
-    values = np.array([int(length) for length in counts])
+    lengths = np.array([int(length) for length in counts])
     shares = np.array([*counts.values()]) / sum(counts.values())
     generator = np.random.default_rng([seed, number])
-    return np.minimum(generator.choice(values, number, p=shares), most)
-
-
-def empty_template(residues):
-    return np.array([BEGIN, *[MASK] * residues, END], np.uint8)
+    return np.minimum(generator.choice(lengths, number, p=shares), most)
 
 
 def read_templates(path, copies, most):
@@ -135,13 +128,12 @@ def make_templates(args, state):
     if args.infill is not None:
         return read_templates(args.infill, args.count, most)
     if args.length > most:
-        text = f"--length {args.length}: the network was trained on at most {most} residues"
-        raise InputError(text)
-    lengths = draw_lengths(state["loop"]["lengths"], args.count, args.seed, most)
-    if args.length > 0:
-        lengths[:] = args.length
+        raise InputError(f"--length {args.length}: the network knows at most {most} residues")
+    lengths = [args.length] * args.count
+    if args.length == 0:
+        lengths = draw_lengths(state["loop"]["lengths"], args.count, args.seed, most)
     names = [f"sample_{number}" for number in range(args.count)]
-    return [empty_template(length) for length in lengths], names
+    return [np.array([BEGIN, *[MASK] * length, END], np.uint8) for length in lengths], names
 
 
 # --------------------------------------------------------------------------------------------------
@@ -170,11 +162,11 @@ def draw_residues(logits, uniform):
 
 
 @torch.no_grad()
-def draw_sequences(predict, templates, numbers, device, method, steps, seed, progress=iter):
+def draw_sequences(predict, templates, numbers, device, method, steps, seed, title=""):
     """Fill in the MASKs of templates; a list of token arrays.
 
     numbers: of the samples; what is drawn for one depends on (seed, its number) alone. steps:
-    network calls; 0: one for each residue. progress: a progress bar, as tqdm."""
+    network calls; 0: one for each residue. title: of the progress bar."""
     batch = script.make_batch(templates, np.zeros(len(templates)), numbers, 1)
     free = np.flatnonzero(batch.noisy.numpy() == MASK)
     owner = batch.owner.numpy()[free]
@@ -188,6 +180,7 @@ def draw_sequences(predict, templates, numbers, device, method, steps, seed, pro
         draws[mine] = np.random.default_rng([seed, number]).random(draws[mine].shape)
 
     draw = draw_rigorously if method == "rigorous" else draw_simply
+    progress = functools.partial(tqdm, desc=title, unit=" steps", disable=None, leave=False)
     found = draw(predict, batch.to(device), free, owner, draws, steps, progress)
     return [tokens.numpy() for tokens in found.cpu().split(batch.lengths)]
 
@@ -253,10 +246,9 @@ def draw(args, predict, templates, device):
     for start in range(0, len(order), args.batch_size):
         numbers = order[start : start + args.batch_size]
         title = f"{start + len(numbers)}/{len(order)} samples"
-        progress = functools.partial(tqdm, desc=title, unit=" steps", disable=None, leave=False)
         batch = [templates[i] for i in numbers]
         how = (args.method, args.steps, args.seed)
-        sequences = draw_sequences(predict, batch, numbers, device, *how, progress)
+        sequences = draw_sequences(predict, batch, numbers, device, *how, title)
         found.update(zip(numbers, sequences, strict=True))
     return [found[i] for i in range(len(templates))]
 
@@ -281,7 +273,7 @@ def write_fasta(args, texts, names):
 
 def read_reference(path, val_ratio):
     """(sequences that are not held out, those that are) of a file, as texts."""
-    parts = {False: [], True: []}
+    parts = {False: [], True: []}  # by whether they are held out
     bad = []
     for place, sequence in tqdm(script.read_records(path), unit=" records", disable=None):
         tokens, problem = script.encode(sequence)
