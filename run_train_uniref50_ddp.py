@@ -1,9 +1,9 @@
 """Train a language model of proteins on UniRef50 by masked diffusion.
 
-Of the residues of a sequence some are hidden: one, or two, or all, each number being equally
-likely. A transformer that reads in both directions predicts them. Their mean cross entropy, times
-the number of residues, is on average a bound on -log p of the sequence, given its length: the one
-of SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
+Some residues of a sequence are hidden: one, two, or up to all, each number is equally likely. A
+transformer that reads in both directions predicts them. Their mean cross entropy, times the number
+of residues, is on average a bound on -log p of the sequence, given its length. It is the bound of
+SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
 
     ./run_train_uniref50_ddp.sh --config configs/config_uniref50_quickstart.yaml   # all GPUs
     python run_train_uniref50_ddp.py --datafile uniref50.fasta.gz --nproc_per_node 2
@@ -13,16 +13,12 @@ of SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (U
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (sequences), data_wait (share of the time). val/..., of averaged weights: nelbo (the
-bound of held-out sequences, of the long ones' crops, nats per residue) beside unigram (by how often
-each residue occurs in the training data), below_unigram (their difference), nelbo_se,
-below_unigram_se (standard errors), perplexity.
+bound on held-out sequences, nats per residue; of a long sequence a part counts as the whole) beside
+unigram (by how often each residue occurs in the training data), below_unigram (their difference),
+nelbo_se, below_unigram_se (standard errors), perplexity.
 
 Files in --output_dir: latest.pt, previous.pt, best.pt, metrics.jsonl; at the end summary.json,
 curves.png. The same command, given again, goes on from latest.pt.
-
-Unlike the original (architvasan/protein_lig_sedd): the loss counts residues and not padding, no
-residue is deleted, sequences begin and end with tokens of their own, all residues may be hidden,
-and all times are optimizer steps.
 
 Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
 that only rank 0 does. The task comes first, then the reading of files, then what all scripts share.
@@ -105,7 +101,8 @@ def parse_args():
     add = parser.add_argument_group("training").add_argument
     text = "a new run has batch_size x accum x GPUs samples a step, or --global_batch_size"
     add("--accum", type=COUNT, default=4, help=text)
-    add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most, whatever the GPUs")
+    text = "optimizer steps at most; with more GPUs the same steps see more data"
+    add("--n_iters", type=COUNT, default=500_000, help=text)
     add("--epochs", type=COUNT, default=50, help="passes over the data at most")
     add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
 
@@ -195,8 +192,8 @@ def is_residue(tokens):
 
 
 def make_batch(sequences, shares, seeds, count):
-    """Hide a share of the residues of each sequence, rounded up. Which ones, depends on its seed
-    alone. sequences: arrays of tokens; shares: from 0 to 1; count: see Batch."""
+    """Hide a share of the residues of each sequence, rounded up. The seed of a sequence says which.
+    sequences: arrays of tokens; shares: numbers from 0 to 1; count: see Batch."""
     lengths = [len(tokens) for tokens in sequences]
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -238,8 +235,8 @@ class Proteins:
         return len(self.offsets) - 1
 
     def __getitem__(self, rows):
-        """The lengths of the crops of these rows, in tokens. GlobalBatchSampler looks up the cost
-        of samples so, and no array of 60 million lengths is needed."""
+        """The lengths of the crops of these rows, in tokens. So GlobalBatchSampler can take this
+        object for the costs of all sequences, of which no array is needed."""
         return np.minimum(self.offsets[rows + 1] - self.offsets[rows], self.most)
 
     def crops(self, rows, draws):
@@ -255,9 +252,9 @@ class Proteins:
 
 
 class NoisyProteins(Dataset):
-    """Micro-batches of the training part. Crops and hidden residues depend on (seed, step, place in
-    the global batch) alone, and so not on the number of ranks. A rank draws crops and shares, two
-    numbers for each sequence, for the whole global batch; hidden residues for its own sequences."""
+    """Micro-batches of the training part. Crops and hidden residues depend on seed, step, and place
+    in the global batch, not on the number of ranks. Each rank draws the crops and shares of the
+    whole global batch, two numbers for each sequence, and hides residues of its own sequences."""
 
     def __init__(self, proteins, seed):
         self.proteins = proteins
@@ -267,7 +264,7 @@ class NoisyProteins(Dataset):
         """item, of the sampler: the step, the rows of the global batch, and the places in it of
         this micro-batch."""
         step, rows, places = item
-        # 1 and place + 2: the sampler has [seed, epoch], which numpy takes for [seed, epoch, 0]
+        # the third number is not 0: numpy takes [seed, step, 0] for the sampler's [seed, epoch]
         generator = np.random.default_rng([self.seed, step, 1])
         starts, ends, residues = self.proteins.crops(rows, generator.random(len(rows)))
         shares = spread_shares(len(rows), generator)
@@ -365,8 +362,8 @@ class Denoiser(nn.Module):
 
     def forward(self, batch):
         """Logits (M, 26) of the hidden residues, in fp32."""
-        # The noise level sigma: a share 1 - exp(-sigma) of a sequence is hidden (Lou et al. 2024).
-        # It is infinite where all is hidden, so 99.9 % count as all.
+        # The network is told the noise level sigma of each sequence: a share 1 - exp(-sigma) is
+        # hidden (Lou et al. 2024). If all is hidden, sigma would be infinite: 99.9 % stand for all.
         numbers = torch.arange(len(batch.lengths), dtype=torch.int32, device=batch.noisy.device)
         owners = batch.owner[:, None] == numbers  # (T, B)
         hidden = (owners & (batch.noisy == MASK)[:, None]).sum(0)
@@ -401,12 +398,13 @@ class Denoiser(nn.Module):
 def share_of_loss(logits, batch):
     """What this micro-batch adds to the loss of the step, the bound in nats per residue.
 
-    The weight of a hidden residue is n / k where k of n residues are hidden. All k are equally
-    likely, so the weighted sum is on average a bound on -log p of the sequence (Uria et al. 2014);
-    it is also that of SEDD and MDLM, whose k vary at random around their time (Ou et al. 2025).
+    Where k of n residues are hidden, each has the weight n / k. All k are equally likely, so the
+    weighted sum is on average a bound on -log p of the sequence (Uria et al. 2014). SEDD and MDLM
+    draw a time and hide each residue with this chance; on average that is the same loss (Ou et al.
+    2025).
 
-    The sum is divided by the residues of the whole global batch. So what all micro-batches of all
-    ranks add is the mean over residues, and not a mean of means."""
+    The sum is divided by the residues of the whole global batch. So the shares of all micro-batches
+    and ranks add up to the mean over residues; a mean of their means would be another number."""
     nats = F.cross_entropy(logits, batch.targets, reduction="none")
     return (nats * batch.weights).sum() / batch.count
 
@@ -439,7 +437,7 @@ def evaluate(model, data, args, autocast, device):
         part = batches[first + dist.get_rank()]
         mine = [sequences[i] for i in part]
         for draw in range(args.eval_draws):
-            # the second of two draws hides half of the residues more or fewer than the first
+            # of two draws, the second one hides half of the residues more, or fewer, than the first
             shifted = 1 - (shares[part] + draw / args.eval_draws) % 1
             seeds = [[row, draw + 1] for row in rows[part]]
             batch = make_batch(mine, shifted, seeds, count=1).to(device)
@@ -461,7 +459,8 @@ def mean_and_error(nats, residues):
 
 
 def summarize(nats, sequences, residues, letters):
-    """Metrics of the model's nats (sequences, draws), and of the residues' shares by `letters`."""
+    """Metrics of the model's nats (sequences, draws). letters: how often each residue occurs in the
+    training part."""
     nats = nats.mean(1)
     letters = np.array(letters) + 0.5  # a residue that the training part lacks costs much
     surprise = np.zeros(VOCABULARY)  # of other tokens: 0
@@ -502,12 +501,6 @@ def make_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, fused=True, **options)
 
 
-@torch.no_grad()
-def update_average(average, model, decay):
-    """Move the weights of `average` towards those of the model."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
-
-
 def train(args, device, data, model, state, log, loop):
     """Returns why training was stopped, or "" if it has ended. `loop` says where training stands.
     (all ranks)"""
@@ -531,8 +524,11 @@ def train(args, device, data, model, state, log, loop):
     average = copy.deepcopy(model).eval()  # exponential moving average of the weights
     if state:
         restore(state, model=model, average=average, optimizer=optimizer, scaler=scaler)
-    # Compiled block by block, not as a whole: DDP then still sends the gradients of one block while
-    # those of the next are computed. One program serves all blocks and all numbers of tokens.
+    averaged = list(average.parameters())
+    weights = list(model.parameters())
+    # Compiled here, block by block, and not as a whole by wrap_ddp: DDP then still sends the
+    # gradients of one block while those of the next are computed. One program serves all blocks and
+    # all numbers of tokens.
     if args.compile:
         for block in model.blocks:
             block.compile(dynamic=True)
@@ -597,11 +593,13 @@ def train(args, device, data, model, state, log, loop):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = share_of_loss(ddp_model(batch), batch)
-            scaler.scale(loss * world_size).backward()  # DDP takes the ranks' mean; this is a sum
+            # DDP divides the sum over the ranks by their number, but the shares are to be added up
+            scaler.scale(loss * world_size).backward()
             shares += torch.stack([loss.detach(), (batch.noisy >= FIRST).sum()])
         norm = update_if_finite(args, model, kept, optimizer, scaler)
-        # early weights are soon forgotten
-        update_average(average, model, decay=min(args.ema, (1 + step) / (10 + step)))
+        decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
+        with torch.no_grad():
+            torch._foreach_lerp_(averaged, weights, 1 - decay)
         meter.add(shares, norm)
         loop["step"] += 1
         bar.update()
