@@ -197,20 +197,22 @@ def make_batch(sequences, shares, seeds, count):
     lengths = [len(tokens) for tokens in sequences]
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    tokens = np.concatenate(sequences)
+    residues = np.flatnonzero(is_residue(tokens))
     hidden = []
     weights = []
-    for tokens, start, share, seed in zip(sequences, starts[:-1], shares, seeds, strict=True):
-        places = start + np.flatnonzero(is_residue(tokens))
+    parts = np.split(residues, np.searchsorted(residues, starts[1:-1]))  # of each sequence
+    for places, share, seed in zip(parts, shares, seeds, strict=True):
         number = math.ceil(share * len(places))
-        hidden.append(np.random.default_rng(seed).permutation(places)[:number])
-        weights.append(np.full(number, len(places)) / number)
+        draws = np.random.default_rng(seed).random(len(places))
+        hidden.append(places[draws.argsort()[:number]])
+        weights += number * [len(places) / max(1, number)]
 
-    tokens = np.concatenate(sequences)
     hidden = np.concatenate(hidden)
     targets = tokens[hidden].astype(np.int64) - FIRST
     positions = np.arange(len(tokens), dtype=np.int32) - starts[owner]
     tokens[hidden] = MASK
-    weights = np.concatenate(weights).astype(np.float32)
+    weights = np.array(weights, np.float32)
     arrays = (tokens, positions, owner, starts, hidden, targets, weights)
     return Batch(*map(torch.from_numpy, arrays), lengths, int(count))
 
