@@ -1,27 +1,24 @@
 """Train a language model of proteins on UniRef50 by masked diffusion.
 
-Residues of a sequence are hidden at a random rate, from none to all. A transformer that reads in
-both directions predicts them. Its cross entropy, weighted by one over the time, bounds the
-likelihood of the sequence (SEDD, Lou et al. 2024; MDLM, Sahoo et al. 2024).
+Some residues of a sequence are hidden: one, two, or up to all, each number is equally likely. A
+transformer that reads in both directions predicts them. Their mean cross entropy, times the number
+of residues, is on average a bound on -log p of the sequence, given its length. It is the bound of
+SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
 
     ./run_train_uniref50_ddp.sh --config configs/config_uniref50_quickstart.yaml   # all GPUs
     python run_train_uniref50_ddp.py --datafile uniref50.fasta.gz --nproc_per_node 2
     torchrun --standalone --nproc_per_node=8 run_train_uniref50_ddp.py --datafile uniref50.fasta.gz
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
 
-Logged, over all ranks: step, epoch, lr, loss (the bound, nats per residue), residues (of a step),
-grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
-(sequences), data_wait (share of the time). val/..., of averaged weights: nelbo (the bound on
-held-out sequences, nats per residue) beside unigram (by how often each residue occurs in the
-training data), below_unigram (their difference), nelbo_se, below_unigram_se (standard errors),
-perplexity.
+Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
+(of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
+samples_per_s (sequences), data_wait (share of the time). val/..., of averaged weights: nelbo (the
+bound on held-out sequences, nats per residue; of a long sequence a part counts as the whole) beside
+unigram (by how often each residue occurs in the training data), below_unigram (their difference),
+nelbo_se, below_unigram_se (standard errors), perplexity.
 
 Files in --output_dir: latest.pt, previous.pt, best.pt, metrics.jsonl; at the end summary.json,
 curves.png. The same command, given again, goes on from latest.pt.
-
-Unlike the original (architvasan/protein_lig_sedd): the loss counts residues and not padding, no
-residue is deleted, sequences begin and end with tokens of their own, the schedule ends fully
-hidden, and all times are optimizer steps.
 
 Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
 that only rank 0 does. The task comes first, then the reading of files, then what all scripts share.
@@ -102,8 +99,10 @@ def parse_args():
     add("--dropout", type=number(0, 0.999), default=0.1, help="after attention and MLP")
 
     add = parser.add_argument_group("training").add_argument
-    add("--accum", type=COUNT, default=4, help="micro-batches per step, of a new run")
-    add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most")
+    text = "a new run has batch_size x accum x GPUs samples a step, or --global_batch_size"
+    add("--accum", type=COUNT, default=4, help=text)
+    text = "optimizer steps at most; with more GPUs the same steps see more data"
+    add("--n_iters", type=COUNT, default=500_000, help=text)
     add("--epochs", type=COUNT, default=50, help="passes over the data at most")
     add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
 
@@ -123,7 +122,8 @@ def parse_args():
 
     add = parser.add_argument_group("eval").add_argument
     add("--eval_freq", type=COUNT, default=2000, help="steps between evaluations")
-    add("--eval_sequences", type=COUNT, default=2000, help="held-out sequences at most")
+    two = number(2, kind=int)  # of one there is no standard error
+    add("--eval_sequences", type=two, default=2000, help="held-out sequences at most")
     add("--eval_draws", type=COUNT, default=2, help="draws of the noise for each of them")
     add("--eval_batch_size", type=COUNT, default=16, help="sequences per forward pass")
 
@@ -142,8 +142,9 @@ def parse_args():
     parser.set_defaults(log_every=100, save_every=2000)
     args = parse_with_config(parser)
 
-    if args.hidden_size % (2 * args.n_heads) != 0:
-        text = f"must be {args.n_heads} heads times an even number"
+    width, rest = divmod(args.hidden_size, args.n_heads)
+    if rest > 0 or width % 8 != 0 or width > 256:  # flash attention has these limits
+        text = f"must be {args.n_heads} heads times a multiple of 8, at most 256"
         parser.error(f"--hidden_size {args.hidden_size}: {text}")
     if args.cond_dim % 2 != 0:
         parser.error(f"--cond_dim {args.cond_dim}: must be even")
@@ -166,9 +167,6 @@ KINDS = len(RESIDUES)
 MASK = 36
 VOCABULARY = 64
 
-EARLIEST = 1e-3  # time; the weight of a hidden residue, 1 / time, is at most 1000
-ALL_BUT = 1e-3  # share that is not hidden at time 1, for a finite noise (Lou et al. 2024)
-
 
 class Batch(NamedTuple):
     """Sequences of different lengths, not padded but laid one after the other: T tokens of B
@@ -178,10 +176,9 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # (T,) int32, of a token in its sequence
     owner: torch.Tensor  # (T,) int32, the sequence of a token
     starts: torch.Tensor  # (B + 1,) int32, where each sequence starts, and where the last one ends
-    sigma: torch.Tensor  # (B,) float32, the noise level
     hidden: torch.Tensor  # (M,) int64, the places of the hidden residues in `noisy`
     targets: torch.Tensor  # (M,) int64, which residues they are, from 0 to 25
-    weights: torch.Tensor  # (M,) float32, of their cross entropies in the loss
+    weights: torch.Tensor  # (M,) float32, residues of the sequence / hidden ones
     lengths: list  # of the sequences, in tokens
     count: int  # residues of the whole global batch: the loss is divided by it
 
@@ -194,33 +191,36 @@ def is_residue(tokens):
     return (tokens >= FIRST) & (tokens < FIRST + KINDS)
 
 
-def noise_level(shares):
-    """The noise sigma at which these shares of the residues are hidden: shares = 1 - exp(-sigma).
-    The schedule is the log-linear one, whose shares are (1 - ALL_BUT) x time (Lou et al. 2024)."""
-    return -np.log1p(-np.minimum(shares, 1 - ALL_BUT))
-
-
-def make_batch(sequences, hide, shares, weights, count):
-    """sequences and hide: arrays of tokens, and which of them to hide. For each sequence the share
-    that is hidden, and the weight of its cross entropies."""
+def make_batch(sequences, shares, seeds, count):
+    """Hide a share of the residues of each sequence, rounded up. The seed of a sequence says which.
+    sequences: arrays of tokens; shares: numbers from 0 to 1; count: see Batch."""
     lengths = [len(tokens) for tokens in sequences]
-    tokens = np.concatenate(sequences)
-    hide = np.concatenate(hide)
-    hidden = np.flatnonzero(hide)
-    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     starts = np.cumsum([0, *lengths], dtype=np.int32)
-    return Batch(
-        torch.from_numpy(np.where(hide, np.uint8(MASK), tokens)),
-        torch.from_numpy(np.arange(len(tokens), dtype=np.int32) - starts[owner]),
-        torch.from_numpy(owner),
-        torch.from_numpy(starts),
-        torch.from_numpy(noise_level(shares).astype(np.float32)),
-        torch.from_numpy(hidden),
-        torch.from_numpy(tokens[hidden].astype(np.int64) - FIRST),
-        torch.from_numpy(weights[owner[hidden]].astype(np.float32)),
-        lengths,
-        int(count),
-    )
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    tokens = np.concatenate(sequences)
+    residues = np.flatnonzero(is_residue(tokens))
+    hidden = []
+    weights = []
+    parts = np.split(residues, np.searchsorted(residues, starts[1:-1]))  # of each sequence
+    for places, share, seed in zip(parts, shares, seeds, strict=True):
+        number = math.ceil(share * len(places))
+        draws = np.random.default_rng(seed).random(len(places))
+        hidden.append(places[draws.argsort()[:number]])
+        weights += number * [len(places) / max(1, number)]
+
+    hidden = np.concatenate(hidden)
+    targets = tokens[hidden].astype(np.int64) - FIRST
+    positions = np.arange(len(tokens), dtype=np.int32) - starts[owner]
+    tokens[hidden] = MASK
+    weights = np.array(weights, np.float32)
+    arrays = (tokens, positions, owner, starts, hidden, targets, weights)
+    return Batch(*map(torch.from_numpy, arrays), lengths, int(count))
+
+
+def spread_shares(number, generator):
+    """Shares above 0, and up to 1, for a number of sequences. Each share alone is uniform, together
+    they are spread evenly: less noise than independent ones (Kingma et al. 2021)."""
+    return 1 - (generator.permutation(number) + generator.random()) / number
 
 
 class Proteins:
@@ -237,16 +237,16 @@ class Proteins:
         return len(self.offsets) - 1
 
     def __getitem__(self, rows):
-        """Tokens of their crops. The sampler takes it for their cost: so it need not hold a number
-        for each of 60 million sequences."""
+        """The lengths of the crops of these rows, in tokens. So GlobalBatchSampler can take this
+        object for the costs of all sequences, of which no array is needed."""
         return np.minimum(self.offsets[rows + 1] - self.offsets[rows], self.most)
 
     def crops(self, rows, draws):
-        """(starts, ends, residues) of crops: which tokens they are, and how many of them are
-        residues. A crop is the whole sequence if it is short enough; else it begins anywhere, by a
-        number from 0 to below 1 for each sequence."""
+        """(starts, ends, residues): which tokens the crops of these rows are, and how many of them
+        are residues. A crop is the whole sequence if it is short enough; else a part of it, which
+        begins where `draws` say, a number from 0 to below 1 for each row."""
         whole = self.offsets[rows + 1] - self.offsets[rows]
-        lengths = np.minimum(whole, self.most)
+        lengths = self[rows]
         first = (draws * (whole - lengths + 1)).astype(np.int64)
         residues = lengths - (first == 0) - (first + lengths == whole)  # without BEGIN and END
         starts = self.offsets[rows] + first
@@ -254,35 +254,25 @@ class Proteins:
 
 
 class NoisyProteins(Dataset):
-    """Micro-batches of the training part. Crops, times and hidden residues are those of (seed,
-    step, place in the global batch): the same on any number of ranks. What is one number for each
-    sequence is drawn for the whole step; noise of tokens, for this rank's sequences only."""
+    """Micro-batches of the training part. Crops and hidden residues depend on seed, step, and place
+    in the global batch, not on the number of ranks. Each rank draws the crops and shares of the
+    whole global batch, two numbers for each sequence, and hides residues of its own sequences."""
 
     def __init__(self, proteins, seed):
         self.proteins = proteins
         self.seed = seed
 
     def __getitem__(self, item):
-        """item: (step, whole, places), the sequences of the global batch, and which of them are in
+        """item, of the sampler: the step, the rows of the global batch, and the places in it of
         this micro-batch."""
-        step, whole, places = item
-        generator = np.random.default_rng([self.seed, step])
-        starts, ends, residues = self.proteins.crops(whole, generator.random(len(whole)))
-        # times spread evenly over the step: less noise than independent ones (Kingma et al. 2021);
-        # in random order, since `whole` is sorted by length
-        order = generator.permutation(len(whole))
-        times = EARLIEST + (1 - EARLIEST) * (order + generator.random()) / len(whole)
-        shares = (1 - ALL_BUT) * times
-
-        sequences = []
-        hide = []
-        for place in places:
-            tokens = self.proteins.tokens[starts[place] : ends[place]]
-            # place + 1, since numpy takes [seed, step, 0] for [seed, step]
-            draws = np.random.default_rng([self.seed, step, place + 1]).random(len(tokens))
-            sequences.append(tokens)
-            hide.append((draws < shares[place]) & is_residue(tokens))
-        return make_batch(sequences, hide, shares[places], 1 / times[places], residues.sum())
+        step, rows, places = item
+        # the third number is not 0: numpy takes [seed, step, 0] for the sampler's [seed, epoch]
+        generator = np.random.default_rng([self.seed, step, 1])
+        starts, ends, residues = self.proteins.crops(rows, generator.random(len(rows)))
+        shares = spread_shares(len(rows), generator)
+        sequences = [self.proteins.tokens[starts[place] : ends[place]] for place in places]
+        seeds = [[self.seed, step, place + 2] for place in places]
+        return make_batch(sequences, shares[places], seeds, residues.sum())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -374,12 +364,18 @@ class Denoiser(nn.Module):
 
     def forward(self, batch):
         """Logits (M, 26) of the hidden residues, in fp32."""
-        angles = angles_of(batch.sigma, self.noise_mlp[0].in_features // 2)
+        # The network is told the noise level sigma of each sequence: a share 1 - exp(-sigma) is
+        # hidden (Lou et al. 2024). If all is hidden, sigma would be infinite: 99.9 % stand for all.
+        numbers = torch.arange(len(batch.lengths), dtype=torch.int32, device=batch.noisy.device)
+        owners = batch.owner[:, None] == numbers  # (T, B)
+        hidden = (owners & (batch.noisy == MASK)[:, None]).sum(0)
+        residues = (owners & (batch.noisy >= FIRST)[:, None]).sum(0)
+        sigma = -torch.log1p(-(hidden / residues).clamp(max=0.999))
+        angles = angles_of(sigma, self.noise_mlp[0].in_features // 2)
         cond = self.noise_mlp(torch.cat([angles.cos(), angles.sin()], dim=1))  # (B, C)
         # the residual stream, too, has the dtype of autocast: half of the memory
         x = self.embed(batch.noisy.int()).to(cond.dtype)  # (T, D)
-        numbers = torch.arange(len(cond), dtype=batch.owner.dtype, device=x.device)
-        owners = (batch.owner[:, None] == numbers).to(x.dtype)  # (T, B)
+        owners = owners.to(x.dtype)
         angles = angles_of(batch.positions, self.embed.embedding_dim // self.blocks[0].heads // 2)
         turns = torch.polar(torch.ones_like(angles), angles)[:, None]  # (T, 1, E / 2)
 
@@ -402,13 +398,15 @@ class Denoiser(nn.Module):
 
 
 def share_of_loss(logits, batch):
-    """What this micro-batch adds to the bound in nats per residue of the global batch.
+    """What this micro-batch adds to the loss of the step, the bound in nats per residue.
 
-    The weight of a hidden residue is 1 / time (Sahoo et al. 2024, eq. 10): few are hidden at early
-    times, so they count more. Each share is divided by the residues of the whole global batch, not
-    of the micro-batch, since a mean of such means is not the mean. The shares are summed: over
-    micro-batches by backward(), over ranks by DDP, which takes their mean, times the number of
-    ranks (see `train`)."""
+    Where k of n residues are hidden, each has the weight n / k. All k are equally likely, so the
+    weighted sum is on average a bound on -log p of the sequence (Uria et al. 2014). SEDD and MDLM
+    draw a time and hide each residue with this chance; on average that is the same loss (Ou et al.
+    2025).
+
+    The sum is divided by the residues of the whole global batch. So the shares of all micro-batches
+    and ranks add up to the mean over residues; a mean of their means would be another number."""
     nats = F.cross_entropy(logits, batch.targets, reduction="none")
     return (nats * batch.weights).sum() / batch.count
 
@@ -416,40 +414,22 @@ def share_of_loss(logits, batch):
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
-GOLDEN = 0.6180339887498949
-
-
-def held_out_batch(sequences, rows, draw, shares):
-    """Sequences of the validation part, of which a share of the residues, rounded up, is hidden.
-
-    The noise is that of (row, draw) alone. The weight of a hidden residue is the number of residues
-    over that of hidden ones. If all shares are equally likely, the weighted cross entropy is an
-    unbiased estimate of a bound on -log p, that of an order-agnostic model (Uria et al. 2014;
-    Hoogeboom et al. 2022)."""
-    hide = []
-    rounded = []
-    for tokens, row, share in zip(sequences, rows, shares, strict=True):
-        places = np.flatnonzero(is_residue(tokens))
-        number = math.ceil(share * len(places))
-        order = np.random.default_rng([row, draw + 1]).permutation(places)
-        hide.append(np.isin(np.arange(len(tokens)), order[:number]))
-        rounded.append(number / len(places))
-    rounded = np.array(rounded)
-    return make_batch(sequences, hide, rounded, 1 / rounded, 1)
-
 
 @torch.no_grad()
 def evaluate(model, data, args, autocast, device):
-    """Metrics of held-out sequences; None if the ranks agreed to stop. Batch k goes to rank
-    k % world_size: each sequence counts once, on any number of ranks. (all ranks)"""
-    number = min(len(data.valid), args.eval_sequences)
-    rows = np.linspace(0, len(data.valid) - 1, number).astype(np.int64)
-    rows = rows[np.argsort(data.valid[rows], kind="stable")]  # equal work on all ranks
-    letters = np.array(data.letters) + 0.5  # a residue that the training part lacks costs much
-    surprise = -np.log(letters / letters.sum())
-    # of each sequence: residues, nats by the residues' shares, nats by the model in each draw
-    table = np.zeros((number, 2 + args.eval_draws))
+    """Metrics of held-out sequences; None if the ranks agreed to stop. Crops and hidden residues
+    are the same in each evaluation. (all ranks)"""
+    valid = data.valid
+    number = min(len(valid), args.eval_sequences)
+    rows = np.linspace(0, len(valid) - 1, number).astype(np.int64)
+    rows = rows[np.argsort(valid[rows], kind="stable")]  # equal work on all ranks
+    generator = np.random.default_rng(0)
+    starts, ends, residues = valid.crops(rows, generator.random(number))
+    shares = spread_shares(number, generator)
+    sequences = [valid.tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+    nats = np.zeros((number, args.eval_draws))
 
+    # batch k goes to rank k % world_size: each sequence counts once, on any number of ranks
     batches = np.array_split(np.arange(number), math.ceil(number / args.eval_batch_size))
     for first in range(0, len(batches), dist.get_world_size()):
         if max(gather(wish_to_stop(args))):  # in between, since an evaluation may take long
@@ -457,28 +437,20 @@ def evaluate(model, data, args, autocast, device):
         if first + dist.get_rank() >= len(batches):
             continue
         part = batches[first + dist.get_rank()]
-        mine = rows[part]
-        cuts = np.array([np.random.default_rng(row).random() for row in mine])
-        starts, ends, table[part, 0] = data.valid.crops(mine, cuts)
-        sequences = []
-        for i, start, end in zip(part, starts, ends, strict=True):
-            tokens = data.valid.tokens[start:end]
-            table[i, 1] = surprise[tokens[is_residue(tokens)] - FIRST].sum()
-            sequences.append(tokens)
-
+        mine = [sequences[i] for i in part]
         for draw in range(args.eval_draws):
-            # by the golden ratio the shares of a batch are spread evenly, whatever its rows
-            shares = 1 - (mine * GOLDEN + draw / args.eval_draws) % 1
-            batch = held_out_batch(sequences, mine, draw, shares).to(device)
+            # of two draws, the second one hides half of the residues more, or fewer, than the first
+            shifted = 1 - (shares[part] + draw / args.eval_draws) % 1
+            seeds = [[row, draw + 1] for row in rows[part]]
+            batch = make_batch(mine, shifted, seeds, count=1).to(device)
             with autocast():
                 logits = model(batch)
-            nats = F.cross_entropy(logits, batch.targets, reduction="none") * batch.weights
-            owner = batch.owner.index_select(0, batch.hidden)
-            sums = torch.zeros(len(mine), device=device).index_add_(0, owner, nats)
-            table[part, 2 + draw] = sums.cpu().numpy()
-    dist.all_reduce(torch.from_numpy(table))  # each row is zero on all ranks but one
+            losses = F.cross_entropy(logits, batch.targets, reduction="none") * batch.weights
+            owner = batch.owner[batch.hidden].cpu()
+            nats[part, draw] = np.bincount(owner, losses.cpu(), minlength=len(part))
+    dist.all_reduce(torch.from_numpy(nats))  # each row is zero on all ranks but one
     # by rank 0 for all, who decide by it: another processor might round differently
-    return on_rank0(summarize, table)
+    return on_rank0(summarize, nats, sequences, residues, data.letters)
 
 
 def mean_and_error(nats, residues):
@@ -488,11 +460,14 @@ def mean_and_error(nats, residues):
     return float(mean), float(error)
 
 
-def summarize(table):
-    """Metrics of the table of `evaluate`."""
-    residues = table[:, 0]
-    unigram = table[:, 1]
-    nats = table[:, 2:].mean(1)
+def summarize(nats, sequences, residues, letters):
+    """Metrics of the model's nats (sequences, draws). letters: how often each residue occurs in the
+    training part."""
+    nats = nats.mean(1)
+    letters = np.array(letters) + 0.5  # a residue that the training part lacks costs much
+    surprise = np.zeros(VOCABULARY)  # of other tokens: 0
+    surprise[FIRST : FIRST + KINDS] = -np.log(letters / letters.sum())
+    unigram = np.array([surprise[tokens].sum() for tokens in sequences])
     nelbo, nelbo_se = mean_and_error(nats, residues)
     gain, gain_se = mean_and_error(unigram - nats, residues)
     return {
@@ -508,15 +483,14 @@ def summarize(table):
 # --------------------------------------------------------------------------------------------------
 # Train
 
-LAST_RATE = 0.01  # of the peak: where the cosine ends, as in the original
-
 
 def lr_factor(step, steps, warmup):
-    """What the peak rate is multiplied by: a straight rise from above 0, then half a cosine."""
+    """What the peak rate is multiplied by: a straight rise from above 0, then half a cosine, which
+    ends at 1 %, as in the original."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - warmup)
-    return LAST_RATE + (1 - LAST_RATE) * (0.5 + 0.5 * math.cos(math.pi * done))
+    return 0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
 def make_optimizer(args, model):
@@ -529,12 +503,6 @@ def make_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, fused=True, **options)
 
 
-@torch.no_grad()
-def update_average(average, model, decay):
-    """Move the weights of `average` towards those of the model."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
-
-
 def train(args, device, data, model, state, log, loop):
     """Returns why training was stopped, or "" if it has ended. `loop` says where training stands.
     (all ranks)"""
@@ -545,20 +513,28 @@ def train(args, device, data, model, state, log, loop):
     warmup = warmup_steps(args, loop["gpu_factor"], steps)
     peak = args.lr * loop["gpu_factor"]
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; peak learning rate {peak:g}")
+    if loop["steps"] not in (0, steps):
+        text = f"that of a run of {steps:,} steps, not of {loop['steps']:,}"
+        logging.info(f"  from here on the learning rate is {text}: it jumps")
+    loop["steps"] = steps
+
+    def is_evaluated(step):
+        return step >= steps or step % args.eval_freq == 0
 
     optimizer = make_optimizer(args, model)
     autocast, scaler = choose_precision(args, device)
     average = copy.deepcopy(model).eval()  # exponential moving average of the weights
     if state:
         restore(state, model=model, average=average, optimizer=optimizer, scaler=scaler)
-    # Compiled block by block, not as a whole: DDP then still sends the gradients of one block while
-    # those of the next are computed. One program serves all blocks and all numbers of tokens.
-    options = argparse.Namespace(**vars(args))
+    averaged = list(average.parameters())
+    weights = list(model.parameters())
+    # Compiled here, block by block, and not as a whole by wrap_ddp: DDP then still sends the
+    # gradients of one block while those of the next are computed. One program serves all blocks and
+    # all numbers of tokens.
     if args.compile:
-        options.compile = False
         for block in model.blocks:
             block.compile(dynamic=True)
-    ddp_model = wrap_ddp(model, options, device)
+    ddp_model = wrap_ddp(model, argparse.Namespace(compile=False), device)
     fixed = {"args": args, "log": log, "loop": loop, "model": model, "average": average}
     save = functools.partial(save_checkpoint, **fixed)
     if loop["step"] == 0:
@@ -576,23 +552,29 @@ def train(args, device, data, model, state, log, loop):
 
         # Evaluate. All ranks have the same metrics, and so agree on what is best. A run that was
         # stopped before its evaluation makes it now; so does one that goes on with fewer --n_iters.
-        is_due = step >= steps or (step > 0 and step % args.eval_freq == 0)
-        if is_due and loop["validated"] < step:
+        if is_evaluated(step) and loop["validated"] < step:
             metrics = evaluate(average, data, args, autocast, device)
             if metrics is None:  # latest.pt was saved before this evaluation
                 reason = max(gather(wish_to_stop(args)))
                 break
             row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": step, "epoch": epoch, **row})
+            log.write({"step": step, "epoch": (step - 1) // sampler.steps, **row})
             if not math.isfinite(metrics["nelbo"]):
                 text = f"the held-out bound of step {step} is {metrics['nelbo']}"
                 raise RunError(f"{text}: --fresh and a lower --lr")
             loop["validated"] = step
             if not loop["best"] or metrics["nelbo"] < loop["best"]["value"]:
+                logging.info(f"Saving checkpoint for model at step {step}")
+                before = dict(loop)
                 loop["best"] = {"metric": "nelbo", "value": metrics["nelbo"], "step": step}
                 loop["metrics"] = metrics
-                logging.info(f"Saving checkpoint for model at step {step}")
-                save("best.pt")
+                try:
+                    save("best.pt", must_succeed=True)
+                except RunError as error:
+                    if step >= steps:
+                        raise
+                    loop.update(before)  # best.pt, too, is that of before
+                    logging.warning(f"{error}; the run goes on")
             meter.start()
         if step >= steps:
             save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
@@ -613,18 +595,19 @@ def train(args, device, data, model, state, log, loop):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = share_of_loss(ddp_model(batch), batch)
-            scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
+            # DDP divides the sum over the ranks by their number, but the shares are to be added up
+            scaler.scale(loss * world_size).backward()
             shares += torch.stack([loss.detach(), (batch.noisy >= FIRST).sum()])
         norm = update_if_finite(args, model, kept, optimizer, scaler)
-        # early weights are soon forgotten
-        update_average(average, model, decay=min(args.ema, (1 + step) / (10 + step)))
+        decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
+        with torch.no_grad():
+            torch._foreach_lerp_(averaged, weights, 1 - decay)
         meter.add(shares, norm)
         loop["step"] += 1
         bar.update()
 
         # log and save; also before an evaluation, which may be interrupted
-        is_due = loop["step"] % args.eval_freq == 0 or loop["step"] == steps
-        must_save = loop["step"] % args.save_every == 0 or is_due
+        must_save = loop["step"] % args.save_every == 0 or is_evaluated(loop["step"])
         row = {"step": loop["step"], "epoch": epoch, "lr": lr}
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if reason or must_save:
@@ -647,20 +630,17 @@ class Data:
         self.lengths = meta["lengths"]  # {residues: sequences} of the training part
         self.train = Proteins(folder, "train", args.max_protein_len)
         self.valid = Proteins(folder, "valid", args.max_protein_len)
-        counts = f"{len(self.train):,}; held out: {len(self.valid):,}"
-        logging.info(f"  sequences to train on: {counts}")
-        if meta["note"]:
-            logging.warning(meta["note"])
         most = args.max_protein_len - 2
         long = sum(count for length, count in self.lengths.items() if int(length) > most)
-        if long > 0:
-            text = f"{long:,} of them have more than {most} residues"
-            logging.info(f"  {text}: of these a random part is used each time")
+        text = f"{len(self.train):,}, of {long:,} of them {most} residues at a time"
+        logging.info(f"  sequences to train on: {text}; held out: {len(self.valid):,}")
+        if meta["note"]:
+            logging.warning(meta["note"])
 
 
 def gpu_factor(args, world_size):
-    """What learning rate and warm-up are multiplied by (linear: Goyal et al. 2017). Where the batch
-    does not grow with the GPUs, 1."""
+    """What learning rate and warm-up are multiplied by. Where the batch does not grow with the
+    GPUs, 1. (Goyal et al. 2017 scale the rate so; the longer warm-up is the original's.)"""
     if args.global_batch_size > 0 or args.lr_scaling == "none":
         return 1
     if args.lr_scaling == "conservative":
@@ -677,22 +657,15 @@ def warmup_steps(args, factor, steps):
     return warmup
 
 
-def report(loop):
-    """The last word: the best bound beside that of the residues' shares."""
-    metrics = loop["metrics"]
-    bound = f"{metrics['nelbo']:.4f} ± {metrics['nelbo_se']:.4f}"
-    gain = f"{metrics['below_unigram']:+.4f} ± {metrics['below_unigram_se']:.4f}"
-    logging.info(f"best at step {loop['best']['step']}: held-out bound {bound} nats per residue")
-    logging.info(f"  by the residues' shares: {metrics['unigram']:.4f}; gain {gain}")
-    if metrics["below_unigram"] <= 0:
-        logging.warning("the network is no better than the residues' shares: train longer")
-
-
 def main(args):
     device = setup_ddp(args)
     if device.type != "cpu":
         module = torch.get_device_module(device)
         module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
+    # auto is fp32 on a GPU that lacks bf16
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if is_old and args.precision in ("bf16", "fp16"):
+        raise InputError(f"--precision {args.precision}: attention on this GPU has only fp32")
     logging.info("Preparing data loaders...")
     data = Data(read_once(prepare, args), args)
     if args.prepare_only:
@@ -702,6 +675,7 @@ def main(args):
     batch_is_given = args.global_batch_size > 0
     loop = {
         "step": 0,
+        "steps": 0,  # of the whole run
         "validated": 0,  # the step of the last evaluation
         "best": {},
         "metrics": {},  # of the best
@@ -710,12 +684,14 @@ def main(args):
         "lengths": data.lengths,
     }
     may_change = """datafile cache_dir epochs n_iters gradient_checkpointing max_memory_per_gpu
-        eval_freq sampling_method wandb_project wandb_name""".split()
+        eval_freq eval_batch_size sampling_method wandb_project wandb_name""".split()
     state = open_run(args, data.hash, may_change)
     if state:  # a resumed run keeps its batch and its rate, on any number of GPUs
         loop = state["loop"]
-    elif not batch_is_given:
-        args.global_batch_size *= args.accum  # open_run counts one micro-batch for each GPU
+    elif batch_is_given:
+        logging.info("  a step has --global_batch_size samples: --accum is not used")
+    else:
+        args.global_batch_size = args.batch_size * args.accum * dist.get_world_size()
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = Denoiser(args).to(device)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -727,9 +703,13 @@ def main(args):
         log.close(f"stopped by {reason}", steps=loop["step"], best=loop["best"])
         return exit_status(reason)
     end_on_signals()
-    report(loop)
-    baselines = {"unigram": loop["metrics"]["unigram"]}
-    summary = {"best": loop["best"], "val": loop["metrics"], "baselines": baselines}
+    best = loop["metrics"]
+    text = ", ".join(f"{name} {value:.4f}" for name, value in best.items())
+    logging.info(f"best at step {loop['best']['step']}, in nats per residue: {text}")
+    if best["below_unigram"] <= 0:
+        logging.warning("the network is no better than the residues' shares: train longer")
+    baselines = {"unigram": best["unigram"]}
+    summary = {"best": loop["best"], "val": best, "baselines": baselines}
     log.close("finished", steps=loop["step"], **summary)
     logging.info("Training and evaluation completed successfully!")
     return 0
@@ -740,11 +720,8 @@ def main(args):
 
 PUBLISHED = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 READER = 2  # raise it when you change what is read or kept: else an old cache is used
-WRONG = 255  # the token of what is no residue
-numbers = np.full(256, WRONG, np.uint8)
-for letters in (RESIDUES, RESIDUES.lower()):
-    numbers[list(letters.encode())] = np.arange(FIRST, FIRST + KINDS)
-TOKENS = numbers.tobytes()  # for bytes.translate
+LETTERS = (RESIDUES + RESIDUES.lower()).encode()
+TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(FIRST, FIRST + KINDS)))
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
 HEADERS = "sequence sequences seq protein proteins peptide peptides text".split()  # of a column
@@ -805,10 +782,12 @@ def read_records(path):
         read_text = read_fasta if is_fasta(path) else read_lines
         with open_text(path) as file:
             yield from read_text(file)
-    except InputError:
+    except (InputError, MemoryError):
         raise
-    except Exception as error:  # each kind of compression has its own
-        raise InputError(f"{path} cannot be read to its end, fetch it again: {error}") from None
+    except Exception as error:  # each kind of compression has its own, and torch has five
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        text = "cannot be read to its end, expected a whole file"
+        raise InputError(f"{path} {text}: {reason}") from None
 
 
 def read_fasta(file):
@@ -834,33 +813,31 @@ def read_lines(file):
 
 def read_list(path):
     """Of a list of strings, or of dicts, as the original's files have it, saved by torch.save."""
-    try:
-        entries = torch.load(path, weights_only=True)
-    except Exception as error:  # torch raises errors of five kinds
-        reason = str(error).splitlines()[0][:120]
-        raise InputError(f"{path}: expected a whole file of torch.save ({reason})") from None
+    entries = torch.load(path, weights_only=True)
     if isinstance(entries, dict):
         entries = entries.get("sequences", entries.get("data"))
     if not isinstance(entries, list):
         raise InputError(f"{path}: expected a list, or a dict with a list as sequences or data")
     for number, entry in enumerate(entries):
+        place = f"entry {number}"
         if isinstance(entry, dict):
             names = [name for name in ("protein_seq", "sequence", "text") if name in entry]
+            if not names:
+                place += " has no protein_seq, sequence or text"
             entry = entry[names[0]] if names else ""
         text = entry if isinstance(entry, str) else ""
-        yield f"entry {number}", "".join(text.split()).encode("utf-8", "replace")
+        yield place, "".join(text.split()).encode("utf-8", "replace")
 
 
 def encode(sequence):
     """(tokens as bytes, "") of the letters of a sequence; or (b"", what is wrong with them)."""
     sequence = sequence.removesuffix(b"*")  # some files mark the end so
-    tokens = sequence.translate(TOKENS)
-    if not tokens:
-        return b"", "no residues"
-    if WRONG in tokens:
-        wrong = sequence.translate(None, (RESIDUES + RESIDUES.lower()).encode())
+    wrong = sequence.translate(None, LETTERS)
+    if wrong:
         return b"", f"{wrong[:12].decode('utf-8', 'backslashreplace')!r} among the residues"
-    return tokens, ""
+    if not sequence:
+        return b"", "no residues"
+    return sequence.translate(TOKENS), ""
 
 
 def is_held_out(tokens, val_ratio):
@@ -879,40 +856,44 @@ def write_tokens(folder, args):
         files[part, "tokens"] = open(folder / f"{part}.tokens", "wb")
         files[part, "offsets"] = open(folder / f"{part}.offsets", "wb")
         files[part, "offsets"].write(bytes(8))  # the first begins at 0
+    counts = {"train": 0, "valid": 0}
     lengths = collections.Counter()
-    bad = []
+    bad = 0
+    examples = []
+    skipped = open(folder / "skipped.txt", "w")
     records = read_records(Path(args.datafile))
     bar = tqdm(records, unit=" records", unit_scale=True, disable=None, leave=False)
     for place, sequence in bar:
         tokens, problem = encode(sequence)
         if problem:
-            bad.append(f"{place}: {problem}")
+            bad += 1
+            skipped.write(f"{place}: {problem}\n")
+            if bad <= 20:
+                examples.append(f"{place}: {problem}")
             continue
         part = "valid" if is_held_out(tokens, args.val_ratio) else "train"
+        counts[part] += 1
         if part == "train":
             lengths[len(tokens)] += 1
         ends[part] += len(tokens) + 2
         files[part, "tokens"].write(b"%c%b%c" % (BEGIN, tokens, END))
         files[part, "offsets"].write(ends[part].to_bytes(8, "little"))
-    for file in files.values():
+    for file in (skipped, *files.values()):
         file.close()
 
-    if bad and not args.skip_bad_data:
-        text = f"{len(bad)} records are not proteins (--skip_bad_data leaves them out):"
-        raise InputError(f"{args.datafile}: {text}" + list_problems(bad))
+    if bad > 0 and not args.skip_bad_data:
+        text = f"{bad} records are not proteins (--skip_bad_data leaves them out), such as"
+        raise InputError(f"{args.datafile}: {text}" + list_problems(examples))
     letters, train_hash = read_through(folder / "train.tokens")
     _, valid_hash = read_through(folder / "valid.tokens")
     nucleotides = sum(letters[RESIDUES.index(letter)] for letter in "ACGTUN")
     if nucleotides > 0.9 * sum(letters):
         text = f"{nucleotides / max(1, sum(letters)):.0%} of its letters are A C G T U N"
         raise InputError(f"{args.datafile}: expected proteins; it is DNA or RNA: {text}")
-    if not all(ends.values()):
-        text = f"{sum(lengths.values())} proteins to train on, {len(bad)} bad ones left out"
-        if ends["valid"] == 0:
-            text += ", none held out"
+    if counts["train"] == 0 or counts["valid"] < 2:
+        text = f"{counts['train']} proteins to train on, {counts['valid']} held out, {bad} bad ones"
         raise InputError(f"{args.datafile}: {text}: expected more, or another --val_ratio")
-    (folder / "skipped.txt").write_text("".join(f"{text}\n" for text in bad))
-    note = f"{len(bad)} bad records are left out:" + list_problems(bad) if bad else ""
+    note = f"{bad} bad records are left out, such as" + list_problems(examples) if bad else ""
     meta = {"letters": letters, "lengths": lengths, "note": note, "hash": train_hash + valid_hash}
     (folder / "meta.json").write_text(json.dumps(meta))
 

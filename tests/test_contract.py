@@ -128,7 +128,7 @@ def test_what_is_held_out_is_never_trained_on(task):
 # an option that cannot change: mostly it makes another network
 REFUSED = {
     "train_ddp": ("--projection_hidden=8", "has a run with 32"),
-    "run_train_uniref50_ddp": ("--hidden_size=8", "has a run with 16"),
+    "run_train_uniref50_ddp": ("--hidden_size=32", "has a run with 16"),
     "run_dpo_ddp": ("--beta=0.2", "has a run with 0.1"),
     "run_train_quantumgrav_ddp": ("--hidden_dim=8", "has a run with 16"),
     "run_train_rebm_ddp": ("--width=8", "has a run with 4"),
