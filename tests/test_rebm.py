@@ -78,9 +78,10 @@ def plain_wide_resnet(weights, x, depth, factor):
         names = ("running_mean", "running_var", "weight", "bias")
         return F.relu(F.batch_norm(x, *[weights[f"{name}.{part}"] for part in names]))
 
-    mean = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
-    deviation = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
-    x = F.conv2d((x - mean) / deviation, weights["conv1.weight"], padding=1)
+    mean = torch.tensor([0.4913997551666284, 0.48215855929893703, 0.4465309133731618])
+    deviation = torch.tensor([0.24703225141799082, 0.24348516474564, 0.26158783926049628])
+    x = (x - mean.view(3, 1, 1)) / deviation.view(3, 1, 1)
+    x = F.conv2d(x, weights["conv1.weight"], padding=1)
     for group in (1, 2, 3):
         for number in range((depth - 4) // 6):
             name = f"block{group}.layer.{number}"
