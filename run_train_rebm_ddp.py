@@ -723,12 +723,8 @@ def keep_best(args, stage, average, metrics, T, log, loop):
 
     best = {"metric": f"{stage}/{name}", "value": value, "better": "higher", "step": loop["step"]}
     loop["best"] = {**before, stage: {**best, "T": T, "metrics": metrics}}
-    try:
-        if stage == "at":
-            save_checkpoint("at_best.pt", args, log, loop, must_succeed=True, model=average)
-        save_checkpoint("best.pt", args, log, loop, must_succeed=True, model=average)
-    except RunError as error:  # most likely a full disk
-        logging.warning(f"{error}; the run goes on")
+    names = ["at_best.pt", "best.pt"] if stage == "at" else ["best.pt"]
+    if not all(save_checkpoint(name, args, log, loop, model=average) for name in names):
         loop["best"] = before  # the files have these weights still
 
 
@@ -1363,10 +1359,15 @@ def prepare(args, name, inside=None):
 
 def as_options(words, known):
     """The original's words as options: CONFIG.yaml is --config=CONFIG.yaml, lr=1 is --lr=1,
-    attack.max_steps=9 is --attack_max_steps=9, and model.norm=layer is --norm=layer. `known`: the
-    names of all options."""
+    attack.max_steps=9 is --attack_max_steps=9, and model.norm=layer is --norm=layer. `known`: all
+    options by name, as the parser has them."""
     options = []
+    is_value = False  # of the option before it, as in `--output_dir lr=1`
     for word in words:
+        if is_value:
+            options.append(word)
+            is_value = False
+            continue
         key, equals, value = word.partition("=")
         section, _, name = key.removeprefix("--").rpartition(".")
         if not options and not equals and key.endswith((".yaml", ".yml", ".json")):
@@ -1376,6 +1377,7 @@ def as_options(words, known):
                 if option in known:
                     word = option + equals + value
         options.append(word)
+        is_value = word in known and known[word].nargs is None
     return options
 
 

@@ -568,13 +568,8 @@ def train(args, device, data, model, state, log, loop):
                 before = dict(loop)
                 loop["best"] = {"metric": "nelbo", "value": metrics["nelbo"], "step": step}
                 loop["metrics"] = metrics
-                try:
-                    save("best.pt", must_succeed=True)
-                except RunError as error:
-                    if step >= steps:
-                        raise
+                if not save("best.pt", must_succeed=step >= steps):
                     loop.update(before)  # best.pt, too, is that of before
-                    logging.warning(f"{error}; the run goes on")
             meter.start()
         if step >= steps:
             save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
