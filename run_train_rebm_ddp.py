@@ -40,6 +40,7 @@ only rank 0 does.
 import argparse
 import contextlib
 import copy
+import ctypes
 import errno
 import fcntl
 import functools
@@ -1604,10 +1605,12 @@ def setup_ddp(args):
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
     if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
-    # glibc gives large blocks back to the system, and fetches them again in the next step: a tenth
-    # of a step on CPUs. After one block of nearly 32 MB was freed it keeps such blocks (mallopt(3),
-    # M_MMAP_THRESHOLD).
-    torch.empty(2**25 - 2**14, dtype=torch.uint8)
+    # glibc would give freed memory back to the system, and fetch it again in the next step: up to a
+    # tenth of a step on CPUs. Keep it. (An older glibc takes only the first of both limits.)
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes
+    mallopt(-3, 2**30)
+    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
