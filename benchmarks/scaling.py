@@ -24,6 +24,7 @@ The ratio, time of one rank by time of one of many, should not be below 0.67 for
 that of the process beyond that of the first number of ranks, in MB.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -241,7 +242,9 @@ def load_data(module, args, device):
         data.reference = np.zeros((1, len(data.letters), 2), np.float32)
 
         def loss_of_pairs(batch):
-            return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
+            # the meta device has no autocast
+            with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
+                return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
 
         return {module.__name__: (data, data.train_ids, data.lengths, loss_of_pairs)}
 
