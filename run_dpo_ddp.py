@@ -25,7 +25,8 @@ perplexity, entropy, per designed residue. The best epoch is that of the lowest 
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
 its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png, summary.json.
-"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does."""
+"(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank 0 does.
+"""
 
 # /// script
 # requires-python = ">=3.10"
@@ -671,8 +672,8 @@ def save_networks(loop, metrics, model, args, save):
     try:
         on_rank0(save_network, "latest_model.pt", model, args)
         if is_best:
-            on_rank0(save_network, "best_model.pt", model, args)
             save("best.pt", must_succeed=True)
+            on_rank0(save_network, "best_model.pt", model, args)
     except RunError as error:
         logging.warning(f"{error}; the run goes on")
         if is_best:

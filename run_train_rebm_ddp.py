@@ -952,11 +952,12 @@ def main(args):
     }
     if state:
         loop = state["loop"]
-        now = "at" if loop["phase"] == PHASES["at"] else "dat"
-        is_other = now == "dat" and args.at_epochs != state["args"]["at_epochs"]
-        if epochs[now] == 0 or is_other:
-            text = f"{args.output_dir} is in stage {loop['phase']}, which must not have 0 epochs"
-            raise InputError(f"{text}; and --at_epochs may change only in stage 1")
+        stage = "at" if loop["phase"] == PHASES["at"] else "dat"
+        text = f"{args.output_dir} is in stage {loop['phase']}"
+        if epochs[stage] == 0:
+            raise InputError(f"{text}, which must not have 0 epochs")
+        if stage == "dat" and args.at_epochs != state["args"]["at_epochs"]:
+            raise InputError(f"{text}: --at_epochs may change only in stage 1")
     torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
     nets = Networks(args, device, start_network(args, device, inside, state))
     labels = inside.labels[inside.some("valid", EVAL_IMAGES)]
@@ -979,6 +980,8 @@ def main(args):
     logging.info("Training process completed.")
     end_on_signals()
     best = loop["best"].get("dat") or loop["best"].get("at")
+    if best is None:
+        raise RunError("no best.pt could be saved (see the warnings); latest.pt has the weights")
     summary = {"steps": loop["step"], "best": best, "stages": loop["best"]}
     log.close("finished", **summary, baselines={"commonest class": {"clean": commonest}})
     path = f"{args.output_dir}/best.pt"

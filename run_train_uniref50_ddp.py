@@ -207,14 +207,13 @@ def make_batch(sequences, shares, seeds, count):
         number = math.ceil(share * len(places))
         draws = np.random.default_rng(seed).random(len(places))
         hidden.append(places[draws.argsort()[:number]])
-        weights += number * [len(places) / max(1, number)]
+        weights.append(np.full(number, len(places) / max(1, number), np.float32))
 
     hidden = np.concatenate(hidden)
     targets = tokens[hidden].astype(np.int64) - FIRST
     positions = np.arange(len(tokens), dtype=np.int32) - starts[owner]
     tokens[hidden] = MASK
-    weights = np.array(weights, np.float32)
-    arrays = (tokens, positions, owner, starts, hidden, targets, weights)
+    arrays = (tokens, positions, owner, starts, hidden, targets, np.concatenate(weights))
     return Batch(*map(torch.from_numpy, arrays), lengths, int(count))
 
 
@@ -628,8 +627,10 @@ class Data:
         self.valid = Proteins(folder, "valid", args.max_protein_len)
         most = args.max_protein_len - 2
         long = sum(count for length, count in self.lengths.items() if int(length) > most)
-        text = f"{len(self.train):,}, of {long:,} of them {most} residues at a time"
-        logging.info(f"  sequences to train on: {text}; held out: {len(self.valid):,}")
+        held_out = f"held out: {len(self.valid):,}"
+        logging.info(f"  sequences to train on: {len(self.train):,}; {held_out}")
+        if long > 0:
+            logging.info(f"  {long:,} are longer than {most} residues: a part is used each time")
         if meta["note"]:
             logging.warning(meta["note"])
 

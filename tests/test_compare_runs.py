@@ -73,7 +73,7 @@ def test_what_is_left_out_or_cannot_be_compared(tmp_path):
         ({"script": "b.py"}, "script is a.py in .*a and b.py in .*b"),
         ({"metric": "accuracy"}, "best/metric is loss"),
         ({"tasks": ["cls"]}, r"tasks is None in .*a and \['cls'\] in .*b"),
-        ({"data_hash": "2"}, "data_hash is None in"),
+        ({"data_hash": "2 x"}, "data is None in .*a and 2 in .*b"),
         ({"val_ratio": 0.2}, "val_ratio"),
     ],
 )
@@ -84,6 +84,13 @@ def test_what_measured_other_things_is_refused(other, said, tmp_path):
     assert re.search(f"not comparable: {said}", text), text
 
 
+def test_students_of_one_corpus_are_compared(tmp_path):
+    """The hash of the data comes first, then those of the networks that a run begins with."""
+    for name in ("small", "large"):
+        write_run(tmp_path / name, 0.3, 0.8, student=name, data_hash=f"corpus {name}")
+    assert "student large" in compare(tmp_path / "small", tmp_path / "large")
+
+
 def test_curves(tmp_path):
     for name, value in {"a": 0.3, "b": 0.2}.items():
         write_run(tmp_path / name, value, 0.8, lr=value)
@@ -92,3 +99,6 @@ def test_curves(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(text)
     compare(tmp_path / "a", tmp_path / "b", "--curves", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    (tmp_path / "b" / "metrics.jsonl").write_text("")
+    text = compare(tmp_path / "b", "--curves", tmp_path / "other.png", status=2)
+    assert "no val/loss in metrics.jsonl" in text

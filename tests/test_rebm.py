@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, call_script, parse_arguments, write_digits
+from helpers import ROOT, call_program, call_script, parse_arguments, write_digits
 from runs import differences
 
 import run_train_rebm_ddp as script
@@ -463,9 +463,31 @@ def test_stages_of_a_resumed_run(digits, tmp_path):
     status, text = call("ddp_backend=gloo", "total_epochs=1")
     assert status == 0, text[-3000:]
     assert "missing or damaged" not in text
-    for option in ("at_epochs=3", "total_epochs=0"):
-        status, text = call(option)
-        assert (status, "--at_epochs may change only in stage 1" in text) == (2, True)
+    status, text = call("at_epochs=3")
+    assert (status, "stage 2: --at_epochs may change only in stage 1" in text) == (2, True)
+    status, text = call("total_epochs=0")
+    assert (status, "is in stage 2, which must not have 0 epochs" in text) == (2, True)
+
+
+NO_BEST = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import run_train_rebm_ddp as script
+save = script.save_checkpoint
+def save_no_best(name, *args, **parts):
+    return "best" not in name and save(name, *args, **parts)
+script.save_checkpoint = save_no_best
+script.launch(script.parse_args, script.main)
+"""
+
+
+def test_a_run_whose_best_is_nowhere(digits, tmp_path):
+    """Where no best.pt could be saved, all is trained, but the run has not ended well."""
+    program = tmp_path / "program.py"
+    program.write_text(NO_BEST)
+    status, text = call_program(program, *small(digits, f"--output_dir={tmp_path}/out"))
+    assert (status, "no best.pt could be saved" in text) == (1, True), text[-3000:]
+    assert "stage 2 starts from the last weights" in text
 
 
 def test_the_best_weights(monkeypatch):

@@ -22,12 +22,12 @@ from pathlib import Path
 # options that do not change what is trained
 IGNORED = """config output_dir fresh num_workers save_every log_every max_minutes wandb_mode
     nproc_per_node device backend timeout_minutes local_rank world_size master_addr master_port
-    cache_dir prepare_only batch_size seed""".split()
+    cache_dir prepare_only batch_size data_hash seed""".split()
 
 # options that decide what is measured, and on what
-MEASURED = """data_hash tasks split val_fraction val_ratio max_protein_len eval_sequences eval_draws
-    max_samples_phase1 max_samples_phase2 loss_type beta temperature image_shape
-    indist_attack_clf_eps""".split()
+MEASURED = """tasks split val_fraction val_ratio max_protein_len eval_sequences eval_draws
+    eval_fraction eval_samples eval_distractors base_model_name loss_type beta temperature
+    image_shape indist_attack_clf_eps""".split()
 
 # endings of the metrics that should fall; all others should rise
 FALLING = ("loss", "nelbo", "perplexity", "ece")
@@ -85,12 +85,15 @@ def read_runs(folders):
         if ".old-" in folder.name:
             status = "--fresh has moved it aside"
         if status == "finished":
-            runs.append({"run": str(folder), **flat(summary)})
+            run = {"run": str(folder), **flat(summary)}
+            # the first word is the hash of the data, others are of networks that begin or teach
+            run["data"] = str(run.get("args/data_hash")).partition(" ")[0]
+            runs.append(run)
         else:
             print(f"left out: {folder}: {status}")
     if not runs:
         stop("none of these runs is finished")
-    for key in ["script", "best/metric", *[f"args/{name}" for name in MEASURED]]:
+    for key in ["script", "best/metric", "data", *[f"args/{name}" for name in MEASURED]]:
         for run in runs:
             if run.get(key) != runs[0].get(key):
                 pair = [f"{one.get(key)} in {one['run']}" for one in (runs[0], run)]
@@ -168,6 +171,8 @@ def draw_curves(path, runs):
     for width, run in zip(range(2 * len(runs), 0, -2), runs, strict=True):
         rows = [json.loads(line) for line in Path(run["run"], "metrics.jsonl").open()]
         points = [(row["step"], row[column]) for row in rows if column in row]
+        if not points:
+            stop(f"{run['run']}: no {column} in metrics.jsonl")
         axis.plot(*zip(*points, strict=True), linewidth=width, label=run["run"])
     axis.set(xlabel="step", ylabel=column)
     axis.legend()
