@@ -127,7 +127,7 @@ def parse_args():
     add("--student_document_prompt", help="text before documents; None: the model's own")
     add("--trust_remote_code", **FLAG, default=False, help="run code that comes with the models")
     add("--use_projection", **FLAG, default=True, help="a head; False: MRL")
-    add("--projection_hidden", type=COUNT, default=1536, help="hidden width of the head")
+    add("--projection_hidden", type=COUNT, default=1536, help="hidden width of the head, if any")
 
     add = parser.add_argument_group("loss").add_argument
     add("--phase1_l2_weight", type=number(0), default=0.4, help="of the squared distance")
