@@ -909,7 +909,7 @@ def find_reference(model, data, args, device, autocast, precision):
     key += [precision, device.type]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]  # as `cached` makes it
     path = Path(args.cache_dir) / f"reference-{digest}" / "logp.npy"
-    if on_rank0(path.exists):
+    if on_rank0(is_whole, path.parent):
         logging.info(f"The reference's scores of an earlier run: {path}")
         return np.load(path, mmap_mode="r")
 
@@ -1385,6 +1385,8 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
+    "Disk quota exceeded": "a disk is full, for you",
+    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
 }
@@ -1446,9 +1448,9 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--output_dir", default=output_dir, help="a run found there is resumed")
     add("--prepare_only", **FLAG, default=False, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
-    add("--seed", type=number(0, 2**32, int), default=42, help="of weights, order and dropout")
+    add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
     add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
-    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs"
+    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs (x accum)"
     add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
     add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
@@ -1760,15 +1762,34 @@ def list_problems(problems):
     return "\n  ".join(["", *problems[:20], *more])
 
 
+def file_sizes(folder):
+    """{path: bytes} of the files in a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def is_whole(folder):
+    """Whether a folder of the cache still has what was written. Programs that tidy up take files
+    out of old folders."""
+    try:
+        written = json.loads((folder / "sizes.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return written.items() <= file_sizes(folder).items()
+
+
 def cached(cache_dir, name, key, write):
     """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
     Runs that share the cache do not touch each other's. (rank 0)"""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     folder = Path(cache_dir) / f"{name}-{digest}"
-    if folder.exists():
+    if is_whole(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            logging.warning(f"{folder} is damaged, and made again")
+            shutil.rmtree(folder)
         place = tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-")
     except OSError as error:
         raise InputError(f"--cache_dir {cache_dir} is not writable: {error}") from None
@@ -1784,6 +1805,7 @@ def cached(cache_dir, name, key, write):
         write(new)
         for file in new.glob("*.npy"):
             np.load(file, mmap_mode="r")  # a full disk can cut off an array without an error
+        (new / "sizes.json").write_text(json.dumps(file_sizes(new)))
         try:
             new.rename(folder)
         except OSError:  # another run was faster, with the same data
@@ -1826,7 +1848,8 @@ class GlobalBatchSampler(DistributedSampler):
         parts = self.num_replicas * self.accumulation
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
+            hint = "see --global_batch_size and --batch_size"
+            raise InputError(f"{self.global_batch} samples a step: must be from {limits}; {hint}")
         each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
         logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
 
@@ -1998,7 +2021,8 @@ class Meter:
         everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
-            raise RunError(f"{text}: lower the learning rate, or look for such numbers in the data")
+            hint = "--fresh and a lower learning rate, or look for such numbers in the data"
+            raise RunError(f"{text}: {hint}")
         # the next meeting is in about a second, by the clock of rank 0: after the same step for all
         seconds = everyone[0]["seconds"]
         self.every = max(1, int(self.steps / seconds))
@@ -2139,7 +2163,9 @@ def find_checkpoint(folder, fresh):
         lock_folder(folder)
         counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
         is_restart = any(count not in (None, "", "0") for count in counts)
-        is_run = (folder / "metrics.jsonl").exists() or any(folder.glob("*.pt"))
+        names = ["latest.pt", "previous.pt", "best.pt"]  # what a run would write over
+        checkpoints = [folder / name for name in names if (folder / name).exists()]
+        is_run = checkpoints or (folder / "metrics.jsonl").exists()
         if fresh and is_run and not is_restart:
             folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
             lock_folder(folder)
@@ -2154,8 +2180,10 @@ def find_checkpoint(folder, fresh):
         state = read_checkpoint(previous)
         if state is not None:
             latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
-        elif any(folder.glob("*.pt")):
+        elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
+    if state and state["loop"].get("best") and folder / "best.pt" not in checkpoints:
+        logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
     return state
 
 
@@ -2174,7 +2202,7 @@ def open_run(args, data_hash, may_change):
         logging.info(f"a new run in {args.output_dir}")
         return None
 
-    hint = "give that, another --output_dir, or --fresh, which moves the old run aside"
+    hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
     if state.get("script") != SCRIPT:
         raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     for name, value in vars(args).items():
@@ -2182,6 +2210,8 @@ def open_run(args, data_hash, may_change):
         if value == before or name in MAY_CHANGE:
             continue
         text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+        if name == "data_hash":
+            text = f"the data are not those of the run in {args.output_dir}"
         if name not in may_change:
             raise InputError(f"{text}: {hint}")
         logging.info(text)

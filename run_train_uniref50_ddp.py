@@ -10,10 +10,15 @@ SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria
     torchrun --standalone --nproc_per_node=8 run_train_uniref50_ddp.py --datafile uniref50.fasta.gz
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
 
+Data (--datafile): FASTA, or a sequence on each line, also packed (.gz .bz2 .xz .zst); or a list
+saved by torch.save, of texts, or of dicts with protein_seq, sequence or text. Letters are the 20
+residues and X B U Z O J, in upper or lower case. --val_ratio of the sequences are held out, chosen
+by a hash: equal ones are on one side.
+
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (sequences), data_wait (share of the time). val/..., of averaged weights: nelbo (the
-bound on held-out sequences, nats per residue; of a long sequence a part counts as the whole) beside
+bound on held-out sequences, nats per residue; of those that are too long a part is taken) beside
 unigram (by how often each residue occurs in the training data), below_unigram (their difference),
 nelbo_se, below_unigram_se (standard errors), perplexity.
 
@@ -111,7 +116,7 @@ def parse_args():
     add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=number(0, kind=int), default=5000, help="steps to reach it, on one GPU")
     kinds = ["none", "linear", "conservative"]
-    text = "what N GPUs multiply both by: 1, N, min(N, 6); none with --global_batch_size"
+    text = "lr and warmup grow N, or min(N, 6), times on N GPUs; none with --global_batch_size"
     add("--lr_scaling", default="linear", choices=kinds, help=text)
     add("--weight_decay", type=number(0), default=0.01, help="of matrices, but not of embeddings")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
@@ -439,7 +444,8 @@ def evaluate(model, data, args, autocast, device):
         part = batches[first + dist.get_rank()]
         mine = [sequences[i] for i in part]
         for draw in range(args.eval_draws):
-            # of two draws, the second one hides half of the residues more, or fewer, than the first
+            # Of two draws, the second one hides half of the residues more, or fewer, than the first
+            # did. (1 - ...: a share is above 0, and may be 1.)
             shifted = 1 - (shares[part] + draw / args.eval_draws) % 1
             seeds = [[row, draw + 1] for row in rows[part]]
             batch = make_batch(mine, shifted, seeds, count=1).to(device)
@@ -541,6 +547,7 @@ def train(args, device, data, model, state, log, loop):
         save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
     sampler.start = loop["step"]
     batches = make_loader(NoisyProteins(data.train, args.seed), sampler, args, device)
+    kept = []  # buffers that a bad step must not change: this network has none
 
     logging.info("Starting distributed training...")
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
@@ -578,7 +585,6 @@ def train(args, device, data, model, state, log, loop):
             logging.info(f"Starting training epoch {epoch}")
 
         seed_step(args, step)
-        kept = [buffer.clone() for buffer in model.buffers()]
         lr = peak * lr_factor(step, steps, warmup)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -747,11 +753,14 @@ def is_fasta(path):
     meant to be read as such, is refused."""
     with open_text(path) as file:
         head = file.read(2**20)
-    first = head.lstrip().partition("\n")[0]
+    first, _, rest = head.lstrip().partition("\n")
+    is_header = first.strip().lower() in HEADERS
+    if len(first) < 16 and first.isalpha():  # a word, before sequences in capital letters
+        is_header |= rest.partition("\n")[0].isupper() and not first.isupper()
     found = ""
     if "\0" in head:
         line = head[: head.index("\0")].count("\n") + 1
-        found = f"no text (there is a NUL byte on line {line})"
+        found = f"no text (a NUL byte on line {line}: an archive, or UTF-16?)"
     elif not first:
         found = "empty"
     elif first.startswith("@"):
@@ -760,7 +769,7 @@ def is_fasta(path):
         found = f"PIR ({first[:40]}), whose second lines are titles"
     elif not first.startswith(">") and "\n>" in head:
         found = f"{first[:40]!r} before the first '>': remove it"
-    elif first.strip().lower() in HEADERS:
+    elif is_header and not first.startswith(">"):
         found = f"{first[:40]!r}, a header, before the first sequence: remove it"
     if found:
         text = "expected proteins, as FASTA or with a sequence on each line"
@@ -770,10 +779,12 @@ def is_fasta(path):
 
 def read_records(path):
     """Yields (where it stands in the file, sequence as bytes) of each record."""
+    expected = "a whole file"
     try:
         with open(path, "rb") as file:
             start = file.read(4)
         if start.startswith((b"PK\3\4", b"\x80")):  # as torch.save begins
+            expected = "one that torch.save has written (unpack other archives)"
             yield from read_list(path)
             return
         read_text = read_fasta if is_fasta(path) else read_lines
@@ -783,7 +794,7 @@ def read_records(path):
         raise
     except Exception as error:  # each kind of compression has its own, and torch has five
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-        text = "cannot be read to its end, expected a whole file"
+        text = f"cannot be read to its end, expected {expected}"
         raise InputError(f"{path} {text}: {reason}") from None
 
 
@@ -822,8 +833,10 @@ def read_list(path):
             if not names:
                 place += " has no protein_seq, sequence or text"
             entry = entry[names[0]] if names else ""
-        text = entry if isinstance(entry, str) else ""
-        yield place, "".join(text.split()).encode("utf-8", "replace")
+        if not isinstance(entry, str):
+            place += f" is no text, but {type(entry).__name__}"
+            entry = ""
+        yield place, "".join(entry.split()).encode("utf-8", "replace")
 
 
 def encode(sequence):
@@ -879,8 +892,9 @@ def write_tokens(folder, args):
         file.close()
 
     if bad > 0 and not args.skip_bad_data:
-        text = f"{bad} records are not proteins (--skip_bad_data leaves them out), such as"
-        raise InputError(f"{args.datafile}: {text}" + list_problems(examples))
+        text = f"{bad} records are not proteins; expected FASTA, or a sequence on each line"
+        hint = "--skip_bad_data leaves out such records:"
+        raise InputError(f"{args.datafile}: {text}; {hint}" + list_problems(examples))
     letters, train_hash = read_through(folder / "train.tokens")
     _, valid_hash = read_through(folder / "valid.tokens")
     nucleotides = sum(letters[RESIDUES.index(letter)] for letter in "ACGTUN")
@@ -889,7 +903,8 @@ def write_tokens(folder, args):
         raise InputError(f"{args.datafile}: expected proteins; it is DNA or RNA: {text}")
     if counts["train"] == 0 or counts["valid"] < 2:
         text = f"{counts['train']} proteins to train on, {counts['valid']} held out, {bad} bad ones"
-        raise InputError(f"{args.datafile}: {text}: expected more, or another --val_ratio")
+        hint = "expected more different ones (equal ones are on one side), or another --val_ratio"
+        raise InputError(f"{args.datafile}: {text}; {hint}")
     note = f"{bad} bad records are left out, such as" + list_problems(examples) if bad else ""
     meta = {"letters": letters, "lengths": lengths, "note": note, "hash": train_hash + valid_hash}
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -947,6 +962,8 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
+    "Disk quota exceeded": "a disk is full, for you",
+    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
 }
@@ -1008,9 +1025,9 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--output_dir", default=output_dir, help="a run found there is resumed")
     add("--prepare_only", **FLAG, default=False, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
-    add("--seed", type=number(0, 2**32, int), default=42, help="of weights, order and dropout")
+    add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
     add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
-    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs"
+    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs (x accum)"
     add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
     add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
@@ -1322,15 +1339,34 @@ def list_problems(problems):
     return "\n  ".join(["", *problems[:20], *more])
 
 
+def file_sizes(folder):
+    """{path: bytes} of the files in a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def is_whole(folder):
+    """Whether a folder of the cache still has what was written. Programs that tidy up take files
+    out of old folders."""
+    try:
+        written = json.loads((folder / "sizes.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return written.items() <= file_sizes(folder).items()
+
+
 def cached(cache_dir, name, key, write):
     """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
     Runs that share the cache do not touch each other's. (rank 0)"""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     folder = Path(cache_dir) / f"{name}-{digest}"
-    if folder.exists():
+    if is_whole(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            logging.warning(f"{folder} is damaged, and made again")
+            shutil.rmtree(folder)
         place = tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-")
     except OSError as error:
         raise InputError(f"--cache_dir {cache_dir} is not writable: {error}") from None
@@ -1346,6 +1382,7 @@ def cached(cache_dir, name, key, write):
         write(new)
         for file in new.glob("*.npy"):
             np.load(file, mmap_mode="r")  # a full disk can cut off an array without an error
+        (new / "sizes.json").write_text(json.dumps(file_sizes(new)))
         try:
             new.rename(folder)
         except OSError:  # another run was faster, with the same data
@@ -1388,7 +1425,8 @@ class GlobalBatchSampler(DistributedSampler):
         parts = self.num_replicas * self.accumulation
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            raise InputError(f"{self.global_batch} samples a step: must be from {limits}")
+            hint = "see --global_batch_size and --batch_size"
+            raise InputError(f"{self.global_batch} samples a step: must be from {limits}; {hint}")
         each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
         logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
 
@@ -1560,7 +1598,8 @@ class Meter:
         everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
-            raise RunError(f"{text}: lower the learning rate, or look for such numbers in the data")
+            hint = "--fresh and a lower learning rate, or look for such numbers in the data"
+            raise RunError(f"{text}: {hint}")
         # the next meeting is in about a second, by the clock of rank 0: after the same step for all
         seconds = everyone[0]["seconds"]
         self.every = max(1, int(self.steps / seconds))
@@ -1701,7 +1740,9 @@ def find_checkpoint(folder, fresh):
         lock_folder(folder)
         counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
         is_restart = any(count not in (None, "", "0") for count in counts)
-        is_run = (folder / "metrics.jsonl").exists() or any(folder.glob("*.pt"))
+        names = ["latest.pt", "previous.pt", "best.pt"]  # what a run would write over
+        checkpoints = [folder / name for name in names if (folder / name).exists()]
+        is_run = checkpoints or (folder / "metrics.jsonl").exists()
         if fresh and is_run and not is_restart:
             folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
             lock_folder(folder)
@@ -1716,8 +1757,10 @@ def find_checkpoint(folder, fresh):
         state = read_checkpoint(previous)
         if state is not None:
             latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
-        elif any(folder.glob("*.pt")):
+        elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
+    if state and state["loop"].get("best") and folder / "best.pt" not in checkpoints:
+        logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
     return state
 
 
@@ -1736,7 +1779,7 @@ def open_run(args, data_hash, may_change):
         logging.info(f"a new run in {args.output_dir}")
         return None
 
-    hint = "give that, another --output_dir, or --fresh, which moves the old run aside"
+    hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
     if state.get("script") != SCRIPT:
         raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     for name, value in vars(args).items():
@@ -1744,6 +1787,8 @@ def open_run(args, data_hash, may_change):
         if value == before or name in MAY_CHANGE:
             continue
         text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+        if name == "data_hash":
+            text = f"the data are not those of the run in {args.output_dir}"
         if name not in may_change:
             raise InputError(f"{text}: {hint}")
         logging.info(text)

@@ -152,7 +152,7 @@ def test_bad_records_are_listed_with_their_lines(tmp_path):
     with pytest.raises(script.InputError) as caught:
         prepare(tmp_path / "x")
     first, *lines = str(caught.value).split("\n  ")
-    assert "30 records are not proteins (--skip_bad_data" in first
+    assert "30 records are not proteins; expected FASTA" in first
     assert lines == problems[:20]
     found, meta = prepare(tmp_path / "x", "--skip_bad_data")
     assert found == split_of(good) and meta["bad"] == problems
@@ -162,7 +162,11 @@ def test_bad_entries_of_lists(tmp_path):
     good = some_sequences(60, seed=3)
     torch.save([*good[:30], "", 5, {"name": "MKV"}, "MK-V", *good[30:]], tmp_path / "x")
     keys = "has no protein_seq, sequence or text"
-    said = ["entry 30: no residues", "entry 31: no residues", f"entry 32 {keys}: no residues"]
+    said = [
+        "entry 30: no residues",
+        "entry 31 is no text, but int: no residues",
+        f"entry 32 {keys}: no residues",
+    ]
     said.append("entry 33: '-' among the residues")
     found, meta = prepare(tmp_path / "x", "--skip_bad_data")
     assert found == split_of(good) and meta["bad"] == said
@@ -183,14 +187,15 @@ HOSTILE = {
     "pir": (b">P1;CRAB\nalpha crystallin\nMKVLLAG*\n", "it is PIR .>P1;CRAB., whose second lines"),
     "fastq": (FASTQ.encode(), "it is FASTQ"),
     "header": (b"Sequence\r\nMKV\nMKL\n", "'Sequence', a header, before the first sequence"),
-    "nul": (PLAIN.replace(b"_9 ", b"_9\0 "), r"there is a NUL byte on line \d\d"),
+    "another header": (b"aaseq\nMKV\nMKL\n", "'aaseq', a header, before the first sequence"),
+    "nul": (PLAIN.replace(b"_9 ", b"_9\0 "), r"a NUL byte on line \d\d"),
     "nul, far": (4 * PLAIN + b">z\nMK\0V\n", r"line \d+ >z: '\\x00' among the residues"),
-    "utf16": (">a\nMKV\n".encode("utf-16"), "there is a NUL byte on line 1"),
+    "utf16": (">a\nMKV\n".encode("utf-16"), "a NUL byte on line 1: an archive, or UTF-16"),
     "empty": (b" \n\n", "it is empty"),
     "words": (b"\n \nsome words\n>a\nMKV\n", "'some words' before the first '>'"),
     "csv": (b"id,sequence\n1,MKV\n", r"line 2: '1,' among the residues"),
-    "one": (b">a\nMKV\n", "1 proteins to train on, 0 held out, 0 bad ones: expected more"),
-    "zip": (b"PK\3\4" + bytes(100), GZ),
+    "one": (b">a\nMKV\n", "1 proteins to train on, 0 held out, 0 bad ones; expected more"),
+    "zip": (b"PK\3\4" + bytes(100), "expected one that torch.save has written .unpack"),
     "weights": (saved({"model": torch.zeros(3)}), "expected a list"),
     "zst": (b"(\xb5/\xfd" + bytes(9), "zst"),
     "cut": (PACKED[:HALF], GZ),
