@@ -1347,7 +1347,7 @@ def prepare(args, neighbours):
         rows = read_rows(name)
         key.append([os.path.abspath(name), hashlib.sha256(Path(name).read_bytes()).hexdigest()])
         for path in sorted({path for _, _, path, _ in rows if os.path.exists(path)}):
-            key.append([path, os.stat(path).st_size, os.stat(path).st_mtime_ns])
+            key.append([path, os.stat(path).st_size, os.stat(path).st_ctime_ns])
         sources.append(rows)
 
     def write(folder):

@@ -6,10 +6,15 @@ them) and says how the set was made. Tasks: cls, which of several kinds it is: p
 Minkowski space of 2, 3 or 4 dimensions ("sprinklings"), or random orders that look like them; dim,
 the dimension of a sprinkling; manifold, whether it is a sprinkling at all.
 
-    python tools/make_causal_sets.py                     # 12,000 sets: data/causal_sets.npz
+    python tools/make_causal_sets.py    # of the repository: 12,000 sets, data/causal_sets.npz
     torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py
     python run_train_quantumgrav_ddp.py --nproc_per_node 3 --lr 3e-4 --output_dir outputs/lr3
     mpiexec -n 12 python run_train_quantumgrav_ddp.py    # or srun
+
+Data (--data): .npz files or zarr stores of arrays that count the sets by their first axis:
+adjacency_matrix (sets, N, N), 1 where i is in the past of j, and all such i < j; atomcount, the
+elements of each set; for each task an array of whole numbers (below 0: not known) or names. Or zarr
+stores with groups cset_0, cset_1, ... of such arrays. Below, at "Reading", stand their other names.
 
 Logged, over all ranks: step, epoch, lr, loss (cross entropy in nats per set, summed over the
 tasks), grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s,
@@ -46,6 +51,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -191,12 +197,23 @@ class CausalSets(Dataset):
         self.columns = [FEATURES.index(name) for name in args.features]
         self.split = split_sets(self.original, args.split, args.split_seed)
         for part in ("train", "valid", "test"):
-            for task, known in zip(self.classes, self.labels[self.part(part)].T >= 0, strict=True):
-                if not known.any():
-                    raise InputError(f"--tasks {task}: no set of the {part} part has this label")
+            for task, labels in zip(self.classes, self.labels[self.part(part)].T, strict=True):
+                self.count_classes(part, task, labels[labels >= 0])
         self.sizes = np.diff(self.node_ptr)  # elements of each set
         self.edges = np.diff(self.edge_ptr)
         self.cost = self.sizes + self.edges  # time and memory of a set grow with it
+
+    def count_classes(self, part, task, labels):
+        """Say how many sets of each class a part has. InputError where it has no labels."""
+        names = self.classes[task]
+        counts = np.bincount(labels, minlength=len(names))
+        if not counts.any():
+            raise InputError(f"--tasks {task}: no set of the {part} part has this label")
+        texts = [f"{name} {count}" for name, count in zip(names, counts, strict=True)]
+        logging.info(f"{part}, {task}: {', '.join(texts[:20])}")
+        lacking = np.count_nonzero(counts == 0)
+        if lacking > 0:
+            logging.warning(f"{lacking} of the {len(names)} classes of {task} lack in {part}")
 
     def part(self, name):
         """Numbers of the sets to train on, to validate on or to test on."""
@@ -246,7 +263,8 @@ def split_sets(original, shares, seed):
     distinct = np.unique(original)
     count = len(distinct)
     if abs(sum(shares) - 1) > 1e-6 or min(shares) * count < 1:
-        raise InputError(f"--split {shares}: expected three shares of {count} sets, sum 1")
+        text = f"expected three shares, sum 1, each of at least one of the {count} sets"
+        raise InputError(f"--split {shares}: {text}")
     ends = np.floor(np.cumsum(shares[:2]) * count + 0.5).astype(int)
     order = np.random.default_rng(seed).permutation(count)
     _, valid, test = np.split(distinct[order], ends)
@@ -635,8 +653,9 @@ def save_predictions(args, data, ids, logp):
             labels[labels >= 0],
             guess[labels >= 0],
             labels=range(len(names)),
-            display_labels=names,
+            display_labels=[name.replace("$", r"\$") for name in names],  # no formula
             normalize="true",
+            include_values=len(names) <= 30,  # more numbers take minutes, and nobody reads them
             xticks_rotation="vertical",
         )
         plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
@@ -696,7 +715,7 @@ LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
 SIZES = ["atomcount", "cset_size"]
 NUMBERS = ["num_samples", "num_causal_sets"]  # of sets, in a store that has room for more
 FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
-READER = 4  # raise it when you change what is read or kept: else an old cache is used
+READER = 5  # raise it when you change what is read or kept: else an old cache is used
 
 
 class ZarrFolder:
@@ -746,7 +765,7 @@ def read_sets(path, tasks, notes):
     a zarr store with a group for each set. What is no error, but must be said, goes into notes."""
     if path.suffix == ".npz":
         if not zipfile.is_zipfile(path):
-            raise ValueError("expected arrays with names, as numpy.savez writes them")
+            raise ValueError("expected a whole file of arrays with names, as numpy.savez writes it")
         yield from read_flat(np.load(path), tasks)
         return
     if not path.is_dir():
@@ -810,12 +829,16 @@ def read_flat(arrays, tasks):
 
 
 def number_of(value, name):
-    """A size or a label; a label may also be a name."""
+    """A size or a label; a label may also be a name. Some write numbers as texts."""
     number = np.asarray(value).item()
     if isinstance(number, bytes):
         number = number.decode()
-    if isinstance(number, str) and name not in SIZES:
-        return number
+    if isinstance(number, str):
+        number = number.strip()
+        if re.fullmatch(r"-?\d+", number):
+            number = int(number)
+        elif name not in SIZES:
+            return number
     if not isinstance(number, (int, float)) or not float(number).is_integer():
         raise ValueError(f"{name} is {number}; expected a whole number")
     return int(number)
@@ -840,13 +863,15 @@ def order_of(values):
     if not ((matrix == 0) | (matrix == 1)).all():
         raise ValueError(f"{name} has other entries than 0 and 1")
     if not matrix.any():
-        raise ValueError(f"{name} has no pairs at all (a missing chunk of a store reads so)")
+        text = "a missing chunk of a store reads so; an order without any relation is not taken"
+        raise ValueError(f"{name} has no pairs at all: {text}")
 
     matrix = matrix.astype(bool)
     if not np.triu(matrix).any():
         matrix = matrix.T  # as arrays of Julia arrive
     if np.tril(matrix).any():
-        raise ValueError(f"{name} has a cycle, or its elements are not sorted in time")
+        text = "a cycle, ones on its diagonal, or elements that are not sorted in time"
+        raise ValueError(f"{name} has {text}; expected 1 only where i < j")
     order = closure(matrix)
     if name in ADJACENCY and not np.array_equal(matrix, order):
         raise ValueError(f"{name} is not transitive; expected all related pairs")
@@ -933,7 +958,8 @@ def read_all(paths, tasks):
         except ImportError:
             raise InputError(f"{path}: pip install zarr, which reads such stores") from None
         except Exception as error:
-            raise InputError(f"--data {path}: {error}") from None
+            text = " ".join(str(error).split())
+            raise InputError(f"--data {path}: {text} (--help has the format)") from None
     if notes:
         text = "arrays have chunks that are not stored and read as zeros, right if they held zeros"
         notes = [f"{len(notes)} {text}, such as {notes[0]}"]
@@ -968,10 +994,11 @@ def write_sets(folder, args):
     labels = np.full((len(sets), len(args.tasks)), -1)
     classes = {}
     for column, task in enumerate(args.tasks):
-        own = np.array([row[column] for row in values])
-        known = np.array([is_label(row[column]) for row in values])
-        names, numbers = np.unique(own[known], return_inverse=True)
-        labels[known, column] = numbers
+        own = [row[column] for row in values]
+        names = {value for value in own if is_label(value)}
+        names = sorted(names, key=lambda value: (isinstance(value, str), value))
+        numbers = {name: number for number, name in enumerate(names)}
+        labels[:, column] = [numbers.get(value, -1) for value in own]
         classes[task] = [str(name) for name in names]
         if len(names) < 2:
             text = ", ".join(classes[task]) or "none"
@@ -997,10 +1024,11 @@ def prepare(args):
     key = [READER, args.tasks, args.skip_bad_data]
     for path in map(Path, args.data):
         if not path.exists():
-            raise InputError(f"--data {path}: no such file or store; tools/make_causal_sets.py")
+            hint = "that of the default is made by tools/make_causal_sets.py of the repository"
+            raise InputError(f"--data {path}: no such file or store; {hint}")
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         stats = [file.stat() for file in files if file.exists()]  # a link may lead nowhere
-        key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
+        key.append([str(path.resolve()), [(stat.st_size, stat.st_ctime_ns) for stat in stats]])
     return cached(args.cache_dir, "sets", key, lambda new: write_sets(new, args))
 
 

@@ -1016,7 +1016,7 @@ class Found:
         self.parts.append(part)
 
     def note_version(self, path, stat):
-        self.version.append([str(path), stat.st_size, stat.st_mtime_ns])
+        self.version.append([str(path), stat.st_size, stat.st_ctime_ns])
 
     def leave_out(self, why, what):
         self.left_out.setdefault(why, []).append(what)

@@ -928,7 +928,7 @@ def prepare(args):
         found = "is a folder; expected a file" if path.is_dir() else "there is no such file"
         raise InputError(f"--datafile {path}: {found}. UniRef50 is at {PUBLISHED}")
     stat = path.stat()
-    key = [READER, str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    key = [READER, str(path.resolve()), stat.st_size, stat.st_ctime_ns]
     key += [args.val_ratio, args.skip_bad_data]
     return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
 

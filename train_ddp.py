@@ -1458,7 +1458,7 @@ def file_states(path):
     """Path, sizes and dates of a file, or of the files in a folder. They tell a new version."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     states = [file.stat() for file in files if file.is_file()]
-    return [str(path.resolve()), [(state.st_size, state.st_mtime_ns) for state in states]]
+    return [str(path.resolve()), [(state.st_size, state.st_ctime_ns) for state in states]]
 
 
 def prepare_texts(args):

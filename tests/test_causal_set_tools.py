@@ -248,6 +248,22 @@ def test_labels_that_are_names(name, tmp_path):
     assert data.labels[:, 0].tolist() == [1, -1, 0] * 10
 
 
+def test_numbers_as_texts_and_large_ones(tmp_path, caplog):
+    """Texts of numbers are numbers; those above 2^53 stay what they are. A class that a part lacks
+    is named."""
+    with_arrays(kind=np.array([" 3", "-1", "12"] * 10))(tmp_path / "a.npz")
+    data = load(tmp_path / "a.npz")
+    assert data.classes["kind"] == ["3", "12"]
+    assert data.labels[:, 0].tolist() == [0, -1, 1] * 10
+
+    large = np.array([2**63, 2**63 + 1, 5] * 10, np.uint64)
+    large[0] = 7
+    with_arrays(kind=large)(tmp_path / "b.npz")
+    data = load(tmp_path / "b.npz")
+    assert data.classes["kind"] == ["5", "7", str(2**63), str(2**63 + 1)]
+    assert "1 of the 4 classes of kind lack in " in caplog.text
+
+
 def test_names_beside_a_store_without_labels(tmp_path):
     """There -1 is no label, and no class of its own."""
     with_arrays(kind=np.array(["tree", "antichain"] * 15))(tmp_path / "a.npz")

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -425,6 +426,19 @@ def test_a_loss_that_is_no_number_ends_the_run(path, tmp_path):
     said = run(path, tmp_path / "out", "--lr=1e30", status=1)
     assert "the validation loss is nan" in said and "Traceback" not in said
     assert not (tmp_path / "out" / "best.pt").exists()
+
+
+def test_confusion_of_odd_and_of_many_classes(data, tmp_path):
+    """A class may look like a formula. Numbers in 100 x 100 cells would take minutes."""
+    names = ["$\\fracx$", *map(str, range(99))]
+    labels = np.zeros((len(data.labels), 1), np.int64)
+    many = SimpleNamespace(classes={"cls": names}, labels=labels)
+    logp = np.tile(np.arange(100.0), (len(labels), 1))
+    args = arguments(f"--output_dir={tmp_path}")
+    began = time.process_time()
+    script.save_predictions(args, many, np.arange(len(labels)), {"cls": logp})
+    assert (tmp_path / "confusion_cls.png").stat().st_size > 10_000
+    assert time.process_time() - began < 20
 
 
 def test_a_full_disk_does_not_fail_a_run_that_is_over(data, tmp_path, caplog):
