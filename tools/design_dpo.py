@@ -215,7 +215,10 @@ def as_field(value):
     """A field of the data as a text in a CSV file, see make_dpo_pairs.py."""
     if isinstance(value, str):
         return value
-    return " ".join("-".join(map(str, p)) if isinstance(p, list) else str(p) for p in value)
+    words = []
+    for part in value:
+        words.append("-".join(map(str, part)) if isinstance(part, list) else str(part))
+    return " ".join(words)
 
 
 def write_designs(args, found, row, letters, columns):

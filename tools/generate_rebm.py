@@ -140,7 +140,9 @@ def measure_distance(made, inside, outside):
         images = source.images[source.some("test", 50_000)]
         sides[f"frechet_pixels {name}"] = torch.from_numpy(images)
     train = block_means(torch.from_numpy(inside.images[inside.some("train", 50_000)]))
-    found = {name: frechet(train, block_means(images)) for name, images in sides.items()}
+    found = {}
+    for name, images in sides.items():
+        found[name] = frechet(train, block_means(images))
     if found["frechet_pixels"] > 0.5 * found["frechet_pixels OOD"]:
         text = "the generated images are still near the OOD images that they started from"
         print(f"warning: {text}: give more --steps, or train longer (T must grow)")
