@@ -1,7 +1,7 @@
 """Training steps of stage 2 of run_train_rebm_ddp.py beside a port of the original's step.
 
     python benchmarks/bench_rebm.py
-    python benchmarks/bench_rebm.py --rounds 1 --seconds 3 --networks SmallNet
+    python benchmarks/bench_rebm.py --rounds 1 --seconds 3 --works SmallNet
 
 Images per second of whole training steps, one process, one thread, fp32 on a CPU, the same network
 and the same lengths of the attacks: T = 20 steps on OOD images, 10 on images to classify.
@@ -19,7 +19,6 @@ decodes and augments in other processes.
 """
 
 import copy
-import functools
 import importlib
 import itertools
 import sys
@@ -34,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 SCRIPT = "run_train_rebm_ddp.py"
 UNIT = "images/s"
-NAMES = {"original": "the original's step"}
+NAMES = {"compiled": "ours with --compile", "original": "the original's step"}
 T = 20
 CLF_STEPS = 10
 STEP = 0.1
@@ -45,19 +44,20 @@ EPOCH = 15  # steps
 OPTIONS = f"""--at_epochs=0 --total_epochs=100000 --attack_step_size={STEP} --attack_max_steps={T}
     --indist_attack_clf_max_steps={CLF_STEPS} --indist_attack_clf_step_size={STEP}
     --indist_attack_clf_eps={CLF_EPS} --lr={RATE} --ema={DECAY} --max_grad_norm=5 --log_every=1
-    --n_imgs_per_evaluation_log=0"""
+    --n_imgs_per_evaluation_log=0 --ckpt_path=start.pt --data=noise.npz"""
 
 
 class Setting(NamedTuple):
+    model: str  # --model_type
     channels: int
     size: int  # side of the images
     batch: int
 
 
-SETTINGS = {"SmallNet": Setting(1, 8, 128), "WideResNet28x2": Setting(3, 32, 8)}  # by --model_type
-
-
-# ---- The port ------------------------------------------------------------------------------------
+WORKS = {
+    "SmallNet": Setting("SmallNet", 1, 8, 128),
+    "WideResNet28x2": Setting("WideResNet28x2", 3, 32, 8),
+}
 
 
 def climb(model, x, objective, steps, eps):
@@ -106,47 +106,44 @@ def load_script(*options):
     return importlib.import_module("run_train_rebm_ddp")
 
 
-def make_network(name):
+def make_network(setting):
     """That of the script, with random weights."""
-    script = load_script(f"--model_type={name}")
+    script = load_script(f"--model_type={setting.model}")
     torch.manual_seed(0)
-    setting = SETTINGS[name]
     return script.make_network(script.parse_args(), 10, setting.channels, setting.size)
 
 
-def begin_with(script, steps):
-    """Let stage 2 begin with attacks of so many steps on OOD images, not of none."""
+def train_ours(options):
+    """Stage 2 of the script; it begins with attacks of T steps on OOD images, not of none."""
+    script = load_script(*options)
     plain = script.begin_stage
 
     def begin_stage(args, stage, nets, loop):
         plain(args, stage, nets, loop)
-        loop["attack"] = {"T": steps}
+        loop["attack"] = {"T": T}
 
     script.begin_stage = begin_stage
+    script.launch(script.parse_args, script.main)
 
 
-def port(network=None, options=()):
-    """The original's step with a network, or the script with options."""
+def port(setting=None, options=None):
+    """The script with options; without them the original's step."""
     if options:
-        script = load_script(*options)
-        begin_with(script, T)
-        script.launch(script.parse_args, script.main)
+        train_ours(options)
         return
-
-    plain = make_network(network).to(memory_format=torch.contiguous_format)
+    setting = Setting(*setting)
+    plain = make_network(setting).to(memory_format=torch.contiguous_format)
     plain.is_frozen = True
     average = copy.deepcopy(plain)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(plain, broadcast_buffers=False)
     options = {"lr": RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     optimizer = torch.optim.SGD(model.parameters(), **options)
-    batches = make_batches(SETTINGS[network])
-    numbers = itertools.count()
-
-    def step():
+    batches = make_batches(setting)
+    for number in itertools.count():
         x, y, real, real_y, outside = next(batches)
         model.eval()
-        fake = climb(model, outside, lambda z: of_class(z, real_y).sum(), T, float("inf"))
+        fake = climb(model, outside, lambda z, y=real_y: of_class(z, y).sum(), T, float("inf"))
         with torch.no_grad():
             logits = model(torch.cat([real, outside, fake]))
             scores = of_class(logits, real_y.repeat(3)).chunk(3)
@@ -157,71 +154,40 @@ def port(network=None, options=()):
         logits = torch.cat([model(real), model(fake)]).logsumexp(1)
         truth = torch.cat([torch.ones(len(real)), torch.zeros(len(fake))])
         loss = F.binary_cross_entropy_with_logits(logits, truth)
-        attacked = climb(model, x, lambda z: F.cross_entropy(z, y), CLF_STEPS, CLF_EPS)
+        attacked = climb(model, x, lambda z, y=y: F.cross_entropy(z, y), CLF_STEPS, CLF_EPS)
         loss = loss + F.cross_entropy(model(attacked), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         loss.item()
 
-        number = next(numbers)
         decay = min(DECAY, (1 + number) / (10 + number))
         pairs = zip(average.state_dict().values(), plain.state_dict().values(), strict=True)
         with torch.no_grad():
             for mean, new in pairs:
                 if mean.is_floating_point():
                     mean.copy_(mean * decay + new * (1 - decay))
-
-    sides.repeat(step)
+        sides.note_step()
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------
 
 
-def prepare(network, folder):
+def prepare(folder, setting):
     """Noise to classify, and weights for ours to start from."""
-    torch.save(make_network(network).state_dict(), folder / f"{network}.pt")
-    setting = SETTINGS[network]
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for part, count in {"train": setting.batch * EPOCH, "val": 20, "test": 20}.items():
-        shape = (count, setting.channels, setting.size, setting.size)
-        arrays[f"x_{part}"] = rng.integers(0, 256, shape, np.uint8)
-        arrays[f"y_{part}"] = np.arange(count) % 10
-    np.savez(folder / f"{network}.npz", **arrays)
+    torch.save(make_network(setting).state_dict(), folder / "start.pt")
+    shape = (setting.channels, setting.size, setting.size)
+    sides.write_images(folder / "noise.npz", setting.batch * EPOCH, shape)
 
 
-def start(folder, network, side, seed):
-    """The jobs of a side."""
-    batch = SETTINGS[network].batch
-    if side == "original":
-        return [sides.port_job(__file__, side, folder, {"network": network}, batch)]
-    options = f"""{sides.COMMON} {OPTIONS} --model_type={network} --batch_size={batch} --seed={seed}
-        --data={network}.npz --ckpt_path={network}.pt --output_dir=run-{side}
-        --compile={side == "compiled"}"""
-    return [sides.port_job(__file__, side, folder, {"options": options.split()}, batch)]
-
-
-def main():
-    parser = sides.make_parser(__doc__)
-    names = list(SETTINGS)
-    parser.add_argument("--networks", nargs="+", default=names, choices=names)
-    args = sides.parse_args(parser, port)
-    records = []
-    print(f"one thread, {args.rounds} rounds of {args.seconds:g} s\n")
-    sides.print_comparison_head(UNIT)
-    with sides.workplace() as folder:
-        for network in args.networks:
-            prepare(network, folder)
-            start_side = functools.partial(start, folder, network)
-            names = ["ours", "compiled", *NAMES]
-            found = sides.speeds(sides.measure(start_side, names, args.rounds, args.seconds))
-            setting = SETTINGS[network]
-            work = f"{network}, {setting.size} px, batch {setting.batch}, T {T}"
-            for side in ("ours", "compiled"):
-                records += sides.compare(f"{work}: {side}", UNIT, found, NAMES, side)
-    sides.write_json(args.json, records)
+def start(folder, setting, side, seed):
+    settings = {"setting": setting}
+    if side != "original":
+        options = f"""{sides.COMMON} {OPTIONS} --model_type={setting.model} --seed={seed}
+            --batch_size={setting.batch} --output_dir=run-{side} --compile={side == "compiled"}"""
+        settings = {"options": options.split()}
+    return [sides.port_job(__file__, side, folder, settings, setting.batch)]
 
 
 if __name__ == "__main__":
-    main()
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port)

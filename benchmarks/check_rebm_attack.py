@@ -30,7 +30,7 @@ def by_tool(checkpoint, count):
     """What tools/evaluate_rebm.py says of `count` test images."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "evaluation.json")
-        options = [f"--images={count}", "--num_samples=0", "--ood_images=1", "--device=cpu"]
+        options = [f"--images={count}", "--ood_images=1", "--device=cpu"]
         options.append("--outside")  # no others
         sides.run_tool("evaluate_rebm.py", checkpoint, f"--out={out}", *options)
         return json.loads(out.read_text())

@@ -2,17 +2,12 @@
 other, which do as much as this machine can do at once.
 
     python benchmarks/scaling.py
-    python benchmarks/scaling.py --rounds 1 --seconds 3 --scripts run_dpo_ddp
+    python benchmarks/scaling.py --rounds 1 --seconds 3 --works run_dpo_ddp
 
 All processes train on small data and networks, on CPUs, with one thread each, and the batch of a
-process is the same on both sides (weak scaling). The ratio is the efficiency of DDP.
-
-Once with the script's own accumulation (the micro-batches of a step), where networks as small as
-these communicate much, and once with a larger one, where they do not. There the efficiency should
-reach 0.95.
-
-Below the table are the two parts of what is lost. DDP takes processor time of its own, to copy and
-add gradients. And it lets a rank wait for the other one: then its share of busy time falls.
+process is the same on both sides (weak scaling). The ratio is the efficiency of DDP. Once with the
+script's own accumulation (the micro-batches of a step), where networks as small as these
+communicate much, and once with a larger one, where they do not. There it should reach 0.95.
 
     python benchmarks/scaling.py --ranks
 
@@ -20,16 +15,16 @@ Whether a rank's own work in a step grows with the number of ranks, where its ba
 one process takes itself for a rank in the middle of 1, 8, 64 and 512. Measured are milliseconds in
 which it makes the batch of a step; step: and queues the loss and its gradient (not of texts: also
 the network, of proteins without attention), on the meta device, where nothing is computed or sent.
-The ratio, time of one rank by time of one of many, should not be below 0.67 for a step. Memory is
-that of the process beyond that of the first number of ranks, in MB.
+The ratio is the time of one of many ranks by that of one; it should not be above 1.5 for a step.
+Memory is that of the process beyond that of the first number of ranks, in MB.
 """
 
 import contextlib
 import functools
 import importlib
-import itertools
 import json
 import logging
+import os
 import random
 import resource
 import statistics
@@ -38,7 +33,6 @@ import time
 from typing import NamedTuple
 from unittest import mock
 
-import bench_dpo
 import numpy as np
 import sides
 import torch
@@ -46,69 +40,57 @@ import torch.distributed as dist
 
 PROCESSES = 2
 UNIT = "samples/s"
-SIDES = ["ddp", "independent"]
-DIGITS = "--data=digits --cache_dir=cache --n_imgs_per_evaluation_log=0"
-
+NAMES = {"independent": "independent processes"}
 RANKS = [1, 8, 64, 512]
 SAMPLES = 17_000  # more than 512 ranks take in a step
-RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 STEPS = 20  # of each number of ranks in a round
-RANK_OPTIONS = {  # FOLDER is that of the data
-    "train_ddp": """--phase1_data=FOLDER/pairs.jsonl --phase2_data=FOLDER/pairs.jsonl
-        --teacher_model=builtin:lsa:64 --student_model=builtin:bert:1x64""",
-    "run_train_uniref50_ddp": "--datafile=FOLDER/proteins.txt",
-    "run_dpo_ddp": "--train_data=FOLDER/pairs.json --val_fraction=0.02 --num_orders=1",
-    "run_train_quantumgrav_ddp": "--data=FOLDER/sets.npz --split 0.98 0.01 0.01",
-    "run_train_rebm_ddp": "--data=FOLDER/images.npz --augm_type_classification=original",
-}
 
 
 class Workload(NamedTuple):
-    options: str
-    batch: int  # samples per process and micro-batch
+    data: str  # options
+    small: str  # more options, for two processes: of a network that is small, and never finished
+    batch: int  # samples per process and micro-batch, then
     own: int  # the script's own accumulation
-    larger: int  # about as large as the samples allow
+    larger: int  # a larger one
 
 
 WORKLOADS = {
-    # the documentation of Python; a BERT of 4 layers of 256
     "train_ddp": Workload(
-        """--phase1_data=pydocs --phase2_data=pydocs --max_samples_phase1=4000
-        --max_samples_phase2=4000 --teacher_model=builtin:lsa:64 --student_model=builtin:bert:4x256
-        --student_max_length=48 --eval_samples=20 --eval_every=1000000 --skip_phase2
-        --phase1_epochs=1000""",
+        """--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl --teacher_model=builtin:lsa:64
+        --student_model=builtin:bert:1x64""",
+        """--student_model=builtin:bert:4x256 --student_max_length=48 --eval_samples=20
+        --eval_every=1000000 --skip_phase2 --phase1_epochs=1000""",
         batch=64,
         own=1,
         larger=5,
     ),
-    # the shipped proteins; the network of the quickstart with a block more
     "run_train_uniref50_ddp": Workload(
-        f"""--datafile={sides.ROOT}/data/ribosomal_families.fasta.gz --max_protein_len=144
-        --hidden_size=64 --n_blocks_prot=4 --n_heads=4 --cond_dim=64 --epochs=100000""",
+        "--datafile=proteins.txt",
+        """--max_protein_len=144 --hidden_size=64 --n_blocks_prot=4 --n_heads=4 --cond_dim=64
+        --epochs=100000""",
         batch=16,
         own=4,
         larger=24,
     ),
-    # structures of 64 residues; ProteinMPNN at full size
-    "run_dpo_ddp": Workload(
-        """--train_data=pairs64.json --cache_dir=cache --base_model_name=random --temperature=1
-        --num_orders=1 --val_fraction=0.02 --num_epochs=100000""",
+    "run_dpo_ddp": Workload(  # ProteinMPNN at full size
+        """--train_data=pairs.json --val_fraction=0.02 --num_orders=1
+        --base_model_name=random""",
+        "--temperature=1 --num_epochs=100000",
         batch=4,
         own=1,
         larger=6,
     ),
-    # sets of nearly one size; the default network
     "run_train_quantumgrav_ddp": Workload(
-        "--data=sets.npz --cache_dir=cache --split 0.98 0.01 0.01 --num_epochs=100000",
+        "--data=sets.npz --split 0.98 0.01 0.01",
+        "--num_epochs=100000",
         batch=64,
         own=1,
         larger=24,
     ),
-    # stage 2 on scikit-learn's digits; all steps of attacks on the images to classify, because the
-    # number of those on OOD images grows
     "run_train_rebm_ddp": Workload(
-        f"""{DIGITS} --ckpt_path=run-start/latest.pt --indist_attack_clf_max_steps=24
-        --attack_max_steps=0 --at_epochs=0 --total_epochs=100000""",
+        "--data=images.npz --augm_type_classification=original",
+        """--at_epochs=1000 --total_epochs=0 --indist_attack_clf_max_steps=24
+        --n_imgs_per_evaluation_log=0""",
         batch=64,
         own=1,
         larger=8,
@@ -116,27 +98,58 @@ WORKLOADS = {
 }
 
 
-def prepare(name, folder):
-    """What the options of a script name."""
-    if name == "run_dpo_ddp":
-        bench_dpo.make_pairs(64, 480, folder)
-    elif name == "run_train_quantumgrav_ddp":
-        options = "--samples=40000 --min_size=112 --max_size=128".split()
-        sides.run_tool("make_causal_sets.py", f"--out={folder}/sets.npz", *options)
-    elif name == "run_train_rebm_ddp":
-        options = f"{DIGITS} --at_epochs=1 --total_epochs=0".split()
-        sides.script_job(f"{name}.py", "start", folder, options, 1).wait()
+def write_texts(folder):
+    """Queries of five words, each with an answer and four wrong ones."""
+    draw = random.Random(0)
+    words = [f"word{number}" for number in range(2000)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(5, 30))) for _ in range(SAMPLES + 2000)]
+    with open(folder / "pairs.jsonl", "w") as file:
+        for text in texts:
+            query = " ".join(draw.choices(text.split(), k=5))
+            row = {"query": query, "positive": text, "negatives": draw.sample(texts, 4)}
+            file.write(json.dumps(row) + "\n")
+
+
+def write_proteins(folder):
+    lengths = np.random.default_rng(0).integers(100, 501, SAMPLES + 1000)
+    sides.write_proteins(folder / "proteins.txt", lengths)
+
+
+def write_pairs(folder):
+    """On 64 structures."""
+    draw = np.random.default_rng(0)
+    structures = sides.write_pairs(40, 64, folder)
+    rows = []
+    for number in range(SAMPLES + 1000):
+        other = sides.random_protein(draw, 40)
+        rows.append({**structures[number % 64], "unpreferred_seq": other})
+    (folder / "pairs.json").write_text(json.dumps(rows))
+
+
+def write_sets(folder):
+    options = [f"--samples={SAMPLES + 1000}", "--max_size=48", f"--out={folder}/sets.npz"]
+    sides.run_tool("make_causal_sets.py", *options)
+
+
+def write_images(folder):
+    sides.write_images(folder / "images.npz", SAMPLES, (16, 16, 3))
+
+
+WRITERS = [write_texts, write_proteins, write_pairs, write_sets, write_images]
+
+
+# ---- Two processes -------------------------------------------------------------------------------
 
 
 def start(folder, name, accumulation, side, seed):
     """The jobs of a side."""
     workload = WORKLOADS[name]
-    batch = workload.batch * accumulation
-    options = f"{workload.options} --batch_size={workload.batch} --log_every=1 --seed={seed}"
+    options = f"""{workload.data} {workload.small} --cache_dir=cache --log_every=1 --seed={seed}
+        --batch_size={workload.batch}"""
 
     def job(out, processes):
-        samples = batch * processes  # of a step
-        own = [*options.split(), f"--global_batch_size={samples}"]
+        samples = workload.batch * accumulation * processes  # of a step
+        own = f"{options} --global_batch_size={samples}"
         return sides.script_job(f"{name}.py", out, folder, own, samples, processes)
 
     if side == "independent":
@@ -147,92 +160,48 @@ def start(folder, name, accumulation, side, seed):
 
 
 def measure(name, args, folder):
-    """Rows of the first table for a script. Returns the records, and rows of the second table."""
-    prepare(name, folder)
-    records = []
-    rows = []
+    """Prints rows of the table."""
     for kind in ("own", "larger"):
         accumulation = getattr(WORKLOADS[name], kind)
         start_side = functools.partial(start, folder, name, accumulation)
-        measured = sides.measure(start_side, SIDES, args.rounds, args.seconds)
-        found = sides.speeds(measured)
+        found = sides.measure(start_side, NAMES, args.rounds, args.seconds)
         work = f"{name}, {kind} accumulation ({accumulation})"
-        others = {"independent": "independent processes"}
-        records += sides.compare(work, UNIT, found, others, "ddp")
-
-        busy = {}
-        for side in SIDES:
-            busy[side] = [statistics.mean(job.busy for job in jobs[side]) for jobs in measured]
-        costs = []  # of a sample, in processor time
-        for i in range(args.rounds):
-            cost = {side: busy[side][i] / found[side][i] for side in SIDES}
-            costs.append(cost["ddp"] / cost["independent"])
-        rows.append([work, *map(sides.spread, [*busy.values(), costs])])
-        records.append({"work": work, "busy": busy, "processor_time": costs})
-    return records, rows
+        for side, others in NAMES.items():
+            sides.print_comparison(work, found["ours"], others, found[side])
 
 
 # ---- The work of one of many ranks ---------------------------------------------------------------
 
 
-def write_rank_data(folder):
-    """Queries of five words, each with an answer and four wrong ones; proteins of 100 to 500
-    residues; pairs on 64 structures; causal sets; images."""
-    draw = random.Random(0)
-
-    def protein(length):
-        return "".join(draw.choices(RESIDUES, k=length))
-
-    words = [f"word{number}" for number in range(2000)]
-    texts = [" ".join(draw.choices(words, k=draw.randint(5, 30))) for _ in range(SAMPLES + 2000)]
-    with open(folder / "pairs.jsonl", "w") as file:
-        for text in texts:
-            query = " ".join(draw.choices(text.split(), k=5))
-            row = {"query": query, "positive": text, "negatives": draw.sample(texts, 4)}
-            file.write(json.dumps(row) + "\n")
-    proteins = [protein(draw.randint(100, 500)) for _ in range(SAMPLES + 1000)]
-    (folder / "proteins.txt").write_text("\n".join(proteins))
-    rows = []
-    structures = json.loads(bench_dpo.make_pairs(40, 64, folder).read_text())
-    for number in range(SAMPLES + 1000):
-        sequences = {"preferred_seq": protein(40), "unpreferred_seq": protein(40)}
-        rows.append({**structures[number % 64], **sequences})
-    (folder / "pairs.json").write_text(json.dumps(rows))
-    options = f"--samples={SAMPLES + 1000} --max_size=48 --out={folder}/sets.npz"
-    sides.run_tool("make_causal_sets.py", *options.split())
-    images = np.random.default_rng(0).integers(0, 256, (SAMPLES + 100, 16, 16, 3), np.uint8)
-    arrays = {}
-    for part, of_part in {
-        "train": slice(100, None),
-        "val": slice(50),
-        "test": slice(50, 100),
-    }.items():
-        arrays[f"x_{part}"] = images[of_part]
-        arrays[f"y_{part}"] = np.arange(len(images[of_part])) % 10
-    np.savez(folder / "images.npz", **arrays)
-
-
 def load_data(module, args, device):
-    """{name: (data set, ids to train on, cost of each, a function of a batch: the loss)} as main()
-    of the script has them."""
+    """(data set, ids to train on, cost of each, a function of a batch: the loss), as main() of a
+    script has them. (not of train_ddp.py)"""
+
+    def loss_of(batch):
+        return module.share_of_loss(model(batch), batch)
+
+    def loss_of_pairs(batch):
+        # the meta device has no autocast
+        with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
+            return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
+
+    def loss_of_images(batch):
+        """The three passes of stage 2, without attacks."""
+        is_real = module.real_or_fake(model(module.pixels(batch.real)), True)
+        is_fake = module.real_or_fake(model(module.pixels(batch.outside)), False)
+        clf_loss = module.cross_entropy(model(module.pixels(batch.x)), batch.y)
+        return (is_real + is_fake + clf_loss).sum()
+
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)
         model = module.CausalSetNet(args, data.classes).to("meta")
-
-        def loss_of_sets(batch):
-            return module.share_of_loss(model(batch), batch)
-
-        return {module.__name__: (data, data.part("train"), data.cost, loss_of_sets)}
+        return data, data.part("train"), data.cost, loss_of
 
     if module.__name__ == "run_train_uniref50_ddp":
         proteins = module.Data(module.read_once(module.prepare, args), args).train
         model = module.Denoiser(args).to("meta")
-
-        def loss_of_proteins(batch):
-            return module.share_of_loss(model(batch), batch)
-
         data = module.NoisyProteins(proteins, args.seed)
-        return {module.__name__: (data, np.arange(len(proteins)), proteins, loss_of_proteins)}
+        return data, np.arange(len(proteins)), proteins, loss_of
 
     if module.__name__ == "run_dpo_ddp":
         model = module.ProteinMPNN().to("meta")
@@ -240,29 +209,18 @@ def load_data(module, args, device):
         data = module.Pairs(module.read_once(read, args), args)
         data.split()
         data.reference = np.zeros((1, len(data.letters), 2), np.float32)
+        return data, data.train_ids, data.lengths, loss_of_pairs
 
-        def loss_of_pairs(batch):
-            # the meta device has no autocast
-            with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
-                return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
+    images, others = module.load_data(args)
+    model = module.make_network(args, len(images.classes), *images.shape).to("meta")
+    data = module.TrainingData(args, images, others, "dat")
+    return data, images.part("train"), None, loss_of_images
 
-        return {module.__name__: (data, data.train_ids, data.lengths, loss_of_pairs)}
 
-    if module.__name__ == "run_train_rebm_ddp":
-        images, others = module.load_data(args)
-        model = module.make_network(args, len(images.classes), *images.shape).to("meta")
+def load_texts(module, args, device):
+    """The same of each phase of train_ddp.py."""
 
-        def loss_of_images(batch):
-            """The three passes of stage 2, without attacks."""
-            is_real = module.real_or_fake(model(module.pixels(batch.real)), True)
-            is_fake = module.real_or_fake(model(module.pixels(batch.outside)), False)
-            clf_loss = module.cross_entropy(model(module.pixels(batch.x)), batch.y)
-            return (is_real + is_fake + clf_loss).sum()
-
-        data = module.TrainingData(args, images, others, "dat")
-        return {module.__name__: (data, images.part("train"), None, loss_of_images)}
-
-    def loss_of_texts(batch):
+    def loss_of(batch):
         vectors = torch.empty_like(batch.targets, dtype=torch.float32, requires_grad=True)
         if hasattr(batch, "pull"):
             return module.pair_loss(args, [batch], [vectors])[0]
@@ -273,12 +231,12 @@ def load_data(module, args, device):
     tokens = module.Tokens(args, corpus, student)
     key = module.teacher_key(args, corpus, args.teacher_model, device)
     vectors = module.teacher_vectors(args, key, args.teacher_model, corpus, 64, device)
-    found = {}
+    phases = {}
     for phase, kind in {1: module.TextData, 2: module.PairData}.items():
         data = kind(args, corpus, tokens)
         data.use(vectors, vectors.dimensions)
-        found[f"train_ddp, phase {phase}"] = (data, data.ids(), data.cost(), loss_of_texts)
-    return found
+        phases[f"train_ddp, phase {phase}"] = (data, data.ids(), data.cost(), loss_of)
+    return phases
 
 
 def take_step(batches, loss_of):
@@ -299,17 +257,21 @@ def attend_nothing(q, k, v, turns, starts, lengths):
     return (q + k + v).flatten(1)
 
 
-def measure_ranks(script, rounds, folder):
-    """Prints rows of the table; returns the records."""
-    options = f"{RANK_OPTIONS[script]} --batch_size=32 --device=cpu --cache_dir=FOLDER/cache"
-    sys.argv = [f"{script}.py", *options.replace("FOLDER", str(folder)).split()]
+def measure_ranks(script, rounds):
+    """Prints rows of the table."""
+    options = f"{WORKLOADS[script].data} --batch_size=32 --device=cpu --cache_dir=cache"
+    sys.argv = [f"{script}.py", *options.split()]
     module = importlib.import_module(script)
     args = module.parse_args()
     device = module.setup_ddp(args)
-    records = []
     patches = {"all_gather": send_nothing, "reduce_scatter": send_nothing, "attend": attend_nothing}
-    for name, (data, ids, cost, loss_of) in load_data(module, args, device).items():
-        found = {"batch": {ranks: [] for ranks in RANKS}, "step": {ranks: [] for ranks in RANKS}}
+    if script == "train_ddp":
+        loaded = load_texts(module, args, device)
+    else:
+        loaded = {script: load_data(module, args, device)}
+    for name, (data, ids, cost, loss_of) in loaded.items():
+        made = {ranks: [] for ranks in RANKS}  # milliseconds of the batch in each round
+        whole = {ranks: [] for ranks in RANKS}  # and of the step
         loaders = {}
         memory = {}
         for turn in range(rounds + 1):
@@ -327,56 +289,40 @@ def measure_ranks(script, rounds, folder):
                 if turn == 0:  # it warms up
                     memory[ranks] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
                 else:
-                    for part, values in zip(found, zip(*times, strict=True), strict=True):
-                        found[part][ranks].append(statistics.median(values))
-        for part, ranks in itertools.product(found, RANKS[1:]):
-            work = f"{name}, {ranks} ranks: {part} (+{memory[ranks] - memory[1]} MB)"
-            records += sides.compare(work, "ms", found[part], {1: "1 rank"}, ranks)
+                    made[ranks].append(statistics.median(batch for batch, _ in times))
+                    whole[ranks].append(statistics.median(step for _, step in times))
+        for part, found in {"batch": made, "step": whole}.items():
+            for ranks in RANKS[1:]:
+                work = f"{name}, {ranks} ranks: {part} (+{memory[ranks] - memory[1]} MB)"
+                sides.print_comparison(work, found[ranks], "1 rank", found[1])
     module.cleanup()
-    return records
 
 
 # ---- Both ----------------------------------------------------------------------------------------
 
 
 def main():
-    parser = sides.make_parser(__doc__)
-    names = list(WORKLOADS)
-    text = f"which: {', '.join(names)}"
-    add = parser.add_argument
-    add("--scripts", nargs="+", default=names, choices=names, metavar="NAME", help=text)
-    add("--ranks", action="store_true", help="the work of one of many ranks")
+    parser = sides.make_parser(__doc__, WORKLOADS)
+    parser.add_argument("--ranks", action="store_true", help="the work of one of many ranks")
     args = parser.parse_args()
     if args.ranks:
         print(f"1 thread, {args.rounds} rounds of {STEPS} steps, the median of each\n")
-        sides.print_comparison_head("ms")
+        sides.print_head("ms")
         sys.path.insert(0, str(sides.ROOT))
         logging.disable()
         torch.set_num_threads(1)
-        records = []
-        with sides.workplace() as folder:
-            write_rank_data(folder)
-            for script in args.scripts:
-                records += measure_ranks(script, args.rounds, folder)
-        sides.write_json(args.json, records)
-        return
-
-    turns = f"{args.rounds} rounds of {args.seconds:g} s each, in turns of {sides.TURN:g} s"
-    print(f"{PROCESSES} processes x 1 thread, {turns}\n")
-    sides.print_comparison_head(UNIT)
-    records = []
-    rows = []
+    else:
+        print(f"a thread each, {args.rounds} rounds of {args.seconds:g} s\n")
+        sides.print_head(UNIT)
     with sides.workplace() as folder:
-        for name in args.scripts:
-            new_records, new_rows = measure(name, args, folder)
-            records += new_records
-            rows += new_rows
-    print()
-    names = ["busy with DDP", "busy alone", "processor time a sample, DDP / alone"]
-    sides.print_head("work", *names)
-    for row in rows:
-        sides.print_row(*row)
-    sides.write_json(args.json, records)
+        os.chdir(folder)
+        for script, write in zip(WORKLOADS, WRITERS, strict=True):
+            if script in args.works:
+                write(folder)
+                if args.ranks:
+                    measure_ranks(script, args.rounds)
+                else:
+                    measure(script, args, folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ figures and pictures."""
 
 import json
 import math
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -36,7 +37,7 @@ def test_a_network_is_measured(trained):
     """Accuracy under attack falls with the radius, to 0."""
     out = trained / "figures.json"
     words = [trained / "out/best.pt", "--radii", "0.1", "0.5", "6", "--attack_steps=10"]
-    words += ["--starts=3", "--num_samples=40", "--steps=5", f"--out={out}", "--device=cpu"]
+    words += ["--starts=3", f"--out={out}", "--device=cpu"]
     status, text = call_program(ROOT / "tools/evaluate_rebm.py", *words)
     assert status == 0, text
     found = json.loads(out.read_text())
@@ -46,7 +47,6 @@ def test_a_network_is_measured(trained):
     assert order[-1] == 0
     for kind in script.GENERATED:
         assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
-    assert 0 < found["frechet_pixels real"] < found["frechet_pixels"]
     assert found["options"]["starts"] == 3
 
 
@@ -60,6 +60,8 @@ def test_a_network_generates(trained):
     assert status == 0, text
     assert "warning: the generated images are still near the OOD images" in text
     assert "samples.png: 30 of 33 images, 10 classes" in text
+    far, real, _ = [float(figure) for figure in re.findall(r"^frechet\S+.* ([\d.]+)$", text, re.M)]
+    assert 0 < real < far
     assert Image.open(trained / "samples.png").width >= 480
     made = np.load(trained / "samples.npz")
     assert np.array_equal(made["labels"], np.arange(33) % 10)
@@ -106,11 +108,10 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
 
 def test_files_that_are_no_checkpoints(tmp_path):
     torch.save({"script": "train_ddp.py"}, tmp_path / "other.pt")
-    messages = {"other.pt": "is no checkpoint of run_train_rebm_ddp.py", "none.pt": "or damaged"}
-    for name, message in messages.items():
+    for name in ("other.pt", "none.pt"):
         status, text = call_program(ROOT / "tools/evaluate_rebm.py", tmp_path / name)
         assert status == 2
-        assert message in text
+        assert f"{name}: expected best.pt or latest.pt of run_train_rebm_ddp.py" in text
         assert len(text.splitlines()) == 1
 
 

@@ -75,22 +75,22 @@ def read_runs(folders):
     """Summaries of the finished runs, flat, with their folder as "run". Says which are left out."""
     runs = []
     for folder in folders:
-        status = "no summary.json, so it is not finished"
-        if (folder / "summary.json").exists():
-            try:
-                summary = json.loads((folder / "summary.json").read_text())
-                status = summary["status"]
-            except (ValueError, KeyError) as error:
-                status = f"its summary.json is damaged ({error!r})"
+        try:
+            summary = json.loads((folder / "summary.json").read_text())
+            status = summary["status"]
+        except FileNotFoundError:
+            status = "no summary.json, so it is not finished"
+        except (ValueError, KeyError) as error:
+            status = f"its summary.json is damaged ({error!r})"
         if ".old-" in folder.name:
             status = "--fresh has moved it aside"
-        if status == "finished":
-            run = {"run": str(folder), **flat(summary)}
-            # the first word is the hash of the data, others are of networks that begin or teach
-            run["data"] = str(run.get("args/data_hash")).partition(" ")[0]
-            runs.append(run)
-        else:
+        if status != "finished":
             print(f"left out: {folder}: {status}")
+            continue
+        run = {"run": str(folder), **flat(summary)}
+        # the first word is the hash of the data, others are of networks that begin or teach
+        run["data"] = str(run.get("args/data_hash")).partition(" ")[0]
+        runs.append(run)
     if not runs:
         stop("none of these runs is finished")
     for key in ["script", "best/metric", "data", *[f"args/{name}" for name in MEASURED]]:

@@ -2,9 +2,8 @@
 
     python tools/design_dpo.py outputs/dpo_ddp/best.pt complex.cif --design_chains B
     python tools/design_dpo.py best_model.pt complex.pdb --design_chains B --fixed_chains A \\
-        --fixed_positions 4 41 --num_samples 20 --temperature 0.2
+        --mutable_ranges 6-17 --num_samples 20 --temperature 0.2
     python tools/design_dpo.py v_48_020.pt complex.pdb --num_samples 48 --out designs.csv
-    python tools/design_dpo.py v_48_020.pt complex.pdb --sequences mine.txt    # draws nothing
 
 The network: best.pt or latest.pt of a run, or ProteinMPNN's own format, as best_model.pt and the
 released weights have it. If the weights that training began with are there (--reference, or
@@ -12,8 +11,7 @@ reference_model.pt beside the network), they draw as many, for comparison.
 
 Writes FASTA: the structure's own sequence, then those drawn, with '/' between chains; or, if --out
 ends in .csv, a table for tools/make_dpo_pairs.py (of the design chains alone, without '/'), to
-which a column with your own score can be added. Residues that are not resolved keep their letter.
-Positions count from 0 on over the design chains.
+which you can add a column with your own score. Positions count from 0 on over the design chains.
 
 Prints of each network's sequences: recovery (share of the designed residues with the structure's
 letter), net charge per 100 designed residues (K + R - D - E), and the perplexity under either
@@ -33,7 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from make_dpo_pairs import net_charge
-from score_dpo import load_network
+from score_dpo import load_network, load_reference
 from tqdm import tqdm
 
 import run_dpo_ddp as script
@@ -57,8 +55,6 @@ def parse_args():
     add("--fixed_chains", nargs="+", default=[], help="context")
     add("--mutable_positions", nargs="+", type=int, help="design these alone")
     add("--mutable_ranges", nargs="+", type=span, help="and these, such as 6-17")
-    add("--fixed_positions", nargs="+", type=int, default=[], help="keep the letters of these")
-    add("--sequences", help="file with a sequence a line, to be scored: nothing is drawn")
     add("--num_samples", type=script.COUNT, default=8, help="sequences to draw")
     text = "of the probabilities; 0: the likeliest"
     add("--temperature", type=script.number(0, 1e6), default=0.1, help=text)
@@ -72,43 +68,14 @@ def parse_args():
 
 
 def read_complex(args):
-    """(Complex to design, its `designed` without the fixed positions; the row of data that means
-    it). Raises ValueError."""
+    """(Complex to design, the row of data that means it). Raises ValueError."""
     structure = script.read_structure(args.pdb_file)
     if structure.note:
         print(structure.note)
     names = ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges")
     row = {name: getattr(args, name) for name in names if getattr(args, name)}
     row.setdefault("design_chains", [next(iter(structure.chains))])
-    found = script.join_chains(args.pdb_file, structure, row)
-
-    for place in args.fixed_positions:
-        if not 0 <= place < found.length:
-            hint = f"expected a number from 0 to {found.length - 1}"
-            raise ValueError(f"--fixed_positions {place}: {hint}")
-        found.designed[place] = False
-    if not found.designed.any():
-        raise ValueError("--fixed_positions: nothing is left to design")
-    if args.fixed_positions:
-        row.pop("mutable_ranges", None)
-        row["mutable_positions"] = np.flatnonzero(found.designed).tolist()
-    return found, row
-
-
-def read_sequences(args, found):
-    """Letters (C, L) of --sequences, with '/' between chains or without. Raises ValueError."""
-    lines = Path(args.sequences).read_text(encoding="utf-8-sig").split("\n")
-    texts = [line.strip().replace("/", "") for line in lines]
-    texts = [text for text in texts if text and not text.startswith(">")]
-    if not texts:
-        raise ValueError(f"{args.sequences}: no sequences")
-    letters = np.tile(found.chain.letters, (len(texts), 1))
-    context = "".join(ALPHABET[letter] for letter in found.chain.letters[found.length :])
-    for number, text in enumerate(texts):
-        text = text.removesuffix(context)  # as in the FASTA files of this tool
-        name = f"{args.sequences}: sequence {number}"
-        letters[number, : found.length] = script.read_letters(name, text, found)
-    return letters
+    return script.join_chains(args.pdb_file, structure, row), row
 
 
 def decode(model, structures, native, designed, orders, temperature, generator):
@@ -218,8 +185,7 @@ def warn_of_collapse(found, letters):
         share = counts.max() / len(row)
         if share > 0.5 and len(row) > 3:
             text = f"{ALPHABET[counts.argmax()]} at {share:.0%} of the designed positions"
-            hint = "a reference that does this, too, is no released network; else"
-            hint += " lower --lr, a larger --beta, or --sft_weight keep the network near its start"
+            hint = "lower --lr, a larger --beta, or --sft_weight keep the network near its start"
             print(f"warning: collapse: {text} of sequence {number}; {hint}")
 
 
@@ -249,7 +215,10 @@ def as_field(value):
     """A field of the data as a text in a CSV file, see make_dpo_pairs.py."""
     if isinstance(value, str):
         return value
-    return " ".join("-".join(map(str, p)) if isinstance(p, list) else str(p) for p in value)
+    words = []
+    for part in value:
+        words.append("-".join(map(str, part)) if isinstance(part, list) else str(part))
+    return " ".join(words)
 
 
 def write_designs(args, found, row, letters, columns):
@@ -270,25 +239,19 @@ def write_designs(args, found, row, letters, columns):
 def run(args):
     device = script.choose_device(args, local_rank=0)
     networks = {"network": load_network(args.checkpoint)[0].to(device)}
-    beside = Path(args.checkpoint).with_name("reference_model.pt")
-    if args.reference or (beside.exists() and beside != Path(args.checkpoint)):
-        networks["reference"] = load_network(args.reference or beside)[0].to(device)
+    reference = load_reference(args)
+    if reference is not None:
+        networks["reference"] = reference.to(device)
     found, row = read_complex(args)
     for who, model in networks.items():
-        if args.sequences:
-            letters = read_sequences(args, found)
-            who = "sequences"
-        else:
-            letters = sample(args, model, found, device)
+        letters = sample(args, model, found, device)
         columns = describe(args, networks, found, letters, device)
         means = ", ".join(f"{name} {values.mean():.4f}" for name, values in columns.items())
         print(f"{who:10} {means}")
-        if who != "reference":
+        if who == "network":
             warn_of_collapse(found, letters)
             write_designs(args, found, row, letters, columns)
-        if args.sequences:
-            break
-    print(f"{args.out}: {args.num_samples if not args.sequences else len(letters)} sequences")
+    print(f"{args.out}: {args.num_samples} sequences")
 
 
 def main():

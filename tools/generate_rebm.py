@@ -8,8 +8,10 @@ the attack of training, with labels in turn, and most often a longer way (--step
 than the T steps of training went. In fp32, with the averaged weights.
 
 Writes a picture, a class in each column (ten classes at most), and with --npz all images: images
-(N, C, S, S) uint8 and labels (N,). Says how far they are from real images (Frechet distance of the
-means of 8 x 8 blocks of pixels), beside real test images, and the images that they started from.
+(N, C, S, S) uint8 and labels (N,), for a program that measures FID with an Inception network.
+Prints how far they are from training images: frechet_pixels, the Frechet distance (Heusel et al.
+2017) of the means of 8 x 8 blocks of pixels; beside it that of real test images, and of the OOD
+images that they started from.
 """
 
 import argparse
@@ -28,17 +30,16 @@ from tqdm import tqdm
 import run_train_rebm_ddp as script
 from run_train_rebm_ddp import COUNT, InputError
 
+SCRIPT = "run_train_rebm_ddp.py"
+
 
 def add_network_arguments(parser):
     """What all tools that load a network of a run take."""
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt, at_best.pt or latest.pt of a run")
     add("--data", help="images; default: those of the run")
-    add("--outdist_data", help="OOD images to start from; default: those of the run")
+    add("--outdist_data", help="OOD images; default: those of the run")
     add("--cache_dir", help="where images that are read are kept; default: that of the run")
-    add("--steps", type=COUNT, default=60, help="steps of the way that images are generated on")
-    length = script.number(1e-6, 1e6)
-    add("--step_size", type=length, help="length of a step; default: that of training")
     add("--batch_size", type=COUNT, default=256, help="images at a time")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
 
@@ -50,6 +51,9 @@ def parse_args():
     add("--out", type=Path, default=Path("samples.png"), help="picture to write")
     add("--npz", type=Path, help="file to write all images to")
     add("--num_samples", type=COUNT, default=100, help="images to generate")
+    add("--steps", type=COUNT, default=60, help="steps of the way that they are generated on")
+    length = script.number(1e-6, 1e6)
+    add("--step_size", type=length, help="length of a step; default: that of training")
     args = parser.parse_args()
     for path in (args.out, args.npz):
         if path is not None and path.exists():
@@ -62,11 +66,9 @@ def parse_args():
 def load_network(checkpoint, device):
     """(network in evaluation mode, the checkpoint)"""
     torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
-    state = script.read_checkpoint(checkpoint)
-    if state is None:
-        raise InputError(f"{checkpoint} is missing or damaged: expected best.pt or at_best.pt")
-    if state.get("script") != "run_train_rebm_ddp.py":
-        raise InputError(f"{checkpoint} is no checkpoint of run_train_rebm_ddp.py")
+    state = script.read_checkpoint(checkpoint) or {}
+    if state.get("script") != SCRIPT:
+        raise InputError(f"{checkpoint}: expected best.pt or latest.pt of {SCRIPT}")
     options = argparse.Namespace(**state["args"])
     loop = state["loop"]
     model = script.make_network(options, len(loop["classes"]), *loop["shape"])
@@ -78,16 +80,15 @@ def load_images(args, state):
     """(images, OOD images) of the run, or those that are given."""
     options = argparse.Namespace(**state["args"])
     options.cache_dir = args.cache_dir or options.cache_dir
-    folder = script.prepare(options, args.data or options.data)
+    name = args.data or options.data
+    folder = script.prepare(options, name)
     inside = script.Images(folder)
     if [*inside.shape] != state["loop"]["shape"] or inside.classes != state["loop"]["classes"]:
         text = f"{inside.shape} pixels, classes {', '.join(inside.classes)}"
-        raise InputError(
-            f"{args.data or options.data}: these images have {text}: not the network's"
-        )
+        raise InputError(f"{name}: these images have {text}: not the network's")
     if inside.hash != options.data_hash.split()[0]:
         text = "are not those of the run: what it was trained on may be among the test images"
-        print(f"warning: {args.data or options.data}: these images {text}")
+        print(f"warning: {name}: these images {text}")
     outside = script.prepare(options, args.outdist_data or options.outdist_data, folder)
     return inside, script.Images(outside)
 
@@ -139,7 +140,9 @@ def measure_distance(made, inside, outside):
         images = source.images[source.some("test", 50_000)]
         sides[f"frechet_pixels {name}"] = torch.from_numpy(images)
     train = block_means(torch.from_numpy(inside.images[inside.some("train", 50_000)]))
-    found = {name: frechet(train, block_means(images)) for name, images in sides.items()}
+    found = {}
+    for name, images in sides.items():
+        found[name] = frechet(train, block_means(images))
     if found["frechet_pixels"] > 0.5 * found["frechet_pixels OOD"]:
         text = "the generated images are still near the OOD images that they started from"
         print(f"warning: {text}: give more --steps, or train longer (T must grow)")
@@ -155,9 +158,8 @@ def write_picture(path, images, classes):
     lines = []
     for first in range(0, rows * classes, classes):
         # a grey line around each
-        lines.append(
-            torch.cat([*F.pad(images[first : first + columns], (1, 1, 1, 1), value=128)], 2)
-        )
+        line = F.pad(images[first : first + columns], (1, 1, 1, 1), value=128)
+        lines.append(torch.cat([*line], dim=2))
     picture = torch.cat(lines, dim=1).permute(1, 2, 0).expand(-1, -1, 3).numpy()
     scale = -(-480 // picture.shape[1])  # at least 480 pixels wide
     Image.fromarray(np.kron(picture, np.ones((scale, scale, 1), np.uint8))).save(path)
@@ -181,9 +183,9 @@ def main():
         found = {}
         if len(images) > 1:
             found = measure_distance(images, inside, outside)
-    except (InputError, OSError) as error:
+    except (script.RunError, OSError) as error:
         print(f"generate_rebm.py: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        sys.exit(2)
     for name, value in found.items():
         print(f"{name:24} {value:.4f}")
     print(f"{args.out}: {shown} of {len(images):,} images, {classes} classes")

@@ -177,6 +177,6 @@ if __name__ == "__main__":
         main()
     except (InputError, OSError, BrokenProcessPool) as error:
         print(f"make_causal_sets.py: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -6,18 +6,17 @@
     python tools/make_dpo_pairs.py pairs.json --out swapped.json --swap     # a control
 
 JSON: an array, or an object per line, with pdb_file, sequences and scores (as many), and other
-fields of the pairs if needed, such as design_chains or cluster: see run_dpo_ddp.py --help.
-CSV, such as tools/design_dpo.py writes: columns pdb_file, sequence, and score or another one that
---score names. Columns named as fields are fields (chains and positions apart by spaces); lines that
-agree in all of them are scored together. --score charge is K + R - D - E where no column is named
-so.
+fields of the pairs if needed: see run_dpo_ddp.py --help. CSV, such as tools/design_dpo.py writes:
+columns pdb_file, sequence, and score or another one that --score names. Columns named as fields are
+fields (chains and positions apart by spaces); lines that agree in all of them are scored together.
+--score charge is K + R - D - E, if no column has this name.
 
 Of a backbone's sequences the pairs with the largest differences of the score are taken, but each
 sequence once before any is taken twice. Sequences that are the same where something is designed
 make no pair. Every pair is checked as the training checks it, but for its --max_length.
 
---swap turns pairs round. A network that was trained on such pairs must do worse than chance on the
-true ones: if it does not, the measurement is wrong.
+--swap turns pairs round: a network that was trained on them must do worse than chance on the true
+ones.
 """
 
 import csv
@@ -38,7 +37,6 @@ import run_dpo_ddp as script
 from run_dpo_ddp import InputError
 
 SCORED = {**script.FIELDS, "sequences": ["ACD"]}
-REQUIRED = ["pdb_file", "sequences", "scores"]
 
 
 def parse_args():
@@ -134,7 +132,7 @@ def pairs_of(args, row, path, read):
         return [row]  # it is a pair already
 
     scores = row.pop("scores", None) if isinstance(row, dict) else None
-    script.check_fields(row, SCORED, REQUIRED[:2])
+    script.check_fields(row, SCORED, ["pdb_file", "sequences"])
     structure = read(path)
     found = script.join_chains(path, structure, row)
     texts = [text.upper() for text in row.pop("sequences")]
@@ -187,12 +185,6 @@ def make_pairs(args):
     return made, problems, list(notes)
 
 
-def swap(pair):
-    better = pair["preferred_seq"]
-    worse = pair["unpreferred_seq"]
-    return {**pair, "preferred_seq": worse, "unpreferred_seq": better}
-
-
 def run(args):
     made, problems, notes = make_pairs(args)
     if problems and not args.skip_bad_data:
@@ -204,7 +196,10 @@ def run(args):
         hint = f"expected sequences that differ, with scores {args.score_gap:g} or more apart"
         raise InputError(f"{' '.join(args.data)}: no pairs; {hint}")
     if args.swap:
-        made = [swap(pair) for pair in made]
+        for pair in made:
+            preferred = pair["preferred_seq"]
+            pair["preferred_seq"] = pair["unpreferred_seq"]
+            pair["unpreferred_seq"] = preferred
     lines = ",\n".join(json.dumps(pair) for pair in made)
     Path(args.out).write_text(f"[\n{lines}\n]\n")
     print(f"{args.out}: {len(made):,} pairs")

@@ -44,11 +44,8 @@ def parse_args(words=None):
     return args
 
 
-# Sets: (data, the numbers of the sets, (source, name) of each)
-
-
 def own_sets(options):
-    """The test sets of the run."""
+    """The test sets of the run: (data, the numbers of the sets, (source, name) of each)"""
     source = " ".join(options.data)
     data = script.CausalSets(script.prepare(options), options)
     if data.hash != options.data_hash:
@@ -73,7 +70,7 @@ class NewSets(script.CausalSets):
 
 
 def new_sets(args, options, classes):
-    """The sets of the stores and files."""
+    """The same of the stores and files."""
     used = [Path(path).resolve() for path in options.data]
     for path in args.sets:
         if path.resolve() in used:
@@ -104,9 +101,6 @@ def class_of(label, task, classes):
     return classes[task].index(str(label))
 
 
-# Predictions
-
-
 def write_csv(path, origins, logp, labels, classes):
     rows = []
     for i, (source, name) in enumerate(origins):
@@ -135,28 +129,32 @@ def print_metrics(logp, labels):
             print(f"{task}, {len(own):,} sets with a label: {text}")
 
 
-def main():
-    args = parse_args()
-    state = script.read_checkpoint(args.checkpoint) or {}
+def load_network(path, device):
+    """(network, options of its run, {task: classes})"""
+    state = script.read_checkpoint(path) or {}
     if state.get("script") != SCRIPT:
-        raise InputError(f"{args.checkpoint}: expected best.pt or latest.pt of {SCRIPT}")
+        raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
     options = argparse.Namespace(**state["args"])
-    classes = state["loop"]["classes"]
-    for label in args.labels:
-        if label not in classes:
-            raise InputError(f"--labels {label}: the network has the tasks {', '.join(classes)}")
-    device = script.choose_device(args, local_rank=0)
-    data, ids, origins = new_sets(args, options, classes) if args.sets else own_sets(options)
-
-    model = script.CausalSetNet(options, classes)
+    model = script.CausalSetNet(options, state["loop"]["classes"])
     try:
         model.load_state_dict(state["model"])
     except RuntimeError:
-        text = f"{args.checkpoint}: its network is not that of {SCRIPT}"
-        raise InputError(f"{text}: a changed copy needs a copy of tools/ beside it") from None
+        text = "a changed copy needs a copy of tools/ beside it"
+        raise InputError(f"{path}: its network is not that of {SCRIPT}: {text}") from None
+    return model.to(device), options, state["loop"]["classes"]
+
+
+def main():
+    args = parse_args()
+    device = script.choose_device(args, local_rank=0)
+    model, options, classes = load_network(args.checkpoint, device)
+    for label in args.labels:
+        if label not in classes:
+            raise InputError(f"--labels {label}: the network has the tasks {', '.join(classes)}")
+    data, ids, origins = new_sets(args, options, classes) if args.sets else own_sets(options)
     # `predict` adds up over a group of processes: here a group of one
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    logp = script.predict(model.to(device), data, ids, options, device)
+    logp = script.predict(model, data, ids, options, device)
     dist.destroy_process_group()
     write_csv(args.out, origins, logp, data.labels[ids], classes)
     print_metrics(logp, data.labels[ids])
@@ -166,6 +164,6 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (InputError, OSError) as error:
+    except (script.RunError, OSError) as error:
         print(f"predict_causal_sets.py: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        sys.exit(2)

@@ -7,26 +7,21 @@
 
 Methods. rigorous: samples of the model. Residues appear one by one in a random order, which is
 exact; with --steps N several appear together, each drawn by itself, which is faster and close.
-simple: the surest residues first (MaskGIT, Chang et al. 2022). It is fast, but its law is another
-one: of a network that had learned its data to 2 % of their entropy, motifs came 2.3 times too
-often, and the samples were 0.5 nats per residue too sharp. --temperature other than 1 changes the
-law, too. Of the 26 letters only those are drawn that the training data have.
+simple: the surest residues first (MaskGIT, Chang et al. 2022), which is fast, but its samples have
+another law: too sharp. --temperature other than 1 changes the law, too.
 
 --infill FILE: FASTA, or a sequence on each line; each `?` is drawn, --count times, given the rest.
 
---compare FILE, of proteins, such as the training data. 1mer_js, 2mer_js, 3mer_js: how far the
-samples are from sequences there that are not held out (Jensen-Shannon divergences of words of one,
-two and three residues, in nats); repeats: share of residues in runs of four or more; uniqueness:
-share of distinct samples. nearest: two sequences are laid beside each other, without gaps, where
-most residues agree; their likeness is this number over the longer one's length; shown is the mean,
-over samples, of the likeness to the nearest held-out sequence. Beside it stand the same of the
-samples with their residues shuffled, and of the held-out sequences (the nearest other one). At most
-2,000 sequences of each part are read, the first ones.
+--compare FILE, of proteins, such as the training data (the first 2,000 of each part). 1mer_js,
+2mer_js, 3mer_js: how far the samples are from sequences there that are not held out (Jensen-Shannon
+divergences of words of one, two and three residues, in nats). uniqueness: share of distinct
+samples. nearest: two sequences are laid beside each other, without gaps, where most residues agree;
+their likeness is this number over the longer one's length; shown is the mean, over samples, of the
+likeness to the nearest held-out sequence. Beside it stand the same of the samples with their
+residues shuffled, and of the held-out sequences (the nearest other one).
 """
 
 import argparse
-import functools
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -72,22 +67,21 @@ def parse_args(words=None):
     return args
 
 
-def load(path, device):
+def load_network(path, device):
     """(network with its averaged weights, checkpoint)"""
     state = script.read_checkpoint(path) or {}
     if state.get("script") != SCRIPT:
-        raise InputError(f"{path}: expected best.pt or latest.pt of a run of {SCRIPT}")
+        raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
     model = script.Denoiser(argparse.Namespace(**state["args"]))
     try:
         model.load_state_dict(state["average"])
     except RuntimeError:
-        text = f"{path}: its network is not that of {SCRIPT}"
-        raise InputError(f"{text}: a changed copy needs a copy of tools/ beside it") from None
+        text = "a changed copy needs a copy of tools/ beside it"
+        raise InputError(f"{path}: its network is not that of {SCRIPT}: {text}") from None
     return model.eval().to(device), state
 
 
-# --------------------------------------------------------------------------------------------------
-# Templates: BEGIN, residues or MASK, END
+# ---- Templates: BEGIN, residues or MASK, END
 
 
 def draw_lengths(counts, number, seed, most):
@@ -136,8 +130,7 @@ def make_templates(args, state):
     return [np.array([BEGIN, *[MASK] * length, END], np.uint8) for length in lengths], names
 
 
-# --------------------------------------------------------------------------------------------------
-# Drawing
+# ---- Drawing
 
 
 def make_predict(model, letters, temperature, autocast, device):
@@ -162,11 +155,9 @@ def draw_residues(logits, uniform):
 
 
 @torch.no_grad()
-def draw_sequences(predict, templates, numbers, device, method, steps, seed, title=""):
-    """Fill in the MASKs of templates; a list of token arrays.
-
-    numbers: of the samples; what is drawn for one depends on (seed, its number) alone. steps:
-    network calls; 0: one for each residue. title: of the progress bar."""
+def draw_sequences(predict, templates, numbers, device, method, steps, seed):
+    """Fill in the MASKs of templates; a list of token arrays. What is drawn for a sample depends on
+    (seed, its number) alone."""
     batch = script.make_batch(templates, np.zeros(len(templates)), numbers, 1)
     free = np.flatnonzero(batch.noisy.numpy() == MASK)
     owner = batch.owner.numpy()[free]
@@ -180,12 +171,11 @@ def draw_sequences(predict, templates, numbers, device, method, steps, seed, tit
         draws[mine] = np.random.default_rng([seed, number]).random(draws[mine].shape)
 
     draw = draw_rigorously if method == "rigorous" else draw_simply
-    progress = functools.partial(tqdm, desc=title, unit=" steps", disable=None, leave=False)
-    found = draw(predict, batch.to(device), free, owner, draws, steps, progress)
+    found = draw(predict, batch.to(device), free, owner, draws, steps)
     return [tokens.numpy() for tokens in found.cpu().split(batch.lengths)]
 
 
-def draw_rigorously(predict, batch, free, owner, draws, steps, progress):
+def draw_rigorously(predict, batch, free, owner, draws, steps):
     """Samples of the model. steps 0: in each call a residue of each sequence appears, in a random
     order: exact for a model that predicts each residue from any others (Uria et al. 2014). Else
     each residue appears in any of the steps (tau-leaping, Lou et al. 2024)."""
@@ -203,13 +193,13 @@ def draw_rigorously(predict, batch, free, owner, draws, steps, progress):
     places = torch.from_numpy(free[order]).to(device).split(sizes)
     uniform = torch.from_numpy(draws[order, 1]).to(device).split(sizes)
     x = batch.noisy.clone()
-    for k in progress(range(len(sizes))):
+    for k in tqdm(range(len(sizes)), unit=" steps", disable=None, leave=False):
         logits = predict(batch._replace(noisy=x, hidden=places[k]))
         x.index_copy_(0, places[k], draw_residues(logits, uniform[k]).to(x.dtype))
     return x
 
 
-def draw_simply(predict, batch, free, owner, draws, steps, progress):
+def draw_simply(predict, batch, free, owner, draws, steps):
     """Surest first (MaskGIT, Chang et al. 2022): each step draws a residue for every hidden place
     and hides those of the lowest probability again, with some Gumbel noise."""
     device = batch.noisy.device
@@ -220,7 +210,7 @@ def draw_simply(predict, batch, free, owner, draws, steps, progress):
     free = torch.from_numpy(free).to(device)
     hidden = torch.arange(len(free), device=device)  # which of `free`, sequence after sequence
     x = batch.noisy.clone()
-    for k in progress(range(steps)):
+    for k in tqdm(range(steps), unit=" steps", disable=None, leave=False):
         places = free.index_select(0, hidden)
         logits = predict(batch._replace(noisy=x, hidden=places))
         which, noise = uniform[:, 2 * k : 2 * k + 2].index_select(0, hidden).unbind(1)
@@ -245,10 +235,9 @@ def draw(args, predict, templates, device):
     found = {}
     for start in range(0, len(order), args.batch_size):
         numbers = order[start : start + args.batch_size]
-        title = f"{start + len(numbers)}/{len(order)} samples"
         batch = [templates[i] for i in numbers]
         how = (args.method, args.steps, args.seed)
-        sequences = draw_sequences(predict, batch, numbers, device, *how, title)
+        sequences = draw_sequences(predict, batch, numbers, device, *how)
         found.update(zip(numbers, sequences, strict=True))
     return [found[i] for i in range(len(templates))]
 
@@ -267,8 +256,7 @@ def write_fasta(args, texts, names):
                 file.write(text[start : start + 80] + "\n")
 
 
-# --------------------------------------------------------------------------------------------------
-# Comparison
+# ---- Comparison
 
 
 def read_reference(path, val_ratio):
@@ -307,8 +295,6 @@ def word_metrics(ours, theirs):
             p = [counts[0][word] for word in words]
             q = [counts[1][word] for word in words]
             metrics[f"{length}mer_js"] = jensenshannon(p, q) ** 2
-    runs = re.finditer(r"(\w)\1{3,}", "\n".join(ours))
-    metrics["repeats"] = sum(len(run[0]) for run in runs) / sum(map(len, ours))
     metrics["uniqueness"] = len(set(ours)) / len(ours)
     return metrics
 
@@ -341,7 +327,7 @@ def compare(ours, train, held_out, seed):
 def main(words=None):
     args = parse_args(words)
     device = script.choose_device(args, local_rank=0)
-    model, state = load(args.checkpoint, device)
+    model, state = load_network(args.checkpoint, device)
     args.method = args.method or state["args"]["sampling_method"]
     templates, names = make_templates(args, state)
     if args.compare:
@@ -362,4 +348,4 @@ if __name__ == "__main__":
         main()
     except (script.RunError, OSError) as error:
         print(f"sample_uniref50.py: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        sys.exit(2)

@@ -5,15 +5,13 @@
     python tools/score_dpo.py outputs/dpo_ddp/best.pt pairs.json --held_out
 
 The network: best.pt or latest.pt of a run of run_dpo_ddp.py, or ProteinMPNN's own format, as
-best_model.pt and the released weights have it. The reference: --reference, or reference_model.pt
-beside the network. The pairs: the file that the run was given; --held_out takes the part of it that
-the run held out.
+best_model.pt and the released weights have it. The pairs: the file that the run was given;
+--held_out takes the part of it that the run held out.
 
 Writes a CSV file with a line for each pair: logp_... and reference_..., log-probabilities of both
-sequences at temperature 1, in nats, over designed residues; reward_... and margin, at --beta and
---temperature as in training; of the preferred sequence nll (nats), recovery and entropy per
-designed residue. Prints means of these over pairs (those in the log of a training are over
-residues).
+sequences at temperature 1, in nats, over designed residues; reward_... and margin, with beta and
+temperature of the run (else 0.1); of the preferred sequence nll (nats), recovery and entropy per
+designed residue. Prints means of these over pairs (a training logs those over residues).
 """
 
 import csv
@@ -46,9 +44,6 @@ def parse_args():
     add("--reference", help="weights to compare with; None: reference_model.pt beside the network")
     add("--out", default="scores.csv", help="file to write")
     add("--held_out", action="store_true", help="score the pairs that the run held out")
-    text = "None: that of the run, or 0.1"
-    add("--beta", type=script.number(1e-6), help=text)
-    add("--temperature", type=script.number(1e-3), help=f"of the rewards; {text}")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
     if Path(args.out).exists():
@@ -60,20 +55,29 @@ def load_network(path):
     """(network, options of its run or None); says what was found."""
     state = {}
     if zipfile.is_zipfile(path):  # as torch saves, but for old weights
-        state = script.read_checkpoint(Path(path))
+        state = script.read_checkpoint(path)
         if state is None:
-            text = "is damaged; expected best.pt of a run, or ProteinMPNN weights"
-            raise InputError(f"{path} {text}")
+            raise InputError(f"{path} is damaged: expected a checkpoint or ProteinMPNN weights")
     if "script" not in state:
         model = script.read_model(path)
         print(f"{path}: a network in ProteinMPNN's own format")
         return model.eval(), None
     if state["script"] != SCRIPT:
-        raise InputError(f"{path} is a checkpoint of {state['script']}; expected {SCRIPT}")
+        raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
     model = script.ProteinMPNN(state["loop"]["num_edges"], state["loop"]["noise_level"])
     model.load_state_dict(state["model"])
     print(f"{path}: checkpoint of a run, step {state['loop']['step']}")
     return model.eval(), state["args"]
+
+
+def load_reference(args):
+    """The network of --reference; without it that beside the checkpoint, or None."""
+    beside = Path(args.checkpoint).with_name("reference_model.pt")
+    if args.reference:
+        return load_network(args.reference)[0]
+    if beside.exists() and beside != Path(args.checkpoint):
+        return load_network(beside)[0]
+    return None
 
 
 def load_pairs(args, neighbours):
@@ -111,14 +115,14 @@ def score(model, data, ids, args, keep=False):
 
 def run(args):
     model, options = load_network(args.checkpoint)
-    beside = Path(args.checkpoint).with_name("reference_model.pt")
-    reference, _ = load_network(args.reference or beside)
+    reference = load_reference(args)
+    if reference is None:
+        raise InputError("no reference_model.pt beside the network: expected --reference")
     if reference.neighbours != model.neighbours:
         text = f"{model.neighbours} and {reference.neighbours} neighbours"
         raise InputError(f"network and reference are of different kinds: {text}")
-    for name in DEFAULTS:
-        if getattr(args, name, None) is None:
-            setattr(args, name, (options or DEFAULTS)[name])
+    for name, value in DEFAULTS.items():
+        setattr(args, name, options[name] if options else value)
     args.device = script.choose_device(args, local_rank=0)
 
     data, ids = load_pairs(args, model.neighbours)
