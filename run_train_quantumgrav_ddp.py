@@ -763,6 +763,8 @@ def read_sets(path, tasks, notes):
 
     path is an .npz file or a zarr store whose arrays hold all sets, counted by the first axis; or
     a zarr store with a group for each set. What is no error, but must be said, goes into notes."""
+    if not path.exists():
+        raise ValueError("there is no such file or store")
     if path.suffix == ".npz":
         if not zipfile.is_zipfile(path):
             raise ValueError("expected a whole file of arrays with names, as numpy.savez writes it")

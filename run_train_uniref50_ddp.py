@@ -779,6 +779,8 @@ def is_fasta(path):
 
 def read_records(path):
     """Yields (where it stands in the file, sequence as bytes) of each record."""
+    if not os.path.exists(path):
+        raise InputError(f"{path}: there is no such file")
     expected = "a whole file"
     try:
         with open(path, "rb") as file:

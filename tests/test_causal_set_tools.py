@@ -501,7 +501,7 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
     out = ["--out", tmp_path / "d.csv"]
     best = trained / "best.pt"
     wrong = {
-        "expected best.pt": [tmp_path / "missing.pt", new, *out],
+        "there is no such file": [tmp_path / "missing.pt", new, *out],
         "exists": [best, new, "--out", tmp_path / "there.csv"],
         "has the tasks kind, flat": [best, new, "--labels", "x", *out],
         "knows 3, 7, but not 4": [best, other, "--labels", "kind", *out],

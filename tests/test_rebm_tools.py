@@ -108,10 +108,12 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
 
 def test_files_that_are_no_checkpoints(tmp_path):
     torch.save({"script": "train_ddp.py"}, tmp_path / "other.pt")
-    for name in ("other.pt", "none.pt"):
+    cases = {"other.pt": "expected best.pt or latest.pt of run_train_rebm_ddp.py"}
+    cases["none.pt"] = "there is no such file"
+    for name, said in cases.items():
         status, text = call_program(ROOT / "tools/evaluate_rebm.py", tmp_path / name)
         assert status == 2
-        assert f"{name}: expected best.pt or latest.pt of run_train_rebm_ddp.py" in text
+        assert f"{name}: {said}" in text
         assert len(text.splitlines()) == 1
 
 

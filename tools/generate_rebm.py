@@ -66,6 +66,8 @@ def parse_args():
 def load_network(checkpoint, device):
     """(network in evaluation mode, the checkpoint)"""
     torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
+    if not checkpoint.is_file():
+        raise InputError(f"{checkpoint}: there is no such file")
     state = script.read_checkpoint(checkpoint) or {}
     if state.get("script") != SCRIPT:
         raise InputError(f"{checkpoint}: expected best.pt or latest.pt of {SCRIPT}")

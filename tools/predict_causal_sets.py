@@ -10,7 +10,7 @@ names those of their labels that are tasks of the network. Without SETS: the tes
 Writes a CSV file with a line for each set: source; set (its name there; of the run's own data its
 number, from 0 on); for each task the class that is guessed, the probability of each class, and the
 label where there is one. Prints, for each task with labels, the metrics of the training script, and
-the accuracy of the commonest class beside them.
+the accuracy of always guessing the commonest of these labels.
 """
 
 import argparse
@@ -39,6 +39,8 @@ def parse_args(words=None):
     add("--skip_bad_data", action="store_true", help="leave out damaged sets, and list them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args(words)
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -124,13 +126,15 @@ def print_metrics(logp, labels):
         if known.any():
             own = labels[known, column]
             metrics = script.classification(logp[task][known], own)
-            metrics["commonest class"] = np.bincount(own).max() / len(own)
+            metrics["commonest of these"] = np.bincount(own).max() / len(own)
             text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
             print(f"{task}, {len(own):,} sets with a label: {text}")
 
 
 def load_network(path, device):
     """(network, options of its run, {task: classes})"""
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file")
     state = script.read_checkpoint(path) or {}
     if state.get("script") != SCRIPT:
         raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")

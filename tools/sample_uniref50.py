@@ -69,6 +69,8 @@ def parse_args(words=None):
 
 def load_network(path, device):
     """(network with its averaged weights, checkpoint)"""
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file")
     state = script.read_checkpoint(path) or {}
     if state.get("script") != SCRIPT:
         raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
