@@ -1,6 +1,7 @@
 """What every test starts from: one thread, no variables of launchers, wandb or the hub. And the
 table of faults, which tests tell their rows to."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -91,24 +92,21 @@ def server():
 
     server = Server()
     yield server
-    server.close()
+    server.kill()
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(command, **environment): a Job; what is left of it is killed at the end of the test."""
+    """start(command, **environment): a Job."""
     from helpers import Job, environment
 
-    jobs = []
+    with contextlib.ExitStack() as jobs:
 
-    def call(command, **variables):
-        job = Job(command, tmp_path / f"job{len(jobs)}.txt", environment(**variables))
-        jobs.append(job)
-        return job
+        def call(command, **variables):
+            job = Job(command, tmp_path / "job.txt", environment(**variables))
+            return jobs.enter_context(job)
 
-    yield call
-    for job in jobs:
-        job.kill()
+        yield call
 
 
 @pytest.fixture

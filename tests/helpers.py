@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import random
@@ -27,13 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
-SIGNALS = [  # as run_ddp.sh has them
-    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-]
-
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # as the wrappers have it
-
-PLAIN_RUN = subprocess.run
 
 # --------------------------------------------------------------------------------------------------
 # Processes
@@ -59,6 +54,7 @@ def free_port():
 
 def run_program(argv, env, output):
     """A forked process becomes `python argv`, and writes into the file `output`."""
+    os.setsid()  # what it leaves behind is found by its session
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -70,7 +66,6 @@ def run_program(argv, env, output):
     sys.path.insert(0, str(Path(argv[0]).parent))
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
-    subprocess.run = run_tool
 
     status = 0
     try:
@@ -90,21 +85,6 @@ def run_program(argv, env, output):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def run_tool(command, **options):
-    """In place of subprocess.run, in a forked process: a file of tools/ is forked, too."""
-    if len(command) < 2 or Path(command[1]).parent != ROOT / "tools":
-        return PLAIN_RUN(command, **options)
-    with tempfile.NamedTemporaryFile("r") as output:
-        arguments = (command[1:], dict(os.environ), output.name)
-        process = multiprocessing.Process(target=run_program, args=arguments)
-        process.start()
-        process.join()
-        text = output.read()
-        if process.exitcode == 0:
-            sys.stdout.write(text)  # the scripts catch what a tool writes to stderr alone
-        return subprocess.CompletedProcess(command, process.exitcode, "", text)
 
 
 def call_script(script, *argv, **more):
@@ -127,6 +107,14 @@ def call_program(path, *argv, seconds=200.0, **changes):
         return process.exitcode, text
 
 
+def refusal(text):
+    """The one line of processes that cannot work. (On a busy machine each rank may say it.)"""
+    assert "Traceback" not in text, text[-3000:]
+    said = {line for line in text.splitlines() if ": error: " in line}
+    assert len(said) == 1, text[-3000:]
+    return said.pop().partition(": error: ")[2]
+
+
 def parse_arguments(script, *options):
     """What a script makes of its command line."""
     with mock.patch.object(sys, "argv", ["script", *options]):
@@ -140,8 +128,29 @@ def environment(**changes):
     return env
 
 
-class Job:
-    """A started job and its output so far."""
+class Started:
+    """Processes with an output. Others add `text`, processes() and has_ended()."""
+
+    def wait_for(self, pattern, seconds=200.0):
+        """Until the output has the pattern."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.text):
+            if self.has_ended() or time.monotonic() > deadline:
+                pytest.fail(f"no {pattern!r}:\n{self.text[-3000:]}")
+            time.sleep(0.05)
+
+    def is_gone(self, seconds=5.0):
+        """Whether no process is left, now or within some seconds."""
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.processes()
+
+
+class Job(Started):
+    """A started command and its output so far. What is left of it is killed at the end of `with`.
+    Its processes are found by a variable that they inherit, as each process of torchrun has a
+    session of its own."""
 
     def __init__(self, command, output, env):
         self.output = output
@@ -157,9 +166,22 @@ class Job:
                 start_new_session=True,
             )
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        while self.processes():
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
     @property
     def text(self):
         return self.output.read_text(errors="replace")
+
+    def has_ended(self):
+        return self.process.poll() is not None
 
     def wait(self, seconds=200.0):
         """The exit status."""
@@ -168,154 +190,77 @@ class Job:
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
 
-    def wait_for(self, pattern, seconds=200.0):
-        """Until the output has the pattern."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.text):
-            status = self.process.poll()
-            if status is not None or time.monotonic() > deadline:
-                pytest.fail(f"no {pattern!r} (exit status {status}):\n{self.text[-3000:]}")
-            time.sleep(0.05)
-
     def processes(self):
-        """Living processes of the job, {id: environment}. They are found by a variable that they
-        inherit, as each process of torchrun has a session of its own."""
+        """Those that live, {id: environment}."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 variables = (process / "environ").read_text(errors="replace").split("\0")
                 state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # it has ended
-                continue
-            if self.mark in variables and state not in "ZX":
-                found[int(process.name)] = variables
+                if self.mark in variables and state not in "ZX":
+                    found[int(process.name)] = variables
         return found
 
-    def rank(self, number):
-        """The process id of a rank that torchrun started."""
-        for pid, variables in self.processes().items():
-            if f"RANK={number}" in variables:
-                return pid
-        pytest.fail(f"no rank {number}:\n{self.text[-3000:]}")
 
-    def is_gone(self, seconds=5.0):
-        """Whether no process is left, now or within some seconds."""
-        deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return not self.processes()
-
-    def kill(self):
-        """Whatever is left of it."""
-        left = self.processes()
-        while left:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            left = self.processes()
-        self.process.wait()
-
-
-def serve(pipe):
-    """Forks ranks for each request [(environment, argv, output), ...]. Answers their process ids;
-    then their exit statuses, and when the last one ended."""
-    while True:
-        request = pipe.recv()
-        if request is None:
-            return
-        pids = []
-        for env, argv, output in request:
-            pid = os.fork()
-            if pid == 0:
-                os.setsid()  # what a rank leaves behind is found by its session
-                run_program(argv, env, output)  # which ends the process
-            pids.append(pid)
-        pipe.send(pids)
-
-        statuses = {}
-        while len(statuses) < len(pids):
-            pid, status = os.wait()
-            statuses[pid] = os.waitstatus_to_exitcode(status)
-            if statuses[pid] == 2:  # a launcher, too, sees this after a while, and ends the others
-                time.sleep(0.5)
-                for other in set(pids) - set(statuses):
-                    os.kill(other, signal.SIGTERM)
-        pipe.send(([statuses[pid] for pid in pids], time.monotonic()))
-
-
-class Ranks:
-    """Starts the ranks of one job at a time, without the time of their imports."""
+class Ranks(Started):
+    """Starts the ranks of one job at a time, without the time of their imports. Their processes are
+    found by their sessions."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
-        self.pids = []
+        self.ranks = []
         self.outputs = []
-        self.pipe, theirs = forkserver().Pipe()
-        # no daemon: ranks have children
-        self.server = forkserver().Process(target=serve, args=(theirs,))
-        self.server.start()
 
     def start(self, variables, argv):
         """`python argv`, for each dictionary of environment variables; wait() comes next."""
+        self.ranks = []
         self.outputs = []
-        request = []
         for own in variables:
             output = Path(self.folder.name, os.urandom(8).hex())
+            arguments = (argv, environment(**own), str(output))
+            self.ranks.append(forkserver().Process(target=run_program, args=arguments))
             self.outputs.append(output)
-            request.append((environment(**own), argv, str(output)))
-        self.pipe.send(request)
-        self.pids = self.pipe.recv()
+        for rank in self.ranks:
+            rank.start()
+        self.pids = [rank.pid for rank in self.ranks]
 
     @property
     def text(self):
         return "".join(output.read_text() for output in self.outputs if output.exists())
 
-    def wait_for(self, words, seconds=200.0):
-        """Until the output has these words; wait() comes next."""
-        deadline = time.monotonic() + seconds
-        while words not in self.text:
-            assert time.monotonic() < deadline, f"no {words!r}:\n{self.text[-3000:]}"
-            time.sleep(0.05)
+    def has_ended(self):
+        return all(rank.exitcode is not None for rank in self.ranks)
 
     def kill(self):
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for rank in self.ranks:
+            rank.kill()
 
     def wait(self, seconds=200.0):
         """The exit statuses. No process may be left."""
-        is_late = not self.pipe.poll(seconds)
-        if is_late:
-            self.kill()
-        statuses, self.ended_at = self.pipe.recv()
-        assert not is_late, f"still running after {seconds} s:\n{self.text[-3000:]}"
-        assert self.are_gone()
-        self.pids = []
-        return statuses
-
-    def are_gone(self, seconds=5.0):
-        """Whether no process of the ranks' sessions is left, now or within some seconds."""
         deadline = time.monotonic() + seconds
-        while self.left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return not self.left()
+        running = list(self.ranks)
+        while running and time.monotonic() < deadline:
+            multiprocessing.connection.wait([rank.sentinel for rank in running], 1)
+            running = [rank for rank in self.ranks if rank.exitcode is None]
+            if running and 2 in [rank.exitcode for rank in self.ranks]:
+                time.sleep(0.5)  # a launcher, too, sees this after a while, and ends the others
+                for rank in running:
+                    rank.terminate()
+        self.ended_at = time.monotonic()
+        self.kill()
+        assert not running, f"still running after {seconds} s:\n{self.text[-3000:]}"
+        assert self.is_gone()
+        return [rank.exitcode for rank in self.ranks]
 
-    def left(self):
+    def processes(self):
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 state, session = fields[0], int(fields[3])
                 if session in self.pids and state not in "ZX":
-                    found.append((process / "cmdline").read_text())
+                    found.append(int(process.name))
         return found
-
-    def close(self):
-        self.kill()
-        self.pipe.send(None)
-        self.server.join(5)
-        self.server.kill()
-        self.folder.cleanup()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ errors. A real run on the CPU counts what an accelerator would make the host wai
 
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import json
@@ -20,13 +21,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    call_program,
-    parse_arguments,
-    write_causal_sets,
-    write_structures,
-)
+from helpers import ROOT, call_program, parse_arguments
+from runs import COMMON, TINY
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,69 +171,42 @@ def compile_twice(script):
 
 
 # --------------------------------------------------------------------------------------------------
-# Scripts
+# How a step of a script is made: (model, batch, loss function)
 
 
-def quantumgrav(script, folder, options):
-    """(model, batch, loss function)"""
-    files = [f"--data={folder}.npz", f"--cache_dir={folder}.cache"]
-    args = parse_arguments(script, *files, "--tasks", "cls", "dim", *options)
+def quantumgrav(script, args):
     data = script.CausalSets(script.prepare(args), args)
     batch = data[0, data.part("train")[:8], np.arange(8)]
     return script.CausalSetNet(args, data.classes), batch, script.share_of_loss
 
 
-def dpo(script, folder, options):
-    """The same: the network takes the parts of a batch."""
-    files = [f"--train_data={folder}/pairs.json", f"--cache_dir={folder}/cache"]
-    args = parse_arguments(script, *files, *options)
+def dpo(script, args):
     data = script.Pairs(script.prepare(args, neighbours=48), args)
     model = script.ProteinMPNN()
-
-    class Step(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, batch):
-            return model(*batch.inputs())
+    model.forward = functools.partial(call_with_inputs, model.forward)
 
     def loss(logits, batch):
         return script.share_of_loss(args, logits, batch)[0]
 
     ids = np.arange(8)
-    return Step(), data[0, ids, ids], loss
+    return model, data[0, ids, ids], loss
 
 
-def make_structures(folder):
-    folder.mkdir()
-    write_structures(folder, 4, pairs=7, least=8, most=20)
+def call_with_inputs(forward, batch):
+    """This network takes the parts of a batch."""
+    return forward(*batch.inputs())
 
 
-def uniref50(script, folder, options):
-    small = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48"
-    args = parse_arguments(script, *small.split(), *options)
-    args.datafile = str(folder.with_suffix(".txt"))
-    args.val_ratio = 0.2
-    args.cache_dir = f"{folder}.cache"
+def uniref50(script, args):
     proteins = script.Proteins(script.prepare(args), "train", args.max_protein_len)
     data = script.NoisyProteins(proteins, args.seed)
     ids = np.arange(6)
     return script.Denoiser(args), data[0, ids, ids], script.share_of_loss
 
 
-def make_proteins(folder):
-    lines = []
-    for i in range(150):
-        lines.append("MKVLAYDEFGHIKLMNPQRSTVWY"[i % 7 :] * (1 + i % 4))
-    texts = folder.with_suffix(".txt")
-    texts.write_text("\n".join(lines))
-
-
-def rebm(script, folder, options):
+def rebm(script, args):
     """The passes of a step of stage 2, with attacks of two steps, as one module."""
-    args = parse_arguments(script, "--width=4", f"--cache_dir={folder}.cache", *options)
-    inside = script.prepare(args, f"{folder}.npz")
+    inside = script.prepare(args, args.data)
     outside = script.Images(script.prepare(args, "blobs", inside))
     inside = script.Images(inside)
     data = script.TrainingData(args, inside, outside, "dat")
@@ -267,98 +236,28 @@ def rebm(script, folder, options):
     return Step(), data[0, inside.part("train"), np.arange(8)], lambda loss, batch: loss
 
 
-def make_images(folder):
-    images = np.random.default_rng(0).integers(0, 56, (100, 32, 32, 3), np.uint8)
-    labels = np.arange(100) % 2
-    images[labels == 1, 16:] += 200  # something to learn in seven steps
-    parts = {"x_train": images[:62], "y_train": labels[:62]}
-    parts.update(x_test=images[62:], y_test=labels[62:])
-    np.savez(f"{folder}.npz", **parts)
-
-
-def make_causal_sets(folder):
-    write_causal_sets(f"{folder}.npz", "--samples=60", "--min_size=6", "--max_size=10")
-
-
-def make_pairs(folder):
-    folder.mkdir()
-    rows = []
-    for i in range(60):
-        rows.append({"query": f"what is number {i}", "positive": f"number {i} is {i} times one"})
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-MAKE_DATA = {
-    "train_ddp": make_pairs,
-    "run_train_quantumgrav_ddp": make_causal_sets,
-    "run_dpo_ddp": make_structures,
-    "run_train_uniref50_ddp": make_proteins,
-    "run_train_rebm_ddp": make_images,
-}
-# how a step is made, and the options of each (test_train_ddp.py has that of train_ddp)
+# options of each (test_train_ddp.py has the step of train_ddp)
 STEPS = {
-    "run_train_quantumgrav_ddp": (
-        quantumgrav,
-        ["", "--messages=sum --dropout=0.1", "--messages=none --hidden_dim=16"],
-    ),
-    "run_dpo_ddp": (
-        dpo,
-        ["", "--loss_type=ipo --sft_weight=0.1", "--label_smoothing=0.1 --temperature=1"],
-    ),
-    "run_train_uniref50_ddp": (
-        uniref50,
-        ["", "--gradient_checkpointing"],
-    ),
+    quantumgrav: ["", "--messages=sum --dropout=0.1", "--messages=none"],
+    dpo: ["", "--loss_type=ipo --sft_weight=0.1", "--label_smoothing=0.1 --temperature=1"],
+    uniref50: ["", "--gradient_checkpointing"],
+    rebm: [
+        "",
+        "--model_type=WideResNet28x2 --augm_type_generation=original",
+        "--norm=layer --augm_type_classification=original",
+    ],
+}
+# Options of a run of few steps; how often ranks meet in it: after step 1, and at log lines.
+SHORT_RUNS = {
+    "train_ddp": ("--max_steps=3 --log_every=3 --max_samples_phase2=120", 4),  # two phases
+    "run_train_quantumgrav_ddp": ("--num_epochs=1 --log_every=3", 4),
+    "run_dpo_ddp": ("--num_epochs=1 --log_every=5", 3),
+    "run_train_uniref50_ddp": ("--n_iters=7 --log_every=3 --dropout=0.1", 4),
     "run_train_rebm_ddp": (
-        rebm,
-        [
-            "",
-            "--model_type=WideResNet28x2 --augm_type_generation=original",
-            "--norm=layer --augm_type_classification=original",
-        ],
+        "--total_epochs=1 --log_every=3 --batch_size=72 --global_batch_size=72",
+        6,
     ),
 }
-# options of a run of seven steps; of train_ddp: three of each phase
-SEVEN_STEPS = {
-    "train_ddp": """--phase1_data={0}/rows.jsonl --phase2_data={0}/rows.jsonl --cache_dir={0}/cache
-        --teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
-        --batch_size=4 --global_batch_size=8 --max_steps=3 --eval_samples=4""",
-    "run_train_quantumgrav_ddp": """--data={0}.npz --cache_dir={0}.cache --num_epochs=1
-        --batch_size=6""",
-    "run_dpo_ddp": """--train_data={0}/pairs.json --cache_dir={0}/cache --base_model_name=random
-        --val_fraction=0.25 --num_epochs=1 --batch_size=3""",
-    "run_train_uniref50_ddp": """--datafile={0}.txt --cache_dir={0}.cache --val_ratio=0.2
-        --n_iters=7 --batch_size=3 --accum=2 --hidden_size=32 --n_blocks_prot=2 --n_heads=2
-        --cond_dim=8 --max_protein_len=48 --dropout=0.1""",
-    "run_train_rebm_ddp": """--data={0}.npz --cache_dir={0}.cache --at_epochs=1 --total_epochs=1
-        --batch_size=8 --AUC_th=0 --at_lr=1e-2 --attack_max_steps=2 --min_imgs_per_threshold=16
-        --width=4 --n_imgs_per_evaluation_log=0""",
-}
-# What is read in it: only what a Meter reads where the ranks meet, after step 1, and at the three
-# log lines; of train_ddp after step 1 and 3 of each phase.
-MEETINGS = {
-    "meet: tolist": 4,
-    "meet: __bool__": 4,  # are too many steps bad?
-    "meet: _local_scalar_dense": 4,  # of the same
-}
-READS = {
-    "run_train_quantumgrav_ddp": MEETINGS,
-    "train_ddp": MEETINGS,
-    "run_train_uniref50_ddp": MEETINGS,
-    "run_dpo_ddp": MEETINGS,
-    "run_train_rebm_ddp": {
-        **{name: 2 * count for name, count in MEETINGS.items()},
-        "state: tolist": 2,  # T grows twice, after each two steps
-    },
-}
-
-
-@pytest.fixture(scope="module", params=MAKE_DATA)
-def prepared(request, tmp_path_factory):
-    """(script's name, folder of its data)"""
-    folder = tmp_path_factory.mktemp(request.param) / "data"
-    MAKE_DATA[request.param](folder)
-    return request.param, folder
 
 
 def count_tensors(batch):
@@ -394,42 +293,49 @@ def step_on_meta(script, model, batch, loss_function):
     return copies.found
 
 
-def count_in_program(name, folder, tmp_path, *more):
+def count_in_program(name, folder, *more):
     """What count_reads() finds in a run of a script."""
-    out = tmp_path / "reads.json"
-    options = [*SEVEN_STEPS[name].format(folder).split(), *more]
-    options += ["--log_every=3", f"--output_dir={tmp_path}/run", "--device=cpu"]
-    status, text = call_program(__file__, ROOT / f"{name}.py", out, *options)
+    out = folder / "reads.json"
+    options = [
+        *COMMON,
+        *TINY[name](folder),
+        "--save_every=100",
+        *SHORT_RUNS[name][0].split(),
+        *more,
+    ]
+    program = ROOT / f"{name}.py"
+    status, text = call_program(__file__, program, out, *options, f"--output_dir={folder}/run")
     assert status == 0, text
     return json.loads(out.read_text())
 
 
-def test_a_step_on_the_meta_device(prepared, monkeypatch):
-    name, folder = prepared
-    if name not in STEPS:
-        pytest.skip("in another file")
+@pytest.mark.parametrize("make_step", STEPS)
+def test_a_step_on_the_meta_device(make_step, tmp_path, monkeypatch):
+    (name,) = [name for name in TINY if make_step.__name__ in name]
     script = importlib.import_module(name)
-    make_step, cases = STEPS[name]
+    files = TINY[name](tmp_path)
     # it knows no such device
     monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
-    for options in cases:
-        model, batch, loss_function = make_step(script, folder, options.split())
+    for options in STEPS[make_step]:
+        args = parse_arguments(script, *files, *options.split())
+        model, batch, loss_function = make_step(script, args)
         copies = step_on_meta(script, model.train(), batch, loss_function)
         assert copies == {True: count_tensors(batch)}, "the host waits for a copy"
 
 
-def test_steps_read_nothing(prepared, tmp_path):
-    """Seven steps, logged at 3, 6 and 7."""
-    name, folder = prepared
-    found = count_in_program(name, folder, tmp_path)
-    assert found == READS[name]
+@pytest.mark.parametrize("name", TINY)
+def test_steps_read_nothing(name, tmp_path):
+    """Only a Meter does, where the ranks meet: its sums, and whether too many steps are bad."""
+    found = count_in_program(name, tmp_path)
+    if name == "run_train_rebm_ddp":
+        assert 0 < found.pop("state: tolist") < 4  # where T grows
+    names = ["meet: tolist", "meet: __bool__", "meet: _local_scalar_dense"]
+    assert found == dict.fromkeys(names, SHORT_RUNS[name][1])
 
 
 def test_compiled_steps_of_uniref50(tmp_path):
     """Each step has other numbers of tokens, and all use the programs of the first two."""
-    make_proteins(tmp_path / "data")
-    name = "run_train_uniref50_ddp"
-    found = count_in_program(name, tmp_path / "data", tmp_path, "--compile")
+    found = count_in_program("run_train_uniref50_ddp", tmp_path, "--compile")
     assert found["graphs"] > 0
 
 
@@ -443,32 +349,27 @@ BAD_STEPS = {
     # what is below Python: it reads the norm
     "clip": lambda x, mask: torch.nn.utils.clip_grad_norm_([x], 1.0, error_if_nonfinite=True),
 }
+GOOD_STEPS = {
+    "where": lambda x, mask: torch.where(mask, x, 0.0).sum().backward(),
+    "select": lambda x, mask: x.index_select(0, torch.tensor([1, 2])),
+    "numbers": lambda x, mask: x[np.array([1, 2])],
+    "norm": lambda x, mask: torch.nn.utils.clip_grad_norm_([x], 1.0),
+}
 
 
-def test_the_counter_counts():
+@pytest.mark.parametrize("name", [*BAD_STEPS, *GOOD_STEPS])
+def test_the_counter_counts(name):
     x = torch.ones(4, requires_grad=True)
     x.sum().backward()
-    mask = torch.tensor([True, False, True, True])
-    for name, step in BAD_STEPS.items():
-        reads = Reads(SimpleNamespace(__file__=__file__))
-        with reads.counted():
-            step(x, mask)
-        assert sum(reads.found.values()) > 0, name
-
     reads = Reads(SimpleNamespace(__file__=__file__))
+    with reads.counted():
+        {**BAD_STEPS, **GOOD_STEPS}[name](x, torch.tensor([True, False, True, True]))
+    assert bool(reads.found) == (name in BAD_STEPS)
     reads.on_device = {x.data_ptr()}
     with reads.counted():
         x.detach().cpu().numpy()
         with pytest.raises(TypeError, match=r"cpu\(\) must come first"):
             x.detach().numpy()
-
-    reads = Reads(SimpleNamespace(__file__=__file__))
-    with reads.counted():
-        torch.where(mask, x, 0.0).sum().backward()
-        x.index_select(0, torch.tensor([1, 2]))
-        x[np.array([1, 2])]
-        torch.nn.utils.clip_grad_norm_([x], 1.0)
-    assert not reads.found
 
 
 if __name__ == "__main__":

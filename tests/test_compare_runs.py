@@ -67,28 +67,22 @@ def test_what_is_left_out_or_cannot_be_compared(tmp_path):
     assert "these runs have" in compare(tmp_path / "a", "--metrics", "x", status=2)
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"script": "b.py"}, "script is a.py in .*a and b.py in .*b"),
-        ({"metric": "accuracy"}, "best/metric is loss"),
-        ({"tasks": ["cls"]}, r"tasks is None in .*a and \['cls'\] in .*b"),
-        ({"data_hash": "2 x"}, "data is None in .*a and 2 in .*b"),
-        ({"val_ratio": 0.2}, "val_ratio"),
-    ],
-)
-def test_what_measured_other_things_is_refused(other, said, tmp_path):
-    write_run(tmp_path / "a", 0.3, 0.8)
-    write_run(tmp_path / "b", 0.2, 0.8, **other)
-    text = compare(tmp_path / "a", tmp_path / "b", status=2)
-    assert re.search(f"not comparable: {said}", text), text
-
-
-def test_students_of_one_corpus_are_compared(tmp_path):
-    """The hash of the data comes first, then those of the networks that a run begins with."""
-    for name in ("small", "large"):
-        write_run(tmp_path / name, 0.3, 0.8, student=name, data_hash=f"corpus {name}")
-    assert "student large" in compare(tmp_path / "small", tmp_path / "large")
+def test_what_measured_other_things_is_refused(tmp_path):
+    """The hash of the data comes first in `data_hash`; then those of the networks that a run begins
+    with, which may differ."""
+    write_run(tmp_path / "a", 0.3, 0.8, data_hash="1 x")
+    for name, (other, said) in {
+        "b": ({"script": "b.py"}, "script is a.py in .*a and b.py in .*b"),
+        "c": ({"metric": "accuracy"}, "best/metric is loss"),
+        "d": ({"tasks": ["cls"]}, r"tasks is None in .*a and \['cls'\] in .*d"),
+        "e": ({"data_hash": "2 x"}, "data is 1 in .*a and 2 in .*e"),
+        "f": ({"val_ratio": 0.2}, "val_ratio"),
+    }.items():
+        write_run(tmp_path / name, 0.2, 0.8, **{"data_hash": "1 x", **other})
+        text = compare(tmp_path / "a", tmp_path / name, status=2)
+        assert re.search(f"not comparable: {said}", text), text
+    write_run(tmp_path / "g", 0.2, 0.8, data_hash="1 y", student="large")
+    assert "student large" in compare(tmp_path / "a", tmp_path / "g")
 
 
 def test_curves(tmp_path):

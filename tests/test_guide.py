@@ -1,7 +1,6 @@
 """The changes of scripts shown in docs/DDP_TRAINING_GUIDE.md fit and work."""
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from helpers import ROOT, call_program, write_causal_sets
+from runs import Run
 from torch import nn
 
 SCRIPT = "run_train_quantumgrav_ddp.py"
-TRAIN = "--num_epochs=1 --batch_size=12 --hidden_dim=8 --head_dim=8 --log_every=1 --device=cpu"
 
 
 @pytest.fixture(scope="module")
@@ -37,62 +36,59 @@ def write_script(folder, name, change):
     return script
 
 
-def train(folder, data, change, *options):
-    """(number of parameters, rows of metrics.jsonl, summary) of a short run with a change."""
-    script = write_script(folder, SCRIPT, change)
-    output = folder / "run"
-    argv = [*TRAIN.split(), f"--data={data}", f"--cache_dir={data.parent}/cache"]
-    argv += [f"--output_dir={output}", *options]
-    status, text = call_program(script, *argv)
-    assert status == 0, text
-    parameters = re.search(r"([\d,]+) parameters", text)[1]
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((output / "summary.json").read_text())
-    return int(parameters.replace(",", "")), rows, summary
+def train(script, data, *options, status=0):
+    """(output, Run) of a short run."""
+    argv = "--num_epochs=1 --batch_size=12 --hidden_dim=8 --head_dim=8 --log_every=1 --device=cpu"
+    folder = script.parent / "run"
+    argv = [*argv.split(), f"--data={data}", f"--cache_dir={data.parent}/cache"]
+    found, text = call_program(script, *argv, f"--output_dir={folder}", *options)
+    assert found == status, text
+    return text, Run(folder)
+
+
+def count_parameters(text):
+    return int(re.search(r"([\d,]+) parameters", text)[1].replace(",", ""))
 
 
 @pytest.fixture(scope="module")
 def unchanged(data, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("unchanged"), data, None)
+    folder = tmp_path_factory.mktemp("unchanged")
+    return train(write_script(folder, SCRIPT, None), data)
 
 
 def test_network(data, unchanged, tmp_path):
-    parameters, rows, _ = train(tmp_path, data, "Another network.", "--messages=sum")
+    text, run = train(write_script(tmp_path, SCRIPT, "Another network."), data, "--messages=sum")
     # a layer of i inputs has maps from 3 i to 16 and from 16 to 8, instead of one from 3 i to 8
     more = [16 * 3 * i + 16 + 8 * 16 + 8 - (8 * 3 * i + 8) for i in (4, 8, 8)]
-    assert parameters - unchanged[0] == sum(more)
-    assert rows[0]["loss"] != unchanged[1][0]["loss"]
+    assert count_parameters(text) - count_parameters(unchanged[0]) == sum(more)
+    assert run.losses[0] != unchanged[1].losses[0]
 
 
 def test_metric(data, unchanged, tmp_path):
-    options = ["--stop_metrics=cls/balanced_accuracy"]
-    _, rows, summary = train(tmp_path, data, "Another metric.", *options)
-    assert rows[0]["loss"] == unchanged[1][0]["loss"]
-    value = rows[-1]["val/cls/balanced_accuracy"]
-    assert summary["best"]["metric"] == "cls/balanced_accuracy"
-    assert summary["best"]["value"] == value
-    assert 0 <= value <= 1
+    script = write_script(tmp_path, SCRIPT, "Another metric.")
+    _, run = train(script, data, "--stop_metrics=cls/balanced_accuracy")
+    assert run.losses[0] == unchanged[1].losses[0]
+    best = run.summary["best"]
+    assert best["metric"] == "cls/balanced_accuracy"
+    assert 0 <= best["value"] == run.rows[-1]["val/cls/balanced_accuracy"] <= 1
 
 
 def test_loss(data, unchanged, tmp_path):
-    _, rows, _ = train(tmp_path, data, "Another term of the loss.")
+    _, run = train(write_script(tmp_path, SCRIPT, "Another term of the loss."), data)
     # weights of the first step are the same, and nearly even: the entropy is at most ln 6 = 1.79
-    less = unchanged[1][0]["loss"] - rows[0]["loss"]
-    assert 0.1 * 1.5 < less <= 0.1 * 1.792
+    assert 0.1 * 1.5 < unchanged[1].losses[0] - run.losses[0] <= 0.1 * 1.792
 
 
 def test_optimizer(data, unchanged, tmp_path):
     """It trains, is resumed, and is not taken for the other one."""
-    _, rows, _ = train(tmp_path, data, "Another optimizer.")
-    assert rows[0]["loss"] == unchanged[1][0]["loss"]
-    assert rows[1]["loss"] != unchanged[1][1]["loss"]
-    again = [*TRAIN.split(), f"--data={data}", f"--cache_dir={data.parent}/cache"]
-    again += [f"--output_dir={tmp_path}/run", "--num_epochs=2"]
-    status, text = call_program(tmp_path / SCRIPT, *again)
-    assert status == 0, text
+    script = write_script(tmp_path, SCRIPT, "Another optimizer.")
+    _, run = train(script, data)
+    assert run.losses[0] == unchanged[1].losses[0]
+    assert run.losses[1] != unchanged[1].losses[1]
+    text, _ = train(script, data, "--num_epochs=2")
     assert "resuming" in text
-    status, text = call_program(ROOT / SCRIPT, *again, "--num_epochs=3")
-    assert status == 2
+    script.write_text((ROOT / SCRIPT).read_text())
+    text, _ = train(script, data, "--num_epochs=3", status=2)
     assert "AdamW" in text
     assert "Both" in text
 

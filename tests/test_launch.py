@@ -5,7 +5,6 @@ launcher is only its environment variables, the ranks are forked from a process 
 imports behind it.
 """
 
-import json
 import os
 import re
 import shutil
@@ -16,16 +15,15 @@ import sys
 import time
 
 import pytest
-import torch
-from helpers import ROOT, TWO_RANKS, environment, free_port, write_causal_sets
+from helpers import ROOT, TWO_RANKS, environment, free_port, refusal, write_causal_sets
+from runs import Run
 
 SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
 ENDLESS = ["--num_epochs=100000", "--save_every=1000000"]
-# What a script does without its task. Its environment has options of this rank alone, the limit for
-# the meeting of the ranks, and which of them fails.
+# What a script does without its task. Its environment has the limit for the meeting of the ranks,
+# and which of them fails.
 DRIVER = """
 import os
-import sys
 
 import run_train_quantumgrav_ddp as block
 
@@ -40,13 +38,9 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.argv += os.environ.get("OPTIONS", "").split()
     block.MEETING_MINUTES = float(os.environ.get("MEETING", 2))
     block.launch(block.parse_args, main)
 """
-
-# --------------------------------------------------------------------------------------------------
-# Runs
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +72,6 @@ def check_ranks(text, world_size):
     assert f"{world_size} ranks, gloo on cpu" in text
 
 
-def refusal(text):
-    """The one line of processes that cannot work."""
-    assert "Traceback" not in text, text
-    said = {line for line in text.splitlines() if ": error: " in line}
-    assert len(said) == 1, text
-    return said.pop().partition(": error: ")[2]
-
-
 # --------------------------------------------------------------------------------------------------
 # Launchers
 
@@ -102,15 +88,15 @@ def test_python_and_torch_distributed_launch(start, task, tmp_path):
         check_ranks(job.text, world_size)
         for once in ("step=1 ", "Starting training epoch 1", "completed successfully!"):
             assert job.text.count(once) == 1, once
-        summary = json.loads((folder / "summary.json").read_text())
-        assert summary["status"] == "finished"
-        assert summary["world_size"] == world_size
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses.append([row["loss"] for row in rows if "loss" in row])
+        run = Run(folder)
+        assert run.summary["status"] == "finished"
+        assert run.summary["world_size"] == world_size
+        losses.append(run.losses)
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+EMPTY = "RANK= WORLD_SIZE= LOCAL_RANK= MASTER_ADDR= MASTER_PORT= NCCL_TIMEOUT= SLURM_PROCID="
 VARIABLES = {  # of rank {0} of two on one machine
     "Open MPI": """OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_SIZE=2
         OMPI_COMM_WORLD_LOCAL_RANK={0} OMPI_COMM_WORLD_LOCAL_SIZE=2""",
@@ -120,39 +106,32 @@ VARIABLES = {  # of rank {0} of two on one machine
     "SLURM": "SLURM_PROCID={0} SLURM_NTASKS=2 SLURM_LOCALID={0} SLURM_JOB_ID=77 SLURM_STEP_ID=0",
     "by hand": "RANK={0} WORLD_SIZE=2",
 }
+ALONE = {  # of what is one process
+    "python in an sbatch file": "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_ID=77",
+    "empty": EMPTY,
+}
 
 
-def variables_of(launcher):
-    """The environment variables of both ranks."""
-    common = {"MASTER_PORT": free_port()}
+def read_variables(words):
+    return dict(word.split("=") for word in words.split())
+
+
+def two_ranks(launcher="by hand", **more):
+    """The environment variables of both."""
+    common = {"MASTER_PORT": free_port(), **more}
     if launcher != "Hydra":  # on one machine it needs no address
         common["MASTER_ADDR"] = "localhost"
-    both = []
-    for rank in (0, 1):
-        own = dict(common)
-        for word in VARIABLES[launcher].format(rank).split():
-            name, value = word.split("=")
-            own[name] = value
-        both.append(own)
-    return both
+    words = VARIABLES[launcher]
+    return [{**common, **read_variables(words.format(rank))} for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("launcher", VARIABLES)
+@pytest.mark.parametrize("launcher", [*VARIABLES, *ALONE])
 def test_launchers_by_their_variables(server, driver, launcher):
-    server.start(variables_of(launcher), driver)
-    assert server.wait() == [0, 0], server.text
-    check_ranks(server.text, 2)
-    assert server.text.count("ERROR: after [0, 1]") == 2
-
-
-def test_python_in_an_sbatch_file_is_one_process(server, driver):
-    """There, Slurm's variables of a rank are set, too, but there is no step, and no second rank."""
-    variables = variables_of("SLURM")[0]
-    for name in ("SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"):
-        del variables[name]
-    server.start([variables], driver)
-    assert server.wait() == [0], server.text
-    check_ranks(server.text, 1)
+    ranks = two_ranks(launcher) if launcher in VARIABLES else [read_variables(ALONE[launcher])]
+    server.start(ranks, driver)
+    assert set(server.wait()) == {0}, server.text
+    check_ranks(server.text, len(ranks))
+    assert server.text.count(f"ERROR: after {[0, 1][: len(ranks)]}") == len(ranks)
 
 
 OPEN_MPI = "--allow-run-as-root --oversubscribe --bind-to none -n 2 --map-by ppr:2:node"
@@ -175,90 +154,66 @@ def test_mpiexec(package, program, options, driver):
     assert result.stdout.count("ERROR: after [0, 1]") == 2
 
 
-# --------------------------------------------------------------------------------------------------
-# What shells, batch files and other jobs leave behind
-
-ONE_TASK = {"SLURM_PROCID": 0, "SLURM_NTASKS": 1, "SLURM_LOCALID": 0, "SLURM_STEP_ID": 0}
-EMPTY = dict.fromkeys(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"], "")
-EMPTY.update(NCCL_TIMEOUT="", SLURM_PROCID="")
-
-
 def test_nproc_per_node_in_a_shell_of_srun(start, driver):
-    """srun --pty has made this shell its one task. Empty variables are as good as none."""
-    command = [sys.executable, *driver, "--nproc_per_node=2"]
-    job = start(command, PYTHONPATH=ROOT, **{**EMPTY, **ONE_TASK})
-    assert job.wait() == 0, job.text
+    """srun --pty has made this shell its one task. Empty variables are as good as none. The port
+    that is exported is taken: on one machine any free one will do."""
+    variables = read_variables(f"{EMPTY} SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0")
+    with socket.create_server(("localhost", 0)) as other:
+        variables.update(SLURM_STEP_ID=0, MASTER_PORT=other.getsockname()[1])
+        command = [sys.executable, *driver, "--nproc_per_node=2"]
+        job = start(command, PYTHONPATH=ROOT, **variables)
+        assert job.wait() == 0, job.text
     check_ranks(job.text, 2)
 
 
-def test_empty_variables(server, driver):
-    server.start([EMPTY], driver)
-    assert server.wait() == [0], server.text
-    check_ranks(server.text, 1)
+# --------------------------------------------------------------------------------------------------
+# Groups that cannot come together (of two commands: test_faults.py)
+
+WRONG = {  # variables of a shell or a batch file: what must be named
+    "RANK=0": "WORLD_SIZE",
+    "RANK=x WORLD_SIZE=2": "RANK=x",
+    "RANK=-1 WORLD_SIZE=2": "RANK=-1",
+    "RANK=2 WORLD_SIZE=2": "RANK=2",
+    "RANK=0 WORLD_SIZE=two LOCAL_RANK=0": "WORLD_SIZE=two",
+    "RANK=1 WORLD_SIZE=4 LOCAL_RANK=0": "MASTER_ADDR",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=x": "x",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=70000": "70000",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=-1": "-1",
+    "NCCL_TIMEOUT=x": "x",
+}
 
 
-WRONG = [  # variables of a shell or a batch file; what must be named
-    ("RANK=0", "WORLD_SIZE"),
-    ("RANK=x WORLD_SIZE=2", "RANK=x"),
-    ("RANK=-1 WORLD_SIZE=2", "RANK=-1"),
-    ("RANK=2 WORLD_SIZE=2", "RANK=2"),
-    ("RANK=0 WORLD_SIZE=two LOCAL_RANK=0", "WORLD_SIZE=two"),
-    ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=0", "MASTER_ADDR"),
-    ("RANK=0 WORLD_SIZE=2 MASTER_PORT=x", "x"),
-    ("RANK=0 WORLD_SIZE=2 MASTER_PORT=70000", "70000"),
-    ("RANK=0 WORLD_SIZE=2 MASTER_PORT=-1", "-1"),
-    ("NCCL_TIMEOUT=x", "x"),
-]
-
-
-@pytest.mark.parametrize(("words", "named"), WRONG)
-def test_wrong_variables(server, driver, words, named):
-    variables = {"MEETING": 0.1, **dict(word.split("=") for word in words.split())}
-    server.start([variables], driver)
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_variables(server, driver, words):
+    server.start([{"MEETING": 0.1, **read_variables(words)}], driver)
     assert server.wait()[0] in (1, 2), server.text
-    assert named in refusal(server.text)
+    assert WRONG[words] in refusal(server.text)
 
 
-def two_ranks(**more):
-    return [{**variables, "MEETING": 0.05, **more} for variables in variables_of("by hand")]
-
-
-def test_ranks_of_two_commands(server, driver):
-    """As where two jobs have chosen the same port."""
-    first, second = two_ranks(MEETING=1)
-    server.start([{**first, "OPTIONS": "--seed=1"}, {**second, "OPTIONS": "--seed=2"}], driver)
-    statuses = server.wait()
-    assert statuses[0] == 2 and statuses[1] in (2, -signal.SIGTERM), server.text
-    assert "different runs: seed is 1 here, and 2 on rank 1" in refusal(server.text)
-
-
+@pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_the_others_do_not_join(server, driver, rank):
-    server.start([two_ranks()[rank]], driver)
-    assert server.wait(40) == [1], server.text
-    assert "2 ranks did not meet at localhost:" in refusal(server.text)
+def test_a_rank_that_the_others_do_not_join(server, driver, rank, is_taken):
+    """Nobody, or something that never answers, is at its port."""
+    variables = two_ranks(MEETING=0.05)[rank]
+    with socket.create_server(("", 0)) as other:
+        if is_taken:
+            variables["MASTER_PORT"] = other.getsockname()[1]
+        server.start([variables], driver)
+        assert server.wait(40) == [1], server.text
+    said = refusal(server.text)
+    assert f"localhost:{variables['MASTER_PORT']}" in said
+    if not is_taken:
+        assert "2 ranks did not meet at localhost:" in said
+    elif rank == 0:
+        assert "export another MASTER_PORT" in said
 
 
 def test_a_third_rank_that_does_not_come(server, driver):
-    server.start(two_ranks(WORLD_SIZE=3), driver)
+    server.start([{**rank, "WORLD_SIZE": 3} for rank in two_ranks(MEETING=0.05)], driver)
     assert server.wait(40) == [1, 1], server.text
     first, second = [refusal(output.read_text()) for output in server.outputs]
     assert "3 ranks did not meet at localhost:" in first
     assert "localhost:" in second  # that they did not meet, or that the first one has gone
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_taken_port(server, driver, rank):
-    """Something else listens there, and never answers."""
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        server.start([{**two_ranks()[rank], "MASTER_PORT": port}], driver)
-        assert server.wait(40) == [1], server.text
-    assert str(port) in refusal(server.text)
-    if rank == 0:
-        assert "export another MASTER_PORT" in refusal(server.text)
 
 
 def test_ctrl_c_while_the_others_are_awaited(server, driver):
@@ -271,16 +226,6 @@ def test_ctrl_c_while_the_others_are_awaited(server, driver):
     assert "Traceback" not in server.text
 
 
-def test_nproc_per_node_needs_no_port(start, driver):
-    """On one machine any free port will do: one that is exported may be taken."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-        words = [sys.executable, *driver, "--nproc_per_node=2"]
-        job = start(words, PYTHONPATH=ROOT, MASTER_PORT=port)
-        assert job.wait() == 0, job.text
-    check_ranks(job.text, 2)
-
-
 def test_a_rank_that_fails_alone(server, driver):
     """It says so; the other says that it has lost a rank."""
     server.start(two_ranks(MEETING=1, FAILS=1), driver)
@@ -290,73 +235,55 @@ def test_a_rank_that_fails_alone(server, driver):
 
 
 # --------------------------------------------------------------------------------------------------
-# Signals
+# Signals (SIGTERM and SIGHUP to one rank: test_contract.py, test_faults.py)
 
 
 def check_stopped(folder, text, reason):
     """All ranks stopped after the same step, which was saved; the summary says why."""
-    state = torch.load(folder / "latest.pt", weights_only=True)
+    run = Run(folder)
     steps = re.findall(r"INFO: step=(\d+) .* lr=", text)
-    assert state["loop"]["step"] == int(steps[-1]) >= 3
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == f"stopped by {reason}"
-    assert summary["steps"] == state["loop"]["step"]
-    said = f"INFO: stopped by {reason}: the same command "
-    assert text.count(said) == 1
+    assert run.step == run.summary["steps"] == int(steps[-1]) >= 3
+    assert run.summary["status"] == f"stopped by {reason}"
+    assert text.count(f"INFO: stopped by {reason}: the same command ") == 1
     check_ranks(text, 2)
 
 
-BY_ITSELF = [sys.executable, SCRIPT, "--nproc_per_node=2"]  # plain python becomes torchrun
-LAUNCHED = {
-    "SIGTERM, python": ("SIGTERM", BY_ITSELF),
-    "SIGHUP, nohup torchrun": ("SIGHUP", ["nohup", *TWO_RANKS, SCRIPT]),
-}
-
-
-@pytest.mark.parametrize("how", LAUNCHED)
-def test_signal_to_the_launcher(start, task, tmp_path, how):
-    """It reaches the ranks and their workers; they save and end. (torchrun takes SIGHUP also under
-    nohup, and then ends its ranks.)"""
-    name, command = LAUNCHED[how]
-    job = start([*command, *task(tmp_path / "out", *ENDLESS, "--num_workers=1")])
-    job.wait_for("step=3 ")
-    job.process.send_signal(getattr(signal, name))
-    # torchrun's status is 1; a thread of its own store may abort it at the very end
-    assert job.wait(60) in (1, -signal.SIGABRT), job.text
-    check_stopped(tmp_path / "out", job.text, name)
-    assert job.is_gone()
-
-
-def test_nohup(start, task, tmp_path):
-    """Plain python that has become torchrun outlives the terminal, and can still be stopped."""
-    job = start(["nohup", *BY_ITSELF, *task(tmp_path / "out", *ENDLESS)])
-    job.wait_for("step=3 ")
-    job.process.send_signal(signal.SIGHUP)
-    last = re.findall(r"step=(\d+) ", job.text)[-1]
-    job.wait_for(f"step={int(last) + 50} ")
-    job.process.send_signal(signal.SIGTERM)
-    assert job.wait(60) in (1, -signal.SIGABRT), job.text
-    check_stopped(tmp_path / "out", job.text, "SIGTERM")
-
-
-STATUSES = {"SIGUSR1": 0, "SIGINT": 130, "SIGHUP": 1}
-
-
-@pytest.mark.parametrize("name", STATUSES)
-def test_signal_to_one_rank(server, task, tmp_path, name):
+@pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 0), ("SIGINT", 130)])
+def test_signal_to_one_rank(server, task, tmp_path, name, status):
     """As srun and scancel --signal send them: all ranks stop."""
-    server.start(variables_of("SLURM"), [SCRIPT, *task(tmp_path / "out", *ENDLESS)])
+    server.start(two_ranks("SLURM"), [SCRIPT, *task(tmp_path / "out", *ENDLESS)])
     server.wait_for("step=3 ")
     os.kill(server.pids[1], getattr(signal, name))
-    assert server.wait() == [STATUSES[name]] * 2, server.text
+    assert server.wait() == [status, status], server.text
     check_stopped(tmp_path / "out", server.text, name)
+
+
+BY_ITSELF = [sys.executable, SCRIPT, "--nproc_per_node=2"]  # plain python becomes torchrun
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_signals_to_the_launcher(start, task, tmp_path, launcher):
+    """They reach the ranks and their workers, which save and end. Under nohup, torchrun takes
+    SIGHUP all the same; plain python that has become torchrun outlives the terminal."""
+    command = [*TWO_RANKS, SCRIPT] if launcher == "torchrun" else BY_ITSELF
+    job = start(["nohup", *command, *task(tmp_path / "out", *ENDLESS, "--num_workers=1")])
+    job.wait_for("step=3 ")
+    job.process.send_signal(signal.SIGHUP)
+    if launcher == "python":
+        last = re.findall(r"step=(\d+) ", job.text)[-1]
+        job.wait_for(f"step={int(last) + 50} ")
+        job.process.send_signal(signal.SIGTERM)
+    # torchrun's status is 1; a thread of its own store may abort it at the very end
+    assert job.wait(60) in (1, -signal.SIGABRT), job.text
+    check_stopped(tmp_path / "out", job.text, "SIGHUP" if launcher == "torchrun" else "SIGTERM")
+    assert job.is_gone()
 
 
 def test_ranks_whose_shell_ends(start, task, tmp_path):
     """Started by hand, with nohup: they go on when their parent and their terminal are gone."""
     command = " ".join([sys.executable, SCRIPT, *task(tmp_path / "out", "--num_epochs=60")])
     ranks = " ".join(f"RANK={rank} WORLD_SIZE=2 nohup {command} &" for rank in (0, 1))
-    end = f"until grep -q step=3 {tmp_path}/job0.txt; do sleep 0.1; done"
+    end = f"until grep -q step=3 {tmp_path}/job.txt; do sleep 0.1; done"
     job = start(["bash", "-c", f"{ranks} {end}"], MASTER_PORT=free_port())
     assert job.wait() == 0
     for pid in job.processes():

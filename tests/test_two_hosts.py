@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, TORCHRUN, Job, environment
-from runs import SCRIPTS, Run, Task, assert_same_end
+from runs import RUNS, SCRIPTS, Run, Task, assert_same_end
 
-FAST = "run_train_quantumgrav_ddp"  # the script of the normal test command
 TIMEOUT = 4  # seconds: the time limit of the runs whose link is cut
 # FAULTS: time to do something in the middle of a run
 SLOW = [[1, step, "sleep", 0.3] for step in range(20, 60)]
@@ -36,12 +35,6 @@ pytestmark = pytest.mark.timeout(300)
 def ip(command):
     done = subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
     return done.stdout
-
-
-def remove_host(name):
-    if Path("/run/netns", name).exists():
-        kill_all(name)
-        ip(f"netns del {name}")
 
 
 def processes(*hosts):
@@ -77,9 +70,6 @@ class Hosts:
         self.names.write_text("\n".join(lines) + "\n")
 
     def build(self):
-        for path in Path("/run/netns").glob("ddp-[ab]-*"):
-            if not Path("/proc", path.name.rpartition("-")[2]).exists():
-                remove_host(path.name)  # of a session that was killed
         for name in self.both:
             ip(f"netns add {name}")
         ip(f"link add eth0 netns {self.a} type veth peer name eth0 netns {self.b}")
@@ -87,6 +77,12 @@ class Hosts:
             ip(f"-n {name} addr add {address}/24 dev eth0")
             ip(f"-n {name} link set lo up")
             ip(f"-n {name} link set eth0 up")
+
+    def remove(self):
+        for name in self.both:
+            if Path("/run/netns", name).exists():
+                kill_all(name)
+                ip(f"netns del {name}")
 
     def cable(self, state):
         """`up`, or `down`: packets are lost, and no end of a connection is told."""
@@ -112,24 +108,15 @@ def hosts(tmp_path_factory):
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
     finally:
-        for name in hosts.both:
-            remove_host(name)
+        hosts.remove()
 
 
 # --------------------------------------------------------------------------------------------------
 # Runs
 
 
-@pytest.fixture
-def all_faults(request):
-    if not request.config.getoption("--all-faults"):
-        pytest.skip("--all-faults")
-
-
-@pytest.fixture(scope="module", params=SCRIPTS)
+@pytest.fixture(scope="module")
 def task(request, tmp_path_factory, hosts, server):
-    if request.param != FAST and not request.config.getoption("--all-faults"):
-        pytest.skip("--all-faults")
     return Task(request.param, tmp_path_factory.mktemp(request.param), server)
 
 
@@ -140,13 +127,11 @@ class Launch:
         output.mkdir(exist_ok=True)
         port = next(hosts.ports)
         # -k: an agent that SIGTERM does not end is killed (guide, 3)
-        command = ["timeout", "-k", "2", "250", *TORCHRUN, f"--nnodes={nodes}"]
-        command += ["--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-id={port}"]
-        command.append(f"--rdzv-endpoint={hosts.a}:{port}")
+        command = f"""timeout -k 2 250 {" ".join(TORCHRUN)} --nnodes={nodes} --nproc_per_node=1
+            --rdzv-backend=c10d --rdzv-id={port} --rdzv-endpoint={hosts.a}:{port}""".split()
         if ":" in nodes:
             command += ["--max-restarts=3", "--rdzv-conf=last_call_timeout=10"]
-        command += [str(ROOT / "tests" / "runs.py"), task.name]
-        command += [*task.argv, *more, f"--output_dir={output}"]
+        command += [RUNS, task.name, *task.argv, *more, f"--output_dir={output}"]
         env = environment(
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
             OUTPUT=output,
@@ -219,13 +204,18 @@ def check_restart(launch, task, output):
 # Tests
 
 
-def test_two_hosts_equal_one(task, launch, matrix, all_faults):
+def pytest_generate_tests(metafunc):
+    """The normal test command has one of them, with one script."""
+    names = SCRIPTS
+    if not metafunc.config.getoption("--all-faults"):
+        names = ["run_train_quantumgrav_ddp"] if metafunc.function == test_cut_link else []
+    metafunc.parametrize("task", names, indirect=True, scope="module")
+
+
+def test_two_hosts_equal_one(task, launch, matrix):
     output = task.folder / "two-hosts"
-    more = []
-    if any(word.startswith("--cache_dir=") for word in task.argv):
-        more = [f"--cache_dir={task.folder}/cache-of-two"]  # filled by these two
     begin = time.monotonic()
-    jobs = launch(task, output, *more)
+    jobs = launch(task, output, f"--cache_dir={task.folder}/cache-of-two")  # filled by these two
     assert jobs.wait() == [0, 0], jobs.text[-3000:]
     seconds = time.monotonic() - begin
     check_same(output, task.whole)
@@ -265,7 +255,7 @@ def test_cut_link(task, hosts, launch, matrix):
     matrix(task.name, f"link cut, limit {TIMEOUT} s", outcome, seconds)
 
 
-def test_dead_host(task, hosts, launch, matrix, all_faults):
+def test_dead_host(task, hosts, launch, matrix):
     """Host a ends within seconds; the same command goes on from the checkpoint."""
     output = task.folder / "dead"
     jobs = launch(task, output, faults=SLOW)
@@ -277,7 +267,7 @@ def test_dead_host(task, hosts, launch, matrix, all_faults):
     matrix(task.name, "host b killed", "host a ended with 1, resumed bit-equal", seconds)
 
 
-def test_elastic(task, hosts, launch, matrix, all_faults):
+def test_elastic(task, hosts, launch, matrix):
     """--nnodes=1:2: host a restarts alone from the checkpoint, with the same samples."""
     output = task.folder / "elastic"
     jobs = launch(task, output, nodes="1:2", faults=SLOW)

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, SIGNALS, parse_arguments
+from helpers import ROOT, parse_arguments
 
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 CORES = len(os.sched_getaffinity(0))
 LOCAL = {  # wrappers that start torchrun on this machine, and their script
     "run_ddp.sh": "train_ddp.py",
@@ -102,16 +103,20 @@ def local(request, run):
 
 
 def test_one_machine(local):
-    """The process becomes torchrun, which gets its signals, in the user's folder."""
+    """The process becomes torchrun, which gets its signals, in the user's folder. Those that nohup
+    ignores torchrun must not handle: it would end the run."""
     record = started(local(2, "--lr=1", "--a b", GPUS="8"))
     where = ["--standalone", "--local-addr=127.0.0.1"]
-    assert record["argv"] == [*where, "--nproc_per_node=2", *SIGNALS]
+    assert record["argv"] == [*where, "--nproc_per_node=2", SIGNALS]
     assert record["script"] == local.script
     assert record["options"][-2:] == ["--lr=1", "--a b"]
     assert record["cwd"] == str(local.folder.resolve())  # the user's relative paths stay valid
     assert record["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert int(record["env"]["OMP_NUM_THREADS"]) >= 1
     assert record["parent"] == os.getpid()
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # conftest.py restores it
+    assert started(local(1))["argv"][-1] == SIGNALS.replace("SIGHUP,", "")
 
 
 def test_several_machines(local):
@@ -120,19 +125,9 @@ def test_several_machines(local):
     for port, variables in ports.items():
         argv = started(local(1, **nodes, **variables))["argv"]
         where = ["--nnodes=2", "--node_rank=1", "--master_addr=node0", f"--master_port={port}"]
-        assert argv == [*where, "--nproc_per_node=1", *SIGNALS]
+        assert argv == [*where, "--nproc_per_node=1", SIGNALS]
     for name in ("NODE_RANK", "MASTER_ADDR"):
         assert "set NODE_RANK and MASTER_ADDR" in refused(local(1, **{**nodes, name: ""}))
-
-
-def test_nohup(local):
-    """What nohup ignores, torchrun must not handle: it would end the run."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        record = started(local(1))
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert record["argv"][-1] == "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 
 
 def test_count(local):
@@ -160,7 +155,7 @@ def test_help(run, wrapper):
 
 
 # --------------------------------------------------------------------------------------------------
-# run_ddp.sh
+# What each has of its own
 
 
 def test_count_and_projection(run):
@@ -177,69 +172,57 @@ def test_count_and_projection(run):
         assert record["options"] == options.split()
 
 
-# --------------------------------------------------------------------------------------------------
-# run_train_uniref50_ddp.sh
-
 CONFIG = "configs/config_uniref50_ddp.yaml"
+UNIREF50 = "run_train_uniref50_ddp.sh"
 
 
-@pytest.fixture
-def uniref50(run):
-    """uniref50(*arguments, **environment)"""
-    return lambda *arguments, **more: run("run_train_uniref50_ddp.sh", *arguments, **more)
-
-
-def test_default_config_and_counts(uniref50, run):
+def test_default_config_and_counts(run):
     """The config of the folder, else that beside the wrapper; all GPUs, else two processes."""
-    assert started(uniref50())["options"] == [f"--config={ROOT / CONFIG}"]
+    assert started(run(UNIREF50))["options"] == [f"--config={ROOT / CONFIG}"]
     (run.folder / "configs").mkdir()
     (run.folder / CONFIG).touch()
-    record = started(uniref50())
+    record = started(run(UNIREF50))
     assert record["options"] == [f"--config={CONFIG}"]
     assert record["argv"][2] == f"--nproc_per_node={min(2, CORES)}"
-    assert started(uniref50(GPUS="3"))["argv"][2] == "--nproc_per_node=3"
+    assert started(run(UNIREF50, GPUS="3"))["argv"][2] == "--nproc_per_node=3"
 
 
-def test_flags(uniref50, run):
+def test_flags(run):
     """The script takes each flag, in each of its forms, and gets the value unchanged."""
     import run_train_uniref50_ddp as script
 
     (run.folder / "mine.yaml").write_text("n_iters: 3\n")
-    flags = [
-        ("-c", "--config", str(run.folder / "mine.yaml"), "config"),
-        ("-w", "--work-dir", "out", "output_dir"),
-        ("-d", "--datafile", "mine.fasta", "datafile"),
-        ("-p", "--project", "proteins", "wandb_project"),
-        ("-n", "--name", "a b", "wandb_name"),
-        ("-s", "--seed", "7", "seed"),
-        ("-m", "--method", "simple", "sampling_method"),
-    ]
-    forms = {"long": [], "short": [], "equals": []}
-    for short, flag, value, _ in flags:
-        forms["long"] += [flag, value]
-        forms["short"] += [short, value]
-        forms["equals"].append(f"{flag}={value}")
-    for arguments in forms.values():
-        args = parse_arguments(script, *started(uniref50(*arguments))["options"])
+    flags = {  # its short form, a value, and the option of the script
+        "--config": ("-c", str(run.folder / "mine.yaml"), "config"),
+        "--work-dir": ("-w", "out", "output_dir"),
+        "--datafile": ("-d", "mine.fasta", "datafile"),
+        "--project": ("-p", "proteins", "wandb_project"),
+        "--name": ("-n", "a b", "wandb_name"),
+        "--seed": ("-s", "7", "seed"),
+        "--method": ("-m", "simple", "sampling_method"),
+    }
+    forms = [[], [], []]
+    for flag, (short, value, _) in flags.items():
+        forms[0] += [flag, value]
+        forms[1] += [short, value]
+        forms[2].append(f"{flag}={value}")
+    for arguments in forms:
+        args = parse_arguments(script, *started(run(UNIREF50, *arguments))["options"])
         assert args.n_iters == 3
-        for _, flag, value, name in flags:
+        for flag, (_, value, name) in flags.items():
             assert str(getattr(args, name)) == value, flag
 
 
-def test_what_is_passed_on(uniref50):
+def test_what_is_passed_on(run):
     """Options of the script in their order, and key=value; not --yes. The script sees them before
     there are processes, and what it refuses starts nothing."""
     own = ["--lr=1e-4", "training.batch_size=8", "--compile", "--fresh", "--max_minutes", "5"]
-    result = uniref50(*own[:3], "--yes", *own[3:], "--seed=1")
+    result = run(UNIREF50, *own[:3], "--yes", *own[3:], "--seed=1")
     options = [f"--config={ROOT / CONFIG}", *own, "--seed=1"]
     assert started(result)["options"] == options
     words = ["prepared:", str(ROOT / "run_train_uniref50_ddp.py"), *options, "--prepare_only"]
     assert " ".join(words) in result.stderr.splitlines()
-    assert "prepared: " in refused(uniref50("--lr=x", PREPARED="2"))
-
-
-# --------------------------------------------------------------------------------------------------
-# scripts/run_dpo_ddp_local.sh and scripts/run_dpo_ddp_aurora.sh
+    assert "prepared: " in refused(run(UNIREF50, "--lr=x", PREPARED="2"))
 
 
 def test_dpo_keeps_logs(run):
@@ -254,6 +237,10 @@ def test_dpo_keeps_logs(run):
     assert err.read_text() == result.stderr == "to stderr\n"
     record = started(run("scripts/run_dpo_ddp_local.sh", "--no_cuda", GPUS="99"))
     assert record["argv"][2] == f"--nproc_per_node={min(2, CORES)}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Queues
 
 
 @pytest.fixture
@@ -288,12 +275,8 @@ def test_aurora_takes_all_tiles_of_all_nodes(aurora):
     assert env["CCL_PROCESS_LAUNCHER"] == "pmix"
     assert "--pmi=pmix" in argv
     (bind,) = [word for word in argv if word.startswith("--cpu-bind=list:")]
-    cores = []
-    for part in bind.removeprefix("--cpu-bind=list:").split(":"):
-        low, high = part.split("-")
-        cores += range(int(low), int(high) + 1)
-    assert len(cores) == len(set(cores)) == 48
-    assert not {0, 52} & set(cores)  # the system's
+    first = [*range(4, 28, 4), *range(56, 80, 4)]  # 0 and 52 are the system's
+    assert bind == "--cpu-bind=list:" + ":".join(f"{core}-{core + 3}" for core in first)
     script = argv.index("run_dpo_ddp.py")
     expected = "--config configs/run_dpo_ddp.yaml --output_dir outputs/dpo_ddp_dpo_ddp"
     expected += " --max_minutes 115 --lr 1e-6 --backend ccl"
@@ -301,36 +284,26 @@ def test_aurora_takes_all_tiles_of_all_nodes(aurora):
 
 
 def test_aurora_submits_again_when_time_was_up(aurora):
+    """Only where it is asked for, and not where the run failed."""
     stopped = {"LAST_LINE": "stopped by time limit: the same command goes on from the checkpoint"}
-    assert len(aurora(**stopped)[1]) == 1  # only where it is asked for
+    assert len(aurora(**stopped)[1]) == 1
     again = aurora(REQUEUE="1", **stopped)[1][-1]
     assert again["name"] == "qsub"
     assert again["argv"][-1].endswith("scripts/run_dpo_ddp_aurora.sh")
     assert "OUTPUT_DIR=outputs/dpo_ddp_dpo_ddp" in " ".join(again["argv"])
-    failed = aurora(REQUEUE="1", STATUS="1", **stopped)[1][-1]
-    assert failed["name"] == "mpiexec"  # not where it failed
+    assert aurora(REQUEUE="1", STATUS="1", **stopped)[1][-1]["name"] == "mpiexec"
 
 
-# --------------------------------------------------------------------------------------------------
-# scripts/run_ddp_slurm.sh
-
-
-@pytest.fixture
-def slurm(run):
-    """A job of two nodes, seen from its batch script: slurm(*arguments, **environment)."""
+def test_slurm(run):
+    """A job of two nodes, seen from its batch script: one process for each task. It is queued again
+    where the script asks for it, and then goes on instead of starting anew."""
     nodes = 'printf "n7\\nn8\\n"'
     run.stub("scontrol", f'#!/bin/sh\n[ "$1" = show ] && {nodes} || echo "scontrol $*"\n')
+    job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]"}
+    job.update(SLURM_NTASKS="16", SLURM_CPUS_PER_TASK="8", MASTER_ADDR="stale", MASTER_PORT="1")
+    wrapper = "scripts/run_ddp_slurm.sh"
 
-    def call(*arguments, **environment):
-        job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]"}
-        job.update(SLURM_NTASKS="16", SLURM_CPUS_PER_TASK="8")
-        return run("scripts/run_ddp_slurm.sh", *arguments, **{**job, **environment})
-
-    return call
-
-
-def test_slurm_starts_one_process_per_task(slurm):
-    result = slurm("other.py", "--lr=1", "a b", MASTER_ADDR="stale", MASTER_PORT="1")
+    result = run(wrapper, "other.py", "--lr=1", "a b", **job)
     (record,) = records(result.stdout)
     launch = ["--mpi=none", "--kill-on-bad-exit=1", "--cpus-per-task=8"]
     assert record["argv"] == [*launch, "python", "other.py", "--lr=1", "a b"]
@@ -339,17 +312,15 @@ def test_slurm_starts_one_process_per_task(slurm):
     assert result.returncode == 0
     assert "scontrol" not in result.stdout
 
-
-def test_slurm_requeues_only_when_the_script_asks(slurm):
-    asks = "[RANK 0] 2025-01-15 14:23:45 INFO: stopped by SIGUSR1: the same command goes on"
-    result = slurm("--fresh", LAST_LINE=asks)
+    job["LAST_LINE"] = "[RANK 0] 2025-01-15 14:23:45 INFO: stopped by SIGUSR1: the same command"
+    result = run(wrapper, "--fresh", **job)
     assert records(result.stdout)[0]["argv"][-2:] == ["train_ddp.py", "--fresh"]
     assert result.stdout.splitlines()[-1] == "scontrol requeue 123456"
     assert result.returncode == 0
-    failed = slurm(LAST_LINE=asks, STATUS="9")
+    failed = run(wrapper, STATUS="9", **job)
     assert failed.returncode == 9
     assert "scontrol" not in failed.stdout
-    again = slurm("--fresh", SLURM_RESTART_COUNT="1")  # goes on instead of starting anew
+    again = run(wrapper, "--fresh", SLURM_RESTART_COUNT="1", **job)
     assert records(again.stdout)[0]["argv"][-2:] == ["--fresh", "--fresh=False"]
 
 
