@@ -2704,6 +2704,7 @@ def find_checkpoint(folder, fresh):
         is_run = checkpoints or (folder / "metrics.jsonl").exists()
         if fresh and is_run and not is_restart:
             folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            checkpoints = []
             lock_folder(folder)
         (folder / "metrics.jsonl").touch()
     except OSError as error:

@@ -146,6 +146,7 @@ class Folder:
     def __init__(self, folder):
         self.folder = folder
         self.latest = folder / "latest.pt"
+        self.loop = {}
         folder.mkdir()
         self.save(1)
         self.save(2)
@@ -155,7 +156,8 @@ class Folder:
         model.weight.data = torch.arange(1000.0)[None] + step
         args = make_args(self.folder)
         log = SimpleNamespace(wandb_id="id", size=lambda: 0)
-        script.save_checkpoint("latest.pt", args, log, {"step": step}, model=model, **more)
+        loop = {"step": step, **self.loop}
+        script.save_checkpoint("latest.pt", args, log, loop, model=model, **more)
 
     def step(self, name):
         return script.read_checkpoint(self.folder / name)["loop"]["step"]
@@ -224,6 +226,27 @@ def test_folder_with_best_but_no_latest(run):
     assert run.find(fresh=True) is None
     (old,) = run.folder.parent.glob("run.old-*")
     assert [path.name for path in old.glob("*.pt")] == ["best.pt"]
+
+
+def test_folder_with_a_file_of_the_user(run):
+    """It is no run: a new one begins there, and --fresh leaves it where it is."""
+    run.latest.rename(run.folder / "my_data.pt")
+    (run.folder / "previous.pt").unlink()
+    for fresh in (True, False):
+        (run.folder / "metrics.jsonl").unlink(missing_ok=True)
+        assert run.find(fresh) is None
+        assert (run.folder / "my_data.pt").exists()
+
+
+def test_best_weights_that_are_gone(run, caplog):
+    run.loop = {"best": {"value": 1.0}}
+    run.save(3)
+    assert run.find() == 3
+    assert "best.pt is gone" in caplog.text
+    caplog.clear()
+    shutil.copy(run.latest, run.folder / "best.pt")
+    assert run.find() == 3
+    assert "is gone" not in caplog.text
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
@@ -363,3 +386,28 @@ def test_array_that_a_full_disk_has_cut(tmp_path):
     with pytest.raises((ValueError, OSError, script.RunError)):
         script.cached(tmp_path, "data", [1], write)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("lost", ["data.txt", "part/data.txt", "sizes.json"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_cache_that_has_lost_a_file(lost, is_cut, tmp_path, caplog):
+    """Programs that tidy up take files out of old folders. It is made again."""
+    made = []
+
+    def write(folder):
+        made.append(folder)
+        (folder / "part").mkdir()
+        for name in ("data.txt", "part/data.txt"):
+            (folder / name).write_text("all of it")
+
+    folder = script.cached(tmp_path, "data", [1], write)
+    assert script.cached(tmp_path, "data", [1], write) == folder
+    assert len(made) == 1
+    if is_cut:
+        os.truncate(folder / lost, 3)
+    else:
+        (folder / lost).unlink()
+    assert script.cached(tmp_path, "data", [1], write) == folder
+    assert len(made) == 2
+    assert (folder / "part" / "data.txt").read_text() == "all of it"
+    assert f"{folder} is damaged" in caplog.text
