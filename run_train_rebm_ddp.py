@@ -11,8 +11,10 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py --data photos --image_shape 3x64        # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-Lengths of attacks are in the unit of pixels, which are in [0, 1]. Afterwards: tools/
-evaluate_rebm.py (strong attacks, OOD detection), tools/generate_rebm.py.
+Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/, or with the
+classes alone; an .npz file of uint8 arrays (N, S, S) or (N, S, S, 3), x_train with labels y_train,
+perhaps x_val and x_test; or a data set of the hub. Lengths of attacks are in the unit of pixels,
+which are in [0, 1]. Afterwards, in the repository: tools/evaluate_rebm.py, tools/generate_rebm.py.
 
 Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (its parts: clf_loss, cross
 entropy in nats, and bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
@@ -149,6 +151,8 @@ def parse_args():
     args = parse_with_config(parser)
     if args.at_epochs == 0 and not args.ckpt_path:
         parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
+    if args.indist_attack_clf_norm == "Linf" and args.indist_attack_clf_eps >= 1:
+        parser.error("--indist_attack_clf_eps: pixels are in [0, 1], so 8/255 is 0.0314")
     if args.at_epochs == 0 and args.total_epochs == 0:
         parser.error("--at_epochs 0 --total_epochs 0: nothing to train")
     return args
@@ -655,7 +659,7 @@ def train(args, device, stage, data, nets, state, log, loop):
         scores = torch.zeros(2, sampler.global_batch, device=device)
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
-            ddp_model.require_backward_grad_sync = False
+            ddp_model.require_backward_grad_sync = False  # the last pass sends all gradients
             if stage == "dat":
                 loss, own = real_or_fake_step(nets, on_outside, batch, T, backward)
                 bce += loss
@@ -674,6 +678,7 @@ def train(args, device, stage, data, nets, state, log, loop):
             dist.all_reduce(scores)  # each image's are zero on all ranks but one
             pairs = pairs_in_order(*scores)
             auc = pairs / (2 * sampler.global_batch**2)
+            # each rank knows the whole auc, and Meter adds up what the ranks give
             shares = [clf_loss + bce, clf_loss, bce, auc / world_size]
             length.grow(torch.where(norm.isfinite(), pairs, SKIPPED))
         meter.add(torch.stack(shares), norm)
@@ -840,6 +845,9 @@ def load_data(args):
     for part in ("train", "valid", "test"):
         counts = [len(images.part(part)) for images in data]
         logging.info(f"  {part}: {counts[0]:,} images, {counts[1]:,} OOD")
+    counts = np.bincount(data[0].labels, minlength=len(data[0].classes))
+    texts = [f"{name} {count:,}" for name, count in zip(data[0].classes, counts, strict=True)]
+    logging.info(f"  classes: {', '.join(texts[:20])}")
     count = len(data[0].some("valid", EVAL_IMAGES))
     if count < 200:
         error = 1 / math.sqrt(count)  # two standard errors of a share of 1/2
@@ -855,6 +863,12 @@ def start_network(args, device, inside, state):
         weights = on_rank0(read_checkpoint, Path(args.ckpt_path))
         if weights is None:
             raise InputError(f"--ckpt_path {args.ckpt_path} is missing or damaged")
+        known = inside.classes
+        if isinstance(weights, dict) and "loop" in weights:
+            known = weights["loop"].get("classes", known)
+        if known != inside.classes:
+            text = f"{args.ckpt_path} has the classes {' '.join(known)}"
+            raise InputError(f"{text}, and the data {' '.join(inside.classes)}")
         load_weights(model, weights, args.ckpt_path)
 
     if args.model_type != "SmallNet":
@@ -985,7 +999,7 @@ def main(args):
     summary = {"steps": loop["step"], "best": best, "stages": loop["best"]}
     log.close("finished", **summary, baselines={"commonest class": {"clean": commonest}})
     path = f"{args.output_dir}/best.pt"
-    logging.info(f"python tools/evaluate_rebm.py {path} measures it on the test set")
+    logging.info(f"tools/evaluate_rebm.py of the repository measures {path} on the test set")
     logging.info("Training and validation completed successfully!")
     return 0
 
@@ -994,7 +1008,8 @@ def main(args):
 # Reading: the user's words and files. Training needs only what `write_images` leaves
 
 TRAIN, VALID, TEST, UNUSED = range(4)  # in split.npy
-PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
+PARTS = {"train": TRAIN, "training": TRAIN, "val": VALID, "valid": VALID, "validation": VALID}
+PARTS.update({"test": TEST, "testing": TEST})
 READER = 2  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -1050,7 +1065,8 @@ def find_images(name, shape):
         find_on_hub(name, found)
     found.classes.update(set(found.names) - {""})
     if not found.files:
-        raise InputError(f"{name}: no images there" + list_problems(found.bad))
+        text = "no images there; expected files in train/CLASS/, or an array x_train"
+        raise InputError(f"{name}: {text}" + list_problems(found.bad))
     return found
 
 
@@ -1134,6 +1150,10 @@ def find_in_arrays(path, found):
             raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, C)")
         names = [""] * len(images)
         if labels is not None:
+            if labels.dtype.kind == "f":
+                if not np.array_equal(labels, labels.round()):  # NaN is not equal to itself
+                    raise InputError(f"{path}: labels of {x}: expected whole numbers, or names")
+                labels = labels.astype(np.int64)
             names = [str(label) for label in labels.ravel().tolist()]
         if len(names) != len(images):
             raise InputError(f"{path}: {x} has {len(images)} images, and {len(names)} labels")
@@ -1267,9 +1287,9 @@ def in_two_classes(digests, labels):
     return second[is_equal & (labels[first] != labels[second])]
 
 
-def check_parts(name, parts, labels, classes):
-    """Notes of classes that are not tested; InputError where training or a whole part lacks."""
-    notes = []
+def check_parts(name, parts, labels, classes, notes):
+    """Add to the notes which classes are not tested; InputError where training or a whole part
+    lacks."""
     names = classes or ["OOD images"]
     for part, what in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
         counts = np.bincount(labels[parts == part], minlength=len(names))
@@ -1278,8 +1298,7 @@ def check_parts(name, parts, labels, classes):
         if lost:
             notes.append(text + list_problems(lost))
         if lost and (part == TRAIN or len(lost) == len(names)):
-            raise InputError(notes[-1])
-    return notes
+            raise InputError("; ".join(notes))
 
 
 def write_images(folder, args, name, found, shape, inside):
@@ -1312,7 +1331,7 @@ def write_images(folder, args, name, found, shape, inside):
         loose = np.flatnonzero(labels < 0)
         if len(classes) < 2:
             text = f"{name} has {len(classes)} classes: {' '.join(classes)}"
-            raise InputError(f"{text}; expected two or more, as in train/CLASS/...")
+            raise InputError(f"{text}; expected two or more, as train/CLASS/ or in y_train")
         if len(loose) > 0:
             text = f"{name}: {len(loose)} images have no class, such as {found.what(loose[0])}"
             raise InputError(f"{text}: expected train/CLASS/...")
@@ -1327,7 +1346,7 @@ def write_images(folder, args, name, found, shape, inside):
     copies = leave_out_copies(parts, digests, others)
     if copies > 0:
         notes.append(f"{name}: {copies} images equal held-out ones, or those to classify: left out")
-    notes += check_parts(name, parts, labels, classes)
+    check_parts(name, parts, labels, classes, notes)
 
     digest = hashlib.sha256(images)
     for file, array in {"labels": labels, "split": parts, "digests": digests}.items():
@@ -2113,7 +2132,8 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
                 raise
             with contextlib.suppress(OSError):
                 (folder / "new.tmp").unlink()
-            text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
+            reason = f"is the disk full? {str(error).splitlines()[0]}"
+            text = f"no {name} at step {loop['step']} ({reason})"
             if must_succeed:
                 raise RunError(text) from None
             logging.warning(f"{text}; the run goes on")
@@ -2126,6 +2146,8 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
 def restore(state, **parts):
     """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
     for name, part in parts.items():
+        if name not in state:
+            raise InputError(f"the checkpoint has no {name}: is it a copy of best.pt?")
         before = state[f"class of {name}"]
         if before != type(part).__name__:
             text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"

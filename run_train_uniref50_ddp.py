@@ -1663,7 +1663,8 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
                 raise
             with contextlib.suppress(OSError):
                 (folder / "new.tmp").unlink()
-            text = f"no {name} at step {loop['step']}: {str(error).splitlines()[0]}"
+            reason = f"is the disk full? {str(error).splitlines()[0]}"
+            text = f"no {name} at step {loop['step']} ({reason})"
             if must_succeed:
                 raise RunError(text) from None
             logging.warning(f"{text}; the run goes on")
@@ -1676,6 +1677,8 @@ def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
 def restore(state, **parts):
     """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
     for name, part in parts.items():
+        if name not in state:
+            raise InputError(f"the checkpoint has no {name}: is it a copy of best.pt?")
         before = state[f"class of {name}"]
         if before != type(part).__name__:
             text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"

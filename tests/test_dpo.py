@@ -270,16 +270,17 @@ def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
     """At the run's own beta and temperature, or those of the defaults; log-probabilities at
     temperature 1. Says whether it found best.pt or best_model.pt."""
 
-    def scores(name, found, *options):
+    def scores(name, found, *pairs):
         """{pair: {column: number}}"""
         out = tmp_path / f"{name}.csv"
-        options = [data / "pairs.json", "--out", out, "--device=cpu", *options]
+        options = [*pairs, "--out", out, "--device=cpu"]
         assert f"{trained}/{name}: {found}" in tool("score_dpo", trained / name, *options)
         rows = csv.DictReader(out.read_text().splitlines())
         return {row.pop("pair"): {key: float(row[key]) for key in row} for row in rows}
 
-    held = scores("best.pt", "checkpoint of a run", "--held_out")
-    cold = scores("best_model.pt", "a network in ProteinMPNN's own format")
+    held = scores("best.pt", "checkpoint of a run")
+    found = "a network in ProteinMPNN's own format"
+    cold = scores("best_model.pt", found, data / "pairs.json")
     assert list(held) == summary(trained)["held_out"]
     assert len(cold) == 20
     best = summary(trained)["validation"]
@@ -292,6 +293,8 @@ def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
         assert row["reward_chosen"] == pytest.approx(reward, abs=1e-5)
         assert cold[name]["logp_chosen"] == pytest.approx(row["logp_chosen"], abs=1e-4)
         assert cold[name]["reward_chosen"] != row["reward_chosen"]
+    options = [trained / "best_model.pt", "--out", tmp_path / "no.csv"]
+    assert "give the pairs, or best.pt of a run" in tool("score_dpo", *options, status=2)
 
 
 def test_no_checkpoint_is_an_error(data, trained, tmp_path, tool):

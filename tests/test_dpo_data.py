@@ -139,7 +139,7 @@ def test_structure_zoo(tmp_path):
             assert chain.coords[i, 1] == pytest.approx(place("A", number) + [shift, 0, 0], abs=2e-3)
         for text in (
             "left out as HETATM, which as ATOM would be read as X: 2 (A4 SEP, A11 SEP)",
-            "left out, in one place with another: 1 (A4 THR)",
+            "left out, with the number of another: 1 (A4 THR)",
             "left out, with an unknown name and few atoms: 1 (A12 CA)",
             "read as X: 1 (A10 SEP)",
             "without all of N, CA, C and O, which are not designed: 4 (A5 LYS, A9 TRP, B1 TYR)",
@@ -300,7 +300,10 @@ def test_forms_of_the_data_file(tmp_path):
         assert texts_of(data, 0) == ["ACDEFG", "ACDEFA"]
         assert texts_of(data, 1) == ["ACDEFG", "CCDEFG"]
 
-    assert "expected a JSON array of objects" in refused(tmp_path, "[{")
+    wanted = "for --train_data and --val_data expected a JSON array, or an object per line"
+    assert wanted in refused(tmp_path, "[{")
+    assert wanted in refused(tmp_path, "pdb_file,preferred_seq\na.pdb,ACD\n")
+    assert wanted in refused(tmp_path, json.dumps({"pairs": rows}, indent=2))
     assert "pairs.json: no pairs; expected pdb_file" in refused(tmp_path, "")
     text = refused(tmp_path, lines[0] + "\n{'pdb_file'}\n" + lines[1])
     assert "line 2: \"{'pdb_file'}\"; expected an object with pdb_file" in text
@@ -467,7 +470,7 @@ def test_shipped_data(tmp_path, caplog):
     data = load(tmp_path, [{**row, "pdb_file": f"{folder}/{row['pdb_file']}"} for row in rows])
     assert len(data) == 12 * 13
     (said,) = caplog.messages  # of crambin, which has two residues in one place
-    assert said.endswith("residues left out, in one place with another: 1 (A22 SER)")
+    assert said.endswith("residues left out, with the number of another: 1 (A22 SER)")
     number = data.backbone[data.name.tolist().index("1UBI_A:A:72")]
     steps = np.diff(data.atoms[data.node_ptr[number] : data.node_ptr[number + 1], 1], axis=0)
     assert np.linalg.norm(steps, axis=1).tolist() == pytest.approx([3.8] * 75, abs=0.15)

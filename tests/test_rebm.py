@@ -4,6 +4,7 @@ test_rebm_images.py. Its tools: test_rebm_tools.py."""
 import copy
 import json
 import re
+import shutil
 from functools import partial
 from unittest import mock
 
@@ -438,6 +439,7 @@ def test_options_that_cannot_be():
         "indist_attack_clf.eps=inf": "must be from 1e-06 to 1000000",
         "attack.steps=4": "unrecognized arguments: attack.steps=4",
         "image_shape=2x8": "expected 1 or 3 channels",
+        "indist_attack_clf.norm=Linf indist_attack_clf.eps=8": "pixels are in .0, 1., so 8/255",
     }
     for options, message in refused.items():
         with pytest.raises(script.InputError, match=message):
@@ -467,6 +469,15 @@ def test_stages_of_a_resumed_run(digits, tmp_path):
     assert (status, "stage 2: --at_epochs may change only in stage 1" in text) == (2, True)
     status, text = call("total_epochs=0")
     assert (status, "is in stage 2, which must not have 0 epochs" in text) == (2, True)
+
+    shutil.copy(out / "best.pt", out / "latest.pt")
+    status, text = call("total_epochs=1")
+    assert (status, "the checkpoint has no average: is it a copy of best.pt?" in text) == (2, True)
+    state = script.read_checkpoint(out / "best.pt")
+    state["loop"]["classes"] = ["0", "2", "1"]
+    torch.save(state, tmp_path / "other.pt")
+    status, text = call("at_epochs=0", f"ckpt_path={tmp_path}/other.pt", "--fresh")
+    assert (status, "other.pt has the classes 0 2 1, and the data 0 1" in text) == (2, True)
 
 
 NO_BEST = f"""

@@ -238,7 +238,7 @@ REFUSED = {
     empty_class: ["nothing to train on of 1 of 3 classes", "bird"],
     dangling_image: ["1 images are bad", "cat/new.png: a link that leads nowhere"],
     loose: ["1 images have no class, such as .*train/stray.png"],
-    nested_root: ["has 1 classes: set; expected two or more, as in train/CLASS/..."],
+    nested_root: ["has 1 classes: set; expected two or more, as train/CLASS/ or in y_train"],
     two_of_a_part: ["has test, train, val, validation: expected train, .* one of each"],
     no_images: ["no images there"],
     sixteen_bits: ["cat/deep.png: mode I;16: expected 8 bits a channel"],
@@ -338,6 +338,7 @@ def test_arrays(tmp_path):
         "x_train has 40 images, and 3 labels": {"y_train": y[:3]},
         "nothing to train on of 3 of 4 classes": {"y_train": y % 1},
         "8 images have no class": {"y_test": []},
+        "labels of x_train: expected whole numbers": {"y_train": np.where(y == 1, np.nan, y)},
     }
     for message, change in wrong.items():
         content = {**good, **change}
@@ -357,6 +358,8 @@ def test_arrays(tmp_path):
     assert np.array_equal(data.labels, np.concatenate([y, y[:8]]))
     assert "a.npz: 1 arrays are not read, such as ids" in notes(path)
     assert read(path, "--image_shape=3x16").images.shape[1:] == (3, 16, 16)
+    np.savez(path, **{**good, "y_train": y.astype(float)})
+    assert np.array_equal(read(path).labels, data.labels)
     np.savez(path, x_test=x, y_test=y)
     with pytest.raises(script.InputError, match="nothing to train on of 4 of 4 classes"):
         read(path)

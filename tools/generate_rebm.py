@@ -68,8 +68,8 @@ def load_network(checkpoint, device):
     torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
     if not checkpoint.is_file():
         raise InputError(f"{checkpoint}: there is no such file")
-    state = script.read_checkpoint(checkpoint) or {}
-    if state.get("script") != SCRIPT:
+    state = script.read_checkpoint(checkpoint)
+    if not isinstance(state, dict) or state.get("script") != SCRIPT:
         raise InputError(f"{checkpoint}: expected best.pt or latest.pt of {SCRIPT}")
     options = argparse.Namespace(**state["args"])
     loop = state["loop"]

@@ -135,8 +135,8 @@ def load_network(path, device):
     """(network, options of its run, {task: classes})"""
     if not path.is_file():
         raise InputError(f"{path}: there is no such file")
-    state = script.read_checkpoint(path) or {}
-    if state.get("script") != SCRIPT:
+    state = script.read_checkpoint(path)
+    if not isinstance(state, dict) or state.get("script") != SCRIPT:
         raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
     options = argparse.Namespace(**state["args"])
     model = script.CausalSetNet(options, state["loop"]["classes"])

@@ -71,8 +71,8 @@ def load_network(path, device):
     """(network with its averaged weights, checkpoint)"""
     if not path.is_file():
         raise InputError(f"{path}: there is no such file")
-    state = script.read_checkpoint(path) or {}
-    if state.get("script") != SCRIPT:
+    state = script.read_checkpoint(path)
+    if not isinstance(state, dict) or state.get("script") != SCRIPT:
         raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
     model = script.Denoiser(argparse.Namespace(**state["args"]))
     try:

@@ -2,11 +2,10 @@
 
     python tools/score_dpo.py outputs/dpo_ddp/best.pt pairs.json
     python tools/score_dpo.py best_model.pt pairs.json --reference weights/v_48_020.pt
-    python tools/score_dpo.py outputs/dpo_ddp/best.pt pairs.json --held_out
+    python tools/score_dpo.py outputs/dpo_ddp/best.pt
 
 The network: best.pt or latest.pt of a run of run_dpo_ddp.py, or ProteinMPNN's own format, as
-best_model.pt and the released weights have it. The pairs: the file that the run was given;
---held_out takes the part of it that the run held out.
+best_model.pt and the released weights have it. Without pairs: those that the run held out.
 
 Writes a CSV file with a line for each pair: logp_... and reference_..., log-probabilities of both
 sequences at temperature 1, in nats, over designed residues; reward_... and margin, with beta and
@@ -14,6 +13,7 @@ temperature of the run (else 0.1); of the preferred sequence nll (nats), recover
 designed residue. Prints means of these over pairs (a training logs those over residues).
 """
 
+import argparse
 import csv
 import math
 import sys
@@ -32,20 +32,22 @@ import run_dpo_ddp as script
 from run_dpo_ddp import InputError
 
 SCRIPT = "run_dpo_ddp.py"
-# of the rewards, the orders and the held-out part, where the network has no run
-DEFAULTS = {"beta": 0.1, "temperature": 0.1, "seed": 42, "val_fraction": 0.1}
+# of the rewards and the orders, where the network has no run
+DEFAULTS = {"beta": 0.1, "temperature": 0.1, "seed": 42}
 
 
 def parse_args():
     parser = script.Parser(description=__doc__)
     add = parser.add_argument
     add("checkpoint", help="the network")
-    add("data", help="pairs, as for run_dpo_ddp.py --train_data")
+    add("data", nargs="?", help="pairs, as for run_dpo_ddp.py --train_data")
     add("--reference", help="weights to compare with; None: reference_model.pt beside the network")
     add("--out", default="scores.csv", help="file to write")
-    add("--held_out", action="store_true", help="score the pairs that the run held out")
+    add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
+    if not Path(args.out).parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {Path(args.out).parent}")
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -81,15 +83,23 @@ def load_reference(args):
 
 
 def load_pairs(args, neighbours):
-    """The pairs of the file, and the ids of those to score."""
+    """The pairs of the file."""
     args.train_data = args.data
     args.val_data = None
     args.max_length = 10**9  # the training has a limit
-    args.skip_bad_data = False
     with tempfile.TemporaryDirectory() as args.cache_dir:
         data = script.Pairs(script.prepare(args, neighbours), args)
-    if not args.held_out:
-        return data, np.arange(len(data))
+    return data, np.arange(len(data))
+
+
+def load_held_out(options, neighbours):
+    """The pairs of a run, and the ids of those that it held out."""
+    if options is None:
+        raise InputError("give the pairs, or best.pt of a run, which says what was held out")
+    options = argparse.Namespace(**options)
+    data = script.Pairs(script.prepare(options, neighbours), options)
+    if data.hash != options.data_hash:
+        raise InputError(f"{options.train_data}: the pairs have changed since the run")
     data.split()
     return data, data.valid_ids
 
@@ -117,7 +127,8 @@ def run(args):
     model, options = load_network(args.checkpoint)
     reference = load_reference(args)
     if reference is None:
-        raise InputError("no reference_model.pt beside the network: expected --reference")
+        text = "no reference_model.pt beside the network"
+        raise InputError(f"{text}: give --reference, the weights that training started from")
     if reference.neighbours != model.neighbours:
         text = f"{model.neighbours} and {reference.neighbours} neighbours"
         raise InputError(f"network and reference are of different kinds: {text}")
@@ -125,7 +136,10 @@ def run(args):
         setattr(args, name, options[name] if options else value)
     args.device = script.choose_device(args, local_rank=0)
 
-    data, ids = load_pairs(args, model.neighbours)
+    if args.data is None:
+        data, ids = load_held_out(options, model.neighbours)
+    else:
+        data, ids = load_pairs(args, model.neighbours)
     before, _ = score(reference, data, ids, args, keep=True)
     after, cold = score(model, data, ids, args)
     rewards = args.beta * cold[:, :2]  # of both sequences
