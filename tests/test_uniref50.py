@@ -628,7 +628,7 @@ def test_the_record_is_not_newer_than_best_pt(folder, tmp_path):
     """Where best.pt cannot be saved, a later one may be; the last one must."""
     program = patched(tmp_path, NO_BEST)
     said = run(folder, tmp_path / "run", "--n_iters=4", "--eval_freq=2", program=program)
-    assert "WARNING: no best.pt at step 2: No space left; the run goes on" in said
+    assert "no best.pt at step 2 (is the disk full? No space left); the run goes on" in said
     best = torch.load(tmp_path / "run/best.pt", weights_only=True)["loop"]["best"]
     assert best == json.loads((tmp_path / "run/summary.json").read_text())["best"]
     assert best["value"] == rows_of(tmp_path / "run", "val/nelbo")[1]["val/nelbo"]
