@@ -1901,9 +1901,9 @@ class GlobalBatchSampler(DistributedSampler):
         each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
         logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
 
-    def count_steps(self, epochs):
+    def count_steps(self, epochs, most=math.inf):
         """Optimizer steps of a run; a warning if they are few."""
-        steps = epochs * self.steps
+        steps = min(epochs * self.steps, most)
         if steps < 100:
             text = f"{len(self.ids)} samples, {self.global_batch} a step, {epochs} epochs"
             logging.warning(f"only {steps} optimizer steps ({text}): few networks learn in so few")
@@ -2243,6 +2243,9 @@ def open_run(args, data_hash, may_change):
     """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
     the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
     state = on_rank0(find_checkpoint, Path(args.output_dir), args.fresh)
+    hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
+    if state and state.get("script") != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     if args.global_batch_size == 0:
         args.global_batch_size = args.batch_size * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
@@ -2254,9 +2257,6 @@ def open_run(args, data_hash, may_change):
         logging.info(f"a new run in {args.output_dir}")
         return None
 
-    hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
-    if state.get("script") != SCRIPT:
-        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     for name, value in vars(args).items():
         before = state["args"].get(name)
         if value == before or name in MAY_CHANGE:
@@ -2283,7 +2283,8 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        os.truncate(self.path, min(state["log_size"], self.size()) if state else 0)
+        kept = self.path.read_bytes()[: state["log_size"] if state else 0]
+        os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             try:

@@ -107,7 +107,7 @@ def parse_args():
     add = parser.add_argument_group("held-out data").add_argument
     add("--eval_fraction", type=number(0, 0.99), default=0.05, help="of the queries, at most")
     add("--eval_samples", type=COUNT, default=1000, help="rows held out per source, at most")
-    text = "documents that answer no held-out query, for each one that does"
+    text = "other documents to rank, for each document that is held out"
     add("--eval_distractors", type=number(0), default=1.0, help=text)
     text = "steps between evaluations; 0: every epoch"
     add("--eval_every", type=number(0, kind=int), default=0, help=text)
@@ -150,7 +150,7 @@ def parse_args():
     text = "of matrices; biases, norms and embeddings: 0"
     add("--weight_decay", type=number(0), default=0.01, help=text)
     add("--skip_phase1", **FLAG, default=False, help="start phase 2 from --phase1_weights")
-    text = "for --skip_phase1, of any run; None: OUTPUT_DIR/phase1_best.pt, if it is there"
+    text = "for --skip_phase1, of a run with this student; None: OUTPUT_DIR/phase1_best.pt"
     add("--phase1_weights", help=text)
     add("--skip_phase2", **FLAG, default=False, help="stop after phase 1")
 
@@ -680,9 +680,8 @@ def make_phases(args, corpus, tokens):
         logging.info(f"Phase {phase}:")
         data = kind(args, corpus, tokens)
         sampler = GlobalBatchSampler(data.ids(), args, data.cost())
-        steps = sampler.count_steps(getattr(args, f"phase{phase}_epochs"))
-        if args.max_steps > 0:
-            steps = min(steps, args.max_steps)
+        epochs = getattr(args, f"phase{phase}_epochs")
+        steps = sampler.count_steps(epochs, most=args.max_steps or math.inf)
         lr = getattr(args, f"phase{phase}_lr")
         logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch, peak rate {lr:g}")
         phases.append(Phase(phase, data, sampler, steps, lr))
@@ -842,9 +841,16 @@ def load_weights(args, model, path):
     state = on_rank0(read_checkpoint, Path(path))
     if state is None:
         return False
+    if "data_hash" not in state.get("args", {}):
+        raise InputError(f"{path}: expected phase1_best.pt, or another checkpoint of a run")
     trained = state["args"].get("student_model")
     if trained != args.student_model:
         raise InputError(f"{path} was trained with --student_model {trained}")
+    if state["args"]["data_hash"].split()[0] != args.data_hash.split()[0]:
+        text = f"{path} was trained on other data, or with another split"
+        if trained.startswith("builtin:"):
+            raise InputError(f"{text}: {trained} makes its words of the data")
+        logging.warning(f"{text}: what is held out here may have been trained on")
     logging.info(f"Loading {path}, step {state['loop']['step']}")
     restore(state, model=model)
     return True
@@ -894,7 +900,8 @@ def save_artifacts(args, student):
             what = "for use" if head else "without the head: not in the teacher's space"
             logging.info(f"Saved {path} ({what})")
     except OSError as error:  # most likely a full disk
-        raise RunError(f"no artifact: {error}; the same command, given again, saves it") from None
+        hint = "make room, or give another --artifacts_dir, and the same command again saves it"
+        raise RunError(f"no artifact: {error}; {hint}") from None
     return list(paths)
 
 
@@ -928,7 +935,8 @@ def train_phases(args, device, phases, student, state, log, loop):
     logging.info("Starting distributed training...")
     ddp_model = wrap_ddp(student, args, device)
     for phase in phases:
-        if phase.number < loop["phase"]:  # it has ended before
+        if phase.number < loop["phase"]:
+            logging.info("Phase 1 has ended before, and is not made longer")
             continue
         if phase.number == 2 and loop["phase"] < 2:
             begin_phase2(args, student)
@@ -1167,8 +1175,8 @@ def read_csv(name, separator):
                 else:
                     yield where, dict(zip(columns, fields, strict=True))
         except csv.Error as error:
-            text = f"{error}: is a quote not closed? What follows is not read"
-            yield f"{name} line {end + 1}", ValueError(text)
+            text = f"{error}: is a quote not closed? What follows cannot be read"
+            raise InputError(f"{name} line {end + 1}: {text}") from None
 
 
 def holds_rows(field, separator, columns):
@@ -1223,7 +1231,8 @@ def texts_of(record, names):
     texts = []
     for name in names:
         value = record[name]
-        values = value if isinstance(value, list) else [value or ""]
+        values = value if isinstance(value, list) else [value]
+        values = ["" if text is None else text for text in values]
         if not all(isinstance(text, str) for text in values):
             raise ValueError(f"{name} is {str(value)[:60]!r}, expected a text or a list of texts")
         if SURROGATE.search("".join(values)):
@@ -1252,7 +1261,8 @@ def parse_row(record, columns):
 def read_rows(args, name, split, limit, problems, notes):
     """Read at most `limit` rows of a source. Add a line to `problems` for each that is wrong."""
     needs_query = name == args.phase2_data and not args.skip_phase2
-    records = itertools.islice(read_source(name, split), limit)
+    source = read_source(name, split)
+    records = itertools.islice(source, limit)
     rows = []
     unread = set()
     long = []
@@ -1275,8 +1285,12 @@ def read_rows(args, name, split, limit, problems, notes):
                 unread.update(set(record).difference(*columns.values()))
                 if where.startswith(f"{name} lines "):
                     long.append(where)
+        if next(source, None) is not None:
+            notes.append(f"{name}: {limit:,} rows are read, and it has more: see --max_samples_...")
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise InputError(f"{name} cannot be read: {error}") from None
+        raise InputError(f"{name} cannot be read, is it whole? {error}") from None
+    if not rows and not problems:
+        raise InputError(f"{name} has no rows")
     if unread:
         notes.append(f"{name}: these columns are not read: {', '.join(sorted(unread))}")
     if long:
@@ -1614,7 +1628,7 @@ def teacher_vectors(args, key, name, corpus, width, device):
     starts = range(0, len(corpus), size)
     folder = Path(args.cache_dir) / f"teacher-{key}"
     paths = [folder / f"{start:010}.npy" for start in starts]
-    missing = on_rank0(lambda: [i for i, path in enumerate(paths) if not path.exists()])
+    missing = on_rank0(lambda: [i for i, path in enumerate(paths) if not is_array(path)])
     if not missing:
         logging.info("Teacher vectors of an earlier run: no teacher is needed")
     elif is_lsa:
@@ -1626,6 +1640,15 @@ def teacher_vectors(args, key, name, corpus, width, device):
     vectors = Vectors(corpus, [load_array(path) for path in paths])
     check_dimensions(args, width, vectors.dimensions)
     return vectors
+
+
+def is_array(path):
+    """Whether a file is there, and whole."""
+    try:
+        np.load(path, mmap_mode="r")
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def check_dimensions(args, width, dimensions):
@@ -2389,9 +2412,9 @@ class GlobalBatchSampler(DistributedSampler):
         each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
         logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
 
-    def count_steps(self, epochs):
+    def count_steps(self, epochs, most=math.inf):
         """Optimizer steps of a run; a warning if they are few."""
-        steps = epochs * self.steps
+        steps = min(epochs * self.steps, most)
         if steps < 100:
             text = f"{len(self.ids)} samples, {self.global_batch} a step, {epochs} epochs"
             logging.warning(f"only {steps} optimizer steps ({text}): few networks learn in so few")
@@ -2731,6 +2754,9 @@ def open_run(args, data_hash, may_change):
     """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
     the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
     state = on_rank0(find_checkpoint, Path(args.output_dir), args.fresh)
+    hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
+    if state and state.get("script") != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     if args.global_batch_size == 0:
         args.global_batch_size = args.batch_size * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
@@ -2742,9 +2768,6 @@ def open_run(args, data_hash, may_change):
         logging.info(f"a new run in {args.output_dir}")
         return None
 
-    hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
-    if state.get("script") != SCRIPT:
-        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     for name, value in vars(args).items():
         before = state["args"].get(name)
         if value == before or name in MAY_CHANGE:
@@ -2771,7 +2794,8 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        os.truncate(self.path, min(state["log_size"], self.size()) if state else 0)
+        kept = self.path.read_bytes()[: state["log_size"] if state else 0]
+        os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             try:

@@ -263,6 +263,17 @@ def test_file_system_without_fsync(run, monkeypatch, code):
 # The log
 
 
+def test_half_a_line_is_not_made_longer(group, tmp_path):
+    """metrics.jsonl was cut after the checkpoint that a run goes on from."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    state = {"wandb_id": "id", "log_size": 24}
+    os.truncate(path, 20)
+    log = script.RunLog(make_args(tmp_path), state)
+    log.write({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
 def test_curves(group, tmp_path, monkeypatch, caplog):
     """A panel for what was measured, with a mark at each value, and at no other place. None where a
     run was stopped before its first row."""

@@ -202,7 +202,7 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "end.csv": (replaced("39,document", '39,"document'), "line 41: .*is a quote not closed"),
     "middle.csv": (
         replaced("10,document", '10,"document'),
-        "line 12: .*not closed. What follows is not read",
+        "line 12: .*not closed. What follows cannot be read",
     ),
     "two.csv": (QUOTES, "lines 12 to 32: .*is a quote not closed"),
     "twice.csv": (replaced("query", "negative"), "line 1: two columns have one name: negative"),
@@ -222,26 +222,25 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "list.jsonl": ("[1, 2]", "row 2: found '2', expected names with values"),
     "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read"),
     "text.parquet": (table(records()), "cannot be read"),
-}
-NOTHING = {  # nothing to train on, or to measure by
-    "empty.csv": "",
-    "empty.txt": "",
-    "empty.jsonl": "",
-    "header.csv": "query,positive\n",
-    "one.jsonl": lines(records()[:1]),
+    "zero.jsonl": (odd(negative=0), "line 11: negative is '0', expected a text or a list"),
+    "empty.csv": ("", "empty.csv has no rows"),
+    "empty.txt": ("", "empty.txt has no rows"),
+    "empty.jsonl": ("", "empty.jsonl has no rows"),
+    "header.csv": ("query,positive\n", "header.csv has no rows"),
+    "one.jsonl": (lines(records()[:1]), "none may be 0"),  # nothing to measure by
 }
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *NOTHING])
+@pytest.mark.parametrize("name", REFUSED)
 def test_files_that_are_refused(name, tmp_path):
     """By name, with the line and what would be right; nothing is kept."""
     path = tmp_path / name
-    content, said = REFUSED.get(name) or (NOTHING[name], "none may be 0")
+    content, said = REFUSED[name]
     if content is not None:
         write(path, content)
     with pytest.raises(script.InputError, match=said) as caught:
         read(path)
-    assert name in NOTHING or str(path) in str(caught.value)
+    assert name == "one.jsonl" or str(path) in str(caught.value)
     assert not list(tmp_path.glob("cache/*"))
 
 
@@ -372,3 +371,12 @@ def test_ms_marco(tmp_path, monkeypatch):
         (f"train {i}", f"train {i} right") for i in numbers
     }
     assert decoded(found, found.negatives) == {f"train {i} wrong" for i in numbers}
+
+
+def test_rows_above_the_limit_are_said(tmp_path, caplog):
+    write(tmp_path / "a.jsonl", lines(records()))
+    read(tmp_path / "a.jsonl", "--max_samples_phase1=30", "--max_samples_phase2=30")
+    assert "a.jsonl: 30 rows are read, and it has more: see --max_samples" in caplog.text
+    caplog.clear()
+    read(tmp_path / "a.jsonl", "--max_samples_phase1=40", "--max_samples_phase2=40")
+    assert "it has more" not in caplog.text
