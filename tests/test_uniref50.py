@@ -560,12 +560,12 @@ def test_a_run_stopped_before_its_first_evaluation_goes_on_with_fewer_steps(fold
 
 
 def test_few_steps_are_said(folder, tmp_path):
-    """But not if --n_iters asks for them. All rows of a step are of one epoch."""
+    """By --epochs or by --n_iters. All rows of a step are of one epoch."""
     said = run(folder, tmp_path / "run", "--epochs=1")
     assert re.search(r"WARNING: only \d+ optimizer steps \(\d+ samples, 8 a step, 1 epochs\)", said)
     assert {row["epoch"] for row in rows_of(tmp_path / "run", "step")} == {0}
     said = run(folder, tmp_path / "other", "--n_iters=3", "--global_batch_size=16")
-    assert "WARNING: only" not in said and "--accum is not used" in said
+    assert "WARNING: only 3 optimizer steps" in said and "--accum is not used" in said
 
 
 def test_a_changed_option_is_refused(folder, tmp_path):
