@@ -1393,7 +1393,7 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "Disk quota exceeded": "a disk is full, for you",
+    "Disk quota exceeded": "your share of a disk is used up",
     "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
@@ -1458,7 +1458,7 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
     add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
-    text = "samples per step, on any number of GPUs; 0: batch_size x GPUs (x accum)"
+    text = "samples per step, on any number of GPUs; 0: by batch_size and the GPUs"
     add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
     add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
@@ -2174,8 +2174,9 @@ def find_checkpoint(folder, fresh):
         lock_folder(folder)
         counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
         is_restart = any(count not in (None, "", "0") for count in counts)
-        names = ["latest.pt", "previous.pt", "best.pt"]  # what a run would write over
-        checkpoints = [folder / name for name in names if (folder / name).exists()]
+        checkpoints = []  # what a run would write over
+        for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
+            checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()
         if fresh and is_run and not is_restart:
             folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -217,15 +217,16 @@ def test_damaged_checkpoints(run):
     assert run.find(fresh=True) is None
 
 
-def test_folder_with_best_but_no_latest(run):
-    """It is not taken for a new run's, which would write over best.pt."""
-    run.latest.rename(run.folder / "best.pt")
+@pytest.mark.parametrize("name", ["best.pt", "phase1_best.pt", "at_best.pt", "best_model.pt"])
+def test_folder_with_best_but_no_latest(run, name):
+    """It is not taken for a new run's, which would write over these weights."""
+    run.latest.rename(run.folder / name)
     (run.folder / "previous.pt").unlink()
     with pytest.raises(script.InputError, match="--fresh moves it aside"):
         run.find()
     assert run.find(fresh=True) is None
     (old,) = run.folder.parent.glob("run.old-*")
-    assert [path.name for path in old.glob("*.pt")] == ["best.pt"]
+    assert [path.name for path in old.glob("*.pt")] == [name]
 
 
 def test_folder_with_a_file_of_the_user(run):
