@@ -876,7 +876,7 @@ def start_network(args, device, inside, state):
     if batch_norms(model) and args.at_epochs > 0:
         text = "stage 1 depends on the number of ranks and on --batch_size"
         logging.warning(f"batch normalisation: {text}")
-        if device.type != "cpu":
+        if device.type != "cpu" and args.backend != "gloo":  # gloo has not what that needs
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     return model.to(device)
@@ -1616,10 +1616,12 @@ def setup_ddp(args):
         gpu = None if device.type == "cpu" else device
         ranks = {"rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
-    except (dist.DistNetworkError, ValueError) as error:
+    except (dist.DistError, ValueError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
             text = "the port is in use, export another MASTER_PORT"
+        if "Duplicate GPU" in str(error):
+            text = "two ranks have the same GPU: start fewer, or give --backend gloo"
         raise RunError(f"no meeting at {place}: {text}") from None
     watchdog.cancel()
     compare_ranks(args)

@@ -226,7 +226,8 @@ def to_device(value, device):
     return value
 
 
-GROUPS = 8  # more: less padding, but each group is a pass of its own through the network
+# More: less padding, but each is a pass of its own, and a GPU waits for its launches.
+GROUPS = {"cpu": 8, "cuda": 2, "xpu": 2}
 
 
 def lay_out(tokens, rows):
@@ -234,7 +235,7 @@ def lay_out(tokens, rows):
     by_length = np.argsort(tokens.lengths[rows], kind="stable")
     ids = []
     masks = []
-    for part in np.array_split(rows[by_length], min(GROUPS, len(rows))):
+    for part in np.array_split(rows[by_length], min(tokens.groups, len(rows))):
         lengths = tokens.lengths[part]
         places = np.arange(lengths.max())
         mask = places < lengths[:, None]
@@ -975,7 +976,7 @@ def main(args):
     corpus = Corpus(read_once(prepare_texts, args))
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, local_model(args, args.student_model, corpus))
-    tokens = Tokens(args, corpus, model)
+    tokens = Tokens(args, corpus, model, device)
     teacher = local_model(args, args.teacher_model, corpus)
     if args.prepare_only:
         logging.info(f"texts and tokens are ready: {args.cache_dir}")
@@ -1552,7 +1553,7 @@ class Corpus:
 class Tokens:
     """The student's tokens of all texts: those of text i are ids[offsets[i]:offsets[i + 1]]."""
 
-    def __init__(self, args, corpus, student):
+    def __init__(self, args, corpus, student, device):
         """Made once with the student's tokenizer and prompts. (all ranks)"""
         tokenizer = student.tokenizer
         definition = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -1568,6 +1569,7 @@ class Tokens:
         self.offsets = load_array(self.folder / "offsets.npy")
         self.lengths = np.diff(self.offsets)
         self.pad = tokenizer.pad_token_id
+        self.groups = GROUPS[device.type]
         cut = int((self.lengths >= student.max_seq_length).sum())
         text = f"{cut:,} of {len(corpus):,} texts reach that, and are cut if they are longer"
         logging.info(f"The student reads {student.max_seq_length} tokens: {text}")
@@ -2127,10 +2129,12 @@ def setup_ddp(args):
         gpu = None if device.type == "cpu" else device
         ranks = {"rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
-    except (dist.DistNetworkError, ValueError) as error:
+    except (dist.DistError, ValueError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
             text = "the port is in use, export another MASTER_PORT"
+        if "Duplicate GPU" in str(error):
+            text = "two ranks have the same GPU: start fewer, or give --backend gloo"
         raise RunError(f"no meeting at {place}: {text}") from None
     watchdog.cancel()
     compare_ranks(args)

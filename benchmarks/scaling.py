@@ -228,7 +228,7 @@ def load_texts(module, args, device):
 
     corpus = module.Corpus(module.read_once(module.prepare_texts, args))
     student = module.load_student(args, module.local_model(args, args.student_model, corpus))
-    tokens = module.Tokens(args, corpus, student)
+    tokens = module.Tokens(args, corpus, student, device)
     key = module.teacher_key(args, corpus, args.teacher_model, device)
     vectors = module.teacher_vectors(args, key, args.teacher_model, corpus, 64, device)
     phases = {}

@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import call_script, parse_arguments, refusal
 from matplotlib.figure import Figure
 from runs import SCRIPTS, Task
@@ -134,6 +136,22 @@ def test_threads_are_divided_once(monkeypatch, is_bound):
     finally:
         torch.distributed.destroy_process_group()
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (dist.DistNetworkError("port: 29500, name: EADDRINUSE"), "the port is in use"),
+        (dist.DistBackendError("NCCL error\nDuplicate GPU detected"), "two ranks .* same GPU"),
+        (dist.DistBackendError("NCCL error in: a.cpp\nLast error:"), "NCCL error in: a.cpp$"),
+    ],
+)
+def test_ranks_that_do_not_meet(error, said, monkeypatch):
+    """As torch says it. (Of GPUs: with NCCL, two ranks on one H200.)"""
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=error))
+    monkeypatch.setattr(script, "start_watchdog", lambda *place: None)
+    with pytest.raises(script.RunError, match=f"no meeting at localhost:.*: {said}"):
+        script.setup_ddp(parse_arguments(script, "--device=cpu"))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -124,6 +125,16 @@ def test_batch_normalisation_that_is_frozen():
     other.is_frozen = True
     assert [layer.training for layer in script.batch_norms(other.train())] == [False] * 4
     script.load_weights(other, before, "x")
+
+
+@pytest.mark.parametrize("backend, has_them", [("auto", True), ("gloo", False)])
+def test_batch_normalisation_on_gpus(backend, has_them):
+    """Over all ranks, except with gloo, which has not what that needs."""
+    inside = SimpleNamespace(classes=["a", "b"], shape=(1, 8))
+    args = arguments("--width=4", "--norm=batch", f"--backend={backend}")
+    model = script.start_network(args, torch.device("meta"), inside, None)
+    found = {isinstance(layer, torch.nn.SyncBatchNorm) for layer in script.batch_norms(model)}
+    assert found == {has_them}
 
 
 def test_weights_load_by_name():

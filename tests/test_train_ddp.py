@@ -75,7 +75,8 @@ def step(trained, work, tmp_path, group):
     args = arguments(*small(work, f"--output_dir={tmp_path}"))
     torch.manual_seed(0)
     model = script.load_student(args, trained.student)
-    phases = script.make_phases(args, trained.corpus, script.Tokens(args, trained.corpus, model))
+    tokens = script.Tokens(args, trained.corpus, model, CPU)
+    phases = script.make_phases(args, trained.corpus, tokens)
     for phase in phases:
         phase.data.use(unit(len(trained.corpus), 32).numpy().astype(np.float16), 32)
     return SimpleNamespace(args=args, student=script.Student(model), phases=phases)
@@ -310,7 +311,7 @@ def test_vectors_of_texts(step):
     tokens = step.phases[0].data.tokens
     rows = np.arange(40)
     texts = script.lay_out(tokens, rows)
-    assert len(texts.ids) == script.GROUPS
+    assert len(texts.ids) == tokens.groups == 8
     padded = sum(ids.numel() for ids in texts.ids)
     assert tokens.lengths[rows].sum() <= padded < 0.9 * 40 * tokens.lengths[rows].max()
     with torch.no_grad():
@@ -437,7 +438,7 @@ def test_the_artifact(trained, work, group):
     student.add_head(args.projection_hidden, 16)
     student.load_state_dict(torch.load(trained.folder / "best.pt")["model"])
     rows = np.concatenate([corpus.eval_queries[:20], corpus.eval_documents[:20]])
-    texts = script.lay_out(script.Tokens(args, corpus, model), rows)
+    texts = script.lay_out(script.Tokens(args, corpus, model, CPU), rows)
     for artifact, head in ((whole, True), (base, False)):
         with torch.no_grad():
             expected = student.eval()(texts, head).numpy()
@@ -733,7 +734,7 @@ def test_students(kind, trained, tmp_path, group, caplog):
     assert config.num_hidden_layers == (6 if kind == "Albert" else 3)
     assert len(getattr(config, "layer_types", None) or "abc") == 3
     student = script.Student(model).eval()
-    tokens = script.Tokens(args, trained.corpus, model)
+    tokens = script.Tokens(args, trained.corpus, model, CPU)
     script.check_student(args, student, tokens)
     rows = np.arange(0, len(trained.corpus), 15)
     script.save_student(args, student, tmp_path / "saved", head=True)
@@ -780,7 +781,7 @@ def test_students_that_are_refused(case, trained, tmp_path, group, monkeypatch):
         monkeypatch.setattr(script, "load_model", lambda *args, **options: model)
     with pytest.raises(script.InputError, match=said) as caught:
         model = script.load_student(args, folder)
-        tokens = script.Tokens(args, trained.corpus, model)
+        tokens = script.Tokens(args, trained.corpus, model, CPU)
         script.check_student(args, script.Student(model), tokens)
     assert f"--student_model {folder}" in str(caught.value) or case in ("layers", "one layer")
     assert "\n" not in str(caught.value)

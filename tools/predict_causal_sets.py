@@ -157,7 +157,8 @@ def main():
             raise InputError(f"--labels {label}: the network has the tasks {', '.join(classes)}")
     data, ids, origins = new_sets(args, options, classes) if args.sets else own_sets(options)
     # `predict` adds up over a group of processes: here a group of one
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     logp = script.predict(model, data, ids, options, device)
     dist.destroy_process_group()
     write_csv(args.out, origins, logp, data.labels[ids], classes)
