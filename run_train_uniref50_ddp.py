@@ -967,7 +967,7 @@ HINTS = {
     "Disk quota exceeded": "your share of a disk is used up",
     "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
-    "Duplicate GPU": "two ranks have the same GPU: start fewer processes",
+    "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
 }
 
 
@@ -1147,12 +1147,10 @@ def setup_ddp(args):
         gpu = None if device.type == "cpu" else device
         ranks = {"rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
-    except (dist.DistError, ValueError) as error:
+    except (dist.DistNetworkError, ValueError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
             text = "the port is in use, export another MASTER_PORT"
-        if "Duplicate GPU" in str(error):
-            text = "two ranks have the same GPU: start fewer, or give --backend gloo"
         raise RunError(f"no meeting at {place}: {text}") from None
     watchdog.cancel()
     compare_ranks(args)
