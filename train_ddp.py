@@ -1368,7 +1368,7 @@ def as_table(lists):
     return table
 
 
-def build_corpus(args, sources, held_out):
+def build_corpus(args, sources, held_out, notes):
     """Number the texts, each distinct one once, and split them: the arrays of a Corpus."""
     known_queries = set()
     for rows in sources.values():
@@ -1425,6 +1425,9 @@ def build_corpus(args, sources, held_out):
         positives.append(sorted(right[query] - held))
         own = dict.fromkeys(wrong[query])  # each once, in order
         negatives.append([text for text in own if text not in right[query] and text not in held])
+    both = sum(len(right[query].intersection(wrong[query])) for query in right)
+    if both:
+        notes.append(f"{both} negatives are left out: elsewhere they are positives of their query")
 
     # the judged negatives of held-out queries first, they are the hardest; then training documents
     eval_queries = sorted({query for query, _ in eval_pairs})
@@ -1488,7 +1491,7 @@ def prepare_texts(args):
         notes = []
         sources, held_out = read_sources(args, notes)
         digest = hashlib.sha256()
-        for name, array in build_corpus(args, sources, held_out).items():
+        for name, array in build_corpus(args, sources, held_out, notes).items():
             np.save(folder / f"{name}.npy", array)
             digest.update(array)
         meta = {"notes": notes, "hash": digest.hexdigest()[:16]}
@@ -1832,12 +1835,15 @@ def check_student(args, student, tokens):
     GPU cannot say what was wrong with an index. (rank 0)"""
     length = min(student.model.max_seq_length, 2048)
     ids = torch.full((1, length), int(tokens.ids.max()))
+    where = tempfile.gettempdir()
     try:
         student(Texts([ids], [torch.ones_like(ids)], torch.zeros(1, dtype=torch.int64)))
-        with tempfile.TemporaryDirectory() as folder:
+        if args.save_to_artifacts:
+            where = args.artifacts_dir
+            os.makedirs(where, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=where) as folder:
             save_student(args, student, f"{folder}/student", head=False)
     except OSError as error:
-        where = tempfile.gettempdir()
         raise InputError(f"the student cannot be saved in {where}: {error}") from None
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         text = f"fails on a text of {length} tokens, the largest of which is {int(ids[0, 0])}"

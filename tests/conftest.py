@@ -27,6 +27,13 @@ for variable in unwanted_variables():
     del os.environ[variable]
 
 
+# A shell lets what it starts in the background ignore SIGINT, and nohup SIGHUP. What we start is to
+# notice them, and it starts with the default where this process has a handler.
+for stop in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(stop) == signal.SIG_IGN:
+        signal.signal(stop, lambda number, frame: None)
+
+
 def pytest_addoption(parser):
     text = "every script x every fault, and all runs on two hosts"
     parser.addoption("--all-faults", action="store_true", help=text)

@@ -93,6 +93,8 @@ def test_curves(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(text)
     compare(tmp_path / "a", tmp_path / "b", "--curves", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    text = compare(tmp_path / "a", "--curves", "/proc/nothing/curves.png", status=2)
+    assert text.endswith("No such file or directory: '/proc/nothing/curves.png'\n")
     (tmp_path / "b" / "metrics.jsonl").write_text("")
     text = compare(tmp_path / "b", "--curves", tmp_path / "other.png", status=2)
     assert "no val/loss in metrics.jsonl" in text

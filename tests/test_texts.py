@@ -295,6 +295,16 @@ def test_nothing_held_out_is_trained_on(tmp_path):
         assert not {*right[right >= 0]} & {*wrong}
 
 
+def test_negatives_that_are_positives(tmp_path, caplog):
+    """Of the same query, there or in another row: they are counted."""
+    rows = records()
+    rows[3]["negative"] = "document 3"
+    rows.append({"query": "query 4", "positive": "other 4", "negative": "x"})
+    write(tmp_path / "a.jsonl", lines(rows))
+    read(tmp_path / "a.jsonl")
+    assert "2 negatives are left out: elsewhere they are positives of their query" in caplog.text
+
+
 def test_the_split(tmp_path):
     """The same in any order; each source has its held-out rows; distractors as many as asked for;
     a group is held out together."""

@@ -475,6 +475,14 @@ def test_a_full_disk_at_the_end(step, tmp_path):
             script.save_artifacts(step.args, step.student)
 
 
+def test_where_no_artifact_can_be_written(step):
+    """That is said before the teacher reads."""
+    step.args.save_to_artifacts = True
+    step.args.artifacts_dir = "/proc/nothing"
+    with pytest.raises(script.InputError, match="cannot be saved in /proc/nothing: "):
+        script.check_student(step.args, step.student, step.phases[0].data.tokens)
+
+
 def test_which_checkpoints_are_the_best():
     """What could not be saved is not noted."""
     saved = []

@@ -22,7 +22,7 @@ from pathlib import Path
 # options that do not change what is trained
 IGNORED = """config output_dir fresh num_workers save_every log_every max_minutes wandb_mode
     nproc_per_node device backend timeout_minutes local_rank world_size master_addr master_port
-    cache_dir prepare_only batch_size data_hash seed""".split()
+    cache_dir prepare_only batch_size data_hash seed save_to_artifacts artifacts_dir""".split()
 
 # options that decide what is measured, and on what
 MEASURED = """tasks split val_fraction val_ratio max_protein_len eval_sequences eval_draws
@@ -190,10 +190,13 @@ def main():
         print("  ".join(cells).rstrip())
     if len(rows) > 2:
         print(f"\nbest by validation: {rows[1][0]}")
-    if args.csv:
-        write_csv(args.csv, runs)
-    if args.curves:
-        draw_curves(args.curves, runs)
+    try:
+        if args.csv:
+            write_csv(args.csv, runs)
+        if args.curves:
+            draw_curves(args.curves, runs)
+    except OSError as error:
+        stop(error)
 
 
 if __name__ == "__main__":
