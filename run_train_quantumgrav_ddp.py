@@ -432,7 +432,7 @@ def predict(model, data, ids, args, device):
 
     for part in logp.values():
         dist.all_reduce(part)  # each row is zero on all ranks but one
-    return {task: part.double().cpu().numpy() for task, part in logp.items()}
+    return {task: part.cpu().double().numpy() for task, part in logp.items()}
 
 
 def evaluate(model, data, ids, args, device):
@@ -1224,7 +1224,8 @@ def setup_ddp(args):
     backend = args.backend
     if backend in ("auto", "ccl", "xpu"):
         backend = dist.get_default_backend_for_device(device)
-    if not dist.is_backend_available(backend) or (device.type == "cpu" and backend != "gloo"):
+    fitting = {"cpu": ["gloo"], "cuda": ["nccl", "gloo"], "xpu": ["xccl"]}
+    if backend not in fitting[device.type] or not dist.is_backend_available(backend):
         raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
@@ -1496,8 +1497,11 @@ def cached(cache_dir, name, key, write):
 def read_once(prepare, args):
     """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
     end_on_signals()
+    gather(None)  # all are there: a rank that is not would be awaited as long as the next line says
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     folder = on_rank0(prepare, args, group=patient)
+    gather(None)  # all have it
+    dist.destroy_process_group(patient)  # or its connections would stay
     for _ in range(60):  # a network file system may show a new folder late
         if folder.exists():
             return folder
@@ -1604,7 +1608,11 @@ def choose_precision(args, device):
 
 
 def wrap_ddp(model, args, device):
-    compiled = torch.compile(model) if args.compile else model
+    compiled = model
+    if args.compile:
+        compiled = torch.compile(model)
+        # do not split it at DDP's buckets: that takes long, and fails where shapes vary
+        torch._dynamo.config.optimize_ddp = False
     if dist.get_world_size() == 1:  # nothing to add up
         return compiled
     wrapped = DistributedDataParallel(

@@ -474,7 +474,11 @@ def choose_precision(args, device):
 
 
 def wrap_ddp(model, args, device):
-    compiled = torch.compile(model) if args.compile else model
+    compiled = model
+    if args.compile:
+        compiled = torch.compile(model)
+        # do not split it at DDP's buckets: that takes long, and fails where shapes vary
+        torch._dynamo.config.optimize_ddp = False
     if dist.get_world_size() == 1:  # nothing to add up
         return compiled
     wrapped = DistributedDataParallel(
@@ -687,7 +691,8 @@ def setup_ddp(args):
     backend = args.backend
     if backend in ("auto", "ccl", "xpu"):
         backend = dist.get_default_backend_for_device(device)
-    if not dist.is_backend_available(backend) or (device.type == "cpu" and backend != "gloo"):
+    fitting = {"cpu": ["gloo"], "cuda": ["nccl", "gloo"], "xpu": ["xccl"]}
+    if backend not in fitting[device.type] or not dist.is_backend_available(backend):
         raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory

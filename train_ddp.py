@@ -620,8 +620,8 @@ def measure(args, data, vectors, head):
         found = vectors[: len(rows)]
         target = F.normalize(data.targets(rows).to(found).float(), dim=1)
         weights = (args.phase1_l2_weight, args.phase1_cosine_weight)
-        metrics["loss"] = distance(found, target, *weights).double().mean().item()
-        metrics["teacher_cosine"] = (found * target).sum(1).double().mean().item()
+        metrics["loss"] = distance(found, target, *weights).cpu().double().mean().item()
+        metrics["teacher_cosine"] = (found * target).sum(1).cpu().double().mean().item()
     return metrics
 
 
@@ -2113,7 +2113,8 @@ def setup_ddp(args):
     backend = args.backend
     if backend in ("auto", "ccl", "xpu"):
         backend = dist.get_default_backend_for_device(device)
-    if not dist.is_backend_available(backend) or (device.type == "cpu" and backend != "gloo"):
+    fitting = {"cpu": ["gloo"], "cuda": ["nccl", "gloo"], "xpu": ["xccl"]}
+    if backend not in fitting[device.type] or not dist.is_backend_available(backend):
         raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
@@ -2385,8 +2386,11 @@ def cached(cache_dir, name, key, write):
 def read_once(prepare, args):
     """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
     end_on_signals()
+    gather(None)  # all are there: a rank that is not would be awaited as long as the next line says
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     folder = on_rank0(prepare, args, group=patient)
+    gather(None)  # all have it
+    dist.destroy_process_group(patient)  # or its connections would stay
     for _ in range(60):  # a network file system may show a new folder late
         if folder.exists():
             return folder
@@ -2493,7 +2497,11 @@ def choose_precision(args, device):
 
 
 def wrap_ddp(model, args, device):
-    compiled = torch.compile(model) if args.compile else model
+    compiled = model
+    if args.compile:
+        compiled = torch.compile(model)
+        # do not split it at DDP's buckets: that takes long, and fails where shapes vary
+        torch._dynamo.config.optimize_ddp = False
     if dist.get_world_size() == 1:  # nothing to add up
         return compiled
     wrapped = DistributedDataParallel(

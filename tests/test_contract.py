@@ -74,6 +74,19 @@ def test_few_steps_are_said(task):
     assert sum(int(steps) for steps, _ in said) == summary["steps"]
 
 
+def test_compiled_on_two_processes(task, request):
+    """The first steps are those of the run that is not compiled."""
+    if not request.config.getoption("--all-faults"):
+        pytest.skip("slow: --all-faults")
+    faults = [[rank, 4, "signal", SIGTERM] for rank in (0, 1)]
+    more = ["--compile", QUICK_END, "--timeout_minutes=5"]
+    run = task.run(task.folder / "compiled", *more, faults=faults, statuses={143})
+    found = [row["loss"] for row in run.rows if "loss" in row]
+    expected = [row["loss"] for row in task.whole.rows if "loss" in row]
+    assert len(found) == 4
+    assert found == pytest.approx(expected[:4], rel=1e-3)
+
+
 def test_number_of_processes_changes_nothing(task):
     """One process begins, and three go on. Each step has the samples and the figures of the run on
     two: none of them twice, none left out. Nor do the three keep the checkpoint in memory."""
