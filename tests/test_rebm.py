@@ -243,7 +243,10 @@ def test_a_tiny_gradient_makes_a_whole_step():
     assert torch.equal(found[2], x)
 
 
-def test_the_compiled_step_is_the_plain_one():
+def test_the_compiled_step_is_the_plain_one(monkeypatch):
+    """With a backend that is quick. (Behind --all-faults, in test_contract.py: with the usual.)"""
+    compiler = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiler)
     _, model = small_network("--norm=layer")
     net = model.requires_grad_(False).eval()
     x = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
