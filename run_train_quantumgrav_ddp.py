@@ -1497,7 +1497,7 @@ def cached(cache_dir, name, key, write):
 def read_once(prepare, args):
     """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
     end_on_signals()
-    gather(None)  # all are there: a rank that is not would be awaited as long as the next line says
+    gather(None)  # all are there: to make a group waits as long as its limit says
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     folder = on_rank0(prepare, args, group=patient)
     gather(None)  # all have it

@@ -876,7 +876,7 @@ def start_network(args, device, inside, state):
     if batch_norms(model) and args.at_epochs > 0:
         text = "stage 1 depends on the number of ranks and on --batch_size"
         logging.warning(f"batch normalisation: {text}")
-        if device.type != "cpu" and args.backend != "gloo":  # gloo has not what that needs
+        if device.type != "cpu" and args.backend != "gloo":  # gloo cannot do what that needs
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     return model.to(device)
@@ -1867,7 +1867,7 @@ def cached(cache_dir, name, key, write):
 def read_once(prepare, args):
     """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
     end_on_signals()
-    gather(None)  # all are there: a rank that is not would be awaited as long as the next line says
+    gather(None)  # all are there: to make a group waits as long as its limit says
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     folder = on_rank0(prepare, args, group=patient)
     gather(None)  # all have it

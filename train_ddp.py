@@ -226,7 +226,8 @@ def to_device(value, device):
     return value
 
 
-# More: less padding, but each is a pass of its own, and a GPU waits for its launches.
+# Into how many groups a batch is cut. With more of them there is less padding. But each group is a
+# pass of its own through the network, and a GPU waits until the host has launched it.
 GROUPS = {"cpu": 8, "cuda": 2, "xpu": 2}
 
 
@@ -1427,7 +1428,7 @@ def build_corpus(args, sources, held_out, notes):
         negatives.append([text for text in own if text not in right[query] and text not in held])
     both = sum(len(right[query].intersection(wrong[query])) for query in right)
     if both:
-        notes.append(f"{both} negatives are left out: elsewhere they are positives of their query")
+        notes.append(f"{both} negatives are left out: they are also positives of their query")
 
     # the judged negatives of held-out queries first, they are the hardest; then training documents
     eval_queries = sorted({query for query, _ in eval_pairs})
@@ -2386,7 +2387,7 @@ def cached(cache_dir, name, key, write):
 def read_once(prepare, args):
     """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
     end_on_signals()
-    gather(None)  # all are there: a rank that is not would be awaited as long as the next line says
+    gather(None)  # all are there: to make a group waits as long as its limit says
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     folder = on_rank0(prepare, args, group=patient)
     gather(None)  # all have it

@@ -138,6 +138,15 @@ def test_threads_are_divided_once(monkeypatch, is_bound):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("device, backend", [("xpu", "gloo"), ("cpu", "nccl"), ("cuda", "xccl")])
+def test_backends_that_do_not_fit(device, backend, monkeypatch):
+    """Whatever torch has: gloo does not know the memory of Intel's GPUs."""
+    monkeypatch.setattr(script, "choose_device", lambda *args: torch.device(device))
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
+    with pytest.raises(script.InputError, match=f"--backend {backend} is not for {device}"):
+        script.setup_ddp(parse_arguments(script, f"--backend={backend}"))
+
+
 @pytest.mark.parametrize(
     "error, said",
     [

@@ -129,7 +129,7 @@ def test_batch_normalisation_that_is_frozen():
 
 @pytest.mark.parametrize("backend, has_them", [("auto", True), ("gloo", False)])
 def test_batch_normalisation_on_gpus(backend, has_them):
-    """Over all ranks, except with gloo, which has not what that needs."""
+    """Over all ranks, except with gloo, which cannot do what that needs."""
     inside = SimpleNamespace(classes=["a", "b"], shape=(1, 8))
     args = arguments("--width=4", "--norm=batch", f"--backend={backend}")
     model = script.start_network(args, torch.device("meta"), inside, None)

@@ -302,7 +302,7 @@ def test_negatives_that_are_positives(tmp_path, caplog):
     rows.append({"query": "query 4", "positive": "other 4", "negative": "x"})
     write(tmp_path / "a.jsonl", lines(rows))
     read(tmp_path / "a.jsonl")
-    assert "2 negatives are left out: elsewhere they are positives of their query" in caplog.text
+    assert "2 negatives are left out: they are also positives of their query" in caplog.text
 
 
 def test_the_split(tmp_path):
