@@ -182,15 +182,16 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # (T,) int32, of a token in its sequence
     owner: torch.Tensor  # (T,) int32, the sequence of a token
     starts: torch.Tensor  # (B + 1,) int32, where each sequence starts, and where the last one ends
-    hidden: torch.Tensor  # (M,) int64, the places of the hidden residues in `noisy`
+    hidden: torch.Tensor  # (M,) int64, the places of hidden residues, sequence by sequence
     targets: torch.Tensor  # (M,) int64, which residues they are, from 0 to 25
     weights: torch.Tensor  # (M,) float32, residues of the sequence / hidden ones
     lengths: list  # of the sequences, in tokens
+    numbers: list  # of places in `hidden` that each sequence has
     count: int  # residues of the whole global batch: the loss is divided by it
 
     def to(self, device):
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[:-2]]
-        return Batch(*moved, self.lengths, self.count)
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[:-3]]
+        return Batch(*moved, self.lengths, self.numbers, self.count)
 
 
 def is_residue(tokens):
@@ -214,12 +215,13 @@ def make_batch(sequences, shares, seeds, count):
         hidden.append(places[draws.argsort()[:number]])
         weights.append(np.full(number, len(places) / max(1, number), np.float32))
 
+    numbers = [len(places) for places in hidden]
     hidden = np.concatenate(hidden)
     targets = tokens[hidden].astype(np.int64) - FIRST
     positions = np.arange(len(tokens), dtype=np.int32) - starts[owner]
     tokens[hidden] = MASK
     arrays = (tokens, positions, owner, starts, hidden, targets, np.concatenate(weights))
-    return Batch(*map(torch.from_numpy, arrays), lengths, int(count))
+    return Batch(*map(torch.from_numpy, arrays), lengths, numbers, int(count))
 
 
 def spread_shares(number, generator):
@@ -301,15 +303,19 @@ class Block(nn.Module):
         self.adapt = nn.Linear(args.cond_dim, 6 * width)
         self.dropout = nn.Dropout(args.dropout)
 
-    def forward(self, x, cond, owners, turns, starts, lengths):
+    def forward(self, x, cond, owners, turns, batch, is_last):
         """x (T, D); cond (B, C); owners (T, B), a one-hot row for each token: its sequence; turns
-        (T, 1, E / 2), complex: -> (T, D)"""
+        (T, 1, E / 2), complex: -> (T, D). The last block returns the hidden residues alone, (M, D):
+        they look at all tokens, and the other tokens are of no further use."""
         # `owners @ rows` gives each token the row of its sequence. The gradient is a product, too:
         # faster than the sum token by token that an index would need, and the same bits each time.
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adapt(cond).chunk(6, dim=1)
         h = self.norm1(x) * (owners @ (1 + scale1)) + owners @ shift1
         q, k, v = self.qkv(h).unflatten(1, (3, self.heads, -1)).unbind(1)  # (T, heads, E)
-        h = self.out(attend(q, k, v, turns, starts, lengths))
+        if is_last:
+            x = x.index_select(0, batch.hidden)
+            owners = owners.index_select(0, batch.hidden)
+        h = self.out(attend(q, k, v, turns, owners, batch, is_last))
         x = torch.addcmul(x, owners @ gate1, self.dropout(h))
         h = self.norm2(x) * (owners @ (1 + scale2)) + owners @ shift2
         h = self.down(F.gelu(self.up(h)))
@@ -330,18 +336,26 @@ def rotate(x, turns):
 
 # not compiled: the lengths are new in every step, and each would be a new program
 @torch.compiler.disable
-def attend(q, k, v, turns, starts, lengths):
-    """Attention (T, D) within each sequence; q, k and v are (T, heads, E)."""
-    q = rotate(q, turns)
+def attend(q, k, v, turns, owners, batch, is_last):
+    """Attention within each sequence. q, k and v are (T, heads, E): -> (T, D), or (M, D) of the
+    hidden residues."""
     k = rotate(k, turns)
+    lengths = batch.lengths  # of the parts of q
+    if is_last:
+        q = q.index_select(0, batch.hidden)
+        turns = turns.index_select(0, batch.hidden)
+        lengths = batch.numbers
+    q = rotate(q, turns)
     if q.device.type == "cuda" and q.dtype != torch.float32:
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = max(lengths)
-        return varlen_attn(q, k, v, starts, starts, longest, longest).flatten(1)
+        ends = owners.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        longest = max(batch.lengths)
+        return varlen_attn(q, k, v, F.pad(ends, (1, 0)), batch.starts, longest, longest).flatten(1)
     # elsewhere one sequence after the other: no work is done for padding, and no mask is needed
     outputs = []
-    for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+    sequences = (q.split(lengths), k.split(batch.lengths), v.split(batch.lengths))
+    for parts in zip(*sequences, strict=True):
         query, key, value = [part.transpose(0, 1)[None] for part in parts]  # (1, H, n, E)
         output = F.scaled_dot_product_attention(query, key, value)
         outputs.append(output[0].transpose(0, 1))
@@ -385,13 +399,12 @@ class Denoiser(nn.Module):
         turns = torch.polar(torch.ones_like(angles), angles)[:, None]  # (T, 1, E / 2)
 
         for block in self.blocks:
-            inputs = (x, cond, owners, turns, batch.starts, batch.lengths)
+            inputs = (x, cond, owners, turns, batch, block is self.blocks[-1])
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x = block(*inputs)
 
-        x = x.index_select(0, batch.hidden)  # the other tokens are of no further use
         owners = owners.index_select(0, batch.hidden)
         shift, scale = self.adapt(cond).chunk(2, dim=1)
         x = self.norm(x) * (owners @ (1 + scale)) + owners @ shift

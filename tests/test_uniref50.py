@@ -231,6 +231,23 @@ def test_a_sequence_does_not_see_its_neighbours():
         assert not torch.allclose(changed[owner != number], logits[owner != number], atol=0.1)
 
 
+@torch.no_grad()
+def test_the_last_block_computes_hidden_residues_alone():
+    """Their logits are those of a network that computes all residues."""
+    model = network()
+    batch = batch_of(random_sequences([12, 40, 21, 9]))
+    rows = []
+    model.head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    model.blocks[-1].up.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    logits = model(batch)
+    hidden = len(batch.hidden)
+    assert rows == [hidden, hidden]
+
+    asked = torch.arange(len(batch.noisy))  # all tokens are asked for
+    of_all = model(batch._replace(hidden=asked, numbers=batch.lengths))
+    assert torch.allclose(logits, of_all[batch.hidden], atol=1e-4)
+
+
 def test_the_default_network():
     """66,724,096 parameters of the original and 27 more rows of the vocabulary, twice; uniform over
     the residues before training."""

@@ -191,12 +191,15 @@ def draw_rigorously(predict, batch, free, owner, draws, steps):
     # everything that the steps need is on the device before they begin: none waits for the host
     device = batch.noisy.device
     order = np.argsort(step_of, kind="stable")
-    sizes = np.unique(step_of, return_counts=True)[1].tolist()
-    places = torch.from_numpy(free[order]).to(device).split(sizes)
-    uniform = torch.from_numpy(draws[order, 1]).to(device).split(sizes)
+    sizes = np.unique(step_of, return_counts=True)[1]
+    numbers = []  # of each sequence, in each step
+    for part in np.split(owner[order], sizes.cumsum()[:-1]):
+        numbers.append(np.bincount(part, minlength=len(batch.lengths)).tolist())
+    places = torch.from_numpy(free[order]).to(device).split(sizes.tolist())
+    uniform = torch.from_numpy(draws[order, 1]).to(device).split(sizes.tolist())
     x = batch.noisy.clone()
     for k in tqdm(range(len(sizes)), unit=" steps", disable=None, leave=False):
-        logits = predict(batch._replace(noisy=x, hidden=places[k]))
+        logits = predict(batch._replace(noisy=x, hidden=places[k], numbers=numbers[k]))
         x.index_copy_(0, places[k], draw_residues(logits, uniform[k]).to(x.dtype))
     return x
 
@@ -214,7 +217,7 @@ def draw_simply(predict, batch, free, owner, draws, steps):
     x = batch.noisy.clone()
     for k in tqdm(range(steps), unit=" steps", disable=None, leave=False):
         places = free.index_select(0, hidden)
-        logits = predict(batch._replace(noisy=x, hidden=places))
+        logits = predict(batch._replace(noisy=x, hidden=places, numbers=left[k]))
         which, noise = uniform[:, 2 * k : 2 * k + 2].index_select(0, hidden).unbind(1)
         found = draw_residues(logits, which)
         x.index_copy_(0, places, found.to(x.dtype))
