@@ -185,7 +185,10 @@ def check_process_group(args, device):
         return "FAIL", f"{found}; {' and '.join(versions)}: install the same on all machines"
 
     if device.type != "cpu":
-        free, total = torch.get_device_module(device).mem_get_info(device)
+        try:
+            free, total = torch.get_device_module(device).mem_get_info(device)
+        except RuntimeError:  # some Intel GPUs do not tell
+            return "OK", f"{found}, which does not say how much memory is free"
         found += f", {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         if free < 0.8 * total:
             return "WARN", f"{found}; another process uses it: end that one, or take another device"
@@ -520,7 +523,7 @@ LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
 ]
 
-MEETING_MINUTES = 2  # in which all ranks must have come
+MEETING_MINUTES = 2  # in which all ranks must have come; of many ranks see start_watchdog
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 stop_signal = ""  # name of the last signal that asked this process to stop
 
@@ -758,16 +761,18 @@ def choose_device(args, local_rank):
 
 
 def start_watchdog(rank, world_size, place):
-    """Ends this process after MEETING_MINUTES, unless it is cancelled. Torch would wait as long as
-    for a slow rank, and for ever where another program listens on the port."""
+    """Ends this process if it is not cancelled in time. Torch would wait as long as for a slow
+    rank, and for ever where another program listens on the port."""
+    # many machines that read Python and torch from one file system need minutes for it
+    minutes = MEETING_MINUTES + world_size // 64
 
     def give_up():
-        text = f"{world_size} ranks did not meet at {place} in {MEETING_MINUTES} minutes"
+        text = f"{world_size} ranks did not meet at {place} in {minutes} minutes"
         sys.stderr.write(f"{SCRIPT}: error: {text}: are all of them started, and for this place?\n")
         os._exit(RunError.status)
 
     # rank 0, if there is one, says it for all
-    seconds = 60 * MEETING_MINUTES
+    seconds = 60 * minutes
     watchdog = threading.Timer(seconds if rank == 0 else seconds + 3, give_up)
     watchdog.daemon = True
     watchdog.start()

@@ -1943,7 +1943,7 @@ LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
 ]
 
-MEETING_MINUTES = 2  # in which all ranks must have come
+MEETING_MINUTES = 2  # in which all ranks must have come; of many ranks see start_watchdog
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 stop_signal = ""  # name of the last signal that asked this process to stop
 
@@ -2181,16 +2181,18 @@ def choose_device(args, local_rank):
 
 
 def start_watchdog(rank, world_size, place):
-    """Ends this process after MEETING_MINUTES, unless it is cancelled. Torch would wait as long as
-    for a slow rank, and for ever where another program listens on the port."""
+    """Ends this process if it is not cancelled in time. Torch would wait as long as for a slow
+    rank, and for ever where another program listens on the port."""
+    # many machines that read Python and torch from one file system need minutes for it
+    minutes = MEETING_MINUTES + world_size // 64
 
     def give_up():
-        text = f"{world_size} ranks did not meet at {place} in {MEETING_MINUTES} minutes"
+        text = f"{world_size} ranks did not meet at {place} in {minutes} minutes"
         sys.stderr.write(f"{SCRIPT}: error: {text}: are all of them started, and for this place?\n")
         os._exit(RunError.status)
 
     # rank 0, if there is one, says it for all
-    seconds = 60 * MEETING_MINUTES
+    seconds = 60 * minutes
     watchdog = threading.Timer(seconds if rank == 0 else seconds + 3, give_up)
     watchdog.daemon = True
     watchdog.start()

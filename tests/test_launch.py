@@ -18,6 +18,8 @@ import pytest
 from helpers import ROOT, TWO_RANKS, environment, free_port, refusal, write_causal_sets
 from runs import Run
 
+import run_train_quantumgrav_ddp as block
+
 SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
 ENDLESS = ["--num_epochs=100000", "--save_every=1000000"]
 # What a script does without its task. Its environment has the limit for the meeting of the ranks,
@@ -206,6 +208,16 @@ def test_a_rank_that_the_others_do_not_join(server, driver, rank, is_taken):
         assert "2 ranks did not meet at localhost:" in said
     elif rank == 0:
         assert "export another MASTER_PORT" in said
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "seconds"), [(0, 2, 120), (1, 2, 123), (0, 512, 600)]
+)
+def test_time_to_meet(rank, world_size, seconds):
+    """Many ranks get more: they read Python and torch from one file system. Rank 0 speaks first."""
+    watchdog = block.start_watchdog(rank, world_size, "host:1")
+    watchdog.cancel()
+    assert watchdog.interval == seconds
 
 
 def test_a_third_rank_that_does_not_come(server, driver):

@@ -12,7 +12,7 @@ nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 
 
-@pytest.mark.timeout(900)  # it starts six trainings; a cell has 300 s
+@pytest.mark.timeout(900)  # it starts four trainings; a cell has 300 s
 def test_notebook_runs(tmp_path, monkeypatch):
     """On a machine without a GPU. What a cell with the tag `same` prints is as it was written."""
     temporary = tmp_path / "temporary"

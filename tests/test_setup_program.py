@@ -56,6 +56,20 @@ def test_two_processes(tmp_path):
     assert f"2 ranks do {speedup:.2f} times the work of one" in output
 
 
+def test_a_gpu_that_does_not_tell_its_memory():
+    """As some of Intel's."""
+    module = mock.Mock()
+    module.mem_get_info.side_effect = RuntimeError("not supported")
+    group = {"get_world_size": lambda: 1, "get_backend": lambda: "xccl"}
+    with (
+        mock.patch.multiple(program.dist, **group),
+        mock.patch.object(program, "gather", lambda value: [value]),
+        mock.patch.object(torch, "get_device_module", lambda device: module),
+    ):
+        status, found = program.check_process_group(None, torch.device("xpu", 0))
+    assert status == "OK" and "does not say how much memory" in found
+
+
 def test_one_process(tmp_path):
     """As on a machine with one GPU, in a shell of srun: it has nothing to exchange. Results that
     cannot be written are a failure."""
