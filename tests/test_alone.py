@@ -6,7 +6,6 @@ Each format is a function that writes such files into the folder, and returns th
 import bz2
 import csv
 import gzip
-import json
 import shutil
 import subprocess
 import sys
@@ -78,12 +77,6 @@ def csv_pairs(folder):
         writer.writeheader()
         writer.writerows(pairs())
     return ["--phase1_data=pairs.csv", "--phase2_data=pairs.csv"]
-
-
-def json_pairs(folder):
-    with gzip.open(folder / "pairs.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in pairs())
-    return ["--phase1_data=pairs.jsonl.gz", "--phase2_data=pairs.jsonl.gz"]
 
 
 def texts_and_parquet(folder):
@@ -235,7 +228,6 @@ CASES = [
     ("run_train_rebm_ddp", image_arrays),
     ("run_train_rebm_ddp", digits),
     ("train_ddp", csv_pairs),
-    ("train_ddp", json_pairs),
     ("train_ddp", texts_and_parquet),
     ("run_train_uniref50_ddp", packed_fasta),
     ("run_train_uniref50_ddp", lines_of_proteins),

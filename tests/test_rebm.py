@@ -394,7 +394,7 @@ def test_one_process(digits, tmp_path, server):
 
 def test_batch_normalisation_is_said(digits, tmp_path, server):
     """On CPUs each rank normalises by its own images; but all ranks have one network."""
-    options = small(digits, "--norm=batch", "n_imgs_per_evaluation_log=100")
+    options = small(digits, "--norm=batch")
     run = server.run("run_train_rebm_ddp", options, tmp_path / "out", 2)
     assert run.statuses == [0, 0], run.text[-3000:]
     said = "batch normalisation: stage 1 depends on the number of ranks"
@@ -467,7 +467,7 @@ def test_stages_of_a_resumed_run(digits, tmp_path):
     out = tmp_path / "out"
 
     def call(*options):
-        words = ["n_imgs_per_evaluation_log=100", f"--output_dir={out}", *options]
+        words = [f"--output_dir={out}", *options]
         return call_script("run_train_rebm_ddp", *small(digits, *words))
 
     status, text = call("total_epochs=0")

@@ -226,9 +226,11 @@ def test_two_hosts_equal_one(task, launch, matrix):
     matrix(task.name, fault, "losses and metrics of 1 host", seconds)
 
 
-def test_cut_link(task, hosts, launch, matrix):
+def test_cut_link(task, hosts, launch, matrix, request):
     """Nobody says goodbye: the ranks end at their time limit; an agent that waits for a lost store
     is ended by -k. What two hosts then make of the checkpoint is what one host makes."""
+    if not request.config.getoption("--all-faults"):
+        pytest.skip("slow: --all-faults")
     output = task.folder / "cut"
     jobs = launch(task, output, f"--timeout_minutes={TIMEOUT / 60}", faults=SLOW)
     jobs.jobs[0].wait_for("step=23 ")
