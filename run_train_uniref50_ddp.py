@@ -340,7 +340,7 @@ def attend(q, k, v, turns, owners, batch, is_last):
     """Attention within each sequence. q, k and v are (T, heads, E): -> (T, D), or (M, D) of the
     hidden residues."""
     k = rotate(k, turns)
-    lengths = batch.lengths  # of the parts of q
+    lengths = batch.lengths  # how many rows of q each sequence has
     if is_last:
         q = q.index_select(0, batch.hidden)
         turns = turns.index_select(0, batch.hidden)
@@ -349,6 +349,7 @@ def attend(q, k, v, turns, owners, batch, is_last):
     if q.device.type == "cuda" and q.dtype != torch.float32:
         from torch.nn.attention.varlen import varlen_attn
 
+        # owners has a row for each row of q: its sums say how many of them each sequence has
         ends = owners.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         longest = max(batch.lengths)
         return varlen_attn(q, k, v, F.pad(ends, (1, 0)), batch.starts, longest, longest).flatten(1)

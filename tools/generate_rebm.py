@@ -88,6 +88,7 @@ def load_images(args, state):
     if [*inside.shape] != state["loop"]["shape"] or inside.classes != state["loop"]["classes"]:
         text = f"{inside.shape} pixels, classes {', '.join(inside.classes)}"
         raise InputError(f"{name}: these images have {text}: not the network's")
+
     if inside.hash != options.data_hash.split()[0]:
         text = "are not those of the run: what it was trained on may be among the test images"
         print(f"warning: {name}: these images {text}")
@@ -141,6 +142,7 @@ def measure_distance(made, inside, outside):
     for name, source in {"real": inside, "OOD": outside}.items():
         images = source.images[source.some("test", 50_000)]
         sides[f"frechet_pixels {name}"] = torch.from_numpy(images)
+
     train = block_means(torch.from_numpy(inside.images[inside.some("train", 50_000)]))
     found = {}
     for name, images in sides.items():
@@ -157,11 +159,13 @@ def write_picture(path, images, classes):
     rows = min(len(images) // classes, 20)
     if rows == 0:
         raise InputError(f"--num_samples {len(images)}: expected one of each class or more")
+
     lines = []
     for first in range(0, rows * classes, classes):
         # a grey line around each
         line = F.pad(images[first : first + columns], (1, 1, 1, 1), value=128)
         lines.append(torch.cat([*line], dim=2))
+
     picture = torch.cat(lines, dim=1).permute(1, 2, 0).expand(-1, -1, 3).numpy()
     scale = -(-480 // picture.shape[1])  # at least 480 pixels wide
     Image.fromarray(np.kron(picture, np.ones((scale, scale, 1), np.uint8))).save(path)
@@ -175,6 +179,7 @@ def main():
         model, state = load_network(args.checkpoint, device)
         inside, outside = load_images(args, state)
         classes = len(inside.classes)
+
         for path in (args.out, args.npz or args.out):
             path.parent.mkdir(parents=True, exist_ok=True)
         images = generate(model, state, outside, device, args)

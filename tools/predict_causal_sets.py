@@ -78,6 +78,7 @@ def new_sets(args, options, classes):
         if path.resolve() in used:
             text = "without SETS this takes its test sets"
             raise InputError(f"the network was trained on {path}: {text}")
+
     names, sets, labels, bad, notes = script.read_all(args.sets, args.labels)
     if bad and not args.skip_bad_data:
         text = f"{len(bad)} of {len(bad) + len(sets)} sets are bad"
@@ -86,6 +87,7 @@ def new_sets(args, options, classes):
         print(problem)
     if not sets:
         raise InputError(f"no sets in {' '.join(map(str, args.sets))}")
+
     rows = []
     for values in labels:
         own = dict(zip(args.labels, values, strict=True))
@@ -114,6 +116,7 @@ def write_csv(path, origins, logp, labels, classes):
             label = labels[i, column]
             row[f"{task}_label"] = names[label] if label >= 0 else ""
         rows.append(row)
+
     with open(path, "x", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -138,6 +141,7 @@ def load_network(path, device):
     state = script.read_checkpoint(path)
     if not isinstance(state, dict) or state.get("script") != SCRIPT:
         raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
+
     options = argparse.Namespace(**state["args"])
     model = script.CausalSetNet(options, state["loop"]["classes"])
     try:
@@ -156,6 +160,7 @@ def main():
         if label not in classes:
             raise InputError(f"--labels {label}: the network has the tasks {', '.join(classes)}")
     data, ids, origins = new_sets(args, options, classes) if args.sets else own_sets(options)
+
     # `predict` adds up over a group of processes: here a group of one
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
