@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Starts train_ddp.py, one process per GPU of this machine; without a GPU, CPU processes.
+# Starts train_ddp.py with NGPUS processes, one per GPU; without a GPU, CPU processes.
 #
 # Usage: ./run_ddp.sh [NGPUS=8] [USE_PROJECTION=True] [options of train_ddp.py ...]
-#   ./run_ddp.sh 8 True
-#   ./run_ddp.sh 4 False --batch_size=128 --skip_phase1
-#   CUDA_VISIBLE_DEVICES=2,3 ./run_ddp.sh 2 True --config configs/train_ddp.yaml
+#   ./run_ddp.sh 8 True --trust_remote_code    # the default teacher comes with code of its own
+#   ./run_ddp.sh 4 False --batch_size=128 --skip_phase1 --trust_remote_code
+#   CUDA_VISIBLE_DEVICES=2,3 ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml
 # Several machines: the same line on each, with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the
-# first one's name) and, if it is not 29500, MASTER_PORT set.
+# first one's name) and perhaps MASTER_PORT set (else 29500, in a SLURM job a port of its own).
 set -euo pipefail
 
 here=$(dirname -- "${BASH_SOURCE[0]}")

@@ -21,9 +21,10 @@ Logged, over all ranks: step, epoch, lr, loss (at the start ln 2; with ipo 1 / (
 rewards/accuracies (share of the pairs with a margin above 0; a tie is a half), rewards/margins
 (reward of the preferred less that of the other; a reward is beta times the log-ratio to the
 reference, nats), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (pairs), data_wait (share of the time). After each epoch val/...: these, and
-likelihood_accuracy (the preferred is the likelier); of the preferred sequence log_ratio, recovery,
-perplexity, entropy, per designed residue. The best epoch is that of the lowest val/loss.
+samples_per_s (pairs), data_wait (share of the time). Before training and after each epoch val/...:
+these, rewards/chosen and rewards/rejected, likelihood_accuracy (the preferred is the likelier); of
+the preferred sequence, per designed residue, log_ratio, and at temperature 1 recovery, perplexity
+and entropy. The best epoch is that of the lowest val/loss.
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
 its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png, summary.json.
@@ -258,11 +259,12 @@ class Pairs(Dataset):
 
     def decode_places(self, pair, order):
         """(L,) int64: the place of each residue of a pair in its decoding order number `order`,
-        which depends on the seed, the pair and that number alone. What is not designed comes first,
-        in the order of the file (the official program shuffles that, too), the rest at random."""
+        which depends on the pair and that number alone: runs with other seeds are measured in the
+        same orders. What is not designed comes first, in the order of the file (the official
+        program shuffles that, too), the rest at random."""
         designed = self.designed[self.pair_ptr[pair] : self.pair_ptr[pair + 1]]
         fixed = np.count_nonzero(~designed)
-        rng = np.random.default_rng([self.args.seed, self.row[pair], order])
+        rng = np.random.default_rng([self.row[pair], order, 1])
         places = np.cumsum(~designed) - 1
         places[designed] = fixed + rng.permutation(len(designed) - fixed)
         return places
@@ -290,7 +292,8 @@ class Pairs(Dataset):
                 raise InputError("all pairs are on one structure or cluster: give --val_data")
             wanted = math.ceil(self.args.val_fraction * len(self))
             held = []
-            for group in np.random.default_rng(self.args.seed).permutation(len(sizes)):
+            # not by --seed: runs with other seeds hold out the same
+            for group in np.random.default_rng(42).permutation(len(sizes)):
                 if sizes[held].sum() + sizes[group] <= wanted and len(held) < len(sizes) - 1:
                     held.append(group)
             is_held = np.isin(self.group, held or [sizes.argmin()])
@@ -678,9 +681,7 @@ def save_networks(loop, metrics, model, args, save):
             on_rank0(save_network, "best_model.pt", model, args)
     except RunError as error:
         logging.warning(f"{error}; the run goes on")
-        if is_best:
-            loop.update(before)
-            loop["best"] = {**loop["best"], "not_saved": loop["step"]}
+        loop.update(before)
 
 
 def train(args, device, data, model, state, log):
@@ -713,7 +714,6 @@ def train(args, device, data, model, state, log):
     logging.info("Starting distributed training...")
     is_hidden = None if dist.get_rank() == 0 else True
     bar = tqdm(desc="Training", total=steps, initial=loop["step"], disable=is_hidden)
-    kept = list(model.buffers())  # constants: no step changes them
     meter = Meter(["loss", "rewards/accuracies", "rewards/margins"], args, device)
     reason = ""
     while not reason:
@@ -724,8 +724,9 @@ def train(args, device, data, model, state, log):
         # decide alike.
         if epoch > loop["epoch"] or loop["before"] is None:
             metrics = evaluate(model, data, data.valid_ids, args, device, autocast)
-            if metrics is None:  # latest.pt was saved before this validation, which is made again
+            if metrics is None:  # this validation is made again
                 reason = max(gather(wish_to_stop(args)))
+                save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
                 break
             loop["epoch"] = epoch
             row = {f"val/{name}": value for name, value in metrics.items()}
@@ -758,7 +759,7 @@ def train(args, device, data, model, state, log):
             loss, parts = share_of_loss(args, logits, batch)
             scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             shares += parts
-        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        norm = update_if_finite(args, optimizer, scaler)
         meter.add(shares, norm)
         loop["step"] += 1
         bar.update()
@@ -790,9 +791,6 @@ def report(loop):
         raise RunError("no best_model.pt: none could be written, see the warnings")
     logging.info(f"validation, before: {as_text(before)}")
     logging.info(f"validation, best:   {as_text(best)}")
-    if "not_saved" in loop["best"]:
-        text = f"that of step {loop['best']['not_saved']} was better, and could not be written"
-        logging.warning(f"best_model.pt is of step {loop['best']['step']}: {text}")
     if not best["loss"] < before["loss"]:
         text = f"val loss {best['loss']:.4f}, before {before['loss']:.4f}"
         hint = "look at --lr, the number of pairs, and whether the pairs say the same"
@@ -838,7 +836,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 2  # raise it when you change what is read or kept: else an old cache is used
+READER = 3  # raise it when you change what is read or kept: else an old cache is used
 
 
 def load_network(args):
@@ -911,7 +909,7 @@ def save_network(name, model, args):
 def find_reference(model, data, args, device, autocast, precision):
     """log p (orders, residues of all pairs, 2) under the network as it stands, computed once and
     kept in --cache_dir. Raises RunError if the ranks agreed to stop. (all ranks)"""
-    key = [READER, args.data_hash, args.base_weights, args.seed, args.num_orders]
+    key = [READER, args.data_hash, args.base_weights, args.num_orders]
     key += [args.temperature, precision, device.type]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]  # as `cached` makes it
     path = Path(args.cache_dir) / f"reference-{digest}" / "logp.npy"
@@ -946,7 +944,7 @@ LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
 # selenomethionine, and protonation states as AMBER and CHARMM name them
 OTHERS = """MSE:M HID:H HIE:H HIP:H HSD:H HSE:H HSP:H CYX:C CYM:C ASH:D GLH:E LYN:K"""
 LETTERS.update(entry.split(":") for entry in OTHERS.split())
-RECORDS = ("ATOM  ", "HETATM", "MODEL ", "ENDMDL", "TER", "END")
+RECORDS = ("ATOM  ", "HETATM", "MODEL ", "TER", "END")
 FIELDS = {  # of the data, with an example of each
     "pdb_file": "1UBI.pdb",
     "preferred_seq": "ACD",
@@ -1196,7 +1194,7 @@ def choose_mutable(row, length, total):
     return mutable
 
 
-def read_letters(name, text, found, note=""):
+def read_letters(name, text, found, note):
     """A sequence as letters (found.length,), for the design chains of a Complex. note: what is odd
     in its file. Raises ValueError."""
     text = text.upper()
@@ -1263,7 +1261,8 @@ def read_pairs(sources, args, neighbours):
     """Of the rows of the data files `sources`: [{name: array}] of backbones, and of pairs; what is
     wrong, and what else must be said."""
     read = functools.cache(read_structure)  # each file once
-    backbones = {}  # by path and chains
+    backbones = []
+    numbers = {}  # of backbones, by path and chains
     pairs = []
     problems = []
     groups = {}  # {name: number}
@@ -1286,8 +1285,9 @@ def read_pairs(sources, args, neighbours):
                 continue
             notes[structure.note] = None
             key = (path, found.name, *row.get("fixed_chains", []))
-            if key not in backbones:
-                backbones[key] = {**featurise(found, neighbours), "number": len(backbones)}
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                backbones.append(featurise(found, neighbours))
 
             whole = found.chain.whole()
             with_unknown += (letters[0, : found.length] == UNKNOWN).any()
@@ -1298,7 +1298,7 @@ def read_pairs(sources, args, neighbours):
                 {
                     "letters": letters[:, whole].T,
                     "designed": found.designed[whole],
-                    "backbone": backbones[key]["number"],
+                    "backbone": numbers[key],
                     "row": number,
                     "group": groups.setdefault(group, len(groups)),
                     "is_valid": bool(is_valid),
@@ -1312,7 +1312,7 @@ def read_pairs(sources, args, neighbours):
         text = "pairs name no chain, and their files have several: the first one is designed"
         said.append(f"{without_chain} {text}, and only fixed_chains are its context")
     said += [note for note in notes if note]
-    return list(backbones.values()), pairs, problems, said
+    return backbones, pairs, problems, said
 
 
 def write_pairs(folder, sources, args, neighbours):
@@ -1393,8 +1393,6 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "Disk quota exceeded": "your share of a disk is used up",
-    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
 }
@@ -1487,9 +1485,10 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
 
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
-    path = parser.parse_args().config
+    args = parser.parse_args()
+    path = args.config
     if path is None:
-        return parser.parse_args()
+        return args
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -1761,8 +1760,8 @@ def on_rank0(function, *args, group=None):
 MAX_BAD_STEPS = 10  # in a row, then the run ends
 # options that a resumed run may be given anew; with others it would be another run
 MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
-    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
-    prepare_only""".split()
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+    local_rank""".split()
 
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -1852,7 +1851,7 @@ class GlobalBatchSampler(DistributedSampler):
     cost share a micro-batch, where they need little padding, and all ranks get equal work."""
 
     def __init__(self, ids, args, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
+        super().__init__(ids, seed=args.seed)
         self.ids = ids
         self.cost = np.zeros(ids.max() + 1) if cost is None else cost
         self.global_batch = args.global_batch_size
@@ -1973,10 +1972,9 @@ def seed_step(args, step):
     torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
 
 
-def update_if_finite(args, model, kept, optimizer, scaler):
-    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
-    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
-    that the host can go on and queue the next step."""
+def update_if_finite(args, optimizer, scaler):
+    """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
+    read from the device, so that the host can go on and queue the next step."""
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
@@ -1986,8 +1984,6 @@ def update_if_finite(args, model, kept, optimizer, scaler):
         optimizer.step()
     elif norm.isfinite():  # the host waits for the device here, which costs speed
         optimizer.step()
-    for buffer, old in zip(model.buffers(), kept, strict=True):
-        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
     scaler.update()
     optimizer.zero_grad()
     return norm
@@ -2036,7 +2032,8 @@ class Meter:
             return ""
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
-        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
+        everyone = gather({**own, "wish": wish_to_stop(self.args)})
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             hint = "--fresh and a lower learning rate, or look for such numbers in the data"
@@ -2056,7 +2053,7 @@ class Meter:
                 row[name] = share / good
             row["grad_norm"] = norm / good
         row["samples_per_s"] = self.steps * samples / seconds
-        row["data_wait"] = self.data_wait / seconds
+        row["data_wait"] = max(theirs["data_wait"] for theirs in everyone) / seconds
         log.write(row)
         self.start()
         return reason
@@ -2188,8 +2185,11 @@ def find_checkpoint(folder, fresh):
         for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
             checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()
-        if fresh and is_run and not is_restart:
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        if fresh and is_run and is_restart:
+            logging.warning(f"--fresh: this is a restart, and goes on with what {folder} has")
+        elif fresh and is_run:
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"--fresh: what {folder} had is now in {old}")
             checkpoints = []
             lock_folder(folder)
         (folder / "metrics.jsonl").touch()
@@ -2201,11 +2201,11 @@ def find_checkpoint(folder, fresh):
     state = read_checkpoint(latest)
     if state is None:
         state = read_checkpoint(previous)
-        if state is not None:
-            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        if state is not None and latest.exists():  # or the next save would put it over previous.pt
+            latest.replace(folder / "damaged.pt")
         elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
-    if state and state["loop"].get("best") and folder / "best.pt" not in checkpoints:
+    if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:
         logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
     return state
 
@@ -2254,8 +2254,11 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = self.path.read_bytes()[: state["log_size"] if state else 0]
+        size = state["log_size"] if state else 0
+        kept = self.path.read_bytes()[:size]
         os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
+        if len(kept) < size:
+            logging.warning(f"{self.path} has been cut: rows before the checkpoint are lost")
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             try:

@@ -141,8 +141,8 @@ def parse_args():
     if args.nproc_per_node == 1 and args.world_size:
         args.nproc_per_node = args.world_size
     for name in ("master_addr", "master_port"):
-        if getattr(args, name):
-            os.environ.setdefault(name.upper(), getattr(args, name))
+        if getattr(args, name) and not os.environ.get(name.upper()):
+            os.environ[name.upper()] = getattr(args, name)
     return args
 
 
@@ -278,12 +278,6 @@ def split_sets(original, shares, seed):
 # Model
 
 
-def add_up(x, owner, rows):
-    """(E, D), (E,) -> (rows, D): each row the sum over those of x that it owns."""
-    # scatter_add with an expanded index: on CPUs it is many times as fast as index_add
-    return x.new_zeros(rows, x.shape[1]).scatter_add(0, owner[:, None].expand_as(x), x)
-
-
 def sum_bags(x, rows, ptr):
     """(B, D): the sums of x[rows[ptr[i] : ptr[i + 1]]], made without a copy of these rows."""
     return F.embedding_bag(rows, x, ptr, mode="sum", include_last_offset=True)
@@ -367,9 +361,10 @@ def pool(x, sizes):
     """(N, D), (B,) -> (B, 3 D + 1): mean, maximum and sum over the elements of each set, and the
     logarithm of its size, which a mean or a maximum cannot see."""
     owner = torch.repeat_interleave(sizes, output_size=len(x))  # reads nothing back from a GPU
-    total = add_up(x, owner, len(sizes))
-    maximum = torch.full_like(total, -math.inf)
-    maximum = maximum.scatter_reduce(0, owner[:, None].expand_as(x), x, "amax")
+    index = owner[:, None].expand_as(x)
+    # scatter_add with an expanded index: on CPUs it is many times as fast as index_add
+    total = x.new_zeros(len(sizes), x.shape[1]).scatter_add(0, index, x)
+    maximum = torch.full_like(total, -math.inf).scatter_reduce(0, index, x, "amax")
     return torch.cat([total / sizes[:, None], maximum, total, sizes.log()[:, None]], dim=1)
 
 
@@ -383,7 +378,8 @@ def share_of_loss(logits, batch):
     Why not the mean over the micro-batch? Ranks may have different numbers of labelled sets, and a
     mean of such means is not the mean. So each share is divided by the count of the whole global
     batch, and the shares are summed: over micro-batches by backward(), over ranks by DDP, which
-    takes their mean, times the number of ranks (see `train`)."""
+    takes their mean, times the number of ranks (see `train`). A task without labels in the global
+    batch counts 0."""
     loss = 0.0
     for i, output in enumerate(logits.values()):
         labels = batch.labels[:, i]
@@ -416,7 +412,7 @@ def classification(logp, labels):
 
 @torch.no_grad()
 def predict(model, data, ids, args, device):
-    """{task: log-probabilities (len(ids), classes)} on every rank, in full precision. Batch k goes
+    """{task: log-probabilities (len(ids), classes)} on every rank, without autocast. Batch k goes
     to rank k % world_size: each set counts once, whatever the number of ranks. (all ranks)"""
     logp = {}
     for task, names in data.classes.items():
@@ -452,7 +448,7 @@ def evaluate(model, data, ids, args, device):
 
 def is_better(name, value, best, delta=0.0):
     """Whether a metric is better than `best` (None: there is none yet) by more than delta."""
-    if best is None or math.isnan(best):
+    if best is None:
         return True
     if name.endswith(("loss", "ece")):
         return value < best - delta
@@ -532,7 +528,8 @@ def train(args, device, data, model, state, log):
         if epoch > loop["epoch"]:
             metrics, _ = evaluate(model, data, data.part("valid"), args, device)
             reason = max(gather(wish_to_stop(args)))
-            if reason:  # latest.pt was saved before this validation, which will be made again
+            if reason:  # this validation is made again
+                save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
                 break
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": step, "epoch": epoch - 1, **row})
@@ -540,9 +537,11 @@ def train(args, device, data, model, state, log):
                 text = f"the validation loss is {metrics['loss']}"
                 raise RunError(f"{text}: --fresh and a lower --lr")
             loop["epoch"] = epoch
+            before = loop["best"]
             if note_epoch(loop, metrics, args):
                 logging.info(f"Found better model at epoch {epoch - 1}.")
-                save("best.pt")
+                if not save("best.pt"):
+                    loop["best"] = before
             meter.start()
         is_stopped_early = 0 < args.patience <= loop["waited"]
         if is_stopped_early:
@@ -554,7 +553,6 @@ def train(args, device, data, model, state, log):
             logging.info(f"Starting training epoch {epoch}")
 
         seed_step(args, step)
-        kept = [buffer.clone() for buffer in model.buffers()]  # batch statistics, if there are any
         lr = args.lr * lr_factor(args, step, steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -568,7 +566,7 @@ def train(args, device, data, model, state, log):
                 loss = share_of_loss(ddp_model(batch), batch)
             scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
-        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        norm = update_if_finite(args, optimizer, scaler)
         meter.add(step_loss, norm)
         loop["step"] += 1
         bar.update()
@@ -589,8 +587,8 @@ def train(args, device, data, model, state, log):
 
 def measure_baselines(data):
     """{task: {name: test accuracy}} of what needs no network: the commonest class; logistic
-    regression on counts of elements, pairs, links, chains; for the task `dim` the dimension whose
-    sprinklings have as many related pairs (Myrheim and Meyer: Meyer 1988). (rank 0)"""
+    regression on counts of elements, pairs, links, chains; for a task `dim` or `dimension` that
+    whose sprinklings have as many related pairs (Myrheim and Meyer: Meyer 1988). (rank 0)"""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -637,7 +635,7 @@ def report(args, data, ids, metrics, logp):
             logging.warning(f"{task}: the network is worse than what needs no network")
     try:
         save_predictions(args, data, ids, logp)
-    except OSError as error:  # most likely a full disk; the figures above are there
+    except (ImportError, OSError, ValueError) as error:  # such as a full disk
         logging.warning(f"no predictions.npz or no confusion matrix: {error}")
     return baselines
 
@@ -667,9 +665,8 @@ def test(args, device, data, model, best):
     if state and state["loop"]["step"] == best["step"]:
         model.load_state_dict(state["model"])
     else:
-        logging.warning(
-            f"best.pt of step {best['step']} could not be saved: the test is of latest.pt"
-        )
+        text = f"best.pt of step {best['step']} was not saved, or is damaged"
+        logging.warning(f"{text}: the test is of latest.pt")
     ids = data.part("test")
     metrics, logp = evaluate(model, data, ids, args, device)
     return metrics, on_rank0(report, args, data, ids, metrics, logp)
@@ -715,7 +712,7 @@ LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
 SIZES = ["atomcount", "cset_size"]
 NUMBERS = ["num_samples", "num_causal_sets"]  # of sets, in a store that has room for more
 FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
-READER = 5  # raise it when you change what is read or kept: else an old cache is used
+READER = 6  # raise it when you change what is read or kept: else an old cache is used
 
 
 class ZarrFolder:
@@ -961,7 +958,7 @@ def read_all(paths, tasks):
             raise InputError(f"{path}: pip install zarr, which reads such stores") from None
         except Exception as error:
             text = " ".join(str(error).split())
-            raise InputError(f"--data {path}: {text} (--help has the format)") from None
+            raise InputError(f"{path}: {text} (the script's --help has the format)") from None
     if notes:
         text = "arrays have chunks that are not stored and read as zeros, right if they held zeros"
         notes = [f"{len(notes)} {text}, such as {notes[0]}"]
@@ -1013,7 +1010,7 @@ def write_sets(folder, args):
         notes.append(f"{copies} sets are copies of others: they stay in one part of the split")
     arrays["node_ptr"] = np.cumsum([0, *arrays["statistics"][:, 0]], dtype=np.int64)
     arrays["edge_ptr"] = np.cumsum([0, *arrays["statistics"][:, 2]], dtype=np.int64)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(json.dumps(classes).encode())
     for name, array in sorted(arrays.items()):
         np.save(folder / f"{name}.npy", array)
         digest.update(array)
@@ -1063,8 +1060,6 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "Disk quota exceeded": "your share of a disk is used up",
-    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
 }
@@ -1157,9 +1152,10 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
 
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
-    path = parser.parse_args().config
+    args = parser.parse_args()
+    path = args.config
     if path is None:
-        return parser.parse_args()
+        return args
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -1431,8 +1427,8 @@ def on_rank0(function, *args, group=None):
 MAX_BAD_STEPS = 10  # in a row, then the run ends
 # options that a resumed run may be given anew; with others it would be another run
 MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
-    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
-    prepare_only""".split()
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+    local_rank""".split()
 
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -1522,7 +1518,7 @@ class GlobalBatchSampler(DistributedSampler):
     cost share a micro-batch, where they need little padding, and all ranks get equal work."""
 
     def __init__(self, ids, args, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
+        super().__init__(ids, seed=args.seed)
         self.ids = ids
         self.cost = np.zeros(ids.max() + 1) if cost is None else cost
         self.global_batch = args.global_batch_size
@@ -1643,10 +1639,9 @@ def seed_step(args, step):
     torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
 
 
-def update_if_finite(args, model, kept, optimizer, scaler):
-    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
-    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
-    that the host can go on and queue the next step."""
+def update_if_finite(args, optimizer, scaler):
+    """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
+    read from the device, so that the host can go on and queue the next step."""
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
@@ -1656,8 +1651,6 @@ def update_if_finite(args, model, kept, optimizer, scaler):
         optimizer.step()
     elif norm.isfinite():  # the host waits for the device here, which costs speed
         optimizer.step()
-    for buffer, old in zip(model.buffers(), kept, strict=True):
-        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
     scaler.update()
     optimizer.zero_grad()
     return norm
@@ -1706,7 +1699,8 @@ class Meter:
             return ""
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
-        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
+        everyone = gather({**own, "wish": wish_to_stop(self.args)})
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             hint = "--fresh and a lower learning rate, or look for such numbers in the data"
@@ -1726,7 +1720,7 @@ class Meter:
                 row[name] = share / good
             row["grad_norm"] = norm / good
         row["samples_per_s"] = self.steps * samples / seconds
-        row["data_wait"] = self.data_wait / seconds
+        row["data_wait"] = max(theirs["data_wait"] for theirs in everyone) / seconds
         log.write(row)
         self.start()
         return reason
@@ -1858,8 +1852,11 @@ def find_checkpoint(folder, fresh):
         for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
             checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()
-        if fresh and is_run and not is_restart:
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        if fresh and is_run and is_restart:
+            logging.warning(f"--fresh: this is a restart, and goes on with what {folder} has")
+        elif fresh and is_run:
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"--fresh: what {folder} had is now in {old}")
             checkpoints = []
             lock_folder(folder)
         (folder / "metrics.jsonl").touch()
@@ -1871,11 +1868,11 @@ def find_checkpoint(folder, fresh):
     state = read_checkpoint(latest)
     if state is None:
         state = read_checkpoint(previous)
-        if state is not None:
-            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        if state is not None and latest.exists():  # or the next save would put it over previous.pt
+            latest.replace(folder / "damaged.pt")
         elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
-    if state and state["loop"].get("best") and folder / "best.pt" not in checkpoints:
+    if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:
         logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
     return state
 
@@ -1924,8 +1921,11 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = self.path.read_bytes()[: state["log_size"] if state else 0]
+        size = state["log_size"] if state else 0
+        kept = self.path.read_bytes()[:size]
         os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
+        if len(kept) < size:
+            logging.warning(f"{self.path} has been cut: rows before the checkpoint are lost")
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             try:

@@ -102,12 +102,12 @@ def parse_args():
     add("--cache_dir", default="cache", help="where what is read once is kept")
     add("--skip_bad_data", **FLAG, default=False, help="leave out damaged images, and list them")
     kinds = ["none", "shift", "original"]
-    text = "of images to classify; original: shift, and mirror"
+    text = "of images to classify; original: shift twice as far, and mirror"
     add("--augm_type_classification", default="shift", choices=kinds, help=text)
     add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model_type", default="SmallNet", choices=[*MODELS], help="network")
+    add("--model_type", default="SmallNet", choices=MODELS, help="network")
     add("--width", type=COUNT, default=24, help="channels of SmallNet")
     add("--norm", default="none", choices=["none", "layer", "batch"], help="of SmallNet")
     add("--ckpt_path", help="weights to start from: a checkpoint or a state_dict")
@@ -129,13 +129,12 @@ def parse_args():
     add("--indist_attack_clf_norm", default="L2", choices=kinds, help="of step and ball")
 
     add = parser.add_argument_group("optimization").add_argument
-    kinds = [*OPTIMIZERS]
     text = "of stage 1; 0: stage 2 starts from --ckpt_path"
     add("--at_epochs", type=steps, default=40, help=text)
     add("--total_epochs", type=steps, default=100, help="of stage 2; 0: stage 1 only")
-    add("--at_optimizer", default="adamw", choices=kinds, help="of stage 1")
+    add("--at_optimizer", default="adamw", choices=OPTIMIZERS, help="of stage 1")
     add("--at_lr", type=number(0), default=2e-3, help="peak of stage 1; half a cosine down to 0")
-    add("--optimizer", default="sgd", choices=kinds, help="of stage 2")
+    add("--optimizer", default="sgd", choices=OPTIMIZERS, help="of stage 2")
     add("--lr", type=number(0), default=1e-3, help="learning rate of stage 2, constant")
     add("--wd", type=number(0), default=5e-4, help="weight decay of matrices; biases, norms: 0")
     add("--ema", type=number(0, 1), default=0.999, help="decay of averaged weights; 0: no average")
@@ -393,12 +392,12 @@ def make_network(args, classes, channels, size):
     model.register_buffer("mean", mean[:, None, None], persistent=False)
     model.register_buffer("deviation", deviation[:, None, None], persistent=False)
 
-    # convolutions are faster with channels last, except those of small images on a CPU
-    is_faster = size >= 16 or args.compile or torch.accelerator.is_available()
+    # Convolutions are faster with channels last, except those of small images on a CPU. (Not by the
+    # device: a checkpoint's optimizer must have the layout of the weights.)
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            if is_faster and layer.weight.shape[1] > 1:  # of one channel both layouts are the same
+            if size >= 16 and layer.weight.shape[1] > 1:  # of one channel both layouts are the same
                 layer.to(memory_format=torch.channels_last)
     nn.init.zeros_(model.fc.bias)
     return model
@@ -480,7 +479,7 @@ class Attack:
             gradient = gradient / largest.clamp(min=1e-38)
             length = torch.linalg.vector_norm(gradient, dim=(1, 2, 3), keepdim=True)
             move = gradient / length.clamp(min=1e-6)
-        return in_ball(z.detach() + self.size * move, x, self.eps, self.norm)
+        return in_ball(z + self.size * move, x, self.eps, self.norm)
 
 
 def real_or_fake(logits, is_real):
@@ -592,8 +591,9 @@ def train(args, device, stage, data, nets, state, log, loop):
     optimizer = make_optimizer(args, model, stage)
     model.context, scaler = choose_precision(args, device)
     nets.twin.context = model.context
+    parts = {"model": model, "average": nets.average, "optimizer": optimizer, "scaler": scaler}
     if state:
-        restore(state, model=model, average=nets.average, optimizer=optimizer, scaler=scaler)
+        restore(state, **parts)
     if loop["phase"] != phase:
         begin_stage(args, stage, nets, loop)
     # batch normalisation keeps stage 1's statistics: those of OOD images would harm the energy
@@ -607,8 +607,6 @@ def train(args, device, stage, data, nets, state, log, loop):
 
     def save(must_succeed=False):  # latest.pt
         loop["attack"] = length.state()
-        weights = {"model": model, "average": nets.average}
-        parts = {**weights, "optimizer": optimizer, "scaler": scaler}
         save_checkpoint("latest.pt", args, log, loop, must_succeed, **parts)
 
     def backward(losses):
@@ -629,11 +627,12 @@ def train(args, device, stage, data, nets, state, log, loop):
         epoch = done // sampler.steps
 
         # Validate. All ranks have the same metrics, and so agree on what is best.
-        is_due = done > 0 and (done % eval_every == 0 or done >= steps)
+        is_due = done % eval_every == 0 or done >= steps
         if is_due and loop["validated"] < done:
             metrics = evaluate(nets.average, data, args, device)
-            if metrics is None:  # latest.pt was saved before this validation, which is made again
+            if metrics is None:  # this validation is made again
                 reason = max(gather(wish_to_stop(args)))
+                save(must_succeed=True)
                 break
             loop["validated"] = done
             row = {f"val/{stage}/{name}": value for name, value in metrics.items()}
@@ -645,7 +644,7 @@ def train(args, device, stage, data, nets, state, log, loop):
             break
 
         seed_step(args, loop["step"])
-        kept = [buffer.clone() for buffer in model.buffers()]
+        kept = [buffer.clone() for buffer in model.buffers()]  # a bad step must not change them
         lr = args.lr
         if stage == "at":
             lr = args.at_lr * (0.5 + 0.5 * math.cos(math.pi * done / steps))
@@ -668,7 +667,9 @@ def train(args, device, stage, data, nets, state, log, loop):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             clf_loss += backward(cross_entropy(ddp_model(x), batch.y))
         share_statistics(model)
-        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        norm = update_if_finite(args, optimizer, scaler)
+        for buffer, old in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(torch.where(norm.isfinite(), buffer, old))
         update_average(nets.average, model, args.ema, done)
 
         shares = [clf_loss]
@@ -688,8 +689,8 @@ def train(args, device, stage, data, nets, state, log, loop):
         bar.update()
 
         # log and save; also before a validation, which may be interrupted
-        is_last = done % eval_every == 0 or done >= steps
-        must_save = done % args.save_every == 0 or is_last
+        is_due = done % eval_every == 0 or done >= steps
+        must_save = done % args.save_every == 0 or is_due
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if reason or must_save:
             save(must_succeed=bool(reason))
@@ -727,11 +728,11 @@ def keep_best(args, stage, average, metrics, T, log, loop):
     if best and (T, value) < (best["T"], best["value"]):
         return
 
-    best = {"metric": f"{stage}/{name}", "value": value, "better": "higher", "step": loop["step"]}
+    best = {"metric": f"{stage}/{name}", "value": value, "step": loop["step"]}
     loop["best"] = {**before, stage: {**best, "T": T, "metrics": metrics}}
     names = ["at_best.pt", "best.pt"] if stage == "at" else ["best.pt"]
     if not all(save_checkpoint(name, args, log, loop, model=average) for name in names):
-        loop["best"] = before  # the files have these weights still
+        loop["best"] = before
 
 
 OPTIMIZERS = {  # with the original's settings
@@ -774,8 +775,8 @@ SKIPPED = -1  # in place of the pairs_in_order of a step that was skipped
 
 class AttackLength:
     """T, the steps of the attack on OOD images. It grows by one when the mean AUC of the last steps
-    with this T, as many as have --min_imgs_per_threshold images, is at least --AUC_th. Steps that
-    were skipped do not count. The AUC of a step is read while the next one is made: by then the
+    with this T, as many as have --min_imgs_per_threshold images, is at least --AUC_th, and none of
+    them was skipped. The AUC of a step is read while the next one is made: by then the
     device has it, and nobody waits."""
 
     def __init__(self, args, global_batch, saved):
@@ -797,8 +798,9 @@ class AttackLength:
         """Take in the pairs_in_order () of a step, the same on all ranks."""
         is_full = len(self.window) == self.window.maxlen
         if is_full and self.steps < self.args.attack_max_steps:
-            known = [count for count in self.state()["window"] if count != SKIPPED]
-            if known and sum(known) / (len(known) * self.pairs) >= self.args.AUC_th:
+            window = self.state()["window"]
+            mean = sum(window) / (len(window) * self.pairs)
+            if SKIPPED not in window and mean >= self.args.AUC_th:
                 self.steps += 1
                 self.window.clear()
                 return  # this step still had the T before
@@ -830,7 +832,7 @@ def share_statistics(model):
     if running and dist.get_world_size() > 1:
         flat = torch.cat(running) / dist.get_world_size()
         dist.all_reduce(flat)
-        torch._foreach_copy_(running, [*flat.split([len(tensor) for tensor in running])])
+        torch._foreach_copy_(running, flat.split([len(tensor) for tensor in running]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -845,7 +847,8 @@ def load_data(args):
     for part in ("train", "valid", "test"):
         counts = [len(images.part(part)) for images in data]
         logging.info(f"  {part}: {counts[0]:,} images, {counts[1]:,} OOD")
-    counts = np.bincount(data[0].labels, minlength=len(data[0].classes))
+    labels = data[0].labels[data[0].split != UNUSED]
+    counts = np.bincount(labels, minlength=len(data[0].classes))
     texts = [f"{name} {count:,}" for name, count in zip(data[0].classes, counts, strict=True)]
     logging.info(f"  classes: {', '.join(texts[:20])}")
     count = len(data[0].some("valid", EVAL_IMAGES))
@@ -1010,7 +1013,7 @@ def main(args):
 TRAIN, VALID, TEST, UNUSED = range(4)  # in split.npy
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VALID, "valid": VALID, "validation": VALID}
 PARTS.update({"test": TEST, "testing": TEST})
-READER = 2  # raise it when you change what is read or kept: else an old cache is used
+READER = 3  # raise it when you change what is read or kept: else an old cache is used
 
 
 class Found:
@@ -1349,6 +1352,7 @@ def write_images(folder, args, name, found, shape, inside):
     check_parts(name, parts, labels, classes, notes)
 
     digest = hashlib.sha256(images)
+    digest.update(json.dumps(classes).encode())
     for file, array in {"labels": labels, "split": parts, "digests": digests}.items():
         np.save(folder / f"{file}.npy", array)
         digest.update(array)
@@ -1433,8 +1437,6 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "Disk quota exceeded": "your share of a disk is used up",
-    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
 }
@@ -1527,9 +1529,10 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
 
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
-    path = parser.parse_args().config
+    args = parser.parse_args()
+    path = args.config
     if path is None:
-        return parser.parse_args()
+        return args
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -1801,8 +1804,8 @@ def on_rank0(function, *args, group=None):
 MAX_BAD_STEPS = 10  # in a row, then the run ends
 # options that a resumed run may be given anew; with others it would be another run
 MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
-    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
-    prepare_only""".split()
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+    local_rank""".split()
 
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -1892,7 +1895,7 @@ class GlobalBatchSampler(DistributedSampler):
     cost share a micro-batch, where they need little padding, and all ranks get equal work."""
 
     def __init__(self, ids, args, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
+        super().__init__(ids, seed=args.seed)
         self.ids = ids
         self.cost = np.zeros(ids.max() + 1) if cost is None else cost
         self.global_batch = args.global_batch_size
@@ -2013,10 +2016,9 @@ def seed_step(args, step):
     torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
 
 
-def update_if_finite(args, model, kept, optimizer, scaler):
-    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
-    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
-    that the host can go on and queue the next step."""
+def update_if_finite(args, optimizer, scaler):
+    """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
+    read from the device, so that the host can go on and queue the next step."""
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
@@ -2026,8 +2028,6 @@ def update_if_finite(args, model, kept, optimizer, scaler):
         optimizer.step()
     elif norm.isfinite():  # the host waits for the device here, which costs speed
         optimizer.step()
-    for buffer, old in zip(model.buffers(), kept, strict=True):
-        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
     scaler.update()
     optimizer.zero_grad()
     return norm
@@ -2076,7 +2076,8 @@ class Meter:
             return ""
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
-        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
+        everyone = gather({**own, "wish": wish_to_stop(self.args)})
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             hint = "--fresh and a lower learning rate, or look for such numbers in the data"
@@ -2096,7 +2097,7 @@ class Meter:
                 row[name] = share / good
             row["grad_norm"] = norm / good
         row["samples_per_s"] = self.steps * samples / seconds
-        row["data_wait"] = self.data_wait / seconds
+        row["data_wait"] = max(theirs["data_wait"] for theirs in everyone) / seconds
         log.write(row)
         self.start()
         return reason
@@ -2228,8 +2229,11 @@ def find_checkpoint(folder, fresh):
         for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
             checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()
-        if fresh and is_run and not is_restart:
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        if fresh and is_run and is_restart:
+            logging.warning(f"--fresh: this is a restart, and goes on with what {folder} has")
+        elif fresh and is_run:
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"--fresh: what {folder} had is now in {old}")
             checkpoints = []
             lock_folder(folder)
         (folder / "metrics.jsonl").touch()
@@ -2241,11 +2245,11 @@ def find_checkpoint(folder, fresh):
     state = read_checkpoint(latest)
     if state is None:
         state = read_checkpoint(previous)
-        if state is not None:
-            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        if state is not None and latest.exists():  # or the next save would put it over previous.pt
+            latest.replace(folder / "damaged.pt")
         elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
-    if state and state["loop"].get("best") and folder / "best.pt" not in checkpoints:
+    if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:
         logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
     return state
 
@@ -2294,8 +2298,11 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = self.path.read_bytes()[: state["log_size"] if state else 0]
+        size = state["log_size"] if state else 0
+        kept = self.path.read_bytes()[:size]
         os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
+        if len(kept) < size:
+            logging.warning(f"{self.path} has been cut: rows before the checkpoint are lost")
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             try:

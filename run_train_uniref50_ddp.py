@@ -323,7 +323,7 @@ class Block(nn.Module):
 
 
 def angles_of(values, count):
-    """(n,) -> (n, count): values, such as positions, times frequencies from 1 down to 1e-4"""
+    """(n,) -> (n, count): values, such as positions, times frequencies from 1 to above 1e-4"""
     return values[:, None] * 1e4 ** (-torch.arange(count, device=values.device) / count)
 
 
@@ -477,6 +477,7 @@ def mean_and_error(nats, residues):
     """Nats per residue of all sequences together, and its standard error over sequences."""
     mean = nats.sum() / residues.sum()
     error = math.sqrt(((nats - mean * residues) ** 2).sum()) / residues.sum()
+    error *= math.sqrt(len(nats) / (len(nats) - 1))
     return float(mean), float(error)
 
 
@@ -561,7 +562,6 @@ def train(args, device, data, model, state, log, loop):
         save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
     sampler.start = loop["step"]
     batches = make_loader(NoisyProteins(data.train, args.seed), sampler, args, device)
-    kept = []  # buffers that a bad step must not change: this network has none
 
     logging.info("Starting distributed training...")
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
@@ -575,8 +575,9 @@ def train(args, device, data, model, state, log, loop):
         # stopped before its evaluation makes it now; so does one that goes on with fewer --n_iters.
         if is_evaluated(step) and loop["validated"] < step:
             metrics = evaluate(average, data, args, autocast, device)
-            if metrics is None:  # latest.pt was saved before this evaluation
+            if metrics is None:  # this evaluation is made again
                 reason = max(gather(wish_to_stop(args)))
+                save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
                 break
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": step, "epoch": (step - 1) // sampler.steps, **row})
@@ -613,7 +614,7 @@ def train(args, device, data, model, state, log, loop):
             # DDP divides the sum over the ranks by their number, but the shares are to be added up
             scaler.scale(loss * world_size).backward()
             shares += torch.stack([loss.detach(), (batch.noisy >= FIRST).sum()])
-        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        norm = update_if_finite(args, optimizer, scaler)
         decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
         with torch.no_grad():
             torch._foreach_lerp_(averaged, weights, 1 - decay)
@@ -875,7 +876,8 @@ def is_held_out(tokens, val_ratio):
 def write_tokens(folder, args):
     """Read --datafile, and write for the parts train and valid: PART.tokens (uint8), sequence after
     sequence, each from BEGIN to END; PART.offsets (int64), where each begins, and where the last
-    one ends. The memory that this needs does not grow with the file. (rank 0)"""
+    one ends; skipped.txt, bad records; meta.json. The memory that this needs does not grow with
+    the file, unless that is a .pt list. (rank 0)"""
     files = {}
     ends = {"train": 0, "valid": 0}
     for part in ends:
@@ -915,7 +917,7 @@ def write_tokens(folder, args):
     _, valid_hash = read_through(folder / "valid.tokens")
     nucleotides = sum(letters[RESIDUES.index(letter)] for letter in "ACGTUN")
     if nucleotides > 0.9 * sum(letters):
-        text = f"{nucleotides / max(1, sum(letters)):.0%} of its letters are A C G T U N"
+        text = f"{nucleotides / sum(letters):.0%} of its letters are A C G T U N"
         raise InputError(f"{args.datafile}: expected proteins; it is DNA or RNA: {text}")
     if counts["train"] == 0 or counts["valid"] < 2:
         text = f"{counts['train']} proteins to train on, {counts['valid']} held out, {bad} bad ones"
@@ -978,8 +980,6 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "Disk quota exceeded": "your share of a disk is used up",
-    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
 }
@@ -1072,9 +1072,10 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
 
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
-    path = parser.parse_args().config
+    args = parser.parse_args()
+    path = args.config
     if path is None:
-        return parser.parse_args()
+        return args
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -1346,8 +1347,8 @@ def on_rank0(function, *args, group=None):
 MAX_BAD_STEPS = 10  # in a row, then the run ends
 # options that a resumed run may be given anew; with others it would be another run
 MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
-    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
-    prepare_only""".split()
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+    local_rank""".split()
 
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -1437,7 +1438,7 @@ class GlobalBatchSampler(DistributedSampler):
     cost share a micro-batch, where they need little padding, and all ranks get equal work."""
 
     def __init__(self, ids, args, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
+        super().__init__(ids, seed=args.seed)
         self.ids = ids
         self.cost = np.zeros(ids.max() + 1) if cost is None else cost
         self.global_batch = args.global_batch_size
@@ -1558,10 +1559,9 @@ def seed_step(args, step):
     torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
 
 
-def update_if_finite(args, model, kept, optimizer, scaler):
-    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
-    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
-    that the host can go on and queue the next step."""
+def update_if_finite(args, optimizer, scaler):
+    """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
+    read from the device, so that the host can go on and queue the next step."""
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
@@ -1571,8 +1571,6 @@ def update_if_finite(args, model, kept, optimizer, scaler):
         optimizer.step()
     elif norm.isfinite():  # the host waits for the device here, which costs speed
         optimizer.step()
-    for buffer, old in zip(model.buffers(), kept, strict=True):
-        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
     scaler.update()
     optimizer.zero_grad()
     return norm
@@ -1621,7 +1619,8 @@ class Meter:
             return ""
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
-        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
+        everyone = gather({**own, "wish": wish_to_stop(self.args)})
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             hint = "--fresh and a lower learning rate, or look for such numbers in the data"
@@ -1641,7 +1640,7 @@ class Meter:
                 row[name] = share / good
             row["grad_norm"] = norm / good
         row["samples_per_s"] = self.steps * samples / seconds
-        row["data_wait"] = self.data_wait / seconds
+        row["data_wait"] = max(theirs["data_wait"] for theirs in everyone) / seconds
         log.write(row)
         self.start()
         return reason
@@ -1773,8 +1772,11 @@ def find_checkpoint(folder, fresh):
         for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
             checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()
-        if fresh and is_run and not is_restart:
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        if fresh and is_run and is_restart:
+            logging.warning(f"--fresh: this is a restart, and goes on with what {folder} has")
+        elif fresh and is_run:
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"--fresh: what {folder} had is now in {old}")
             checkpoints = []
             lock_folder(folder)
         (folder / "metrics.jsonl").touch()
@@ -1786,11 +1788,11 @@ def find_checkpoint(folder, fresh):
     state = read_checkpoint(latest)
     if state is None:
         state = read_checkpoint(previous)
-        if state is not None:
-            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        if state is not None and latest.exists():  # or the next save would put it over previous.pt
+            latest.replace(folder / "damaged.pt")
         elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
-    if state and state["loop"].get("best") and folder / "best.pt" not in checkpoints:
+    if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:
         logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
     return state
 
@@ -1839,8 +1841,11 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = self.path.read_bytes()[: state["log_size"] if state else 0]
+        size = state["log_size"] if state else 0
+        kept = self.path.read_bytes()[:size]
         os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
+        if len(kept) < size:
+            logging.warning(f"{self.path} has been cut: rows before the checkpoint are lost")
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             try:

@@ -19,7 +19,7 @@
 #   ./run_train_uniref50_ddp.sh -d uniref50.fasta.gz --fresh --project proteins --name first
 #   CUDA_VISIBLE_DEVICES=2,3 ./run_train_uniref50_ddp.sh -d proteins.fasta --batch_size=8
 # Several machines: the same line on each, with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the
-# first one's name) and, if it is not 29500, MASTER_PORT set.
+# first one's name) and perhaps MASTER_PORT set (else 29500, in a SLURM job a port of its own).
 set -euo pipefail
 
 here=$(dirname -- "${BASH_SOURCE[0]}")
@@ -63,5 +63,6 @@ fi
 ((processes <= most)) || die "--gpus is $processes but here are $gpus GPU(s), $cores CPU core(s)"
 
 # one process checks the options and reads the data, before there are processes that would wait
-python "$here/run_train_uniref50_ddp.py" "${options[@]}" --prepare_only || exit $?
+alone=(RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=0)
+env "${alone[@]}" python "$here/run_train_uniref50_ddp.py" "${options[@]}" --prepare_only || exit $?
 start_torchrun "$processes" "$here/run_train_uniref50_ddp.py" "${options[@]}"

@@ -43,7 +43,7 @@ import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 STATUSES = ["OK", "WARN", "FAIL"]  # from good to bad
-CHECKPOINT_GB = 1.4  # the largest of the scripts' checkpoints, with the optimizer's state
+CHECKPOINT_GB = 4.3  # the largest of the scripts' checkpoints, with the optimizer's state
 SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20, 25 * 2**20]  # bytes of all-reduces; DDP's: the last
 TIME_LIMIT = 300  # seconds for all that the ranks do
 REACH = "Can the ranks reach each other? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewall"
@@ -113,7 +113,7 @@ def check_devices(args):
 def check_backend(args):
     kind = find_kind(args)
     best = dist.get_default_backend_for_device(kind)
-    if args.backend in ("auto", best):
+    if args.backend in ("auto", "ccl", "xpu", best):
         return "OK", f"{best} for {kind}"
     if kind == "cpu" or not dist.is_backend_available(args.backend):
         return "FAIL", f"{args.backend} does not work here; give --backend {best}"
@@ -167,7 +167,7 @@ def check_shared_memory(args):
     free = shutil.disk_usage("/dev/shm").free / 1e9 if os.path.isdir("/dev/shm") else 0
     found = f"{free:.2f} GB free in /dev/shm"
     if free < 1:
-        text = "loader processes and NCCL die of this: docker run --shm-size=8g, or --ipc=host"
+        text = "NCCL dies of this: docker run --shm-size=8g, or --ipc=host"
         return "WARN", f"{found}; {text}"
     return "OK", found
 
@@ -417,7 +417,7 @@ def check_ranks(args, rank):
             if rank == 0:
                 worst = max(outcomes, key=lambda outcome: STATUSES.index(outcome[0]))
                 report(check.__name__, *worst)
-    except RuntimeError as error:
+    except (RuntimeError, RunError) as error:
         if rank > 0:
             raise
         text = f"{' '.join(str(error).split())}; did another rank say why? {REACH}"
@@ -533,8 +533,6 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "Disk quota exceeded": "your share of a disk is used up",
-    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
 }
@@ -627,9 +625,10 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
 
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
-    path = parser.parse_args().config
+    args = parser.parse_args()
+    path = args.config
     if path is None:
-        return parser.parse_args()
+        return args
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

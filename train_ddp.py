@@ -206,7 +206,7 @@ class PairBatch(NamedTuple):
 
     texts: Texts
     targets: torch.Tensor  # (B, D) float16
-    numbers: torch.Tensor  # (B,) of the texts in the corpus: equal texts have equal numbers
+    numbers: torch.Tensor  # (B,) of the texts in the corpus
     positives: torch.Tensor  # (n, P) numbers of all texts that answer a query, then -1
     pull: torch.Tensor  # (B,) weights of the distances; a step has 0.5 for queries, for documents
     total: int  # queries of the whole step, all ranks
@@ -456,7 +456,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
         gathered = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
-        all_gather(gathered, rows.contiguous())
+        all_gather(gathered, rows)
         return gathered
 
     @staticmethod
@@ -601,7 +601,8 @@ def ranking_metrics(corpus, vectors):
         for query, row in enumerate(scores.cpu().numpy(), start):
             own = -np.sort(-row[answers[query]])
             row[answers[query]] = -math.inf
-            places = np.array([1 + k + (row >= score).sum() for k, score in enumerate(own)])
+            # equal scores may differ by rounding
+            places = np.array([1 + k + (row >= score - 1e-6).sum() for k, score in enumerate(own)])
 
             ndcg.append(discounts[places[places <= 10] - 1].sum() / discounts[: len(own)].sum())
             mrr.append(1 / places[0] if places[0] <= 10 else 0)
@@ -619,7 +620,7 @@ def measure(args, data, vectors, head):
     if head:  # without the distractors, which may have been trained on
         rows = corpus.eval_texts[: len(corpus.eval_queries) + corpus.eval_answers]
         found = vectors[: len(rows)]
-        target = F.normalize(data.targets(rows).to(found).float(), dim=1)
+        target = F.normalize(data.targets(rows).to(found), dim=1)
         weights = (args.phase1_l2_weight, args.phase1_cosine_weight)
         metrics["loss"] = distance(found, target, *weights).cpu().double().mean().item()
         metrics["teacher_cosine"] = (found * target).sum(1).cpu().double().mean().item()
@@ -645,7 +646,7 @@ def keep_best(loop, number, metrics, save):
     values = {name: best["value"] for name, best in before.items()}
     if not value > values.get(f"phase {number}", -math.inf):  # NaN is never better
         return
-    best = {"metric": metric, "value": value, "better": "higher", "step": loop["step"]}
+    best = {"metric": metric, "value": value, "step": loop["step"]}
     loop["best"] = {**before, f"phase {number}": {**best, "metrics": metrics}}
     names = [f"phase{number}_best.pt"]
     if value > max(values.values(), default=-math.inf):
@@ -668,7 +669,7 @@ def as_text(metrics):
 class Phase(NamedTuple):
     number: int
     data: TextData
-    sampler: DistributedSampler
+    sampler: "GlobalBatchSampler"
     steps: int
     lr: float  # its peak
 
@@ -786,14 +787,13 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
     meter = Meter(phase.data.parts, args, device)
     reason = ""
     while not reason:
-        done = loop["step"] - loop["before"]
-
         # Evaluate. All ranks have the same metrics, and so agree on what is best.
-        is_due = done > 0 and (done % eval_every == 0 or done >= phase.steps)
+        is_due = done % eval_every == 0 or done >= phase.steps
         if is_due and loop["validated"] < done:
             metrics = evaluate(model, phase.data, args, device)
-            if metrics is None:  # latest.pt was saved before this evaluation, which is made again
+            if metrics is None:  # this evaluation is made again
                 reason = max(gather(wish_to_stop(args)))
+                save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
                 break
             loop["validated"] = done
             epoch = (done - 1) // sampler.steps  # that of the last step
@@ -806,7 +806,6 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
             break
 
         seed_step(args, loop["step"])
-        kept = [buffer.clone() for buffer in model.buffers()]
         lr = phase.lr * lr_factor(args, done, phase.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -816,15 +815,15 @@ def train(args, device, phase, model, ddp_model, state, log, loop):
         for _ in range(sampler.accumulation):
             step_batches.append(meter.next_batch(batches, device))
         shares = forward_backward(args, ddp_model, step_batches, autocast, scaler, loop["step"])
-        norm = update_if_finite(args, model, kept, optimizer, scaler)
+        norm = update_if_finite(args, optimizer, scaler)
         meter.add(shares, norm)
         loop["step"] += 1
         done += 1
         bar.update()
 
         # log and save; also before an evaluation, which may be interrupted
-        is_last = done % eval_every == 0 or done >= phase.steps
-        must_save = done % args.save_every == 0 or is_last
+        is_due = done % eval_every == 0 or done >= phase.steps
+        must_save = done % args.save_every == 0 or is_due
         epoch = (done - 1) // sampler.steps
         row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
         reason = meter.meet(log, row, sampler.global_batch, must_save)
@@ -869,21 +868,20 @@ def begin_phase2(args, model):
     logging.warning(f"{path} is missing or damaged: phase 2 starts from {what}")
 
 
-def save_student(args, student, path, head):
+def save_student(student, path, head):
     """Save as a SentenceTransformer of its own modules, with the head or without. (rank 0)"""
     from safetensors import SafetensorError
     from sentence_transformers import SentenceTransformer
 
     modules = [*student.model, *student.head] if head else [*student.model]
-    options = {"prompts": student.model.prompts, "trust_remote_code": args.trust_remote_code}
-    model = SentenceTransformer(modules=modules, device=str(student.model.device), **options)
-    new = f"{path}.tmp"
-    shutil.rmtree(new, ignore_errors=True)
-    try:
-        model.save(new, create_model_card=False)
-    except SafetensorError as error:  # most likely a full disk
-        raise OSError(str(error)) from None
-    os.rename(new, path)  # whole, or not there
+    options = {"prompts": student.model.prompts, "device": str(student.model.device)}
+    model = SentenceTransformer(modules=modules, **options)
+    with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix="unfinished-") as folder:
+        try:
+            model.save(f"{folder}/student", create_model_card=False)
+        except SafetensorError as error:  # most likely a full disk
+            raise OSError(str(error)) from None
+        os.rename(f"{folder}/student", path)  # whole, or not there
 
 
 def save_artifacts(args, student):
@@ -894,11 +892,12 @@ def save_artifacts(args, student):
     if args.use_projection:
         paths = {f"{name}-base-{student.width}d": False, name: True}
     try:
+        os.makedirs(args.artifacts_dir, exist_ok=True)
         for path, head in paths.items():
             if Path(path).exists():  # it may be another run's
                 old = Path(path).rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
                 logging.info(f"what was in {path} is now in {old}")
-            save_student(args, student, path, head)
+            save_student(student, path, head)
             what = "for use" if head else "without the head: not in the teacher's space"
             logging.info(f"Saved {path} ({what})")
     except OSError as error:  # most likely a full disk
@@ -933,7 +932,9 @@ def compare(corpus, loop):
 def train_phases(args, device, phases, student, state, log, loop):
     """Returns why training was stopped, or "" if it has ended. (all ranks)"""
     if state is None and not measure_baselines(args, student, phases[0].data, device, loop):
-        return max(gather(wish_to_stop(args)))
+        # an error: a queue that starts the run again and again would never see its end
+        reason = max(gather(wish_to_stop(args)))
+        raise RunError(f"stopped by {reason} before the first checkpoint: nothing is kept")
     logging.info("Starting distributed training...")
     ddp_model = wrap_ddp(student, args, device)
     for phase in phases:
@@ -986,7 +987,7 @@ def main(args):
     may_change = """phase1_data phase2_data cache_dir phase1_epochs phase2_epochs max_steps
         skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts
         artifacts_dir""".split()
-    key = on_rank0(teacher_key, args, corpus, teacher, device)
+    key = on_rank0(teacher_key, args, corpus, teacher)
     state = open_run(args, f"{corpus.hash} {tokens.folder.name} {key}", may_change)
     loop = {
         "step": 0,
@@ -1103,8 +1104,9 @@ def read_source(name, split):
         yield from read_lines(path, kind)
 
 
-def open_file(name, mode="rt", **form):
+def open_file(name, mode="rt"):
     """Open a file, packed or not, whatever its name says."""
+    form = {}
     with open(name, "rb") as file:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
@@ -1148,8 +1150,8 @@ def read_lines(name, kind):
 
 
 def read_csv(name, separator):
-    """Records of a table. A quote that is not closed would swallow all rows up to the next one, or
-    to the end: so odd quotes, and rows that hold rows, are errors."""
+    """Records of a table. A quote that is not closed would swallow all rows to the end: so that is
+    an error. (If another one closes it, `where` names several lines.)"""
     csv.field_size_limit(sys.maxsize)
     columns = []
     end = 0
@@ -1172,21 +1174,11 @@ def read_csv(name, separator):
                     text = f"{len(fields)} fields, the header has {len(columns)}"
                     text = f"{text}: put quotes around those with a {separator!r} in them"
                     yield where, ValueError(text)
-                elif any(holds_rows(field, separator, len(columns)) for field in fields):
-                    yield where, ValueError("its lines look like rows: is a quote not closed?")
                 else:
                     yield where, dict(zip(columns, fields, strict=True))
         except csv.Error as error:
             text = f"{error}: is a quote not closed? What follows cannot be read"
             raise InputError(f"{name} line {end + 1}: {text}") from None
-
-
-def holds_rows(field, separator, columns):
-    """Whether a field seems to hold whole rows: five lines or more, each with the separators of a
-    row."""
-    inner = field.splitlines()[1:-1]
-    is_like_rows = all(line.count(separator) == columns - 1 for line in inner)
-    return columns > 1 and len(inner) >= 5 and is_like_rows
 
 
 def read_hub(name, split):
@@ -1285,9 +1277,9 @@ def read_rows(args, name, split, limit, problems, notes):
                 problems.append(f"{where}: {error}")
             else:
                 unread.update(set(record).difference(*columns.values()))
-                if where.startswith(f"{name} lines "):
+                if where.startswith(f"{path_of(name)} lines "):
                     long.append(where)
-        if next(source, None) is not None:
+        if split == "train" and next(source, None) is not None:
             notes.append(f"{name}: {limit:,} rows are read, and it has more: see --max_samples_...")
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise InputError(f"{name} cannot be read, is it whole? {error}") from None
@@ -1418,7 +1410,7 @@ def build_corpus(args, sources, held_out, notes):
     phase1 -= held
     pairs = sorted(pair for pair in pairs if not held.intersection(pair))
     eval_pairs = sorted(eval_pairs)
-    check_counts(args, phase1, pairs, eval_pairs, held)
+    check_counts(args, phase1, pairs, eval_pairs, answers)
 
     positives = []
     negatives = []
@@ -1435,11 +1427,14 @@ def build_corpus(args, sources, held_out, notes):
     judged = set()
     for query in eval_queries:
         judged.update(wrong[query])
-    judged -= held
     documents = {number for (is_query, _), number in numbers.items() if not is_query}
     wanted = round(min(args.eval_distractors * len(answers), len(documents)))
-    distractors = spread_out(sorted(judged), wanted)
-    distractors += spread_out(sorted(documents - judged - held), wanted - len(distractors))
+    # a query may have answers in rows that are not held out: those distract from nothing
+    others = documents - held
+    for query in eval_queries:
+        others -= right[query]
+    distractors = spread_out(sorted(judged & others), wanted)
+    distractors += spread_out(sorted(others - judged), wanted - len(distractors))
     eval_documents = [*sorted(answers), *distractors]
     row_of_query = {query: row for row, query in enumerate(eval_queries)}
     row_of_document = {document: row for row, document in enumerate(eval_documents)}
@@ -1460,9 +1455,9 @@ def build_corpus(args, sources, held_out, notes):
     }
 
 
-def check_counts(args, phase1, pairs, eval_pairs, held):
+def check_counts(args, phase1, pairs, eval_pairs, answers):
     """Refuse what would train on nothing, or could not be measured."""
-    counts = {"held-out texts": len(held)}
+    counts = {"held-out documents": len(answers)}
     if not args.skip_phase1:
         counts["texts for phase 1"] = len(phase1)
     if not args.skip_phase2:
@@ -1613,13 +1608,15 @@ def longest_first(corpus):
     return np.argsort(-np.diff(corpus.offsets), kind="stable")
 
 
-def teacher_key(args, corpus, name, device):
-    """A hash of everything that the teacher's vectors depend on. (rank 0)"""
+def teacher_key(args, corpus, name):
+    """A hash of everything that the teacher's vectors depend on, but the device. (rank 0)"""
     settings = [args.teacher_max_length, args.teacher_query_prompt, args.teacher_document_prompt]
     if not name.startswith("builtin:lsa"):
-        is_bf16 = device.type != "cpu"  # see load_teacher
-        settings += [args.trust_remote_code, is_bf16]
-    model = file_states(Path(name)) if Path(name).is_dir() else name
+        settings.append(args.trust_remote_code)
+    if args.teacher_model.startswith("builtin:"):
+        model = Path(name).name  # in it is a hash of what local_model made
+    else:
+        model = file_states(Path(name)) if Path(name).is_dir() else name
     key = json.dumps([READER, corpus.hash, model, settings])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
@@ -1632,7 +1629,7 @@ def teacher_vectors(args, key, name, corpus, width, device):
     is_lsa = name.startswith("builtin:lsa")
     size = len(corpus) if is_lsa else max(64, math.ceil(len(corpus) / 256))
     starts = range(0, len(corpus), size)
-    folder = Path(args.cache_dir) / f"teacher-{key}"
+    folder = Path(args.cache_dir) / f"teacher-{key}-{device.type}"
     paths = [folder / f"{start:010}.npy" for start in starts]
     missing = on_rank0(lambda: [i for i, path in enumerate(paths) if not is_array(path)])
     if not missing:
@@ -1716,7 +1713,10 @@ def is_without_hub(args):
     from urllib.error import HTTPError
     from urllib.request import urlopen
 
-    names = {args.teacher_model, args.student_model, args.phase1_data, args.phase2_data}
+    names = {args.teacher_model, args.student_model}
+    for phase in (1, 2):
+        if not getattr(args, f"skip_phase{phase}"):
+            names.add(getattr(args, f"phase{phase}_data"))
     remote = sorted(filter(is_remote, names))
     if not remote or "HF_HUB_OFFLINE" in os.environ:
         return False
@@ -1810,7 +1810,7 @@ def load_student(args, name):
         unfit = "its tokenizer has no padding token, which a batch needs"
     elif not any(parameter.requires_grad for parameter in student[0].parameters()):
         unfit = "all its weights are frozen: an adapter (PEFT) must be merged into the model first"
-    elif args.student_max_length is None and student.max_seq_length is None:
+    elif args.student_max_length is None and (student.max_seq_length or math.inf) > 1e6:
         unfit = "it has no maximum length: give --student_max_length"
     if unfit:
         raise InputError(f"--student_model {name}: {unfit}")
@@ -1843,7 +1843,7 @@ def check_student(args, student, tokens):
             where = args.artifacts_dir
             os.makedirs(where, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=where) as folder:
-            save_student(args, student, f"{folder}/student", head=False)
+            save_student(student, f"{folder}/student", head=False)
     except OSError as error:
         raise InputError(f"the student cannot be saved in {where}: {error}") from None
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -1953,8 +1953,6 @@ HINTS = {
     " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
     "Too many open files": "raise the limit: ulimit -n 4096",
     "No space left": "a disk is full",
-    "Disk quota exceeded": "your share of a disk is used up",
-    "File too large": "there is a limit to the size of files: ulimit -f",
     "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
     "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
 }
@@ -2047,9 +2045,10 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
 
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
-    path = parser.parse_args().config
+    args = parser.parse_args()
+    path = args.config
     if path is None:
-        return parser.parse_args()
+        return args
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -2321,8 +2320,8 @@ def on_rank0(function, *args, group=None):
 MAX_BAD_STEPS = 10  # in a row, then the run ends
 # options that a resumed run may be given anew; with others it would be another run
 MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
-    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes local_rank
-    prepare_only""".split()
+    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+    local_rank""".split()
 
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -2412,7 +2411,7 @@ class GlobalBatchSampler(DistributedSampler):
     cost share a micro-batch, where they need little padding, and all ranks get equal work."""
 
     def __init__(self, ids, args, cost=None):
-        super().__init__(ids, seed=args.seed, drop_last=True)
+        super().__init__(ids, seed=args.seed)
         self.ids = ids
         self.cost = np.zeros(ids.max() + 1) if cost is None else cost
         self.global_batch = args.global_batch_size
@@ -2533,10 +2532,9 @@ def seed_step(args, step):
     torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
 
 
-def update_if_finite(args, model, kept, optimizer, scaler):
-    """Clip, and step if the gradient is finite. If it is not, the model's buffers become `kept`
-    again. Returns the gradient's norm. With a fused optimizer nothing is read from the device, so
-    that the host can go on and queue the next step."""
+def update_if_finite(args, optimizer, scaler):
+    """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
+    read from the device, so that the host can go on and queue the next step."""
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
@@ -2546,8 +2544,6 @@ def update_if_finite(args, model, kept, optimizer, scaler):
         optimizer.step()
     elif norm.isfinite():  # the host waits for the device here, which costs speed
         optimizer.step()
-    for buffer, old in zip(model.buffers(), kept, strict=True):
-        buffer.copy_(torch.where(norm.isfinite(), buffer, old))
     scaler.update()
     optimizer.zero_grad()
     return norm
@@ -2596,7 +2592,8 @@ class Meter:
             return ""
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
-        everyone = gather({"sums": sums, "wish": wish_to_stop(self.args), "seconds": seconds})
+        own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
+        everyone = gather({**own, "wish": wish_to_stop(self.args)})
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             hint = "--fresh and a lower learning rate, or look for such numbers in the data"
@@ -2616,7 +2613,7 @@ class Meter:
                 row[name] = share / good
             row["grad_norm"] = norm / good
         row["samples_per_s"] = self.steps * samples / seconds
-        row["data_wait"] = self.data_wait / seconds
+        row["data_wait"] = max(theirs["data_wait"] for theirs in everyone) / seconds
         log.write(row)
         self.start()
         return reason
@@ -2748,8 +2745,11 @@ def find_checkpoint(folder, fresh):
         for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
             checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()
-        if fresh and is_run and not is_restart:
-            folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        if fresh and is_run and is_restart:
+            logging.warning(f"--fresh: this is a restart, and goes on with what {folder} has")
+        elif fresh and is_run:
+            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            logging.info(f"--fresh: what {folder} had is now in {old}")
             checkpoints = []
             lock_folder(folder)
         (folder / "metrics.jsonl").touch()
@@ -2761,11 +2761,11 @@ def find_checkpoint(folder, fresh):
     state = read_checkpoint(latest)
     if state is None:
         state = read_checkpoint(previous)
-        if state is not None:
-            latest.unlink(missing_ok=True)  # or the next save would put it over previous.pt
+        if state is not None and latest.exists():  # or the next save would put it over previous.pt
+            latest.replace(folder / "damaged.pt")
         elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
-    if state and state["loop"].get("best") and folder / "best.pt" not in checkpoints:
+    if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:
         logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
     return state
 
@@ -2814,8 +2814,11 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        kept = self.path.read_bytes()[: state["log_size"] if state else 0]
+        size = state["log_size"] if state else 0
+        kept = self.path.read_bytes()[:size]
         os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
+        if len(kept) < size:
+            logging.warning(f"{self.path} has been cut: rows before the checkpoint are lost")
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             try:

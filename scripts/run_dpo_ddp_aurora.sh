@@ -8,10 +8,11 @@
 #   CONFIG      YAML (default configs/run_dpo_ddp.yaml)
 #   OPTIONS     options of run_dpo_ddp.py that win over it; no spaces inside a value
 #   OUTPUT_DIR  default outputs/dpo_ddp_JOBNAME: a job of the same name resumes what it finds there
-#   REQUEUE=1   submit the job again when time was too short
+#   REQUEUE=1   submit the job again when time was too short, with the nodes and the time that stand
+#               below: change them there, not on the command line
 #
-# 5 minutes before the end the run saves and stops with status 0; REQUEUE=1, or the same qsub by
-# hand, goes on from there. Output: logs/dpo_ddp_JOBID.out and .err.
+# Up to 5 minutes before the end the run saves and stops with status 0; REQUEUE=1, or the same qsub
+# by hand, goes on from there. Output: logs/dpo_ddp_JOBID.out and .err.
 #
 #PBS -N dpo_ddp
 #PBS -A your_project_name
@@ -57,7 +58,7 @@ mpiexec -n "$ranks" -ppn 12 --hostfile "$PBS_NODEFILE" --pmi=pmix --cpu-bind=lis
     python run_dpo_ddp.py --config "$config" --output_dir "$output" --max_minutes "$minutes" \
     "${options[@]}" || status=$?
 if ((status == 0)) && [[ ${REQUEUE:-0} == 1 ]] && tail -n 50 "$log.out" | grep -q 'stopped by time limit'; then
-    qsub -N "$PBS_JOBNAME" -v "CONFIG=$config,OUTPUT_DIR=$output,REQUEUE=1,OPTIONS=${OPTIONS:-}" \
+    qsub -N "$PBS_JOBNAME" -v "CONFIG=$config,OUTPUT_DIR=$output,REQUEUE=1,OPTIONS=${OPTIONS:-} --fresh=False" \
         "$PWD/scripts/run_dpo_ddp_aurora.sh"
 fi
 exit "$status"

@@ -2,11 +2,11 @@
 # Starts run_dpo_ddp.py, one process per GPU of this machine; without a GPU, CPU processes. What it
 # says goes to the terminal and to logs/dpo_ddp_DATE_TIME.out and .err.
 #
-# Usage: ./scripts/run_dpo_ddp_local.sh [NGPUS=all] [options of run_dpo_ddp.py ...]
+# Usage: ./scripts/run_dpo_ddp_local.sh [NGPUS=all, without a GPU 2] [options of run_dpo_ddp.py ...]
 #   ./scripts/run_dpo_ddp_local.sh 2 --config configs/run_dpo_ddp_quickstart.yaml
 #   ./scripts/run_dpo_ddp_local.sh 4 --train_data pairs.json --output_dir outputs/dpo_ddp
 # Several machines: the same line on each, with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the
-# first one's name) and, if it is not 29500, MASTER_PORT set.
+# first one's name) and perhaps MASTER_PORT set (else 29500, in a SLURM job a port of its own).
 set -euo pipefail
 
 here=$(dirname -- "${BASH_SOURCE[0]}")

@@ -12,7 +12,8 @@ show_usage() {
     exit 0
 }
 
-# Set cores, gpus (0 where the options name the CPU), and most: how many processes may start here.
+# Set cores, gpus (0 with --device cpu or --no_cuda on the command line), and most: how many processes
+# may start here.
 count_devices() {
     if [[ ${NNODES:-1} != 1 && (-z ${NODE_RANK:-} || -z ${MASTER_ADDR:-}) ]]; then
         die "with NNODES=$NNODES set NODE_RANK and MASTER_ADDR, too"
@@ -40,7 +41,7 @@ start_torchrun() {
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes look for the dead ones
     # torchrun would say 30 seconds, and one thread
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + processes - 1) / processes))}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
     # SIGUSR1 (a batch queue's warning) reaches the processes, which then have 120 s to save
     local signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
     [[ -z $(trap -p HUP) ]] || signals=${signals/SIGHUP,/} # under nohup the run goes on

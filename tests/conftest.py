@@ -102,6 +102,16 @@ def server():
     server.kill()
 
 
+@pytest.fixture(scope="module")
+def causal_sets(tmp_path_factory):
+    """A file of 240 small causal sets of six kinds, as the tool makes them."""
+    from helpers import write_causal_sets
+
+    path = tmp_path_factory.mktemp("data") / "sets.npz"
+    write_causal_sets(path, "--samples=240", "--min_size=8", "--max_size=16")
+    return path
+
+
 @pytest.fixture
 def start(tmp_path):
     """start(command, **environment): a Job."""

@@ -4,6 +4,7 @@ small data, and a small disk."""
 import contextlib
 import importlib.util
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -52,6 +53,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def rank_variables(count, **more):
+    """The environment variables of each of `count` ranks on this machine."""
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost"}
+    common = {**common, "MASTER_PORT": free_port(), **more}
+    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+
+
 def run_program(argv, env, output):
     """A forked process becomes `python argv`, and writes into the file `output`."""
     os.setsid()  # what it leaves behind is found by its session
@@ -88,12 +96,13 @@ def run_program(argv, env, output):
 
 
 def call_script(script, *argv, **more):
-    """(exit status, output) of `python {script}.py argv`."""
+    """The output of `python {script}.py argv`: see call_program()."""
     return call_program(ROOT / f"{script}.py", *argv, **more)
 
 
-def call_program(path, *argv, seconds=200.0, **changes):
-    """(exit status, output) of `python path argv` on the CPU, without the time of its imports."""
+def call_program(path, *argv, status=0, seconds=200.0, **changes):
+    """The output of `python path argv` on the CPU, without the time of its imports. It must end
+    with `status`."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         arguments = ([str(path), *map(str, argv)], environment(**changes), str(output))
@@ -104,7 +113,20 @@ def call_program(path, *argv, seconds=200.0, **changes):
         process.kill()
         text = output.read_text() if output.exists() else ""
         assert not is_late, f"still running after {seconds} s:\n{text[-3000:]}"
-        return process.exitcode, text
+        assert process.exitcode == status, text[-3000:]
+        return text
+
+
+def run_here(script, *argv):
+    """main() of a script, in this process: a test may have replaced parts of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script.RunLog, "draw", lambda log: None)
+        patch.setattr(script, "SCRIPT", f"{script.__name__}.py")  # pytest is at work here
+        try:
+            script.main(parse_arguments(script, *argv))
+        finally:
+            script.cleanup()
+            logging.getLogger().handlers.clear()
 
 
 def refusal(text):
@@ -126,6 +148,28 @@ def environment(**changes):
     for name, value in changes.items():
         env[name] = str(value)
     return env
+
+
+def find_processes(is_ours):
+    """{id: environment} of the living processes of which is_ours(session, environment)."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            variables = (process / "environ").read_text(errors="replace").split("\0")
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            state, session = fields[0], int(fields[3])
+            if state not in "ZX" and is_ours(session, variables):
+                found[int(process.name)] = variables
+    return found
+
+
+def kill_all(find):
+    """SIGKILL to the processes whose ids find() returns, until it finds none."""
+    while find():
+        for pid in find():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 class Started:
@@ -170,10 +214,7 @@ class Job(Started):
         return self
 
     def __exit__(self, *error):
-        while self.processes():
-            for pid in self.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kill_all(self.processes)
         self.process.wait()
 
     @property
@@ -191,15 +232,7 @@ class Job(Started):
             pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
 
     def processes(self):
-        """Those that live, {id: environment}."""
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                variables = (process / "environ").read_text(errors="replace").split("\0")
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                if self.mark in variables and state not in "ZX":
-                    found[int(process.name)] = variables
-        return found
+        return find_processes(lambda session, variables: self.mark in variables)
 
 
 class Ranks(Started):
@@ -253,20 +286,13 @@ class Ranks(Started):
         return [rank.exitcode for rank in self.ranks]
 
     def processes(self):
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                fields = (process / "stat").read_text().rpartition(")")[2].split()
-                state, session = fields[0], int(fields[3])
-                if session in self.pids and state not in "ZX":
-                    found.append(int(process.name))
-        return found
+        return find_processes(lambda session, variables: session in self.pids)
 
 
 @contextlib.contextmanager
 def on_small_disk(folder, size):
-    """The folder is a file system of its own, of `size` bytes ("1m,ro": which cannot be written).
-    The test is skipped where none may be mounted."""
+    """The folder is a file system of its own, of `size` bytes. The test is skipped where none may
+    be mounted."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -353,33 +379,3 @@ def write_structures(folder, count, pairs=6, least=18, most=40):
 def write_causal_sets(path, *options):
     """What `tools/make_causal_sets.py --out PATH OPTIONS` writes: an .npz file."""
     import_tool("make_causal_sets").main([f"--out={path}", "--workers=1", *options])
-
-
-def mutated_pairs(folder):
-    """The rule of data/dpo/pairs.json, 12 pairs for each structure in `folder`: the chains' own
-    sequence is preferred to itself with the letters of 15 to 25 % of its residues moved one on, in
-    random order, among these residues."""
-    import run_dpo_ddp
-
-    named = {
-        "4ZHL": {"design_chains": ["U"], "fixed_chains": ["P"]},
-        "7CTH": {"design_chains": ["H", "L"], "fixed_chains": []},
-    }
-    rows = []
-    for path in sorted(folder.glob("*.pdb.gz")):
-        chains = run_dpo_ddp.read_structure(path).chains
-        names = named.get(path.name[:4], {})
-        design = names.get("design_chains", list(chains))
-        ids = np.concatenate([chains[name].letters for name in design])
-        own = "".join("ACDEFGHIKLMNPQRSTVWYX"[k] for k in ids)
-        for number in range(12):
-            draw = random.Random(f"{path.name[:4]} {number}")
-            share = 0.15 + 0.1 * draw.random()
-            order = sorted(range(len(own)), key=lambda i: draw.random())
-            moved = order[: round(share * len(own))]
-            letters = list(own)
-            for place, source in zip(moved, moved[1:] + moved[:1], strict=True):
-                letters[place] = own[source]
-            texts = {"preferred_seq": own, "unpreferred_seq": "".join(letters)}
-            rows.append({"pdb_file": path.name, **texts, **names})
-    return rows

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import resource
-import subprocess
 import sys
 import time
 from functools import cached_property
@@ -23,7 +22,7 @@ import torch
 from helpers import (
     ROOT,
     Ranks,
-    free_port,
+    rank_variables,
     refusal,
     write_causal_sets,
     write_digits,
@@ -184,17 +183,6 @@ def fill_disk_at_end(number):
     log.close = close
 
 
-def cover_folder(number):
-    """The output folder is read-only, for whoever opens it from now on."""
-    folder = os.environ["OUTPUT"]
-    subprocess.run(["mount", "--bind", folder, folder], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
-
-
-def uncover_folder(number):
-    subprocess.run(["umount", os.environ["OUTPUT"]], check=True)
-
-
 def stop_workers(number):
     """Processes that load data wait from now on, as for a file system that does not answer."""
     Path(f"{os.environ['OUTPUT']}.stuck").touch()
@@ -204,10 +192,6 @@ def fetch_or_wait(fetcher, index):
     while torch.utils.data.get_worker_info() and Path(f"{os.environ['OUTPUT']}.stuck").exists():
         time.sleep(0.1)
     return PLAIN_FETCH(fetcher, index)
-
-
-def lose_gpu_memory(number):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
 
 
 def find_checkpoint(number):
@@ -246,10 +230,7 @@ DO = {
     "fill": fill_disk,
     "free": free_disk,
     "fill at end": fill_disk_at_end,
-    "cover": cover_folder,
-    "uncover": uncover_folder,
     "workers": stop_workers,
-    "gpu": lose_gpu_memory,
     "checkpoint": find_checkpoint,
     "memory": no_memory,
     "clock": set_clock_back,
@@ -418,23 +399,13 @@ class Server(Ranks):
 
     def begin(self, script, argv, folder, world_size, faults=(), **env):
         """end() comes next."""
-        common = {
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": free_port(),
-            "FAULTS": json.dumps(faults),
-            "OUTPUT": folder,
-            **env,
-        }
-        variables = []
-        for rank in range(world_size):
-            variables.append({**common, "RANK": rank, "LOCAL_RANK": rank})
+        more = {"FAULTS": json.dumps(faults), "OUTPUT": folder, **env}
         self.run_folder = folder
         self.fault = Path(f"{folder}.fault")
         self.fault.unlink(missing_ok=True)
         self.began_at = time.monotonic()
-        self.start(variables, [RUNS, script, *argv, f"--output_dir={folder}"])
+        argv = [RUNS, script, *argv, f"--output_dir={folder}"]
+        self.start(rank_variables(world_size, **more), argv)
 
     def end(self):
         """The Run."""

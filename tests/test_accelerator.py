@@ -284,8 +284,7 @@ def step_on_meta(script, model, batch, loss_function):
     )
     args = SimpleNamespace(max_minutes=0, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
-    kept = [buffer.clone() for buffer in model.buffers()]
-    norm = script.update_if_finite(args, model, kept, optimizer, scaler)
+    norm = script.update_if_finite(args, optimizer, scaler)
     meter = script.Meter(["loss"], args, META)
     meter.add(loss.detach().reshape(1), norm)
     assert meter.sums.device == META
@@ -304,8 +303,7 @@ def count_in_program(name, folder, *more):
         *more,
     ]
     program = ROOT / f"{name}.py"
-    status, text = call_program(__file__, program, out, *options, f"--output_dir={folder}/run")
-    assert status == 0, text
+    call_program(__file__, program, out, *options, f"--output_dir={folder}/run")
     return json.loads(out.read_text())
 
 

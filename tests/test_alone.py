@@ -5,12 +5,10 @@ Each format is a function that writes such files into the folder, and returns th
 
 import bz2
 import csv
-import gzip
 import shutil
 import subprocess
 import sys
 
-import gemmi
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -28,37 +26,14 @@ def npz(folder):
     return ["--data=mine.npz"]
 
 
-def read_sets(folder):
-    """{name: array over all sets}"""
-    npz(folder)
-    arrays = dict(np.load(folder / "mine.npz"))
-    (folder / "mine.npz").unlink()
-    return arrays
-
-
-def write_arrays(group, arrays):
-    for name, array in arrays.items():
-        made = group.create_array(name, shape=array.shape, dtype=array.dtype)
-        made[...] = array
-
-
 def zarr_of_arrays(folder):
     """The first axis of each array counts the sets. (Other stores: test_causal_set_tools.py)"""
     zarr = pytest.importorskip("zarr")
+    npz(folder)
     store = zarr.open_group(folder / "mine.zarr", mode="w", zarr_format=3)
-    write_arrays(store, read_sets(folder))
-    return ["--data=mine.zarr"]
-
-
-def zarr_of_groups(folder):
-    """A group for each set."""
-    zarr = pytest.importorskip("zarr")
-    store = zarr.open_group(folder / "mine.zarr", mode="w", zarr_format=2)
-    arrays = read_sets(folder)
-    for i, size in enumerate(arrays.pop("atomcount")):
-        own = {name: array[i : i + 1] for name, array in arrays.items()}
-        own["adjacency_matrix"] = arrays["adjacency_matrix"][i, :size, :size]
-        write_arrays(store.create_group(f"cset_{i}"), own)
+    for name, array in np.load(folder / "mine.npz").items():
+        store.create_array(name, data=array)
+    (folder / "mine.npz").unlink()
     return ["--data=mine.zarr"]
 
 
@@ -98,14 +73,6 @@ def image_folder(folder):
     return ["--data=photos", "--image_shape=3x16"]
 
 
-def image_arrays(folder):
-    images = np.random.default_rng(0).integers(0, 99, (90, 9, 9), np.uint8)
-    labels = np.arange(90) % 3
-    images += (70 * labels[:, None, None]).astype(np.uint8)
-    np.savez(folder / "mine.npz", train_images=images, train_labels=labels[:, None])
-    return ["data=mine.npz"]
-
-
 def digits(folder):
     return []
 
@@ -124,11 +91,6 @@ def packed_fasta(folder):
     return ["--datafile=mine.fasta.bz2"]
 
 
-def lines_of_proteins(folder):
-    (folder / "mine.txt").write_text("\n".join(proteins(folder)))
-    return ["--datafile=mine.txt"]
-
-
 def list_of_proteins(folder):
     rows = [{"protein_seq": text, "length": len(text)} for text in proteins(folder)]
     torch.save(rows, folder / "processed.pt")
@@ -140,19 +102,6 @@ def pdb(folder):
     write_structures(folder, 4, least=16, most=16)
     shutil.copy(ROOT / "data" / "dpo" / "soluble_v_48_020.pt", folder)
     return ["--train_data=pairs.json", "--base_model_dir=."]
-
-
-def cif(folder):
-    options = pdb(folder)
-    for path in folder.glob("*.pdb"):
-        structure = gemmi.read_structure(str(path))
-        structure.setup_entities()
-        text = structure.make_mmcif_document().as_string()
-        path.with_suffix(".cif.gz").write_bytes(gzip.compress(text.encode()))
-        path.unlink()
-    rows = (folder / "pairs.json").read_text()
-    (folder / "pairs.json").write_text(rows.replace(".pdb", ".cif.gz"))
-    return options
 
 
 # --------------------------------------------------------------------------------------------------
@@ -223,17 +172,13 @@ SCRIPTS = {  # options of a tiny run, what is looked at
 CASES = [
     ("run_train_quantumgrav_ddp", npz),
     ("run_train_quantumgrav_ddp", zarr_of_arrays),
-    ("run_train_quantumgrav_ddp", zarr_of_groups),
     ("run_train_rebm_ddp", image_folder),
-    ("run_train_rebm_ddp", image_arrays),
     ("run_train_rebm_ddp", digits),
     ("train_ddp", csv_pairs),
     ("train_ddp", texts_and_parquet),
     ("run_train_uniref50_ddp", packed_fasta),
-    ("run_train_uniref50_ddp", lines_of_proteins),
     ("run_train_uniref50_ddp", list_of_proteins),
     ("run_dpo_ddp", pdb),
-    ("run_dpo_ddp", cif),
 ]
 
 

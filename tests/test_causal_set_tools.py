@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from helpers import call_script, import_tool, parse_arguments
+from runs import Run
 
 import run_train_quantumgrav_ddp as script
 
@@ -289,20 +290,17 @@ def cut(path):
 
 REFUSED = {  # name: what writes it, and a part of the one line
     "missing.npz": (lambda path: None, "--data"),
-    "missing.zarr": (lambda path: None, "--data"),
-    "text.npz": (lambda path: path.write_text("no archive"), "--data"),
+    "text.npz": (lambda path: path.write_text("no archive"), "expected a whole file of arrays"),
     "text.zarr": (lambda path: path.write_text("no folder"), "expected an .npz file, or a zarr"),
     "cut.npz": (cut, "cut.npz"),
     "empty.zarr": (lambda path: path.mkdir(), "expected adjacency_matrix or adj or link_matrix"),
     "groups.zarr": (in_two_groups, "groups.zarr/first"),
     # without sizes the padding would be read as elements
     "sizes.zarr": (with_arrays(atomcount=None), "expected atomcount or cset_size"),
-    "sizes.npz": (with_arrays(atomcount=None), "expected atomcount or cset_size"),
     "label.zarr": (with_arrays(kind=None), "expected kind"),
     "short.npz": (with_arrays(kind=np.ones(SETS - 1)), "kind has shape (29,); expected (30,)"),
     "object.npz": (with_arrays(kind=np.array([{}] * SETS, object)), "object.npz"),
     "one.npz": (with_arrays(kind=np.ones(SETS, int)), "--tasks kind: expected 2 values or more"),
-    "none.npz": (with_arrays(kind=np.full(SETS, -1)), "--tasks kind: expected 2 values or more"),
     "no_sets.npz": (with_arrays(**{k: v[:0] for k, v in flat_arrays().items()}), "no sets"),
     "one_set.npz": (with_arrays(adjacency_matrix=np.ones((9, 9))), "atomcount has shape (30,)"),
     "unknown.zarr": (partial(with_unknown_codec, name="kind"), "made_up"),
@@ -326,15 +324,12 @@ def test_a_group_may_be_named(tmp_path):
 
 
 CHAIN = np.triu(np.ones((3, 3)), 1)
-CYCLE = CHAIN + np.eye(3)[[2, 1, 0]] * [1, 0, 0]
 NO_ORDERS = [  # arrays of a set: a part of the message
-    ({"adj": CYCLE}, "has a cycle"),
     ({"adj": np.diag([1, 0, 0]) + CHAIN}, "has a cycle"),
     ({"linkmat": np.array([[0, 1, 0], [0, 0, 0], [0, 1, 0]])}, "not sorted in time"),
     ({"adj": np.diag([1, 1], 1)}, "not transitive"),
     ({"linkmat": CHAIN}, "nothing between them"),
     ({"adj": 2 * CHAIN}, "other entries than 0 and 1"),
-    ({"adj": CHAIN * np.nan}, "other entries than 0 and 1"),
     ({"adj": np.zeros((3, 4))}, "shape (3, 4)"),
     ({"adj": np.zeros((1, 1))}, "expected 2 to 32767"),
     ({"adj": CHAIN, "atomcount": 2}, "pairs beyond its 2 elements"),
@@ -447,8 +442,7 @@ def test_data_are_read_once(tmp_path, monkeypatch):
 
 def predict(out, *words):
     """(rows of the CSV file, what is said)"""
-    status, said = call_script("tools/predict_causal_sets", *words, "--out", out)
-    assert status == 0, said
+    said = call_script("tools/predict_causal_sets", *words, "--out", out)
     with open(out, newline="") as file:
         return [*csv.DictReader(file)], said
 
@@ -459,8 +453,7 @@ def trained(stores, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
     paths = [stores["grouped2.zarr"], stores["links3.zarr"], stores["flat.npz"]]
     words = ["--data", *paths, "--output_dir", out / "run", "--cache_dir", out / "cache"]
-    status, text = call_script("run_train_quantumgrav_ddp", *words, *TRAIN.split())
-    assert status == 0, text
+    call_script("run_train_quantumgrav_ddp", *words, *TRAIN.split())
     return out / "run"
 
 
@@ -468,7 +461,7 @@ def test_predictions_of_the_test_sets(trained, tmp_path):
     rows, said = predict(tmp_path / "a.csv", trained / "best.pt")
     found = np.load(trained / "predictions.npz")
     assert [int(row["set"]) for row in rows] == found["ids"].tolist()
-    test = json.loads((trained / "summary.json").read_text())["test"]
+    test = Run(trained).summary["test"]
     assert f"loss={test['kind/loss']:.4f} accuracy={test['kind/accuracy']:.4f}" in said
     for row, logp in zip(rows, found["logp_kind"], strict=True):
         chances = [float(row["kind_3"]), float(row["kind_7"])]
@@ -509,7 +502,7 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
         "no_such.zarr": [best, tmp_path / "no_such.zarr", *out],
     }
     for text, words in wrong.items():
-        status, said = call_script("tools/predict_causal_sets", *words)
-        assert status == 2 and text in said
+        said = call_script("tools/predict_causal_sets", *words, status=2)
+        assert text in said
         assert len(said.splitlines()) == 1
     assert not (tmp_path / "d.csv").exists()

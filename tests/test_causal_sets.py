@@ -142,5 +142,7 @@ def test_bad_options(path, tmp_path):
     for option in ("--max_size=40000", "--samples=0", "--kinds=mink5", "--out=a", f"--out={path}"):
         with pytest.raises(script.InputError):
             tool.main([f"--out={tmp_path}/out.npz", *OPTIONS, option])
+    with pytest.raises(script.InputError, match="it has three layers"):
+        tool.main([f"--out={tmp_path}/out.npz", "--kinds=kr", "--min_size=3"])
     assert path.read_bytes() == before
     assert not list(tmp_path.iterdir())

@@ -3,9 +3,12 @@
 import csv
 import json
 import re
+from functools import partial
 
 import pytest
 from helpers import call_script
+
+compare = partial(call_script, "tools/compare_runs")
 
 
 def write_run(folder, value, accuracy, status="finished", metric="loss", script="a.py", **options):
@@ -15,12 +18,6 @@ def write_run(folder, value, accuracy, status="finished", metric="loss", script=
     summary["baselines"] = {"cls": {"majority": 0.2}}
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps(summary))
-
-
-def compare(*words, status=0):
-    found, text = call_script("tools/compare_runs", *words)
-    assert found == status, text
-    return text
 
 
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])
@@ -57,9 +54,10 @@ def test_what_is_left_out_or_cannot_be_compared(tmp_path):
     write_run(tmp_path / "c", 0.01, 0.99, status="stopped by SIGTERM", lr=0.3)
     write_run(tmp_path / "e.old-20260101-000000", 0.01, 0.99, lr=0.3)
     (tmp_path / "d").mkdir()
+    (tmp_path / "f.csv").touch()
     write_run(tmp_path / "g", 0.01, 0.8, lr=0.1)
     text = compare(*sorted(tmp_path.glob("*")))
-    assert text.count("left out") == 4
+    assert text.count("left out") == 5
     assert "g: another run has its options and its seed" in text
     assert "0.0100" not in text
 

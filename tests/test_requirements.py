@@ -3,12 +3,11 @@
 import ast
 import re
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
+from runs import SCRIPTS
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [path for path in sorted(ROOT.glob("*.py")) if path.name != "test_ddp_setup.py"]
 HEADER = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///$", re.MULTILINE)
 PACKAGES = {  # the package that an import comes with, where it has another name
     "PIL": "pillow",
@@ -23,10 +22,10 @@ PACKAGES = {  # the package that an import comes with, where it has another name
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_names_what_it_imports(script):
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_names_what_it_imports(name):
     """All of it, with the versions of requirements.txt."""
-    text = script.read_text()
+    text = (ROOT / f"{name}.py").read_text()
     header = HEADER.search(text).group(1).replace("\n# ", "\n").removeprefix("# ")
     named = ast.literal_eval(header.partition("dependencies = ")[2])
     known = (ROOT / "requirements.txt").read_text() + (ROOT / "requirements-dev.txt").read_text()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, call_script, environment, free_port, on_small_disk, parse_arguments
+from helpers import ROOT, call_script, environment, on_small_disk, parse_arguments, rank_variables
 from runs import Run
 from test_accelerator import META, Copies
 
@@ -25,6 +26,7 @@ import train_ddp as script
 CPU = torch.device("cpu")
 
 arguments = partial(parse_arguments, script)
+run = partial(call_script, "train_ddp", HF_HUB_OFFLINE=1)  # what a run says
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +52,6 @@ def small(work, *options):
         --phase2_epochs=3 --phase1_lr=5e-3 --phase2_lr=2e-3 --num_negatives=1
         --global_batch_size=24 --batch_size=8 --log_every=1 --student_query_prompt=find:"""
     return [*data, f"--cache_dir={work}/cache", *common.split(), *options]
-
-
-def run(*options, status=0):
-    """What a run says, and where it ends with an error, that."""
-    found, said = call_script("train_ddp", *options, HF_HUB_OFFLINE=1)
-    assert found == status, said[-3000:]
-    return said
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +202,7 @@ def test_the_loss_of_a_step(group, margin):
 def test_three_ranks(tmp_path, server):
     """The gradient is that of the whole step, with unequal shares, too: 2, 2 and 3 queries."""
     (tmp_path / "program.py").write_text(THREE_RANKS)
-    common = {"WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    variables = [{**common, "RANK": rank} for rank in range(3)]
-    server.start(variables, [str(tmp_path / "program.py"), str(tmp_path / "found.pt")])
+    server.start(rank_variables(3), [str(tmp_path / "program.py"), str(tmp_path / "found.pt")])
     assert server.wait() == [0, 0, 0], server.text
     found = torch.load(tmp_path / "found.pt")
     for value, expected in zip(found, expected_step(0.0), strict=True):
@@ -657,20 +650,21 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
     assert found.dtype == np.float16
     assert np.allclose(found, expected, atol=1e-3)
 
-    os.truncate(tmp_path / "teacher-key" / f"{64:010}.npy", 300)  # a full disk, or a program
+    os.truncate(tmp_path / "teacher-key-cpu" / f"{64:010}.npy", 300)  # a full disk, or a program
     assert np.array_equal(script.teacher_vectors(*options)[np.arange(len(corpus))], found)
     assert Teacher.encoded == len(corpus) + 64
 
 
 def test_what_teacher_vectors_depend_on(trained):
-    """Without its own code a teacher may be another network. LSA is the same on any device."""
+    """Without its own code a teacher may be another network."""
     keys = set()
     for options in ([], ["--trust_remote_code"], ["--teacher_query_prompt=q"]):
-        keys.add(script.teacher_key(arguments(*options), trained.corpus, "name", CPU))
-    keys.add(script.teacher_key(arguments(), trained.corpus, "name", META))
-    assert len(keys) == 4
-    lsa = [arguments(), trained.corpus, "builtin:lsa"]
-    assert script.teacher_key(*lsa, CPU) == script.teacher_key(*lsa, META)
+        keys.add(script.teacher_key(arguments(*options), trained.corpus, "name"))
+    assert len(keys) == 3
+    # a folder that the script has made is known by its name, wherever and whenever it was made
+    bert = [arguments("--teacher_model=builtin:bert"), trained.corpus]
+    other = script.teacher_key(*bert, f"/elsewhere/{Path(trained.student).name}")
+    assert script.teacher_key(*bert, trained.student) == other
 
 
 # --------------------------------------------------------------------------------------------------
@@ -745,7 +739,7 @@ def test_students(kind, trained, tmp_path, group, caplog):
     tokens = script.Tokens(args, trained.corpus, model, CPU)
     script.check_student(args, student, tokens)
     rows = np.arange(0, len(trained.corpus), 15)
-    script.save_student(args, student, tmp_path / "saved", head=True)
+    script.save_student(student, tmp_path / "saved", head=True)
     saved = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert saved.prompts["passage"] == "p: "
     with torch.no_grad():
@@ -764,6 +758,12 @@ def with_head_for_scores(folder):
 
 UNFIT = {  # kind of network, more of it, options, what is said
     "no limit": ("Roberta", {"limit": int(1e30)}, [], "fails on a text of 66 tokens, "),
+    "no length": (
+        "T5",
+        {"limit": int(1e30), "max_position_embeddings": None},
+        [],
+        "it has no maximum length",
+    ),
     "no padding token": ("GPT2", {}, [], "its tokenizer has no padding token"),
     "tokens": ("Bert", {"spare": -50}, [], "its tokenizer is another model's"),
     "layers": ("Bert", {}, ["--student_layers=7"], "the student has 6 layers"),

@@ -31,7 +31,7 @@ sys.exit(int(os.environ.get("STATUS", 0)))
 # what python is asked for: the number of GPUs, and to check the options and prepare a file
 PYTHON = """#!/bin/sh
 [ "$1" = -c ] && { echo "${GPUS-0}"; exit; }
-echo "prepared: $*" >&2
+echo "prepared: $RANK of $WORLD_SIZE at $MASTER_ADDR $*" >&2
 exit "${PREPARED-0}"
 """
 
@@ -217,11 +217,12 @@ def test_what_is_passed_on(run):
     """Options of the script in their order, and key=value; not --yes. The script sees them before
     there are processes, and what it refuses starts nothing."""
     own = ["--lr=1e-4", "training.batch_size=8", "--compile", "--fresh", "--max_minutes", "5"]
-    result = run(UNIREF50, *own[:3], "--yes", *own[3:], "--seed=1")
+    many = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "SLURM_PROCID": "1"}
+    result = run(UNIREF50, *own[:3], "--yes", *own[3:], "--seed=1", **many)
     options = [f"--config={ROOT / CONFIG}", *own, "--seed=1"]
     assert started(result)["options"] == options
-    words = ["prepared:", str(ROOT / "run_train_uniref50_ddp.py"), *options, "--prepare_only"]
-    assert " ".join(words) in result.stderr.splitlines()
+    words = [str(ROOT / "run_train_uniref50_ddp.py"), *options, "--prepare_only"]
+    assert f"prepared: 0 of 1 at localhost {' '.join(words)}" in result.stderr.splitlines()
     assert "prepared: " in refused(run(UNIREF50, "--lr=x", PREPARED="2"))
 
 
@@ -285,12 +286,14 @@ def test_aurora_takes_all_tiles_of_all_nodes(aurora):
 
 def test_aurora_submits_again_when_time_was_up(aurora):
     """Only where it is asked for, and not where the run failed."""
-    stopped = {"LAST_LINE": "stopped by time limit: the same command goes on from the checkpoint"}
+    stopped = {"LAST_LINE": "stopped by time limit: the same command (without --fresh) goes on"}
     assert len(aurora(**stopped)[1]) == 1
     again = aurora(REQUEUE="1", **stopped)[1][-1]
     assert again["name"] == "qsub"
     assert again["argv"][-1].endswith("scripts/run_dpo_ddp_aurora.sh")
-    assert "OUTPUT_DIR=outputs/dpo_ddp_dpo_ddp" in " ".join(again["argv"])
+    words = " ".join(again["argv"])
+    assert "OUTPUT_DIR=outputs/dpo_ddp_dpo_ddp" in words
+    assert "--fresh=False" in words, "it would start anew each time"
     assert aurora(REQUEUE="1", STATUS="1", **stopped)[1][-1]["name"] == "mpiexec"
 
 

@@ -25,9 +25,9 @@ IGNORED = """config output_dir fresh num_workers save_every log_every max_minute
     cache_dir prepare_only batch_size data_hash seed save_to_artifacts artifacts_dir""".split()
 
 # options that decide what is measured, and on what
-MEASURED = """tasks split val_fraction val_ratio max_protein_len eval_sequences eval_draws
-    eval_fraction eval_samples eval_distractors base_model_name loss_type beta temperature
-    image_shape indist_attack_clf_eps""".split()
+MEASURED = """tasks split split_seed val_fraction val_ratio max_protein_len eval_sequences
+    eval_draws eval_fraction eval_samples eval_distractors base_model_name loss_type beta
+    temperature image_shape indist_attack_clf_eps indist_attack_clf_norm""".split()
 
 # endings of the metrics that should fall; all others should rise
 FALLING = ("loss", "nelbo", "perplexity", "ece")
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         stop(message)  # one line, without the usage
 
 
-def parse_args(words=None):
+def parse_args():
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     add = parser.add_argument
@@ -52,7 +52,7 @@ def parse_args(words=None):
     add("--metrics", nargs="+", help="test metrics in the table; default: all")
     add("--csv", type=Path, help="also write a line for each run there")
     add("--curves", type=Path, help="also draw the validation metric of each run over its steps")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     for name in ("csv", "curves"):
         path = getattr(args, name)
         if path and path.exists():
@@ -78,7 +78,7 @@ def read_runs(folders):
         try:
             summary = json.loads((folder / "summary.json").read_text())
             status = summary["status"]
-        except FileNotFoundError:
+        except OSError:
             status = "no summary.json, so it is not finished"
         except (ValueError, KeyError) as error:
             status = f"its summary.json is damaged ({error!r})"

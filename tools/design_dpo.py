@@ -124,7 +124,7 @@ def draw(logits, temperature, generator):
     return (logits / temperature - (-uniform.log()).log().to(logits.device)).argmax(-1)
 
 
-def network_inputs(args, model, found, device):
+def network_inputs(model, found, device):
     """Structures, letters (N,), and which are designed (N,), of the N residues with all atoms."""
     whole = found.chain.whole()
     arrays = script.featurise(found, min(model.neighbours, int(whole.sum())))
@@ -145,7 +145,7 @@ def random_order(designed, generator):
 @torch.no_grad()
 def sample(args, model, found, device):
     """Letters (C, L) of the whole Complex."""
-    structures, native, designed = network_inputs(args, model, found, device)
+    structures, native, designed = network_inputs(model, found, device)
     generator = torch.Generator().manual_seed(args.seed)
     orders = [random_order(designed, generator) for _ in range(args.num_samples)]
     orders = torch.stack(orders).to(device)
@@ -159,7 +159,7 @@ def sample(args, model, found, device):
 @torch.no_grad()
 def perplexities(args, model, found, letters, device):
     """(C,) of letters (C, L), per designed residue, at temperature 1."""
-    structures, native, designed = network_inputs(args, model, found, device)
+    structures, native, designed = network_inputs(model, found, device)
     order = random_order(designed, torch.Generator().manual_seed(args.seed))
     rank = order.argsort().to(device)
     row = torch.arange(len(native), device=device)

@@ -146,14 +146,14 @@ def survivors(model, x, labels, norm, eps, args, rng):
 def measure_accuracy(model, options, inside, device, args):
     ids = inside.some("test", args.images)
     norm = options["indist_attack_clf_norm"]
-    radii = dict.fromkeys(args.radii or [options["indist_attack_clf_eps"]])  # each once
-    found = dict.fromkeys(["clean", *[f"robust@{eps:g}" for eps in radii]], 0.0)
+    radii = {f"robust@{eps:g}": eps for eps in args.radii or [options["indist_attack_clf_eps"]]}
+    found = dict.fromkeys(["clean", *radii], 0.0)
     rng = torch.Generator().manual_seed(0)  # of the random starts
     for x, labels in batches(inside, ids, device, args):
         found["clean"] += (model(x).argmax(1) == labels).sum().item()
-        for eps in radii:
+        for name, eps in radii.items():
             alive = survivors(model, x, labels, norm, eps, args, rng)
-            found[f"robust@{eps:g}"] += alive.sum().item()
+            found[name] += alive.sum().item()
     return {name: total / len(ids) for name, total in found.items()}
 
 
@@ -186,6 +186,7 @@ def main():
         device = script.choose_device(args, local_rank=0)
         model, state = load_network(args.checkpoint, device)
         options = state["args"]
+        given = dict(vars(args))
         inside, outside = load_images(args, state)
         sources = {args.outdist_data or options["outdist_data"]: outside}
         for name in args.outside:
@@ -198,7 +199,7 @@ def main():
         found.update(measure_detection(model, options, inside, sources, device, args))
         tested = inside.some("test", args.images)
         found["commonest class"] = np.bincount(inside.labels[tested]).max() / len(tested)
-        content = {**found, "options": vars(args)}
+        content = {**found, "options": given}
         args.out.write_text(json.dumps(content, indent=1, default=str) + "\n")
     except (script.RunError, OSError) as error:
         print(f"evaluate_rebm.py: {error}", file=sys.stderr)

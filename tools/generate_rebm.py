@@ -10,8 +10,8 @@ than the T steps of training went. In fp32, with the averaged weights.
 Writes a picture, a class in each column (ten classes at most), and with --npz all images: images
 (N, C, S, S) uint8 and labels (N,), for a program that measures FID with an Inception network.
 Prints how far they are from training images: frechet_pixels, the Frechet distance (Heusel et al.
-2017) of the means of 8 x 8 blocks of pixels; beside it that of real test images, and of the OOD
-images that they started from.
+2017) of the means of pixels over a grid of 8 x 8 blocks; beside it that of as many real test
+images, and OOD images. With few --num_samples it is large for all three.
 """
 
 import argparse
@@ -82,6 +82,7 @@ def load_images(args, state):
     """(images, OOD images) of the run, or those that are given."""
     options = argparse.Namespace(**state["args"])
     options.cache_dir = args.cache_dir or options.cache_dir
+    options.image_shape = state["loop"]["shape"]
     name = args.data or options.data
     folder = script.prepare(options, name)
     inside = script.Images(folder)
@@ -129,7 +130,7 @@ def frechet(a, b):
 
 
 def block_means(images):
-    """(n, C, S, S) uint8 -> (n, D): means of 8 x 8 blocks of pixels in [0, 1]"""
+    """(n, C, S, S) uint8 -> (n, D): means of pixels in [0, 1] over a grid of 8 x 8 blocks"""
     size = min(8, images.shape[2])
     parts = [F.adaptive_avg_pool2d(part.float() / 255, size) for part in images.split(1000)]
     return torch.cat(parts).flatten(1)
@@ -137,10 +138,11 @@ def block_means(images):
 
 def measure_distance(made, inside, outside):
     """{name: Frechet distance from training images} of generated images, of test images, and of
-    OOD images, from which the generated ones come. Says so if they have not come far."""
+    OOD images, from which the generated ones come. Says so if they have not come far. The distance
+    is larger for fewer images: so of all three there are as many, if there are."""
     sides = {"frechet_pixels": made}
     for name, source in {"real": inside, "OOD": outside}.items():
-        images = source.images[source.some("test", 50_000)]
+        images = source.images[source.some("test", len(made))]
         sides[f"frechet_pixels {name}"] = torch.from_numpy(images)
 
     train = block_means(torch.from_numpy(inside.images[inside.some("train", 50_000)]))

@@ -4,8 +4,9 @@
     python tools/make_causal_sets.py --samples 100000 --min_size 64 --max_size 128 --out large.npz
 
 Kinds, in turn: sprinklings into Minkowski space (mink2, mink3, mink4: the dimension), transitive
-percolation with the same share of related pairs, layered and Kleitman-Rothschild orders (kr), and
-sprinklings with some pairs flipped (destroyed). Set number i depends on (--seed, i) alone.
+percolation with the same share of related pairs, layered orders, sprinklings with some pairs
+flipped (destroyed); if asked for, Kleitman-Rothschild orders (kr). Set number i depends on (--seed,
+i) alone.
 
 Writes an .npz file in the layout of QuantumGrav; G sets of at most N elements:
     adjacency_matrix (G, N, N) uint8    1 where i is in the past of j; zeros beyond the elements
@@ -49,6 +50,8 @@ def parse_args(words=None):
     args = parser.parse_args(words)
     if not args.min_size <= args.max_size <= 32767:  # elements are numbered in int16
         parser.error("expected --min_size <= --max_size <= 32767")
+    if "kr" in args.kinds and args.min_size < 4:
+        parser.error("--kinds kr: expected --min_size 4 or more, as it has three layers")
     if args.out.suffix != ".npz":
         parser.error(f"--out {args.out}: expected a name that ends in .npz")
     if args.out.exists():

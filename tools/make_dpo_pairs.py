@@ -59,6 +59,7 @@ def parse_args():
 
 def net_charge(sequence):
     """At pH 7, without the ends: K and R have one, D and E one less."""
+    sequence = sequence.upper()
     return sum(sequence.count(letter) for letter in "KR") - sum(map(sequence.count, "DE"))
 
 
@@ -80,8 +81,8 @@ def read_csv(path, score):
         reader = csv.DictReader(file)
         columns = reader.fieldnames or []
         is_charge = score == "charge" and score not in columns
-        missing = {"pdb_file", "sequence", score} - set(columns)
-        if missing - {"charge"} or (missing and not is_charge):
+        missing = {"pdb_file", "sequence", score} - {*columns, "charge"}
+        if missing:
             raise InputError(f"{path}: no column {', '.join(sorted(missing))}")
         others = sorted(set(columns) - {*script.FIELDS, "sequence", score})
         if others:

@@ -29,7 +29,7 @@ from run_train_quantumgrav_ddp import InputError
 SCRIPT = "run_train_quantumgrav_ddp.py"
 
 
-def parse_args(words=None):
+def parse_args():
     parser = script.Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
@@ -38,7 +38,7 @@ def parse_args(words=None):
     add("--labels", nargs="+", default=[], metavar="NAME", help="labels in the stores and files")
     add("--skip_bad_data", action="store_true", help="leave out damaged sets, and list them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.out.exists():

@@ -14,11 +14,12 @@ another law: too sharp. --temperature other than 1 changes the law, too.
 
 --compare FILE, of proteins, such as the training data (the first 2,000 of each part). 1mer_js,
 2mer_js, 3mer_js: how far the samples are from sequences there that are not held out (Jensen-Shannon
-divergences of words of one, two and three residues, in nats). uniqueness: share of distinct
-samples. nearest: two sequences are laid beside each other, without gaps, where most residues agree;
-their likeness is this number over the longer one's length; shown is the mean, over samples, of the
+divergences of words of one, two and three residues, in nats); beside it the same of as many
+held-out sequences, as few sequences are far from anything. uniqueness: share of distinct ones.
+nearest: two sequences are laid beside each other, without gaps, where most residues agree; their
+likeness is this number over the longer one's length; shown is the mean, over samples, of the
 likeness to the nearest held-out sequence. Beside it stand the same of the samples with their
-residues shuffled, and of the held-out sequences (the nearest other one).
+residues shuffled, and of the first 200 held-out sequences (the nearest other one).
 """
 
 import argparse
@@ -52,7 +53,8 @@ def parse_args(words=None):
     add("--method", choices=["rigorous", "simple"], help=text)
     add("--steps", type=whole, default=0, help="network calls per batch; 0: one per residue")
     add("--temperature", type=script.number(1e-6), default=1.0, help="of the predictions")
-    add("--seed", type=whole, default=0, help="sample i depends on (seed, i) alone")
+    text = "sample i depends on (seed, i) alone; simple: on its batch, too"
+    add("--seed", type=whole, default=0, help=text)
     add("--batch_size", type=script.COUNT, default=16, help="sequences per network call")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     add("--compare", type=Path, metavar="FILE", help="proteins, such as the training data")
@@ -90,7 +92,7 @@ def draw_lengths(counts, number, seed, most):
     """Lengths in residues as in the training data. counts: {residues: sequences}."""
     lengths = np.array([int(length) for length in counts])
     shares = np.array([*counts.values()]) / sum(counts.values())
-    generator = np.random.default_rng([seed, number])
+    generator = np.random.default_rng([seed, 0, 1])  # another stream than those of the samples
     return np.minimum(generator.choice(lengths, number, p=shares), most)
 
 
@@ -319,12 +321,15 @@ def likeness(text, others):
 
 def compare(ours, train, held_out, seed):
     metrics = word_metrics(ours, train)
+    for name, value in word_metrics(held_out[: len(ours)], train).items():
+        metrics[f"{name}, held out"] = value
     generator = np.random.default_rng(seed)
     shuffled = ["".join(generator.permutation([*text])) for text in ours]
     metrics["nearest"] = np.mean([likeness(text, held_out) for text in ours])
     metrics["nearest, shuffled"] = np.mean([likeness(text, held_out) for text in shuffled])
-    some = held_out[:200]
-    found = [likeness(text, some[:i] + some[i + 1 :]) for i, text in enumerate(some)]
+    found = []
+    for i, text in enumerate(held_out[:200]):
+        found.append(likeness(text, held_out[:i] + held_out[i + 1 :]))
     metrics["nearest, held out"] = np.mean(found)
     return metrics
 
@@ -345,7 +350,7 @@ def main(words=None):
     print(f"{args.out}: {len(texts):,} sequences, of step {state['loop']['step']}")
     if args.compare:
         for name, value in compare(texts, train, held_out, args.seed).items():
-            print(f"{name:18} {value:.4f}")
+            print(f"{name:20} {value:.4f}")
 
 
 if __name__ == "__main__":

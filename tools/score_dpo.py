@@ -10,7 +10,8 @@ best_model.pt and the released weights have it. Without pairs: those that the ru
 Writes a CSV file with a line for each pair: logp_... and reference_..., log-probabilities of both
 sequences at temperature 1, in nats, over designed residues; reward_... and margin, with beta and
 temperature of the run (else 0.1); of the preferred sequence nll (nats), recovery and entropy per
-designed residue. Prints means of these over pairs (a training logs those over residues).
+designed residue. Prints means of these over pairs (a training logs those over residues), and the
+likelihood accuracy at temperature 1 (a training: at its --temperature).
 """
 
 import argparse
@@ -32,8 +33,8 @@ import run_dpo_ddp as script
 from run_dpo_ddp import InputError
 
 SCRIPT = "run_dpo_ddp.py"
-# of the rewards and the orders, where the network has no run
-DEFAULTS = {"beta": 0.1, "temperature": 0.1, "seed": 42}
+# of the rewards, where the network has no run
+DEFAULTS = {"beta": 0.1, "temperature": 0.1}
 
 
 def parse_args():
@@ -164,8 +165,8 @@ def run(args):
             writer.writerow([name, *[f"{value:.6f}" for value in values]])
 
     print(f"beta {args.beta:g}, temperature {args.temperature:g}, {len(ids)} pairs")
-    accuracy = script.share_of_right(torch.from_numpy(margin)).mean()
-    print(f"reward accuracy {accuracy:.4f}, margin {margin.mean():.4f}")
+    accuracy = script.share_of_right(torch.from_numpy(cold[:, 0] - cold[:, 1])).mean()
+    print(f"reward accuracy {accuracy:.4f}, margin {margin.mean():.4f}; at temperature 1:")
     for who, table in {"network": after, "reference": before}.items():
         nll, recovery, entropy = (table[:, 4:] / counts[:, None]).mean(0)
         right = script.share_of_right(torch.from_numpy(table[:, 2] - table[:, 3])).mean()
