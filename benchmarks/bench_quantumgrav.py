@@ -10,7 +10,8 @@ ours         the script
 in files     torch_geometric's layers, pooling and DataLoader in the loop of the original program
              (ssciwr/QuantumGrav): AdamW with its defaults, the loss read in each step. A set is a
              file that is read when it is needed, as there
-in memory    the same at its best: all sets in a list, AdamW fused
+in memory    the same at its best: all sets in a list, AdamW fused, the C library keeps all memory
+             that was freed
 
 The loop has some advantages more: no validation and no checkpoint after an epoch, no worker
 processes (they take more than they give on two cores), no gradient clipping, no progress bar.
@@ -20,7 +21,6 @@ out-degrees as features.
 """
 
 import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,7 @@ class PortNet(nn.Module):
         return self.head(self.norm(torch.cat(pooled, dim=1)))
 
 
-def port(side, network):
+def port(side, network, seed):
     from torch_geometric.data import Data, Dataset
     from torch_geometric.loader import DataLoader
 
@@ -110,10 +110,12 @@ def port(side, network):
             torch.save(graph, f"files/{i}.pt")
         graphs = Files()
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
+    is_best = side == "memory"
+    if is_best:
+        sides.keep_freed_memory()
     model = PortNet(**network)
-    is_fused = side == "memory"
-    options = {"lr": 1e-3, "weight_decay": 5e-5, "fused": is_fused}
+    options = {"lr": 1e-3, "weight_decay": 5e-5, "fused": is_best}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     loader = DataLoader(graphs, BATCH, shuffle=True, drop_last=True)
     while True:
@@ -128,11 +130,10 @@ def port(side, network):
 
 def prepare(folder, network):
     """Causal sets: sets.npz, and the first of them for the port: sets.pt."""
-    options = [f"--out={folder}/sets.npz", "--samples=20000", "--min_size=32", "--max_size=128"]
-    sides.run_tool("make_causal_sets.py", *options, "--kinds", "mink2", "mink3")
-    sys.path.insert(0, str(sides.ROOT))
     import run_train_quantumgrav_ddp as script
 
+    options = [f"--out={folder}/sets.npz", "--samples=20000", "--min_size=32", "--max_size=128"]
+    sides.run_tool("make_causal_sets.py", *options, "--kinds", "mink2", "mink3")
     sets = []
     found = script.read_sets(folder / "sets.npz", ["cls"], [])
     for _, values in itertools.islice(found, PORT_SETS):
@@ -147,13 +148,14 @@ def prepare(folder, network):
 
 def start(folder, network, side, seed):
     if side in NAMES:
-        return [sides.port_job(__file__, side, folder, {"side": side, "network": network}, BATCH)]
+        settings = {"side": side, "network": network, "seed": seed}
+        return sides.port_job(__file__, side, folder, settings, BATCH)
     options = f"{OPTIONS} --seed={seed}"
     for name, value in network.items():
         values = value if isinstance(value, list) else [value]
         options += f" --{name} {' '.join(map(str, values))}"
     script = "run_train_quantumgrav_ddp.py"
-    return [sides.script_job(script, side, folder, options, BATCH * LOG_EVERY)]
+    return sides.script_job(script, side, folder, options, BATCH * LOG_EVERY)
 
 
 if __name__ == "__main__":

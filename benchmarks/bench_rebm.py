@@ -87,9 +87,9 @@ def of_class(logits, labels):
     return logits[torch.arange(len(logits)), labels]
 
 
-def make_batches(setting):
+def make_batches(setting, seed):
     """Four times images to classify, real images, each with labels, and OOD images: ready."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     shape = (setting.batch, setting.channels, setting.size, setting.size)
     batches = []
     for _ in range(4):
@@ -101,7 +101,6 @@ def make_batches(setting):
 
 def load_script(*options):
     """The script as a module, and its options."""
-    sys.path.insert(0, str(sides.ROOT))
     sys.argv = [f"{sides.ROOT}/{SCRIPT}", *options]
     return importlib.import_module("run_train_rebm_ddp")
 
@@ -126,7 +125,7 @@ def train_ours(options):
     script.launch(script.parse_args, script.main)
 
 
-def port(setting=None, options=None):
+def port(setting=None, seed=0, options=None):
     """The script with options; without them the original's step."""
     if options:
         train_ours(options)
@@ -139,7 +138,7 @@ def port(setting=None, options=None):
     model = DistributedDataParallel(plain, broadcast_buffers=False)
     options = {"lr": RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     optimizer = torch.optim.SGD(model.parameters(), **options)
-    batches = make_batches(setting)
+    batches = make_batches(setting, seed)
     for number in itertools.count():
         x, y, real, real_y, outside = next(batches)
         model.eval()
@@ -181,12 +180,12 @@ def prepare(folder, setting):
 
 
 def start(folder, setting, side, seed):
-    settings = {"setting": setting}
+    settings = {"setting": setting, "seed": seed}
     if side != "original":
         options = f"""{sides.COMMON} {OPTIONS} --model_type={setting.model} --seed={seed}
             --batch_size={setting.batch} --output_dir=run-{side} --compile={side == "compiled"}"""
         settings = {"options": options.split()}
-    return [sides.port_job(__file__, side, folder, settings, setting.batch)]
+    return sides.port_job(__file__, side, folder, settings, setting.batch)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,12 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--device=cpu --precision=fp32 --wandb_mode=disabled --save_every=1000000"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 TURN = 3.0  # seconds
 WARM = 2  # lines that a side writes before it is measured
 COUNTED = '"lr"'  # what is in the line of a step, and in no other
-AMINO_ACIDS = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
-    TYR""".split()
-RESIDUES = "ACDEFGHIKLMNPQRSTVWY"  # the same
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the scripts, and helpers.py
 running = []  # jobs
 
 
@@ -52,14 +50,11 @@ def run_tool(name, *options):
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def random_protein(draw, length):
-    return "".join(draw.choice(list(RESIDUES), length))
-
-
 def write_proteins(path, lengths):
     """A random sequence on each line."""
     draw = np.random.default_rng(0)
-    path.write_text("".join(random_protein(draw, length) + "\n" for length in lengths))
+    rows = ["".join(draw.choice(list(RESIDUES), length)) for length in lengths]
+    path.write_text("\n".join(rows) + "\n")
 
 
 def write_images(path, count, shape):
@@ -70,31 +65,6 @@ def write_images(path, count, shape):
         arrays[f"x_{part}"] = draw.integers(0, 256, (number, *shape), np.uint8)
         arrays[f"y_{part}"] = np.arange(number) % 10
     np.savez(path, **arrays)
-
-
-def write_pairs(length, count, folder):
-    """pairs.json: `count` pairs, each of a PDB file of its own, a helix of `length` residues."""
-    draw = np.random.default_rng(length)
-    atoms = {"N": (-0.5, 1.4, 0), "CA": (0, 0, 0), "C": (1.5, 0, 0.2), "O": (2.1, 1.0, 0.4)}
-    turn = np.radians(100) * np.arange(length)
-    helix = np.c_[2.3 * np.cos(turn), 2.3 * np.sin(turn), 1.5 * np.arange(length)]
-    rows = []
-    for number in range(count):
-        own = random_protein(draw, length)
-        places = helix + draw.normal(0, 0.2, helix.shape)
-        lines = []
-        for i, place in enumerate(places):
-            name = AMINO_ACIDS[RESIDUES.index(own[i])]
-            for atom, offset in atoms.items():
-                x, y, z = place + offset
-                begin = f"ATOM  {len(lines) + 1:5d}  {atom:<3s} {name} A{i + 1:4d}    "
-                lines.append(f"{begin}{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {atom[0]}\n")
-        path = folder / f"helix{length}_{number}.pdb"
-        path.write_text("".join(lines) + "END\n")
-        other = random_protein(draw, length)
-        rows.append({"pdb_file": str(path), "preferred_seq": own, "unpreferred_seq": other})
-    (folder / "pairs.json").write_text(json.dumps(rows))
-    return rows
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -115,34 +85,40 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-class Job:
-    """A run of a program, a process for each rank. Its clock runs while it works."""
+def start_ranks(count, command, folder, log, **variables):
+    """`python COMMAND` in `folder`, a process for each rank, with more environment variables. They
+    write into the file `log`."""
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
+    env.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    env.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    words = [sys.executable, *map(str, command)]
+    processes = []
+    with open(log, "w") as file:
+        options = {"cwd": folder, "env": env, "stdout": file, "stderr": file}
+        options.update(start_new_session=True, preexec_fn=end_with_parent)
+        for rank in range(count):
+            env.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            processes.append(subprocess.Popen(words, **options))
+    return processes
 
-    def __init__(self, command, out, amount=1, processes=1):
+
+class Job:
+    """A run of a program. Its clock runs while it works."""
+
+    def __init__(self, command, out, amount, processes):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
         self.metrics = out / "metrics.jsonl"
         self.log = Path(f"{out}.log")
         self.amount = amount  # samples that a line of metrics.jsonl stands for
         self.clock = 0.0
         self.last = None  # (clock, lines) at the last line
         self.first = None  # that at the begin of the round
-        self.processes = []
+        variables = {"OMP_NUM_THREADS": "1", "METRICS": str(self.metrics)}
+        self.processes = start_ranks(processes, command, out.parent, self.log, **variables)
         running.append(self)
-
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
-        env = os.environ | ENVIRONMENT | {"METRICS": str(self.metrics)}
-        env.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        env.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
-        with open(self.log, "w") as file:
-            options = {"cwd": out.parent, "stdout": file, "stderr": file}
-            for rank in range(processes):
-                env.update(RANK=str(rank), LOCAL_RANK=str(rank))
-                words = [sys.executable, *map(str, command)]
-                options.update(env=env, preexec_fn=end_with_parent)
-                self.processes.append(subprocess.Popen(words, **options))
 
     def send(self, number):
         for process in self.processes:
@@ -165,13 +141,27 @@ class Job:
             self.fail()
         return self.metrics.read_text().count(COUNTED) if self.metrics.exists() else 0
 
-    def note_turn(self, begin):
-        """After a turn that began then."""
+    def warm_up(self):
+        """It works until it has written WARM lines, and is stopped."""
+        while self.lines() < WARM:
+            time.sleep(0.1)
+        self.send(signal.SIGSTOP)
+
+    def take_turn(self):
+        begin = time.time()
+        self.send(signal.SIGCONT)
+        time.sleep(TURN)
+        self.send(signal.SIGSTOP)
         lines = self.lines()
         written_at = self.metrics.stat().st_mtime
         if written_at > begin:
             self.last = (self.clock + written_at - begin, lines)
         self.clock += time.time() - begin
+
+    def work_until_a_line(self):
+        """If it has written none since the begin of the round, it takes some turns more."""
+        while self.last == self.first:
+            self.take_turn()
 
     def speed(self):
         """Samples per second in the round."""
@@ -201,83 +191,51 @@ def end_all():
     running.clear()
 
 
+# ---- In a port -----------------------------------------------------------------------------------
+
+
+def keep_freed_memory():
+    """As the scripts do (setup_ddp): the C library keeps what was freed for the next step."""
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-3, 2**25)
+    mallopt(-3, 2**30)
+    mallopt(-1, 2**31 - 1)
+
+
 def note_step():
-    """In a port, after each step. (each rank)"""
+    """After each step. (each rank)"""
     if os.environ["RANK"] == "0":
         with open(os.environ["METRICS"], "a") as file:
             file.write('{"lr": 0}\n')
 
 
-# ---- Turns and rounds ----------------------------------------------------------------------------
+# ---- Rounds and tables ---------------------------------------------------------------------------
 
 
-def warm_up(jobs):
-    """Each works until it has written WARM lines, and is stopped."""
-    waiting = list(jobs)
-    while waiting:
-        time.sleep(0.1)
-        for job in list(waiting):
-            if job.lines() >= WARM:
-                job.send(signal.SIGSTOP)
-                waiting.remove(job)
-
-
-def take_turn(jobs):
-    begin = time.time()
+def measure_round(jobs, seconds):
+    """The speed of each job."""
     for job in jobs:
-        job.send(signal.SIGCONT)
-    time.sleep(TURN)
+        job.warm_up()
     for job in jobs:
-        job.send(signal.SIGSTOP)
-    for job in jobs:
-        job.note_turn(begin)
-
-
-def work_until_a_line(jobs_of):
-    """A side that has written none since the begin of the round takes some turns more."""
-    for jobs in jobs_of.values():
-        while any(job.last == job.first for job in jobs):
-            take_turn(jobs)
-
-
-def measure_round(jobs_of, seconds):
-    """{side: samples per second} of {side: its jobs}, which end."""
-    for jobs in jobs_of.values():
-        warm_up(jobs)
-    work_until_a_line(jobs_of)
-    for jobs in jobs_of.values():
-        for job in jobs:
-            job.first = job.last
+        job.work_until_a_line()
+        job.first = job.last
     for _ in range(math.ceil(seconds / TURN)):
-        for jobs in jobs_of.values():
-            take_turn(jobs)
-    work_until_a_line(jobs_of)
-    found = {side: sum(job.speed() for job in jobs) for side, jobs in jobs_of.items()}
+        for job in jobs:
+            job.take_turn()
+    for job in jobs:
+        job.work_until_a_line()
+    speeds = [job.speed() for job in jobs]
     end_all()
-    return found
-
-
-def measure(start, names, rounds, seconds):
-    """{side: its samples per second in each round}. start(side, seed) returns the jobs of a side;
-    names: {side: what the table calls it} of all but ours."""
-    found = {side: [] for side in ["ours", *names]}
-    for seed in range(rounds):
-        jobs_of = {side: start(side, seed) for side in found}
-        for side, speed in measure_round(jobs_of, seconds).items():
-            found[side].append(speed)
-    return found
-
-
-# ---- Tables and arguments ------------------------------------------------------------------------
+    return speeds
 
 
 def print_row(*cells):
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def print_head(unit):
-    print_row("work", "compared with", f"ours, {unit}", f"it, {unit}", "ratio")
-    print("|" + "---|" * 5, flush=True)
+def print_head(*names):
+    print_row(*names)
+    print("|" + "---|" * len(names), flush=True)
 
 
 def spread(values):
@@ -287,14 +245,10 @@ def spread(values):
     return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
-def print_comparison(work, ours, name, others):
-    """A row; the ratio is that of ours to the other, round by round."""
-    ratios = [a / b for a, b in zip(ours, others, strict=True)]
-    print_row(work, name, spread(ours), spread(others), spread(ratios))
-
-
-def make_parser(doc, works, seconds=12.0):
-    """With the options that all programs with sides have."""
+def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
+    """A benchmark. works: {name: its settings}; names: {side: what the table calls it} of all but
+    ours. Before a work prepare(folder, settings) makes its data, and start(folder, settings, side,
+    seed) returns the job of a side. In a run of a port (each rank) it is port(**settings)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     add = parser.add_argument
@@ -302,23 +256,22 @@ def make_parser(doc, works, seconds=12.0):
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=seconds, help=f"of each side in a round [{seconds:g}]")
     add("--port", type=json.loads, help=argparse.SUPPRESS)  # a run of a port
-    return parser
-
-
-def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
-    """A benchmark. works: {name: its settings}; names: see measure(). Before a work
-    prepare(folder, settings) makes its data, and start(folder, settings, side, seed) starts a side
-    of it. In a run of a port (each rank) it is port(**settings)."""
-    args = make_parser(doc, works, seconds).parse_args()
+    args = parser.parse_args()
     if args.port is not None:
         port(**args.port)
         return
+
     print(f"a thread each, {args.rounds} rounds of {args.seconds:g} s\n")
-    print_head(unit)
+    print_head("work", "compared with", f"ours, {unit}", f"it, {unit}", "ratio")
     for work in args.works:
         with workplace() as folder:
             prepare(folder, works[work])
             start_side = functools.partial(start, folder, works[work])
-            found = measure(start_side, names, args.rounds, args.seconds)
-        for side, name in names.items():
-            print_comparison(work, found["ours"], name, found[side])
+            rounds = []
+            for seed in range(args.rounds):
+                jobs = [start_side(side, seed) for side in ["ours", *names]]
+                rounds.append(measure_round(jobs, args.seconds))
+        ours, *others = zip(*rounds, strict=True)
+        for name, speeds in zip(names.values(), others, strict=True):
+            ratios = [a / b for a, b in zip(ours, speeds, strict=True)]
+            print_row(work, name, spread(ours), spread(speeds), spread(ratios))
