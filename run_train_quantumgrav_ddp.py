@@ -1700,7 +1700,8 @@ class Meter:
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
         own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
-        everyone = gather({**own, "wish": wish_to_stop(self.args)})
+        own["wish"] = wish_to_stop(self.args)
+        everyone = gather(own)
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             hint = "--fresh and a lower learning rate, or look for such numbers in the data"
@@ -1868,8 +1869,10 @@ def find_checkpoint(folder, fresh):
     state = read_checkpoint(latest)
     if state is None:
         state = read_checkpoint(previous)
-        if state is not None and latest.exists():  # or the next save would put it over previous.pt
-            latest.replace(folder / "damaged.pt")
+        if state is not None:
+            with contextlib.suppress(FileNotFoundError):  # a kill within a save leaves none
+                # or the next save would put it over previous.pt
+                latest.replace(folder / "damaged.pt")
         elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
     if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:

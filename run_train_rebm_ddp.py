@@ -392,8 +392,8 @@ def make_network(args, classes, channels, size):
     model.register_buffer("mean", mean[:, None, None], persistent=False)
     model.register_buffer("deviation", deviation[:, None, None], persistent=False)
 
-    # Convolutions are faster with channels last, except those of small images on a CPU. (Not by the
-    # device: a checkpoint's optimizer must have the layout of the weights.)
+    # Convolutions are faster with channels last, except those of small images on a CPU. The layout
+    # must not depend on the device: a resumed run's optimizer has that of the run before.
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -776,8 +776,8 @@ SKIPPED = -1  # in place of the pairs_in_order of a step that was skipped
 class AttackLength:
     """T, the steps of the attack on OOD images. It grows by one when the mean AUC of the last steps
     with this T, as many as have --min_imgs_per_threshold images, is at least --AUC_th, and none of
-    them was skipped. The AUC of a step is read while the next one is made: by then the
-    device has it, and nobody waits."""
+    them was skipped. The AUC of a step is read while the next one is made: by then the device has
+    it, and nobody waits."""
 
     def __init__(self, args, global_batch, saved):
         self.args = args
@@ -2077,7 +2077,8 @@ class Meter:
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
         own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
-        everyone = gather({**own, "wish": wish_to_stop(self.args)})
+        own["wish"] = wish_to_stop(self.args)
+        everyone = gather(own)
         if self.bad_in_row >= MAX_BAD_STEPS:
             text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
             hint = "--fresh and a lower learning rate, or look for such numbers in the data"
@@ -2245,8 +2246,10 @@ def find_checkpoint(folder, fresh):
     state = read_checkpoint(latest)
     if state is None:
         state = read_checkpoint(previous)
-        if state is not None and latest.exists():  # or the next save would put it over previous.pt
-            latest.replace(folder / "damaged.pt")
+        if state is not None:
+            with contextlib.suppress(FileNotFoundError):  # a kill within a save leaves none
+                # or the next save would put it over previous.pt
+                latest.replace(folder / "damaged.pt")
         elif checkpoints:
             raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
     if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:

@@ -226,6 +226,13 @@ def test_damaged_checkpoints(run):
     assert run.find(fresh=True) is None
 
 
+def test_a_kill_within_a_save(run):
+    """latest.pt has become previous.pt, and the new one has not its name yet."""
+    run.latest.rename(run.folder / "previous.pt")
+    assert run.find() == 2
+    assert not (run.folder / "damaged.pt").exists()
+
+
 @pytest.mark.parametrize("name", ["best.pt", "phase1_best.pt", "at_best.pt", "best_model.pt"])
 def test_folder_with_best_but_no_latest(run, name):
     """It is not taken for a new run's, which would write over these weights."""
