@@ -127,7 +127,8 @@ def parse_args():
     add("--master_addr", help=text)
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
 
-    add_common_arguments(parser, output_dir="outputs/quantumgrav", batch_size=64)
+    # fp32 on GPUs, too: a network this small waits for launches, and casts are some more
+    add_common_arguments(parser, output_dir="outputs/quantumgrav", batch_size=64, precision="fp32")
     args = parse_with_config(parser)
 
     if len(set(args.tasks)) < len(args.tasks):

@@ -409,6 +409,10 @@ def keep_layers(network, wanted):
     kept = [int(i * (depth - 1) / max(1, wanted - 1) + 0.5) for i in range(wanted)]
     for module, name, child in stacks:
         setattr(module, name, nn.ModuleList([child[i] for i in kept]))
+        for place, i in enumerate(kept):
+            for part in child[i].modules():
+                if hasattr(part, "layer_idx"):  # its place in the cache of a causal network
+                    part.layer_idx = place
     # a list with an entry for each layer, such as layer_types of ModernBERT and Qwen3
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == depth:

@@ -169,7 +169,7 @@ def test_together_equals_alone_at_every_length():
         alone = structures(parts[i])
         with torch.no_grad():
             expected = model(alone, sequence, torch.arange(lengths[i]), rank)
-        assert (expected - found).abs().max() < 2e-5
+        assert (expected - found).abs().max() < 5e-5
 
 
 def test_work_is_done_once():

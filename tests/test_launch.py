@@ -134,7 +134,7 @@ def test_launchers_by_their_variables(server, driver, launcher):
     assert server.text.count(f"ERROR: after {[0, 1][: len(ranks)]}") == len(ranks)
 
 
-OPEN_MPI = "--allow-run-as-root --oversubscribe --bind-to none -n 2 --map-by ppr:2:node"
+OPEN_MPI = "--allow-run-as-root --oversubscribe --bind-to none --mca plm isolated -n 2"
 
 
 @pytest.mark.parametrize(

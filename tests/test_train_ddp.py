@@ -735,6 +735,8 @@ def test_students(kind, trained, tmp_path, group, caplog):
     config = model[0].model.config
     assert config.num_hidden_layers == (6 if kind == "Albert" else 3)
     assert len(getattr(config, "layer_types", None) or "abc") == 3
+    places = {getattr(part, "layer_idx", None) for part in model.modules()}
+    assert places <= {None, 0, 1, 2}
     student = script.Student(model).eval()
     tokens = script.Tokens(args, trained.corpus, model, CPU)
     script.check_student(args, student, tokens)
