@@ -539,7 +539,7 @@ def train(args, device, data, model, state, log, loop):
         logging.info(f"  from here on the learning rate is {text}: it jumps")
     loop["steps"] = steps
 
-    def is_evaluated(step):
+    def must_evaluate(step):
         return step >= steps or step % args.eval_freq == 0
 
     optimizer = make_optimizer(args, model)
@@ -555,6 +555,7 @@ def train(args, device, data, model, state, log, loop):
     if args.compile:
         for block in model.blocks:
             block.compile(dynamic=True)
+        torch._dynamo.config.optimize_ddp = False  # for the reason in wrap_ddp
     ddp_model = wrap_ddp(model, argparse.Namespace(compile=False), device)
     fixed = {"args": args, "log": log, "loop": loop, "model": model, "average": average}
     save = functools.partial(save_checkpoint, **fixed)
@@ -573,9 +574,9 @@ def train(args, device, data, model, state, log, loop):
 
         # Evaluate. All ranks have the same metrics, and so agree on what is best. A run that was
         # stopped before its evaluation makes it now; so does one that goes on with fewer --n_iters.
-        if is_evaluated(step) and loop["validated"] < step:
+        if must_evaluate(step) and loop["validated"] < step:
             metrics = evaluate(average, data, args, autocast, device)
-            if metrics is None:  # this evaluation is made again
+            if metrics is None:  # the next start makes it; the save before it may have failed
                 reason = max(gather(wish_to_stop(args)))
                 save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
                 break
@@ -623,7 +624,7 @@ def train(args, device, data, model, state, log, loop):
         bar.update()
 
         # log and save; also before an evaluation, which may be interrupted
-        must_save = loop["step"] % args.save_every == 0 or is_evaluated(loop["step"])
+        must_save = loop["step"] % args.save_every == 0 or must_evaluate(loop["step"])
         row = {"step": loop["step"], "epoch": epoch, "lr": lr}
         reason = meter.meet(log, row, sampler.global_batch, must_save)
         if reason or must_save:
@@ -701,8 +702,9 @@ def main(args):
         "letters": data.letters,  # this and the next: for whoever draws samples
         "lengths": data.lengths,
     }
-    may_change = """datafile cache_dir epochs n_iters gradient_checkpointing max_memory_per_gpu
-        eval_freq eval_batch_size sampling_method wandb_project wandb_name""".split()
+    may_change = """datafile cache_dir epochs n_iters accum gradient_checkpointing
+        max_memory_per_gpu eval_freq eval_batch_size sampling_method wandb_project
+        wandb_name""".split()
     state = open_run(args, data.hash, may_change)
     if state:  # a resumed run keeps its batch and its rate, on any number of GPUs
         loop = state["loop"]
@@ -923,7 +925,10 @@ def write_tokens(folder, args):
         text = f"{counts['train']} proteins to train on, {counts['valid']} held out, {bad} bad ones"
         hint = "expected more different ones (equal ones are on one side), or another --val_ratio"
         raise InputError(f"{args.datafile}: {text}; {hint}")
-    note = f"{bad} bad records are left out, such as" + list_problems(examples) if bad else ""
+    note = ""
+    if bad > 0:
+        text = f"{bad} bad records are left out: all are in skipped.txt in the cache, such as"
+        note = text + list_problems(examples)
     meta = {"letters": letters, "lengths": lengths, "note": note, "hash": train_hash + valid_hash}
     (folder / "meta.json").write_text(json.dumps(meta))
 
@@ -1004,6 +1009,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class Parser(argparse.ArgumentParser):
     def __init__(self, description):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def parse_args(self, words=None):
+        words = sys.argv[1:] if words is None else words
+        # ~/ is the home folder, also after "=", where no shell sees to it, and in a config file
+        home = os.path.expanduser("~/")
+        words = [re.sub("(^|=)~/", rf"\1{home}", word, count=1) for word in words]
+        return super().parse_args(words)
 
     def error(self, message):
         raise InputError(message)  # so that one rank says it, not all
@@ -1395,8 +1407,7 @@ def cached(cache_dir, name, key, write):
             with open(old / "lock", "r+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(old)
-    with place:
-        lock = lock_file(Path(place.name) / "lock")
+    with place, lock_file(Path(place.name) / "lock"):
         new = Path(place.name) / "data"
         new.mkdir()
         write(new)
@@ -1408,7 +1419,6 @@ def cached(cache_dir, name, key, write):
         except OSError:  # another run was faster, with the same data
             if not folder.exists():
                 raise
-        lock.close()
     return folder
 
 
@@ -1769,7 +1779,7 @@ def find_checkpoint(folder, fresh):
         lock_folder(folder)
         counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
         is_restart = any(count not in (None, "", "0") for count in counts)
-        checkpoints = []  # what a run would write over
+        checkpoints = []  # what a run, of whichever script, would write over
         for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
             checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()

@@ -24,6 +24,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -557,6 +558,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class Parser(argparse.ArgumentParser):
     def __init__(self, description):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def parse_args(self, words=None):
+        words = sys.argv[1:] if words is None else words
+        # ~/ is the home folder, also after "=", where no shell sees to it, and in a config file
+        home = os.path.expanduser("~/")
+        words = [re.sub("(^|=)~/", rf"\1{home}", word, count=1) for word in words]
+        return super().parse_args(words)
 
     def error(self, message):
         raise InputError(message)  # so that one rank says it, not all

@@ -1982,6 +1982,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
+    def parse_args(self, words=None):
+        words = sys.argv[1:] if words is None else words
+        # ~/ is the home folder, also after "=", where no shell sees to it, and in a config file
+        home = os.path.expanduser("~/")
+        words = [re.sub("(^|=)~/", rf"\1{home}", word, count=1) for word in words]
+        return super().parse_args(words)
+
     def error(self, message):
         raise InputError(message)  # so that one rank says it, not all
 
@@ -2372,8 +2379,7 @@ def cached(cache_dir, name, key, write):
             with open(old / "lock", "r+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(old)
-    with place:
-        lock = lock_file(Path(place.name) / "lock")
+    with place, lock_file(Path(place.name) / "lock"):
         new = Path(place.name) / "data"
         new.mkdir()
         write(new)
@@ -2385,7 +2391,6 @@ def cached(cache_dir, name, key, write):
         except OSError:  # another run was faster, with the same data
             if not folder.exists():
                 raise
-        lock.close()
     return folder
 
 
@@ -2746,7 +2751,7 @@ def find_checkpoint(folder, fresh):
         lock_folder(folder)
         counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
         is_restart = any(count not in (None, "", "0") for count in counts)
-        checkpoints = []  # what a run would write over
+        checkpoints = []  # what a run, of whichever script, would write over
         for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
             checkpoints += folder.glob(pattern)
         is_run = checkpoints or (folder / "metrics.jsonl").exists()

@@ -44,6 +44,15 @@ def test_config(tmp_path, text, mark):
         parse_arguments(script, f"--config={config}")
 
 
+def test_home_folder(tmp_path, monkeypatch):
+    """No folder with the name ~ is made, to be removed by `rm -r ~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("cache_dir: ~/cache\ndata: [~/a.npz, b~/c]\n")
+    args = parse_arguments(script, "--config=~/c.yaml", "--output_dir=~/run")
+    assert [args.output_dir, args.cache_dir] == [f"{tmp_path}/run", f"{tmp_path}/cache"]
+    assert args.data == [f"{tmp_path}/a.npz", "b~/c"]
+
+
 def test_value_that_looks_like_an_option():
     args = parse_arguments(run_train_rebm_ddp, "--output_dir", "lr=3e-4", "seed=7")
     assert (args.output_dir, args.seed) == ("lr=3e-4", 7)

@@ -533,7 +533,7 @@ def test_a_resumed_run_keeps_its_batch(folder, tmp_path):
     """Its number of steps may change, which is said."""
     output = tmp_path / "run"
     run(folder, output, "--n_iters=3")
-    said = run(folder, output, "--n_iters=5", "--batch_size=4", "--eval_batch_size=3")
+    said = run(folder, output, "--n_iters=5", "--batch_size=4", "--accum=2", "--eval_batch_size=3")
     assert "the learning rate is that of a run of 5 steps, not of 3: it jumps" in said
     state = torch.load(output / "latest.pt", weights_only=True)
     assert state["args"]["global_batch_size"] == 8 and state["loop"]["step"] == 5
