@@ -6,7 +6,7 @@ et al. 2022). The network is compared with the one that it starts from, the refe
 
     torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp
     ./scripts/run_dpo_ddp_local.sh 2 --config configs/run_dpo_ddp_quickstart.yaml
-    mpiexec -n 24 -ppn 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
+    mpiexec -n 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
 
     {"pdb_file": "1UBI.pdb", "preferred_seq": "MQIFVKT...", "unpreferred_seq": "MQAFVKT..."}
 
@@ -14,17 +14,17 @@ Data (--train_data, --val_data): a JSON array, or an object per line, with pdb_f
 also .gz, relative to the data file), preferred_seq, unpreferred_seq (a letter for each residue in
 the file). The sequences are those of chain_id, or of all design_chains, one after the other, or of
 the first chain. Other fields: fixed_chains (context), mutable_positions and mutable_ranges (0-based
-indices into the sequences: nothing else is designed), cluster (its pairs are held out together).
-Held out are whole structures.
+indices into the sequences, of a range the first and the last: nothing else is designed), cluster
+(its pairs are held out together), description, comment (not read). Whole structures are held out.
 
 Logged, over all ranks: step, epoch, lr, loss (at the start ln 2; with ipo 1 / (2 beta)^2),
 rewards/accuracies (share of the pairs with a margin above 0; a tie is a half), rewards/margins
 (reward of the preferred less that of the other; a reward is beta times the log-ratio to the
 reference, nats), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (pairs), data_wait (share of the time). Before training and after each epoch val/...:
-these, rewards/chosen and rewards/rejected, likelihood_accuracy (the preferred is the likelier); of
-the preferred sequence, per designed residue, log_ratio, and at temperature 1 recovery, perplexity
-and entropy. The best epoch is that of the lowest val/loss.
+loss (without the SFT term), rewards/..., with chosen and rejected, likelihood_accuracy (the
+preferred is the likelier); of the preferred sequence, per designed residue, log_ratio, and at
+temperature 1 recovery, perplexity and entropy. The best epoch is that of the lowest val/loss.
 
 Files in --output_dir: best_model.pt, latest_model.pt, reference_model.pt (ProteinMPNN's own format:
 its tools load them), latest.pt, previous.pt, best.pt, metrics.jsonl, curves.png, summary.json.
@@ -635,7 +635,7 @@ def check_start(args, loss, precision):
     if abs(loss - expected) <= 1e-4 * max(1.0, expected):
         return
     text = f"the loss before training is {loss:.6f}, that of equal networks is {expected:.6f}"
-    if precision == IEEE:
+    if precision == IEEE or not math.isfinite(loss):
         raise RunError(f"{text}: network and reference differ (a damaged cache, or hardware?)")
     logging.warning(f"{text}: in {precision} rounding may hide what is learned")
 
@@ -810,7 +810,9 @@ def main(args):
     data.split()
     pairs = f"{len(data.train_ids)} training and {len(data.valid_ids)} validation pairs"
     logging.info(f"Loaded {pairs}")
-    may_change = "train_data val_data cache_dir base_model_dir base_model_config_dir num_epochs"
+    # of the data and of the weights hashes are compared
+    may_change = """train_data val_data max_length cache_dir base_model_name
+        base_model_dir base_model_config_dir num_epochs"""
     args.base_weights = hash_weights(model)  # a run that goes on must start from the same
     state = open_run(args, data.hash, may_change.split())
     logging.info(
@@ -848,11 +850,11 @@ def load_network(args):
     folder = Path(args.base_model_dir)
     paths = [folder / f"{name}.pt", folder / f"soluble_{name}.pt"]
     if args.base_model_dir == BASE_MODEL_DIR:
-        paths.append(SHIPPED / f"soluble_{name}.pt")
+        paths += [SHIPPED / f"{name}.pt", SHIPPED / f"soluble_{name}.pt"]
     for path in paths:
         if path.exists():
             logging.info(f"Starting from {path}")
-            if path != paths[0]:
+            if path.stem != name:
                 text = "which was trained without membrane proteins"
                 logging.warning(f"no {paths[0]}: in its place {path}, {text}")
             return read_model(path)
@@ -1215,7 +1217,8 @@ def read_letters(name, text, found, note):
 def read_pair(path, row, structure, max_length):
     """(Complex, letters (2, L)) of a row of the data. In the design chains all letters are those of
     the sequences, also where nothing is designed; in the fixed chains those of the structure. Where
-    a sequence has X nothing is designed: the network must not learn to say X. Raises ValueError."""
+    the sequences have X nothing is designed: the network must not learn to say X. Raises
+    ValueError."""
     found = join_chains(path, structure, row)
     letters = np.stack([found.chain.letters, found.chain.letters])
     for number, name in enumerate(["preferred_seq", "unpreferred_seq"]):
@@ -1766,8 +1769,8 @@ def on_rank0(function, *args, group=None):
 
 MAX_BAD_STEPS = 10  # in a row, then the run ends
 # options that a resumed run may be given anew; with others it would be another run
-MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
-    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+MAY_CHANGE = """config output_dir skip_bad_data fresh batch_size num_workers compile deterministic
+    save_every max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
     local_rank""".split()
 
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives

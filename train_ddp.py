@@ -2330,8 +2330,8 @@ def on_rank0(function, *args, group=None):
 
 MAX_BAD_STEPS = 10  # in a row, then the run ends
 # options that a resumed run may be given anew; with others it would be another run
-MAY_CHANGE = """config output_dir fresh batch_size num_workers compile deterministic save_every
-    max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+MAY_CHANGE = """config output_dir skip_bad_data fresh batch_size num_workers compile deterministic
+    save_every max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
     local_rank""".split()
 
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives

@@ -13,7 +13,7 @@ fields (chains and positions apart by spaces); lines that agree in all of them a
 
 Of a backbone's sequences the pairs with the largest differences of the score are taken, but each
 sequence once before any is taken twice. Sequences that are the same where something is designed
-make no pair. Every pair is checked as the training checks it, but for its --max_length.
+make no pair. Every pair is checked as the training checks it, but for its --max_length and cluster.
 
 --swap turns pairs round: a network that was trained on them must do worse than chance on the true
 ones.
@@ -52,6 +52,8 @@ def parse_args():
     add("--swap", action="store_true", help="turn round what is preferred")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     args = parser.parse_args()
+    if not Path(args.out).parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {Path(args.out).parent}")
     if Path(args.out).exists():
         parser.error(f"{args.out} exists: give another --out")
     return args
@@ -74,8 +76,9 @@ def field_of(name, text):
     return text
 
 
-def read_csv(path, score):
-    """The same as read_rows gives, of a CSV file: a row for all lines that belong together."""
+def read_csv(path, score, problems):
+    """The same as read_rows gives, of a CSV file: a row for all lines that belong together. Adds
+    lines without a number to `problems`."""
     rows = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
@@ -98,7 +101,8 @@ def read_csv(path, score):
                 sequence = line["sequence"] or ""
                 value = net_charge(sequence) if is_charge else float(line[score])
             except (TypeError, ValueError) as error:
-                raise InputError(f"{place}: {error}; expected numbers") from None
+                problems.append(f"{place}: {error}; expected numbers")
+                continue
             structure = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
             new = (len(rows), place, structure, {**fields, "sequences": [], "scores": []})
             *_, row = rows.setdefault(json.dumps(fields), new)
@@ -159,10 +163,11 @@ def pairs_of(args, row, path, read):
 def make_pairs(args):
     """The rows to write, what is wrong, and what else must be said."""
     rows = []
+    problems = []
     for name in args.data:
         if name.lower().endswith(".csv"):
             try:
-                rows += read_csv(name, args.score)
+                rows += read_csv(name, args.score, problems)
             except UnicodeDecodeError as error:
                 raise InputError(f"{name}: {error}; expected UTF-8") from None
         else:
@@ -170,19 +175,21 @@ def make_pairs(args):
     folder = Path(args.out).resolve().parent
     read = functools.cache(script.read_structure)  # each file once
     made = []
-    problems = []
     notes = {}  # as keys: each once
     for _, place, path, row in tqdm(rows, unit=" rows", disable=None):
         try:
-            for pair in pairs_of(args, row, path, read):
+            pairs = pairs_of(args, row, path, read)
+            for pair in pairs:
                 script.check_fields(pair, script.FIELDS, script.REQUIRED)
                 structure = read(path)
                 script.read_pair(path, pair, structure, math.inf)
-                made.append({**pair, "pdb_file": os.path.relpath(path, folder)})
                 if structure.note:
                     notes[structure.note] = None
         except ValueError as error:
             problems.append(f"{place}: {error}")
+            continue
+        file = os.path.relpath(path, folder)
+        made += [{**pair, "pdb_file": file} for pair in pairs]
     return made, problems, list(notes)
 
 
