@@ -150,8 +150,12 @@ def parse_args():
     args = parse_with_config(parser)
     if args.at_epochs == 0 and not args.ckpt_path:
         parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
-    if args.indist_attack_clf_norm == "Linf" and args.indist_attack_clf_eps >= 1:
-        parser.error("--indist_attack_clf_eps: pixels are in [0, 1], so 8/255 is 0.0314")
+    if args.indist_attack_clf_norm == "Linf" and args.indist_attack_clf_eps >= 0.5:
+        text = "with Linf it must be below 0.5, which turns any image grey; 8/255 is 0.0314"
+        parser.error(f"--indist_attack_clf_eps {args.indist_attack_clf_eps}: {text}")
+    own_folder = Path(args.output_dir).resolve()
+    if args.fresh and args.ckpt_path and own_folder in Path(args.ckpt_path).resolve().parents:
+        parser.error(f"--fresh moves --ckpt_path {args.ckpt_path} away: give another --output_dir")
     if args.at_epochs == 0 and args.total_epochs == 0:
         parser.error("--at_epochs 0 --total_epochs 0: nothing to train")
     return args
@@ -534,8 +538,8 @@ def measure_outside(net, args, x, y):
 
 @torch.no_grad()
 def measure(function, columns, net, source, args, device):
-    """A row of function(net, args, x, y) for each held-out image; None if a rank has to stop. Batch
-    k goes to rank k % world_size: each image counts once. (all ranks)"""
+    """A row of function(net, args, x, y) for each held-out image, of EVAL_IMAGES at most; None if a
+    rank has to stop. Batch k goes to rank k % world_size: each counts once. (all ranks)"""
     world_size = dist.get_world_size()
     ids = source.some("valid", EVAL_IMAGES)
     table = torch.zeros(len(ids), columns, device=device)
@@ -945,7 +949,8 @@ def main(args):
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
-    if world_size == 1 and (find_ranks() or torch.accelerator.device_count() > 1):
+    is_alone = args.use_ddp and world_size == 1
+    if is_alone and (find_ranks() or torch.accelerator.device_count() > 1):
         logging.warning("DDP with one process only: torchrun --nproc_per_node=N starts N of them")
     logging.info("Preparing data loaders...")
     inside, outside = load_data(args)
@@ -953,7 +958,8 @@ def main(args):
         logging.info(f"the images are read: {args.cache_dir}")
         return 0
 
-    may_change = "data outdist_data cache_dir ckpt_path at_epochs total_epochs use_ddp".split()
+    may_change = """data outdist_data image_shape cache_dir at_epochs total_epochs
+        n_imgs_per_evaluation_log use_ddp""".split()
     state = open_run(args, f"{inside.hash} {outside.hash}", may_change)
     epochs = {"at": args.at_epochs, "dat": args.total_epochs}
     loop = {

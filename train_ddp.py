@@ -107,7 +107,7 @@ def parse_args():
     add = parser.add_argument_group("held-out data").add_argument
     add("--eval_fraction", type=number(0, 0.99), default=0.05, help="of the queries, at most")
     add("--eval_samples", type=COUNT, default=1000, help="rows held out per source, at most")
-    text = "other documents to rank, for each document that is held out"
+    text = "other documents to rank, for each document or text that is held out"
     add("--eval_distractors", type=number(0), default=1.0, help=text)
     text = "steps between evaluations; 0: every epoch"
     add("--eval_every", type=number(0, kind=int), default=0, help=text)
@@ -120,7 +120,7 @@ def parse_args():
     add("--teacher_query_prompt", help="text before queries; None: the model's own")
     add("--teacher_document_prompt", help="text before documents; None: the model's own")
     default = "sentence-transformers/all-mpnet-base-v2"
-    add("--student_model", default=default, help="the same, or builtin:bert[:LAYERSxWIDTH]")
+    add("--student_model", default=default, help="hub name, folder, or builtin:bert[:LAYERSxWIDTH]")
     add("--student_layers", type=COUNT, help="keep so many, evenly spaced; None: all")
     add("--student_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--student_query_prompt", help="text before queries; None: the model's own")
@@ -861,13 +861,16 @@ def load_weights(args, model, path):
     return True
 
 
-def begin_phase2(args, model):
-    """Load the best weights of phase 1. (all ranks)"""
+def begin_phase2(args, model, step):
+    """Load the best weights of phase 1, which has made so many steps. (all ranks)"""
     path = args.phase1_weights or f"{args.output_dir}/phase1_best.pt"
     if load_weights(args, model, path):
         return
     if args.phase1_weights:
         raise InputError(f"--phase1_weights {path}: the file is missing or damaged")
+    if args.skip_phase1 and step > 0:
+        hint = f"--phase1_weights {args.output_dir}/latest.pt takes the last ones"
+        raise InputError(f"{path}, the best weights of phase 1, is missing or damaged: {hint}")
     what = "the untrained student" if args.skip_phase1 else "the last weights"
     logging.warning(f"{path} is missing or damaged: phase 2 starts from {what}")
 
@@ -943,10 +946,10 @@ def train_phases(args, device, phases, student, state, log, loop):
     ddp_model = wrap_ddp(student, args, device)
     for phase in phases:
         if phase.number < loop["phase"]:
-            logging.info("Phase 1 has ended before, and is not made longer")
+            logging.info("Phase 2 has begun before: phase 1 is not made, or made longer")
             continue
         if phase.number == 2 and loop["phase"] < 2:
-            begin_phase2(args, student)
+            begin_phase2(args, student, loop["step"])
             state = None  # what it held was phase 1
         reason = train(args, device, phase, student, ddp_model, state, log, loop)
         if reason:
@@ -972,7 +975,7 @@ def measure_baselines(args, student, data, device, loop):
 def main(args):
     device = setup_ddp(args)
     logging.info("Preparing data loaders...")
-    if args.teacher_model.startswith("infly/") and not args.trust_remote_code:
+    if "inf-retriever" in args.teacher_model and not args.trust_remote_code:
         # without its code transformers would take it for another, causal model
         text = f"--teacher_model {args.teacher_model} comes with code of its own"
         hint = "look at it, then give --trust_remote_code; without a download: builtin:lsa"
@@ -989,8 +992,8 @@ def main(args):
         return 0
 
     may_change = """phase1_data phase2_data cache_dir phase1_epochs phase2_epochs max_steps
-        skip_phase1 skip_phase2 phase1_weights teacher_batch_size save_to_artifacts
-        artifacts_dir""".split()
+        max_samples_phase1 max_samples_phase2 eval_every skip_phase1 skip_phase2 phase1_weights
+        teacher_batch_size save_to_artifacts artifacts_dir""".split()
     key = on_rank0(teacher_key, args, corpus, teacher)
     state = open_run(args, f"{corpus.hash} {tokens.folder.name} {key}", may_change)
     loop = {
@@ -1653,7 +1656,7 @@ def is_array(path):
     """Whether a file is there, and whole."""
     try:
         np.load(path, mmap_mode="r")
-    except (OSError, ValueError):
+    except (EOFError, OSError, ValueError):  # EOFError: it has no byte
         return False
     return True
 
@@ -1701,6 +1704,7 @@ def write_block(path, vectors):
         np.load(new, mmap_mode="r")  # a full disk can cut off an array without an error
         os.replace(new, path)
     except (OSError, ValueError) as error:
+        new.unlink(missing_ok=True)
         raise InputError(f"{path} cannot be written, see --cache_dir: {error}") from None
 
 
@@ -1787,7 +1791,7 @@ def load_teacher(args, name, device):
     prompt = ""
     if device.type != "cpu":
         options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
-    if name.startswith("infly/"):
+    if "inf-retriever" in name:  # of the hub, or a copy in a folder
         options["config_kwargs"] = {"use_cache": False}
         prompt = INFLY_PROMPT
     teacher = load_model(args, name, "teacher", "lsa", **options)

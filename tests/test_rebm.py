@@ -381,10 +381,11 @@ def test_draws_are_of_the_place(digits):
 
 def test_one_process(digits, tmp_path, server):
     """Is warned that a launcher started no more; use_ddp=False refuses several."""
-    options = small(digits, "total_epochs=0", "use_ddp=False")
+    options = small(digits, "total_epochs=0")
     run = server.run("run_train_rebm_ddp", options, tmp_path / "one", 1)
     assert run.statuses == [0], run.text[-3000:]
     assert run.text.count("WARNING: DDP with one process only") == 1
+    options.append("--use_ddp=False")
     refused = server.run("run_train_rebm_ddp", options, tmp_path / "two", 2).refusal()
     assert "use_ddp False is one process, 2 were started" in refused
 
@@ -454,7 +455,8 @@ def test_options_that_cannot_be():
         "indist_attack_clf.eps=inf": "must be from 1e-06 to 1000000",
         "attack.steps=4": "unrecognized arguments: attack.steps=4",
         "image_shape=2x8": "expected 1 or 3 channels",
-        "indist_attack_clf.norm=Linf indist_attack_clf.eps=8": "pixels are in .0, 1., so 8/255",
+        "indist_attack_clf.norm=Linf": "eps 0.5: with Linf it must be below 0.5",
+        "fresh=True output_dir=a/b ckpt_path=a/b/at_best.pt": "--fresh moves --ckpt_path a/b/at_",
     }
     for options, message in refused.items():
         with pytest.raises(script.InputError, match=message):
@@ -475,7 +477,7 @@ def test_stages_of_a_resumed_run(digits, tmp_path):
     best = script.read_checkpoint(out / "at_best.pt")["model"]
     assert not differences(best, script.read_checkpoint(out / "best.pt")["model"])
     text = call("at_epochs=0", f"ckpt_path={out}/best.pt", status=2)
-    assert "is in stage 1, which must not have 0 epochs" in text
+    assert "ckpt_path is " in text and "has a run with None" in text
     assert "missing or damaged" not in call("ddp_backend=gloo", "total_epochs=1")
     text = call("at_epochs=3", status=2)
     assert "stage 2: --at_epochs may change only in stage 1" in text

@@ -66,8 +66,13 @@ def test_a_network_generates(trained):
     network, state = generate.load_network(checkpoint, torch.device("cpu"))
     args = SimpleNamespace(data=None, outdist_data=None, cache_dir=None)
     _, noise = generate.load_images(args, state)
+    starts = noise.part("test")
+    few = SimpleNamespace(images=noise.images, part=lambda name: starts[:20])
+    more = SimpleNamespace(num_samples=60, step_size=None, steps=1, batch_size=60)
+    several = generate.generate(network, state, few, torch.device("cpu"), more)
+    assert len(several.flatten(1).unique(dim=0)) == 60, "some are made twice"
     found = []
-    for images in (noise.images[noise.part("test")[:33]], made["images"]):
+    for images in (noise.images[starts[:33]], made["images"]):
         logits = network(script.pixels(torch.from_numpy(images)))
         found.append(script.label_logit(logits, torch.from_numpy(made["labels"])))
     assert (found[1] > found[0]).all()

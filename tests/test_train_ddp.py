@@ -540,25 +540,27 @@ def test_skip_phase1(work, tmp_path, trained, step, caplog):
     args = arguments(*options)
     state = torch.load(path)
     args.data_hash = state["args"]["data_hash"]
-    script.begin_phase2(args, step.student)
+    script.begin_phase2(args, step.student, 0)
     assert "phase 2 starts from the untrained student" in caplog.text
+    with pytest.raises(script.InputError, match=f"phase1_weights {tmp_path}/out/latest.pt takes"):
+        script.begin_phase2(args, step.student, 9)  # of phase 1, not evaluated yet
     args.output_dir = str(trained.folder)
-    script.begin_phase2(args, step.student)
+    script.begin_phase2(args, step.student, 9)
     expected = state["model"]
     assert all(value.equal(expected[key]) for key, value in step.student.state_dict().items())
     args.data_hash = "other data"
     with pytest.raises(script.InputError, match="on other data, .* makes its words of the data"):
-        script.begin_phase2(args, step.student)
+        script.begin_phase2(args, step.student, 9)
     args.student_model = "another"
     with pytest.raises(script.InputError, match="was trained with --student_model builtin:bert"):
-        script.begin_phase2(args, step.student)
+        script.begin_phase2(args, step.student, 9)
     torch.save({"a": 1}, tmp_path / "a.pt")
     args.phase1_weights = f"{tmp_path}/a.pt"
     with pytest.raises(script.InputError, match="a.pt: expected phase1_best.pt, or another"):
-        script.begin_phase2(args, step.student)
+        script.begin_phase2(args, step.student, 9)
     args.phase1_weights = "nowhere.pt"
     with pytest.raises(script.InputError, match="--phase1_weights nowhere.pt: the file is missing"):
-        script.begin_phase2(args, step.student)
+        script.begin_phase2(args, step.student, 9)
 
 
 def test_phases_one_after_the_other(work, tmp_path):

@@ -61,11 +61,13 @@ def parse_args():
     add("--radii", type=length, nargs="+", default=[], help=text)
     add("--attack_steps", type=COUNT, default=50, help="steps of each attack")
     add("--starts", type=COUNT, default=5, help="starts of the attack on each image")
-    text = "more OOD images to detect: noise, blobs, folders, ..."
+    text = "more OOD images to detect: noise, blobs, folders (the test part), ..."
     add("--outside", nargs="*", default=script.GENERATED, help=text)
     add("--ood_images", type=COUNT, default=500, help="OOD images at most, of each kind")
     args = parser.parse_args()
     args.out = args.out or args.checkpoint.with_name("evaluation.json")
+    if args.out.exists():
+        parser.error(f"{args.out} exists: give another --out")
     return args
 
 
@@ -206,7 +208,7 @@ def main():
         sys.exit(2)
     for name, value in found.items():
         print(f"{name:24} {value:.4f}")
-    print(args.out)
+    print(f"{args.out}: of {len(tested):,} images")
 
 
 if __name__ == "__main__":

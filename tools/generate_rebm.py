@@ -15,6 +15,7 @@ images, and OOD images. With few --num_samples it is large for all three.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -103,11 +104,13 @@ def generate(model, state, outside, device, args):
     climb = script.Attack(model, script.label_logit, size)
     starts = outside.part("test")
     numbers = np.arange(args.num_samples)
+    classes = len(state["loop"]["classes"])
+    period = math.lcm(len(starts), classes)  # after which a start would get the same class again
     made = []
     for first in tqdm(range(0, len(numbers), args.batch_size), desc="generating", disable=None):
         some = numbers[first : first + args.batch_size]
-        x = pictures(outside, starts[some % len(starts)], device)
-        labels = torch.from_numpy(some % len(state["loop"]["classes"])).to(device)
+        x = pictures(outside, starts[(some + some // period) % len(starts)], device)
+        labels = torch.from_numpy(some % classes).to(device)
         made.append((climb(x, labels, args.steps) * 255).round().byte().cpu())
     return torch.cat(made)
 
@@ -159,9 +162,6 @@ def write_picture(path, images, classes):
     """A class in each column, ten classes and 20 rows at most. Returns how many images it shows."""
     columns = min(classes, 10)
     rows = min(len(images) // classes, 20)
-    if rows == 0:
-        raise InputError(f"--num_samples {len(images)}: expected one of each class or more")
-
     lines = []
     for first in range(0, rows * classes, classes):
         # a grey line around each
@@ -181,6 +181,9 @@ def main():
         model, state = load_network(args.checkpoint, device)
         inside, outside = load_images(args, state)
         classes = len(inside.classes)
+        if args.num_samples < classes:
+            text = f"expected one of each of the {classes} classes or more"
+            raise InputError(f"--num_samples {args.num_samples}: {text}")
 
         for path in (args.out, args.npz or args.out):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +191,8 @@ def main():
         shown = write_picture(args.out, images, classes)
         if args.npz:
             labels = np.arange(len(images)) % classes
-            np.savez_compressed(args.npz, images=images.numpy(), labels=labels)
+            with open(args.npz, "wb") as file:  # numpy would give a name another ending
+                np.savez_compressed(file, images=images.numpy(), labels=labels)
         found = {}
         if len(images) > 1:
             found = measure_distance(images, inside, outside)
