@@ -22,7 +22,7 @@ import pytest
 from helpers import ROOT, TORCHRUN, Job, environment, kill_all
 from runs import RUNS, SCRIPTS, Run, Task, assert_same_end
 
-TIMEOUT = 4  # seconds: the time limit of the runs whose link is cut
+TIMEOUT = 12  # seconds: the time limit of the runs whose link is cut
 # FAULTS: time to do something in the middle of a run
 SLOW = [[1, step, "sleep", 0.3] for step in range(20, 60)]
 
