@@ -444,7 +444,7 @@ FAST = "run_train_quantumgrav_ddp"
 FAULTS = {
     wall_clock_limit: FAST,
     disk_full: FAST,
-    disk_full_in_an_evaluation: "run_dpo_ddp",
+    disk_full_in_an_evaluation: FAST,
     data_changed: "run_train_uniref50_ddp",
     damaged_row: "run_dpo_ddp",
     nan_on_one_rank: "run_train_uniref50_ddp",
