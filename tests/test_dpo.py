@@ -200,7 +200,8 @@ def test_which_weights(tmp_path, caplog):
 
     released = script.hash_weights(load())
     assert "v_48_020.pt, which was trained without membrane proteins" in caplog.text
-    assert script.hash_weights(load(f"--base_model_dir={ROOT}/data/dpo")) == released
+    for option in (f"--base_model_dir={ROOT}/data/dpo", "--base_model_name=soluble_v_48_020"):
+        assert script.hash_weights(load(option)) == released
     own = script.ProteinMPNN(neighbours=30)
     torch.save(script.official(own), tmp_path / "v_48_020.pt")
     assert load(f"--base_model_dir={tmp_path}").neighbours == 30
@@ -412,9 +413,19 @@ def test_pairs_of_scored_sequences(data, tmp_path, tool):
     turned = make("one.json", "turned.json", "--swap")
     assert [(pair["unpreferred_seq"], pair["preferred_seq"]) for pair in turned] == pairs
 
+    lines.insert(2, f"{data}/helix0.pdb,{own},n/a,A,x")
+    (tmp_path / "line.csv").write_text("\n".join(lines))
+    assert made == make("line.csv", "three.json", "--lower_is_better", "--skip_bad_data")
+
+    out = tmp_path / "bad_pairs.json"
+    scored["sequences"][1] = "X" + own[1:]  # two of the three pairs are wrong: none is kept
+    (tmp_path / "bad.json").write_text(json.dumps([scored]))
+    words = [tmp_path / "bad.json", "--out", out, "--skip_bad_data"]
+    assert "no pairs" in tool("make_dpo_pairs", *words, status=2)
+    words = [tmp_path / "bad.json", "--out", tmp_path / "none/out.json"]
+    assert "there is no folder" in tool("make_dpo_pairs", *words, status=2)
     scored["sequences"][1] = "W"
     (tmp_path / "bad.json").write_text(json.dumps([scored]))
-    out = tmp_path / "bad_pairs.json"
     errors = tool("make_dpo_pairs", tmp_path / "bad.json", "--out", out, status=2)
     assert "sequence 1 has 1 letters; expected" in errors
     assert not out.exists()

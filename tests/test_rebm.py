@@ -478,6 +478,10 @@ def test_stages_of_a_resumed_run(digits, tmp_path):
     assert not differences(best, script.read_checkpoint(out / "best.pt")["model"])
     text = call("at_epochs=0", f"ckpt_path={out}/best.pt", status=2)
     assert "ckpt_path is " in text and "has a run with None" in text
+    given = [f"ckpt_path={out}/best.pt", f"--output_dir={tmp_path}/given"]
+    call("total_epochs=0", *given)
+    text = call("at_epochs=0", *given, status=2)
+    assert "is in stage 1, which must not have 0 epochs" in text
     assert "missing or damaged" not in call("ddp_backend=gloo", "total_epochs=1")
     text = call("at_epochs=3", status=2)
     assert "stage 2: --at_epochs may change only in stage 1" in text

@@ -47,6 +47,7 @@ def test_a_network_is_measured(trained):
         assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
     assert found["options"]["starts"] == 3
     assert found["options"]["outdist_data"] is None, "not as it was given"
+    call_script("tools/evaluate_rebm", *words, status=2)  # it does not write over a file
 
 
 def test_a_network_generates(trained):

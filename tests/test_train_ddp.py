@@ -652,9 +652,10 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
     assert found.dtype == np.float16
     assert np.allclose(found, expected, atol=1e-3)
 
-    os.truncate(tmp_path / "teacher-key-cpu" / f"{64:010}.npy", 300)  # a full disk, or a program
-    assert np.array_equal(script.teacher_vectors(*options)[np.arange(len(corpus))], found)
-    assert Teacher.encoded == len(corpus) + 64
+    for number, size in enumerate([300, 0], start=1):  # a full disk, or a program; a crash
+        os.truncate(tmp_path / "teacher-key-cpu" / f"{64:010}.npy", size)
+        assert np.array_equal(script.teacher_vectors(*options)[np.arange(len(corpus))], found)
+        assert Teacher.encoded == len(corpus) + 64 * number
 
 
 def test_what_teacher_vectors_depend_on(trained):
