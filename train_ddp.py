@@ -1010,6 +1010,9 @@ def main(args):
     if args.skip_phase2 and loop["phase"] == 2:
         text = f"--skip_phase2: {args.output_dir} is in phase 2"
         raise InputError(f"{text}: go on without it, or give --fresh")
+    if loop["phase"] == 2 and args.phase1_weights not in (None, state["args"]["phase1_weights"]):
+        text = f"--phase1_weights {args.phase1_weights}: phase 2 in {args.output_dir} has begun"
+        raise InputError(f"{text} from others: go on without it, or give another --output_dir")
 
     student = Student(model)
     on_rank0(check_student, args, student, tokens)

@@ -535,6 +535,7 @@ def test_skip_phase1(work, tmp_path, trained, step, caplog):
     said = run(*options, f"--phase1_weights={path}").split("phase=2")[0]
     assert f"Loading {path}" in said
     assert {row["phase"] for row in Run(tmp_path / "out").rows} == {2}
+    assert "has begun from others" in run(*options, "--phase1_weights=b.pt", status=2)
 
     step.student.add_head(32, 16)
     args = arguments(*options)

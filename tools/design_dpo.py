@@ -62,6 +62,7 @@ def parse_args():
     add("--out", default="designs.fasta", help="file to write, .fasta or .csv")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
+
     if not Path(args.out).parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {Path(args.out).parent}")
     if Path(args.out).exists():

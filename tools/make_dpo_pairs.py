@@ -52,6 +52,7 @@ def parse_args():
     add("--swap", action="store_true", help="turn round what is preferred")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     args = parser.parse_args()
+
     if not Path(args.out).parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {Path(args.out).parent}")
     if Path(args.out).exists():
@@ -172,6 +173,7 @@ def make_pairs(args):
                 raise InputError(f"{name}: {error}; expected UTF-8") from None
         else:
             rows += script.read_rows(name)
+
     folder = Path(args.out).resolve().parent
     read = functools.cache(script.read_structure)  # each file once
     made = []
@@ -203,6 +205,7 @@ def run(args):
     if not made:
         hint = f"expected sequences that differ, with scores {args.score_gap:g} or more apart"
         raise InputError(f"{' '.join(args.data)}: no pairs; {hint}")
+
     if args.swap:
         for pair in made:
             preferred = pair["preferred_seq"]

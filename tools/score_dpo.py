@@ -47,6 +47,7 @@ def parse_args():
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
+
     if not Path(args.out).parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {Path(args.out).parent}")
     if Path(args.out).exists():
