@@ -21,7 +21,7 @@ tasks), grad_norm (before clipping), skipped (steps whose gradient was not finit
 data_wait (share of the time). After every epoch: val/loss, and val/TASK/... loss, accuracy,
 f1_macro, f1_weighted, ece (calibration error in 15 bins).
 
-Files in --output_dir: latest.pt, previous.pt, best.pt, metrics.jsonl; at the end predictions.npz
+Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end predictions.npz
 and confusion_TASK.png (of the test set), summary.json, curves.png. The same command, given again,
 goes on from latest.pt.
 
@@ -38,9 +38,6 @@ that only rank 0 does. The task comes first, then the reading of files, then wha
 # ///
 
 import argparse
-import contextlib
-import ctypes
-import errno
 import fcntl
 import functools
 import hashlib
@@ -48,19 +45,13 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing
 import os
-import pickle
 import re
-import shutil
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
-import zipfile
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -83,23 +74,21 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 
 def parse_args():
-    parser = Parser(description=__doc__)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("task").add_argument
-    text = "stores (.zarr) and files (.npz), in the layouts of QuantumGrav"
-    add("--data", nargs="+", default=["data/causal_sets.npz"], help=text)
+    default = ["data/causal_sets.npz"]
+    add("--data", nargs="+", type=expanded, default=default, help=".npz files and .zarr stores")
     add("--tasks", nargs="+", default=["cls"], help="labels to learn: arrays of the data")
-    add("--cache_dir", default="cache", help="where what is read once is kept")
-    add("--skip_bad_data", **FLAG, default=False, help="leave out damaged sets, and list them")
+    add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
     add("--split_seed", type=number(0, kind=int), default=0, help="another one: another split")
-    text = "what the network sees of an element, besides its links"
-    add("--features", nargs="+", default=FEATURES[:4], choices=FEATURES, help=text)
+    default = FEATURES[:4]
+    add("--features", nargs="+", default=default, choices=FEATURES, help="of an element, for input")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=COUNT, default=64, help="width")
     add("--num_layers", type=COUNT, default=3, help="layers of message passing")
-    kinds = ["mean", "sum", "none"]
-    add("--messages", default="mean", choices=kinds, help="over neighbours; none: no messages")
+    add("--messages", default="mean", choices=["mean", "sum", "none"], help="over the neighbours")
     add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
     add("--head_dim", type=COUNT, default=64, help="hidden width of a head")
 
@@ -110,21 +99,17 @@ def parse_args():
     add("--warmup", type=number(0, 1), default=0.3, help="share of the run in which lr rises")
 
     add = parser.add_argument_group("validation, after every epoch").add_argument
-    text = "what --patience watches, such as: loss cls/f1_macro; the first also chooses best.pt"
-    add("--stop_metrics", nargs="+", default=["loss"], help=text)
-    text = "epochs without a gain that end it; 0: never"
-    add("--patience", type=number(0, kind=int), default=0, help=text)
-    kinds = ["any", "all"]
-    text = "a gain is when any, or all, of --stop_metrics get better"
-    add("--stop_mode", default="any", choices=kinds, help=text)
-    add("--delta", type=number(0), default=0.0, help="better means by more than this")
-    text = "epochs at the start that --patience does not count"
-    add("--grace", type=number(0, kind=int), default=0, help=text)
+    default = ["loss"]  # the first one also chooses best.pt
+    add("--stop_metrics", nargs="+", default=default, help="to watch, such as: loss cls/f1_macro")
+    natural = number(0, kind=int)
+    add("--patience", type=natural, default=0, help="epochs without a gain that end it; 0: never")
+    add("--stop_mode", default="any", choices=["any", "all"], help="of --stop_metrics, for a gain")
+    add("--delta", type=number(0), default=0.0, help="a gain is more than this")
+    add("--grace", type=natural, default=0, help="epochs at the start that --patience ignores")
 
     add = parser.add_argument_group("section parallel: of QuantumGrav's files").add_argument
     add("--world_size", type=COUNT, help="as --nproc_per_node")
-    text = "where the ranks of srun or mpiexec meet; the variable MASTER_ADDR wins"
-    add("--master_addr", help=text)
+    add("--master_addr", help="where ranks meet; the variable MASTER_ADDR wins")
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
 
     # fp32 on GPUs, too: a GPU waits for the host with a network this small, and casts are more work
@@ -149,6 +134,9 @@ def parse_args():
 
 # --------------------------------------------------------------------------------------------------
 # Data
+
+# what may be known of an element
+FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
 
 
 class Batch(NamedTuple):
@@ -178,8 +166,6 @@ class CausalSets(Dataset):
         meta = json.loads((folder / "meta.json").read_text())
         self.classes = meta["classes"]
         self.hash = meta["hash"]
-        for note in meta["notes"]:
-            logging.warning(note)
 
         def load(name):
             # np.asarray: still mapped, and faster than np.memmap itself
@@ -221,10 +207,10 @@ class CausalSets(Dataset):
         return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
 
     def __getitem__(self, item):
-        """item: (step, whole, places), the sets of the global batch, and which of them are in this
-        micro-batch."""
-        _, whole, places = item
-        ids = whole[places]
+        """item: (step, global_ids, places), the sets of the global batch, and the places in it of
+        those that this micro-batch has."""
+        _, global_ids, places = item
+        ids = global_ids[places]
         nodes = ragged_rows(self.node_ptr, ids)
         edges = ragged_rows(self.edge_ptr, ids)
         features = self.features[nodes]
@@ -239,7 +225,7 @@ class CausalSets(Dataset):
             torch.from_numpy(self.future[edges] + begin),
             pointers(features[:, FEATURES.index("out_degree")]),
             torch.from_numpy(self.labels[ids]),
-            torch.from_numpy((self.labels[whole] >= 0).sum(0)),
+            torch.from_numpy((self.labels[global_ids] >= 0).sum(0)),
         )
 
 
@@ -456,26 +442,30 @@ def is_better(name, value, best, delta=0.0):
     return value > best + delta
 
 
-def note_epoch(loop, metrics, args):
-    """Count the epochs without a gain in loop["waited"]. Returns whether this is the best epoch so
-    far. A gain is when any, or all, of --stop_metrics get better than loop["bests"]; with `all`,
+def note_epoch(loop, metrics, epoch, args):
+    """Count the epochs without a gain in loop["waited"]. Returns whether this epoch is the best so
+    far. A gain is when any, or all, of --stop_metrics get better than loop["best_of"]; with `all`,
     one that gets better alone keeps its old best value."""
     gained = {}
     for name in args.stop_metrics:
-        if is_better(name, metrics[name], loop["bests"].get(name), args.delta):
+        if is_better(name, metrics[name], loop["best_of"].get(name), args.delta):
             gained[name] = metrics[name]
     needed = len(args.stop_metrics) if args.stop_mode == "all" else 1
     if len(gained) >= needed:
-        loop["bests"].update(gained)
+        loop["best_of"].update(gained)
         loop["waited"] = 0
-    elif loop["epoch"] > args.grace:
+    elif epoch >= args.grace:
         loop["waited"] += 1
 
     first = args.stop_metrics[0]
-    if not is_better(first, metrics[first], loop["best"].get("value")):
+    if not is_better(first, metrics[first], loop["best_epoch"].get("value")):
         return False
-    loop["best"] = {"metric": first, "value": metrics[first], "step": loop["step"]}
+    loop["best_epoch"] = {"metric": first, "value": metrics[first], "step": loop["step"]}
     return True
+
+
+def is_stopped_early(loop, args):
+    return 0 < args.patience <= loop["waited"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -503,17 +493,19 @@ def train(args, device, data, model, state, log):
     """Returns why training was stopped, or "" if it has ended; and where it stands. (all ranks)"""
     world_size = dist.get_world_size()
     sampler = GlobalBatchSampler(data.part("train"), args, data.cost)
-    steps = sampler.count_steps(args.num_epochs)
+    steps = sampler.steps * args.num_epochs
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
     optimizer = make_optimizer(args, model)
-    autocast, scaler = choose_precision(args, device)
+    autocast = choose_precision(args, device)
     # where training stands; and, for whoever loads the weights, the names of the outputs
-    loop = {"step": 0, "epoch": 0, "bests": {}, "best": {}, "waited": 0, "classes": data.classes}
+    loop = {"step": 0, "best_of": {}, "best_epoch": {}, "waited": 0, "classes": data.classes}
     if state:
-        loop = restore(state, model=model, optimizer=optimizer, scaler=scaler)
+        loop = state["loop"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        state.clear()  # each rank has a copy: free it
     ddp_model = wrap_ddp(model, args, device)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
-    if loop["step"] == 0:
-        save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
     sampler.start = loop["step"]
     batches = make_loader(data, sampler, args, device)
 
@@ -521,38 +513,11 @@ def train(args, device, data, model, state, log):
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
     meter = Meter(["loss"], args, device)
     reason = ""
-    while not reason:
+    while loop["step"] < steps and not reason and not is_stopped_early(loop, args):
         step = loop["step"]
         epoch, position = divmod(step, sampler.steps)
-
-        # An epoch is over: validate. All ranks have the same metrics, and so decide alike.
-        if epoch > loop["epoch"]:
-            metrics, _ = evaluate(model, data, data.part("valid"), args, device)
-            reason = max(gather(wish_to_stop(args)))
-            if reason:  # this validation is made again
-                save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
-                break
-            row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": step, "epoch": epoch - 1, **row})
-            if not math.isfinite(metrics["loss"]):
-                text = f"the validation loss is {metrics['loss']}"
-                raise RunError(f"{text}: --fresh and a lower --lr")
-            loop["epoch"] = epoch
-            before = loop["best"]
-            if note_epoch(loop, metrics, args):
-                logging.info(f"Found better model at epoch {epoch - 1}.")
-                if not save("best.pt"):
-                    loop["best"] = before
-            meter.start()
-        is_stopped_early = 0 < args.patience <= loop["waited"]
-        if is_stopped_early:
-            logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
-        if is_stopped_early or step >= steps:
-            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=True)
-            break
         if position == 0:
             logging.info(f"Starting training epoch {epoch}")
-
         seed_step(args, step)
         lr = args.lr * lr_factor(args, step, steps)
         for group in optimizer.param_groups:
@@ -565,19 +530,34 @@ def train(args, device, data, model, state, log):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = share_of_loss(ddp_model(batch), batch)
-            scaler.scale(loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
-        norm = update_if_finite(args, optimizer, scaler)
+        norm = update_if_finite(args, optimizer)
         meter.add(step_loss, norm)
         loop["step"] += 1
         bar.update()
 
-        # log and save; also before a validation, which may be interrupted
-        must_save = loop["step"] % args.save_every == 0 or position == sampler.steps - 1
+        # log, and agree whether to stop
+        is_end_of_epoch = position == sampler.steps - 1
+        must_save = loop["step"] % args.save_every == 0 or is_end_of_epoch
         row = {"step": loop["step"], "epoch": epoch, "lr": lr}
-        reason = meter.meet(log, row, sampler.global_batch, must_save)
+        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
+
+        # evaluate: all ranks get the same metrics, and so agree on what is best
+        if is_end_of_epoch:
+            metrics, _ = evaluate(model, data, data.part("valid"), args, device)
+            if not math.isfinite(metrics["loss"]):
+                raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
+            row = {f"val/{name}": value for name, value in metrics.items()}
+            log.write({"step": loop["step"], "epoch": epoch, **row})
+            if note_epoch(loop, metrics, epoch, args):
+                logging.info(f"Found better model at epoch {epoch}.")
+                save("best.pt")
+            meter.start()
+
+        # save what all of this has led to
         if reason or must_save:
-            save("latest.pt", optimizer=optimizer, scaler=scaler, must_succeed=bool(reason))
+            save("latest.pt", optimizer=optimizer)
     bar.close()
     return reason, loop
 
@@ -634,10 +614,7 @@ def report(args, data, ids, metrics, logp):
             logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
         if accuracy < max(baselines[task].values()):
             logging.warning(f"{task}: the network is worse than what needs no network")
-    try:
-        save_predictions(args, data, ids, logp)
-    except (ImportError, OSError, ValueError) as error:  # such as a full disk
-        logging.warning(f"no predictions.npz or no confusion matrix: {error}")
+    save_predictions(args, data, ids, logp)
     return baselines
 
 
@@ -660,14 +637,10 @@ def save_predictions(args, data, ids, logp):
         plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
 
 
-def test(args, device, data, model, best):
+def test(args, device, data, model):
     """Metrics of the best weights on the test set, and baselines. (all ranks)"""
-    state = on_rank0(read_checkpoint, Path(args.output_dir) / "best.pt")
-    if state and state["loop"]["step"] == best["step"]:
-        model.load_state_dict(state["model"])
-    else:
-        text = f"best.pt of step {best['step']} was not saved, or is damaged"
-        logging.warning(f"{text}: the test is of latest.pt")
+    best = Path(args.output_dir) / "best.pt"
+    model.load_state_dict(on_rank0(torch.load, best, "cpu")["model"])
     ids = data.part("test")
     metrics, logp = evaluate(model, data, ids, args, device)
     return metrics, on_rank0(report, args, data, ids, metrics, logp)
@@ -683,8 +656,8 @@ def main(args):
     logging.info("Data split complete:")
     for name, title in {"train": "Training", "valid": "Validation", "test": "Test"}.items():
         logging.info(f"  {title + ' samples:':19} {len(data.part(name)):,}")
-    may_change = "data cache_dir num_epochs patience world_size master_addr master_port".split()
-    state = open_run(args, data.hash, may_change)
+    may_change = "data skip_bad_data num_epochs patience world_size master_addr master_port"
+    state = open_run(args, data.hash, may_change.split())
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = CausalSetNet(args, data.classes).to(device)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -692,14 +665,18 @@ def main(args):
     log = RunLog(args, state)
     with logging_redirect_tqdm():
         reason, loop = train(args, device, data, model, state, log)
+    figures = {"steps": loop["step"], "best": loop["best_epoch"]}
     if reason:
-        log.close(f"stopped by {reason}", steps=loop["step"], best=loop["best"])
+        log.close(f"stopped by {reason}", **figures)
         return exit_status(reason)
+    if is_stopped_early(loop, args):
+        logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
     logging.info("Training process completed.")
     logging.info("Starting testing phase...")
-    end_on_signals()
-    metrics, baselines = test(args, device, data, model, loop["best"])
-    log.close("finished", steps=loop["step"], best=loop["best"], test=metrics, baselines=baselines)
+    for stop in STOP_SIGNALS:  # all is saved: from here on they end the process
+        signal.signal(stop, signal.SIG_DFL)
+    metrics, baselines = test(args, device, data, model)
+    log.close("finished", **figures, test=metrics, baselines=baselines)
     logging.info("Training and testing completed successfully!")
     return 0
 
@@ -712,41 +689,7 @@ ADJACENCY = ["adjacency_matrix", "adj"]  # all related pairs
 LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
 SIZES = ["atomcount", "cset_size"]
 NUMBERS = ["num_samples", "num_causal_sets"]  # of sets, in a store that has room for more
-FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
-READER = 6  # raise it when you change what is read or kept: else an old cache is used
-
-
-class ZarrFolder:
-    """The arrays directly in a folder by their names, as np.load gives those of an .npz file. Each
-    is opened when it is asked for. We look for the folders of arrays ourselves: groups that Julia
-    writes have no file that zarr would know them by."""
-
-    def __init__(self, folder, notes):
-        self.folder = folder
-        self.notes = notes  # here we write down what is missing
-        self.names = [path.name for path in sorted(folder.iterdir()) if is_zarr_array(path)]
-
-    def __iter__(self):
-        return iter(self.names)
-
-    def __getitem__(self, name):
-        import zarr
-
-        array = zarr.open(self.folder / name, mode="r")
-        missing = array.nchunks - array.nchunks_initialized
-        if missing > 0:
-            self.notes.append(f"{self.folder / name}: {missing} of {array.nchunks} chunks")
-        return array
-
-
-def is_zarr_array(path):
-    if (path / ".zarray").exists():  # format 2
-        return True
-    meta = path / "zarr.json"  # format 3
-    try:
-        return meta.exists() and json.loads(meta.read_text())["node_type"] == "array"
-    except (ValueError, KeyError):  # zarr says what is wrong, if the array is asked for
-        return True
+READER = 7  # raise it when you change what is read or kept: else an old cache is used
 
 
 def choose(arrays, *names):
@@ -756,60 +699,61 @@ def choose(arrays, *names):
     raise ValueError(f"has {', '.join(arrays) or 'nothing'}; expected {' or '.join(names)}")
 
 
-def read_sets(path, tasks, notes):
-    """Yields for each set its name, and {name of an array: its value}, or the error that came.
+def open_arrays(folder):
+    """{name: array} of the arrays directly in a folder of a zarr store. We look for them ourselves:
+    groups that Julia writes have no file that zarr would know them by."""
+    import zarr
 
-    path is an .npz file or a zarr store whose arrays hold all sets, counted by the first axis; or
-    a zarr store with a group for each set. What is no error, but must be said, goes into notes."""
-    if not path.exists():
-        raise ValueError("there is no such file or store")
-    if path.suffix == ".npz":
-        if not zipfile.is_zipfile(path):
-            raise ValueError("expected a whole file of arrays with names, as numpy.savez writes it")
-        yield from read_flat(np.load(path), tasks)
+    arrays = {}
+    for path in sorted(folder.iterdir()):
+        meta = path / "zarr.json"  # of format 3; groups have it, too
+        if (path / ".zarray").exists() or (meta.exists() and '"array"' in meta.read_text()):
+            arrays[path.name] = zarr.open_array(path, mode="r")
+    return arrays
+
+
+def read_sets(path, tasks):
+    """Yields for each set its name, and {name of an array: its value}.
+
+    path is an .npz file or a zarr store whose arrays hold all sets, counted by the first axis, in
+    the store itself or in a group; or a zarr store with a group for each set."""
+    if path.is_file():
+        try:
+            arrays = dict(np.load(path))
+        except ValueError:
+            text = "pad matrices of different sizes with zeros, and give atomcount"
+            raise ValueError(f"no .npz file, or one with arrays of objects: {text}") from None
+        yield from read_flat(arrays, tasks)
         return
-    if not path.is_dir():
-        raise ValueError("expected an .npz file, or a zarr store, which is a folder")
     groups = [group for group in path.glob("cset_*") if group.name[5:].isdigit()]
     for group in sorted(groups, key=lambda group: int(group.name[5:])):
-        try:
-            arrays = ZarrFolder(group, notes)
-            names = [choose(arrays, *ADJACENCY, *LINKS), *[choose(arrays, task) for task in tasks]]
-            names += [name for name in SIZES if name in arrays]
-            yield group.name, {name: arrays[name][...] for name in names}
-        except ImportError:
-            raise
-        except Exception as error:  # zarr and its decoders raise many kinds
-            yield group.name, error
-    if not groups:
-        yield from read_flat(find_arrays(path, notes), tasks)
-
-
-def find_arrays(path, notes):
-    """The arrays of a store: directly in it, or in one group."""
-    found = []
+        yield group.name, {name: array[...] for name, array in open_arrays(group).items()}
+    if groups:
+        return
     for folder in [path, *sorted(path.iterdir())]:
-        if folder.is_dir():
-            arrays = ZarrFolder(folder, notes)
-            if any(name in arrays for name in [*ADJACENCY, *LINKS]):
-                found.append(arrays)
-    if len(found) > 1:
-        names = ", ".join(str(arrays.folder) for arrays in found)
-        raise ValueError(f"has several groups, give one of them to --data: {names}")
-    return found[0] if found else ZarrFolder(path, notes)
+        arrays = open_arrays(folder) if folder.is_dir() else {}
+        if any(name in arrays for name in [*ADJACENCY, *LINKS]):
+            groups.append(folder)
+            yield from read_flat(arrays, tasks)
+    if not groups:
+        raise ValueError(f"has no {' or '.join([*ADJACENCY, *LINKS])}")
 
 
 def read_flat(arrays, tasks):
     """The sets of arrays whose first axis counts them, as `read_sets` yields them."""
     matrix = choose(arrays, *ADJACENCY, *LINKS)
     matrices = arrays[matrix]
-    numbers = {}  # one for each set
-    for name in [choose(arrays, *SIZES), *tasks]:
-        numbers[name] = arrays[choose(arrays, name)][...]
-        if numbers[name].shape != matrices.shape[:1]:
-            text = f"{name} has shape {numbers[name].shape}"
-            raise ValueError(f"{text}; expected {matrices.shape[:1]}, as {matrix} has")
+    numbers = {}
+    for name in [*tasks, choose(arrays, *SIZES)]:
+        array = arrays[choose(arrays, name)]
+        lost = getattr(array, "nchunks", 0) - getattr(array, "nchunks_initialized", 0)
+        if lost > 0:  # zarr leaves out chunks of zeros, too
+            logging.warning(f"{name}: {lost} chunks are not stored, and read as zeros")
+        numbers[name] = array[...]
     count = matrices.shape[0]
+    for name, values in numbers.items():
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} values, and {matrix} {count}")
     for name in NUMBERS:
         if name in arrays:
             count = min(count, number_of(arrays[name][...], name))
@@ -817,15 +761,9 @@ def read_flat(arrays, tasks):
     # what is packed together is read once: a chunk, or all of an .npz file
     piece = max(1, getattr(matrices, "chunks", matrices.shape)[0])
     for first in range(0, count, piece):
-        ids = range(first, min(first + piece, count))
-        try:
-            rows = matrices[first : first + piece]
-        except Exception as error:
-            yield from [(f"set {i}", error) for i in ids]
-            continue
-        for i in ids:
-            values = {name: array[i] for name, array in numbers.items()}
-            yield f"set {i}", {matrix: rows[i - first], **values}
+        rows = matrices[first : min(first + piece, count)]
+        for i, row in enumerate(rows, first):
+            yield f"set {i}", {matrix: row, **{name: value[i] for name, value in numbers.items()}}
 
 
 def number_of(value, name):
@@ -833,13 +771,9 @@ def number_of(value, name):
     number = np.asarray(value).item()
     if isinstance(number, bytes):
         number = number.decode()
-    if isinstance(number, str):
-        number = number.strip()
-        if re.fullmatch(r"-?\d+", number):
-            number = int(number)
-        elif name not in SIZES:
-            return number
-    if not isinstance(number, (int, float)) or not float(number).is_integer():
+    if isinstance(number, str) and not re.fullmatch(r" *-?\d+ *", number):
+        return number
+    if float(number) != int(number):
         raise ValueError(f"{name} is {number}; expected a whole number")
     return int(number)
 
@@ -849,13 +783,11 @@ def order_of(values):
     ValueError where the matrix is no such thing."""
     name = choose(values, *ADJACENCY, *LINKS)
     matrix = values[name]
-    if matrix.ndim != 2 or len(matrix) != matrix.shape[1]:
-        raise ValueError(f"{name} has shape {matrix.shape}; expected (n, n)")
     n = len(matrix)
     for size in SIZES:
         if size in values:
             n = number_of(values[size], size)
-    if not 2 <= n <= min(len(matrix), 32767):  # elements are numbered in int16
+    if matrix.shape != (len(matrix), len(matrix)) or not 2 <= n <= min(len(matrix), 32767):
         raise ValueError(f"{n} elements in {name} of shape {matrix.shape}; expected 2 to 32767")
     if matrix[n:].any() or matrix[:, n:].any():
         raise ValueError(f"{name} has pairs beyond its {n} elements")
@@ -863,8 +795,7 @@ def order_of(values):
     if not ((matrix == 0) | (matrix == 1)).all():
         raise ValueError(f"{name} has other entries than 0 and 1")
     if not matrix.any():
-        text = "a missing chunk of a store reads so; an order without any relation is not taken"
-        raise ValueError(f"{name} has no pairs at all: {text}")
+        raise ValueError(f"{name} has no pairs at all: is a chunk of the store missing?")
 
     matrix = matrix.astype(bool)
     if not np.triu(matrix).any():
@@ -934,44 +865,26 @@ def describe(order):
 
 
 def read_all(paths, tasks):
-    """Five lists: of the sets (file, name), what `describe` returns, and labels; what is wrong with
-    other sets; what else must be said."""
-    names = []
+    """Lists: what `describe` returns of each set; its labels; what is wrong with bad sets"""
     sets = []
     labels = []
     bad = []
-    notes = []
     for path in paths:
-        found = read_sets(path, tasks, notes)
-        bar = tqdm(found, desc=path.name, unit=" sets", disable=None, leave=False)
         try:
-            for name, values in bar:
+            for name, values in tqdm(read_sets(path, tasks), desc=path.name, disable=None):
                 try:
-                    if isinstance(values, Exception):
-                        raise values
-                    own = [number_of(values[task], task) for task in tasks]
+                    own = [number_of(values[choose(values, task)], task) for task in tasks]
                     sets.append(describe(order_of(values)))
                     labels.append(own)
-                    names.append((str(path), name))
-                except Exception as error:
-                    bad.append(f"{path}: {name}: {' '.join(str(error).split())}")
-        except ImportError:
-            raise InputError(f"{path}: pip install zarr, which reads such stores") from None
-        except Exception as error:
-            text = " ".join(str(error).split())
-            raise InputError(f"{path}: {text} (the script's --help has the format)") from None
-    if notes:
-        text = "arrays have chunks that are not stored and read as zeros, right if they held zeros"
-        notes = [f"{len(notes)} {text}, such as {notes[0]}"]
-    return names, sets, labels, bad, notes
-
-
-def is_label(value):
-    return value != "" if isinstance(value, str) else value >= 0
+                except ValueError as error:
+                    bad.append(f"{path}: {name}: {error}")
+        except Exception as error:  # zarr and its decoders raise many kinds
+            raise InputError(f"{path}: {error} (--help has the format)") from error
+    return sets, labels, bad
 
 
 def find_copies(sets):
-    """(samples,) int64: the first set that has the same order, its elements in the same places."""
+    """(sets,) int64: the first set that has the same order, its elements in the same places."""
     original = np.arange(len(sets))
     seen = {}
     for i, values in enumerate(sets):
@@ -980,42 +893,46 @@ def find_copies(sets):
     return original
 
 
+def classes_of(values):
+    """(labels (sets,), -1 where there is none; the names of the classes) of the values of a task"""
+    known = {value for value in values if value != "" and (isinstance(value, str) or value >= 0)}
+    names = sorted(known, key=lambda value: (isinstance(value, str), value))
+    numbers = {name: number for number, name in enumerate(names)}
+    return [numbers.get(value, -1) for value in values], [str(name) for name in names]
+
+
 def write_sets(folder, args):
     """Read --data, and write its arrays. (rank 0)"""
-    _, sets, values, bad, notes = read_all([Path(path) for path in args.data], args.tasks)
-    if bad and not args.skip_bad_data:
-        text = f"{len(bad)} of {len(sets) + len(bad)} sets are bad"
-        raise InputError(f"{text} (--skip_bad_data leaves them out):" + list_problems(bad))
+    sets, values, bad = read_all([Path(path) for path in args.data], args.tasks)
+    if bad:
+        text = f"{len(bad)} of {len(sets) + len(bad)} sets are bad:" + list_problems(bad)
+        if not args.skip_bad_data:
+            raise InputError(f"{text}\n(--skip_bad_data leaves them out)")
+        logging.warning(text)
     if not sets:
         raise InputError(f"--data {' '.join(args.data)}: no sets")
-    if bad:
-        notes.append(f"{len(bad)} bad sets are left out:" + list_problems(bad))
 
-    labels = np.full((len(sets), len(args.tasks)), -1)
-    classes = {}
-    for column, task in enumerate(args.tasks):
-        own = [row[column] for row in values]
-        names = {value for value in own if is_label(value)}
-        names = sorted(names, key=lambda value: (isinstance(value, str), value))
-        numbers = {name: number for number, name in enumerate(names)}
-        labels[:, column] = [numbers.get(value, -1) for value in own]
-        classes[task] = [str(name) for name in names]
-        if len(names) < 2:
-            text = ", ".join(classes[task]) or "none"
-            raise InputError(f"--tasks {task}: expected 2 values or more from 0 on, found {text}")
     arrays = {name: np.concatenate([found[name] for found in sets]) for name in sets[0]}
-    arrays["labels"] = labels
+    classes = {}
+    labels = []
+    for task, column in zip(args.tasks, zip(*values, strict=True), strict=True):
+        own, classes[task] = classes_of(column)
+        labels.append(own)
+        if len(classes[task]) < 2:
+            raise InputError(f"--tasks {task}: expected 2 classes or more, found {classes[task]}")
+    arrays["labels"] = np.stack(labels, axis=1)
     arrays["original"] = find_copies(sets)
-    copies = np.count_nonzero(arrays["original"] < np.arange(len(sets)))
-    if copies > 0:
-        notes.append(f"{copies} sets are copies of others: they stay in one part of the split")
+    copies = np.flatnonzero(arrays["original"] != np.arange(len(sets)))
+    if len(copies) > 0:
+        text = f"{len(copies)} sets are copies, such as set {copies[0]}"
+        logging.info(f"{text}: each lies in the part of its original")
     arrays["node_ptr"] = np.cumsum([0, *arrays["statistics"][:, 0]], dtype=np.int64)
     arrays["edge_ptr"] = np.cumsum([0, *arrays["statistics"][:, 2]], dtype=np.int64)
     digest = hashlib.sha256(json.dumps(classes).encode())
     for name, array in sorted(arrays.items()):
         np.save(folder / f"{name}.npy", array)
         digest.update(array)
-    meta = {"classes": classes, "notes": notes, "hash": digest.hexdigest()[:12]}
+    meta = {"classes": classes, "hash": digest.hexdigest()[:12]}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
@@ -1024,19 +941,20 @@ def prepare(args):
     key = [READER, args.tasks, args.skip_bad_data]
     for path in map(Path, args.data):
         if not path.exists():
-            hint = "that of the default is made by tools/make_causal_sets.py of the repository"
-            raise InputError(f"--data {path}: no such file or store; {hint}")
+            raise InputError(
+                f"--data {path}: no such file or store (tools/make_causal_sets.py "
+                "makes the default)"
+            )
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        stats = [file.stat() for file in files if file.exists()]  # a link may lead nowhere
-        key.append([str(path.resolve()), [(stat.st_size, stat.st_ctime_ns) for stat in stats]])
+        stats = [file.stat() for file in files]
+        key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
     return cached(args.cache_dir, "sets", key, lambda new: write_sets(new, args))
 
 
 # ==================================================================================================
-# How a run starts and ends. These lines are the same in every script: read them once.
+# Distributed training. These lines are the same in every script: read them once.
 
 START = time.monotonic()
-PARENT = os.getppid()
 SCRIPT = Path(sys.argv[0]).name
 
 # In these variables a launcher tells a process its rank, the number of ranks, and its rank on this
@@ -1047,35 +965,26 @@ LAUNCHERS = [
     ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"],  # PALS (Aurora) ...
     ["PALS_RANKID", "WORLD_SIZE", "PALS_LOCAL_RANKID"],  # ... where the job exports WORLD_SIZE
     ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # MPICH, Intel MPI
+    ["FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"],  # flux run
     ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"],  # srun (sbatch: no step)
     ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
 ]
 
-MEETING_MINUTES = 2  # in which all ranks must have come; of many ranks see start_watchdog
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# options that a resumed run may be given anew; with others it would be another run
+MAY_CHANGE = """config output_dir cache_dir fresh batch_size num_workers compile deterministic
+    save_every max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
+    local_rank""".split()
+
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+# nohup ignores SIGHUP; but where torchrun sends it, to end its ranks, they have to save
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
+    STOP_SIGNALS.append(signal.SIGHUP)
 stop_signal = ""  # name of the last signal that asked this process to stop
-
-# words of errors that need no traceback, and what to do
-HINTS = {
-    " by peer": "another rank has died: the same command, given again, goes on",
-    " allocate ": "half the --batch_size, with the same --global_batch_size, needs less memory",
-    "Too many open files": "raise the limit: ulimit -n 4096",
-    "No space left": "a disk is full",
-    "DataLoader ": "--num_workers 0 needs no worker",  # that was killed, or timed out
-    "Duplicate GPU": "two ranks have the same GPU: start fewer, or give --backend gloo",
-}
+folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
 
-class RunError(Exception):
-    """The run cannot go on: one line that says why, no traceback."""
-
-    status = 1
-
-
-class InputError(RunError):
-    """What the user gave cannot work."""
-
-    status = 2
+class InputError(Exception):
+    """What the user gave cannot work: one line, no traceback, status 2."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -1083,16 +992,6 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    def __init__(self, description):
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-
-    def parse_args(self, words=None):
-        words = sys.argv[1:] if words is None else words
-        # ~/ is the home folder, also after "=", where no shell sees to it, and in a config file
-        home = os.path.expanduser("~/")
-        words = [re.sub("(^|=)~/", rf"\1{home}", word, count=1) for word in words]
-        return super().parse_args(words)
-
     def error(self, message):
         raise InputError(message)  # so that one rank says it, not all
 
@@ -1106,39 +1005,46 @@ def number(least, most=math.inf, kind=float):
             raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most}")
         return value
 
-    parse.__name__ = "number"  # for argparse's own messages
+    parse.__name__ = "number"  # in argparse's own messages
     return parse
 
 
 def boolean(text):
-    if text.lower() in ("true", "yes", "1"):
-        return True
-    if text.lower() in ("false", "no", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+    if text.lower() not in ("true", "yes", "1", "false", "no", "0"):
+        raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+    return text.lower() in ("true", "yes", "1")
+
+
+def expanded(text):
+    """The type of options that are paths: ~/ and $SCRATCH mean the same in a config file."""
+    path = os.path.expanduser(os.path.expandvars(text))
+    if "$" in path:
+        raise argparse.ArgumentTypeError(f"{text}: there is no such variable")
+    return path
 
 
 COUNT = number(1, kind=int)
 # an option that may be given as --compile, --compile=True, --compile no
-FLAG = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}
 
 
 def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add = parser.add_argument_group("the same in every script").add_argument
-    add("--config", help="YAML or JSON file of options; the command line wins")
-    add("--output_dir", default=output_dir, help="a run found there is resumed")
-    add("--prepare_only", **FLAG, default=False, help="read the data into --cache_dir, no more")
-    add("--fresh", **FLAG, default=False, help="start anew; the old run is moved aside")
+    add("--config", type=expanded, help="YAML file of options; the command line wins")
+    add("--output_dir", type=expanded, default=output_dir, help="a run found there is resumed")
+    add("--cache_dir", type=expanded, default="cache", help="where what is read once is kept")
+    add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
+    add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
     add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
-    text = "samples per step, on any number of GPUs; 0: by batch_size and the GPUs"
-    add("--global_batch_size", type=number(0, kind=int), default=0, help=text)
-    add("--num_workers", type=number(0, kind=int), default=0, help="processes that make batches")
+    natural = number(0, kind=int)
+    add("--global_batch_size", type=natural, default=0, help="per step; 0: batch_size x GPUs")
+    add("--num_workers", type=natural, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
-    kinds = ["auto", "fp32", "tf32", "bf16", "fp16"]
-    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs that have it")
-    add("--deterministic", **FLAG, default=False, help="bit-identical repeats on GPUs, too; slower")
-    add("--compile", **FLAG, default=False, help="torch.compile the model for training")
+    kinds = ["auto", "fp32", "tf32", "bf16"]
+    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs, else fp32")
+    add("--deterministic", **FLAG, help="bit-identical repeats on GPUs, too; slower")
+    add("--compile", **FLAG, help="torch.compile the model for training")
     add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
     add("--max_minutes", type=number(0), default=0, help="then save and stop; 0: no limit")
     add("--log_every", type=COUNT, default=10, help="steps between log lines")
@@ -1148,12 +1054,8 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
     kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
     add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
-    seconds = os.environ.get("NCCL_TIMEOUT") or "1800"  # many guides export it
-    if not seconds.isdigit() or int(seconds) == 0:
-        parser.error(f"NCCL_TIMEOUT={seconds}: expected a number of seconds")
-    minutes = int(seconds) / 60
-    limit = number(0.01, 1e6)
-    add("--timeout_minutes", type=limit, default=minutes, help="limit of one collective")
+    minutes = float(os.environ.get("NCCL_TIMEOUT", 1800)) / 60  # many guides export it
+    add("--timeout_minutes", type=number(0), default=minutes, help="limit of one collective")
     # torch.distributed.launch gives it, but also sets RANK
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
 
@@ -1161,61 +1063,53 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
 def parse_with_config(parser):
     """Options of the command line; else of the --config file; else the defaults."""
     args = parser.parse_args()
-    path = args.config
-    if path is None:
+    if args.config is None:
         return args
-
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        # JSON may hold tabs, which YAML refuses
-        content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        content = yaml.safe_load(Path(args.config).read_text(encoding="utf-8-sig"))
         if not isinstance(content, dict):
             raise InputError("expected lines such as batch_size: 32")
         words = config_words(content, parser)
         parser.parse_args(words)
     except (OSError, ValueError, yaml.YAMLError, InputError) as error:
-        raise InputError(f"--config {path}: {' '.join(str(error).split())}") from None
+        raise InputError(f"--config {args.config}: {' '.join(str(error).split())}") from None
     return parser.parse_args([*words, *sys.argv[1:]])  # of two values the later one counts
 
 
-def config_words(content, parser, section=""):
-    """A YAML file as a command line. In a section, attack: {eps: 1} is --attack_eps if the script
-    has such an option, and --eps if not: then the section only groups options."""
+def config_words(content, parser, prefix="--"):
+    """A YAML file as a command line. A section only groups options, unless their names begin with
+    it: attack: {eps: 1} is --attack_eps, and never --eps, if there are options --attack_..."""
+    options = parser._option_string_actions
     words = []
     for key, value in content.items():
-        name = f"--{section}_{key}"
-        if name not in parser._option_string_actions:
-            name = f"--{key}"
+        name = f"--{key}"
+        if not name.startswith(prefix):
+            name = f"{prefix}{key}"
         if isinstance(value, dict):
-            words += config_words(value, parser, key)
+            is_prefix = any(option.startswith(f"{name}_") for option in options)
+            words += config_words(value, parser, f"{name}_" if is_prefix else prefix)
+        elif name not in options:
+            raise InputError(f"{key}: there is no option {name}")
         elif isinstance(value, list):
             words += [name, *map(str, value)]
-        elif value is not None:
+        elif value is not None:  # without a value it has its default
             words.append(f"{name}={value}")
-        elif name not in parser._option_string_actions:  # no value: the default
-            raise InputError(f"{key}: there is no option {name}")
     return words
 
 
 def find_ranks():
-    """(rank, world size, local rank) from the launcher; None without one."""
+    """(rank, number of ranks, rank on this machine), from the launcher"""
     for names in LAUNCHERS:
         values = [os.environ.get(name) for name in names]
-        if not all(values):  # some shells keep empty ones
-            continue
-        if not all(value.isdigit() for value in values[:3]) or int(values[0]) >= int(values[1]):
-            text = " ".join(f"{name}={os.environ[name]}" for name in names[:3])
-            raise InputError(f"{text}: expected a rank below the number of ranks, from a launcher")
-        return tuple(map(int, values[:3]))
-    if os.environ.get("RANK") or os.environ.get("PALS_RANKID"):
-        raise InputError("this process has a rank, but no world size: export WORLD_SIZE")
-    return None
+        if all(values):
+            return [int(value) for value in values[:3]]
+    return 0, 1, 0
 
 
 def setup_ddp(args):
     """Start the log, choose the device, join the process group; returns the device. (all ranks)"""
     # plain python is a group of one: the code below has one path only
-    rank, world_size, local_rank = find_ranks() or (0, 1, 0)
+    rank, world_size, local_rank = find_ranks()
     form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
     clock = "%Y-%m-%d %H:%M:%S"
     logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
@@ -1228,9 +1122,6 @@ def setup_ddp(args):
     backend = args.backend
     if backend in ("auto", "ccl", "xpu"):
         backend = dist.get_default_backend_for_device(device)
-    fitting = {"cpu": ["gloo"], "cuda": ["nccl", "gloo"], "xpu": ["xccl"]}
-    if backend not in fitting[device.type] or not dist.is_backend_available(backend):
-        raise InputError(f"--backend {backend} is not for {device.type}, or not in this torch")
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
         backend = f"cpu:gloo,{device.type}:{backend}"
@@ -1240,36 +1131,20 @@ def setup_ddp(args):
         os.environ["MASTER_ADDR"] = "localhost"
     if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
-
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
     logging.info(f"Initializing DDP for rank {rank}...")
-    handle_signals(signal.SIG_DFL)  # Python's own would not run before all ranks have come
-    watchdog = start_watchdog(rank, world_size, place)
-    try:
-        wait = timedelta(minutes=args.timeout_minutes)
-        gpu = None if device.type == "cpu" else device
-        ranks = {"rank": rank, "world_size": world_size}
-        dist.init_process_group(backend, timeout=wait, device_id=gpu, **ranks)
-    except (dist.DistNetworkError, ValueError) as error:
-        text = str(error).splitlines()[0]
-        if "EADDRINUSE" in text:
-            text = "the port is in use, export another MASTER_PORT"
-        raise RunError(f"no meeting at {place}: {text}") from None
-    watchdog.cancel()
-    compare_ranks(args)
-
-    # Launchers other than torchrun may leave all cores of a machine to each of its ranks.
-    here = gather(socket.gethostname()).count(socket.gethostname())
+    # Python's own handler would not run before all ranks have come
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.timeout_minutes),
+        device_id=None if device.type == "cpu" else device,
+    )
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
-    if not os.environ.get("OMP_NUM_THREADS") and not is_bound:
+    if "OMP_NUM_THREADS" not in os.environ and not is_bound:  # else each rank takes all cores
+        here = gather(os.uname().nodename).count(os.uname().nodename)
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
-    # glibc would give freed memory back to the system, and fetch it again in the next step: up to a
-    # tenth of a step on CPUs. Keep it. (An older glibc takes only the first of both limits.)
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes
-    mallopt(-3, 2**30)
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
@@ -1280,8 +1155,7 @@ def choose_device(args, local_rank):
     """A GPU for this rank, or the CPU where there is none."""
     kind = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
     if args.device not in ("auto", "cpu", kind):
-        text = f"torch {torch.__version__} finds only {kind} here"
-        raise InputError(f"--device {args.device}: {text}")
+        raise InputError(f"--device {args.device}: this torch finds only {kind} here")
     if args.device == "cpu" or kind not in ("cuda", "xpu"):
         return torch.device("cpu")
 
@@ -1294,113 +1168,47 @@ def choose_device(args, local_rank):
     return device
 
 
-def start_watchdog(rank, world_size, place):
-    """Ends this process if it is not cancelled in time. Torch would wait as long as for a slow
-    rank, and for ever where another program listens on the port."""
-    # many machines that read Python and torch from one file system need minutes for it
-    minutes = MEETING_MINUTES + world_size // 64
-
-    def give_up():
-        text = f"{world_size} ranks did not meet at {place} in {minutes} minutes"
-        sys.stderr.write(f"{SCRIPT}: error: {text}: are all of them started, and for this place?\n")
-        os._exit(RunError.status)
-
-    # rank 0, if there is one, says it for all
-    seconds = 60 * minutes
-    watchdog = threading.Timer(seconds if rank == 0 else seconds + 3, give_up)
-    watchdog.daemon = True
-    watchdog.start()
-    return watchdog
-
-
-def compare_ranks(args):
-    """Refuse a group whose ranks were not started with the same command: a port that two jobs have
-    chosen, or an old file on one machine. (all ranks)"""
-    own = {"script": SCRIPT, **vars(args)}
-    for rank, theirs in enumerate(gather(own)):
-        for name in sorted((own.keys() | theirs.keys()) - {"local_rank"}):
-            if theirs.get(name) != own.get(name):
-                text = f"{name} is {own.get(name)} here, and {theirs.get(name)} on rank {rank}"
-                raise InputError(f"the ranks are of different runs: {text}")
-
-
-def handle_signals(handler):
-    for stop in STOP_SIGNALS:
-        # Under nohup a process ignores SIGHUP, and goes on doing so. But where torchrun sends it,
-        # to end its ranks, they have to save.
-        if signal.getsignal(stop) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
-            signal.signal(stop, handler)
-
-
-def end_on_signals():
-    """From here on a signal ends the process at once: there is nothing to save. (all ranks)"""
-    handle_signals(signal.default_int_handler if dist.get_rank() == 0 else signal.SIG_DFL)
-
-
 def on_signal(number, frame):
     global stop_signal
-    stop_signal = signal.Signals(number).name  # training ends its step first, and agrees to stop
+    stop_signal = signal.Signals(number).name  # training ends its step first, and saves
 
 
 def cleanup():
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    gather(None)  # rank 0 may still write, and some launchers kill it when another rank has ended
+    dist.destroy_process_group()
 
 
 def launch(parse_args, main):
     """Run main(args) as this rank, or become torchrun to start --nproc_per_node ranks."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
-    rank = 0
+    rank, world_size, _ = find_ranks()
     try:
-        rank, world_size, _ = find_ranks() or (0, 1, 0)
         args = parse_args()
-        is_alone = world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-        if args.nproc_per_node > 1 and is_alone:
+        if args.nproc_per_node > 1 and world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             become_torchrun(args.nproc_per_node)
         status = main(args)
         cleanup()
-    except RunError as error:
-        # Mostly all ranks have the same error. So rank 0 says it, and the others wait until their
-        # launcher ends them. If it does not within three seconds, rank 0 may have no error.
-        if rank > 0:
+    except InputError as error:
+        if rank > 0:  # rank 0 says it for all, if it has the same error, and the launcher ends us
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         sys.stderr.write(f"{SCRIPT}: error: {error}\n")
-        status = error.status
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{SCRIPT}: stopped before training or after it; nothing is lost\n")
-        status = 130
-    except Exception as error:
-        explain(error)
+        status = 2
+    except (Exception, KeyboardInterrupt):
+        traceback.print_exc()
         status = 1
-    for worker in multiprocessing.active_children():  # one that is stuck would outlive us
-        worker.kill()
     sys.stdout.flush()
     os._exit(status)  # at once: a cleanup would wait for other ranks, which may wait for this one
 
 
-def explain(error):
-    """One line for an error that users meet, with what to do; for others the traceback."""
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    for words, hint in HINTS.items():
-        for line in lines:
-            if words in line:
-                logging.error(f"{hint} ({line.strip()[:200]})")
-                return
-    logging.error(traceback.format_exc())
-
-
 def become_torchrun(processes):
-    """Go on as torchrun with the same script and options. Unlike by default it hands SIGUSR1 to the
-    ranks, and gives them time to save."""
-    # any free port of this machine, which may not know its own name
-    where = ["--standalone", "--local-addr=127.0.0.1"]
+    """Go on as torchrun with the same script and options, which hands all signals to the ranks, and
+    gives them time to save."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
-    names = [stop.name for stop in STOP_SIGNALS if signal.getsignal(stop) != signal.SIG_IGN]
     threads = max(1, torch.get_num_threads() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
-    options = [f"--nproc_per_node={processes}", f"--signals-to-handle={','.join(names)}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
+    signals = ",".join(stop.name for stop in STOP_SIGNALS)
+    options = ["--standalone", f"--nproc_per_node={processes}", f"--signals-to-handle={signals}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1"]
     os.execv(sys.executable, [*torchrun, *sys.argv])
 
 
@@ -1412,13 +1220,13 @@ def gather(value):
 
 
 def on_rank0(function, *args, group=None):
-    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks, so that
-    nobody waits for a rank 0 that has failed. (all ranks)"""
+    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks. (all
+    ranks)"""
     outcome = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             outcome[0] = function(*args)
-        except RunError as error:
+        except InputError as error:
             outcome[1] = error
         except Exception:  # not every error can be sent to the other ranks, but its text can
             outcome[1] = RuntimeError(traceback.format_exc())
@@ -1428,89 +1236,44 @@ def on_rank0(function, *args, group=None):
     return outcome[0]
 
 
-# ==================================================================================================
-# What happens around a step: batches, precision, update, log, checkpoints. Also the same lines in
-# every training script.
-
-MAX_BAD_STEPS = 10  # in a row, then the run ends
-# options that a resumed run may be given anew; with others it would be another run
-MAY_CHANGE = """config output_dir skip_bad_data fresh batch_size num_workers compile deterministic
-    save_every max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
-    local_rank""".split()
-
-folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
-
-
 def list_problems(problems):
     """Of many at most 20, and a count."""
     more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
     return "\n  ".join(["", *problems[:20], *more])
 
 
-def file_sizes(folder):
-    """{path: bytes} of the files in a folder."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
-
-
-def is_whole(folder):
-    """Whether a folder of the cache still has what was written. Programs that tidy up take files
-    out of old folders."""
-    try:
-        written = json.loads((folder / "sizes.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return written.items() <= file_sizes(folder).items()
-
-
 def cached(cache_dir, name, key, write):
     """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
-    Runs that share the cache do not touch each other's. (rank 0)"""
+    (rank 0)"""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     folder = Path(cache_dir) / f"{name}-{digest}"
-    if is_whole(folder):
+    if folder.exists():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            logging.warning(f"{folder} is damaged, and made again")
-            shutil.rmtree(folder)
         place = tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-")
     except OSError as error:
         raise InputError(f"--cache_dir {cache_dir} is not writable: {error}") from None
-    for old in folder.parent.glob("unfinished-*"):
-        with contextlib.suppress(OSError):  # another run is at work in it, and has it locked
-            with open(old / "lock", "r+") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(old)
-    with place, lock_file(Path(place.name) / "lock"):
+    with place:
         new = Path(place.name) / "data"
         new.mkdir()
         write(new)
-        for file in new.glob("*.npy"):
-            np.load(file, mmap_mode="r")  # a full disk can cut off an array without an error
-        (new / "sizes.json").write_text(json.dumps(file_sizes(new)))
-        try:
+        if not folder.exists():  # else another run was faster
             new.rename(folder)
-        except OSError:  # another run was faster, with the same data
-            if not folder.exists():
-                raise
     return folder
 
 
 def read_once(prepare, args):
     """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
-    end_on_signals()
-    gather(None)  # all are there: to make a group waits as long as its limit says
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    folder = on_rank0(prepare, args, group=patient)
-    gather(None)  # all have it
-    dist.destroy_process_group(patient)  # or its connections would stay
-    for _ in range(60):  # a network file system may show a new folder late
-        if folder.exists():
-            return folder
-        time.sleep(1)
-    raise InputError(f"rank 0 has {folder}, this machine has not: all must see --cache_dir")
+    if dist.get_rank() == 0:  # as an exception a signal takes away what is half written
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # a group of its own: a collective of the default one fails after --timeout_minutes
+    reading_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    folder = on_rank0(prepare, args, group=reading_group)
+    if not folder.exists():
+        raise InputError(f"{folder} is not on this machine: all of them must see --cache_dir")
+    return folder
 
 
 class GlobalBatchSampler(DistributedSampler):
@@ -1523,10 +1286,10 @@ class GlobalBatchSampler(DistributedSampler):
     makes, such as its length: the global batch stays a random sample; within it samples of similar
     cost share a micro-batch, where they need little padding, and all ranks get equal work."""
 
-    def __init__(self, ids, args, cost=None):
+    def __init__(self, ids, args, cost):
         super().__init__(ids, seed=args.seed)
         self.ids = ids
-        self.cost = np.zeros(ids.max() + 1) if cost is None else cost
+        self.cost = cost
         self.global_batch = args.global_batch_size
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         self.start = 0
@@ -1534,40 +1297,24 @@ class GlobalBatchSampler(DistributedSampler):
         parts = self.num_replicas * self.accumulation
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
-            hint = "see --global_batch_size and --batch_size"
-            raise InputError(f"{self.global_batch} samples a step: must be from {limits}; {hint}")
+            raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
         logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
-
-    def count_steps(self, epochs, most=math.inf):
-        """Optimizer steps of a run; a warning if they are few."""
-        steps = min(epochs * self.steps, most)
-        if steps < 100:
-            text = f"{len(self.ids)} samples, {self.global_batch} a step, {epochs} epochs"
-            logging.warning(f"only {steps} optimizer steps ({text}): few networks learn in so few")
-        return steps
 
     def __iter__(self):
         for step in itertools.count(self.start):
             epoch, position = divmod(step, self.steps)
             if position == 0 or step == self.start:
                 order = np.random.default_rng([self.seed, epoch]).permutation(self.ids)
-            whole = order[position * self.global_batch : (position + 1) * self.global_batch]
-            whole = whole[np.argsort(self.cost[whole], kind="stable")]
-            for places in np.array_split(np.arange(len(whole)), self.accumulation):
-                # dealt to and fro, 0 1 2 2 1 0 0 1 ..., or the last rank would get the costliest
-                turn = np.arange(len(places)) % (2 * self.num_replicas)
-                mine = np.minimum(turn, 2 * self.num_replicas - 1 - turn) == self.rank
-                yield step, whole, places[mine]
+            global_ids = order[position * self.global_batch : (position + 1) * self.global_batch]
+            global_ids = global_ids[np.argsort(self.cost[global_ids], kind="stable")]
+            for places in np.array_split(np.arange(len(global_ids)), self.accumulation):
+                yield step, global_ids, places[self.rank :: self.num_replicas]
 
 
 def make_loader(dataset, sampler, args, device):
     """An endless iterator over micro-batches. The host makes the next one while a GPU computes; if
     that takes longer than the GPU needs (data_wait is high), give --num_workers."""
-    if args.num_workers > 0:
-        # After a collective a thread of gloo holds a lock of Python for a moment. A worker that is
-        # forked in this moment waits for it for ever (before Python 3.12: cpython issue 112275).
-        time.sleep(0.2)
     loader = DataLoader(
         dataset,
         batch_size=None,  # the sampler makes whole batches
@@ -1575,89 +1322,81 @@ def make_loader(dataset, sampler, args, device):
         num_workers=args.num_workers,
         # forked workers share the dataset's memory; others would each be sent a copy
         multiprocessing_context="fork" if args.num_workers > 0 else None,
-        timeout=60 * args.timeout_minutes if args.num_workers > 0 else 0,  # a worker that is stuck
         pin_memory=device.type != "cpu",
         worker_init_fn=start_worker,
     )
+    if args.num_workers > 0:
+        # A fork while a thread of gloo holds Python's lock would hang (before Python 3.12: cpython
+        # issue 112275). It does for a moment after each collective.
+        time.sleep(0.2)
     return iter(loader)
 
 
 def start_worker(worker):
     """Called in each worker of a loader."""
-    # A launcher sends its signals to the workers, too, but their rank still needs them.
+    # a launcher sends its signals to the workers, too, but their rank needs them to end its step
     for stop in STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     # Send batches through a pipe. Torch's own way, a file in shared memory for each tensor, is slow
-    # for small ones, and it fails where /dev/shm is full, or the path of TMPDIR is long.
+    # for small ones, and hangs where /dev/shm is full.
     ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
 
 
 def choose_precision(args, device):
-    """(a function that makes the context of a forward pass, gradient scaler of fp16)"""
+    """A function that makes the context of a forward pass: torch.autocast for bf16."""
     name = args.precision
     if name == "auto":
-        has_bf16 = device.type == "xpu" or (
-            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        )
-        name = "bf16" if has_bf16 else "fp32"
-        logging.info(f"--precision {name}")
+        is_cuda = device.type == "cuda"
+        has_bf16 = is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bf16" if has_bf16 or device.type == "xpu" else "fp32"
+        logging.info(f"  Precision: {name}")
     # cuDNN rounds to TF32 unless told otherwise
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
-    torch.backends.cuda.enable_cudnn_sdp(False)  # this attention is slow where shapes vary
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-    is_low = dtype != torch.float32
-    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=is_low)
-    return autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16")
+    return functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=name == "bf16")
 
 
 def wrap_ddp(model, args, device):
-    compiled = model
-    if args.compile:
-        compiled = torch.compile(model)
-        # do not split it at DDP's buckets: that takes long, and fails where shapes vary
-        torch._dynamo.config.optimize_ddp = False
+    compiled = torch.compile(model) if args.compile else model
+    torch._dynamo.config.optimize_ddp = False  # to split it at DDP's buckets fails if shapes vary
     if dist.get_world_size() == 1:  # nothing to add up
         return compiled
-    wrapped = DistributedDataParallel(
+    ddp_model = DistributedDataParallel(
         compiled,
         device_ids=None if device.type == "cpu" else [device.index],
         gradient_as_bucket_view=True,
     )
     # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
-    wrapped.broadcast_buffers = False
+    ddp_model.broadcast_buffers = False
     # DDP puts the gradients in another order after its first backward pass. Sums over three and
     # more ranks then differ in the last bit: a run that was started again would differ from one
     # that was not. So make that pass now. It needs no batch: in place of the network stands one
     # that returns its input, and the loss is 0 x the sum of all parameters.
-    network = wrapped.module
-    wrapped.module = nn.Identity()
+    network = ddp_model.module
+    ddp_model.module = nn.Identity()
     zero = sum((p * 0).sum() for p in model.parameters() if p.requires_grad)
-    wrapped(zero).backward()
-    wrapped.module = network
-    wrapped.zero_grad()
-    return wrapped
+    ddp_model(zero).backward()
+    ddp_model.module = network
+    ddp_model.zero_grad()
+    return ddp_model
 
 
 def seed_step(args, step):
-    """Dropout depends on (seed, step, rank) alone: there is no random state to be saved. (The
-    factors keep steps below 1,000,003 and ranks below 4,099 apart.)"""
+    """Dropout depends on (seed, step, rank) alone: there is no random state to be saved."""
     torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
 
 
-def update_if_finite(args, optimizer, scaler):
+def update_if_finite(args, optimizer):
     """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
     read from the device, so that the host can go on and queue the next step."""
-    scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
     # All ranks have the same gradients by now: a NaN of one is on every rank, and all skip alike.
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = (~norm.isfinite()).float()  # 1: it changes nothing
+        optimizer.found_inf = (~norm.isfinite()).float()  # 1: step() changes nothing
         optimizer.step()
     elif norm.isfinite():  # the host waits for the device here, which costs speed
         optimizer.step()
-    scaler.update()
     optimizer.zero_grad()
     return norm
 
@@ -1696,38 +1435,32 @@ class Meter:
         self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
         self.steps += 1
 
-    def meet(self, log, row, samples, now=False):
-        """Meet about once a second, at every log line, or now. Agree whether to stop. At a log
-        line write `row`, to which this adds the means, and the speed; a step has so many samples.
-        Returns why to stop, or "". (all ranks)"""
-        must_log = row["step"] % self.args.log_every == 0 or now
+    def log_and_agree(self, log, row, samples, now=False):
+        """At a log line, or now, write `row`, to which this adds the means, and the speed; a step
+        has so many samples. Returns why to stop, "" if training goes on. (all ranks)"""
+        must_log = now or row["step"] % self.args.log_every == 0
         if not must_log and self.steps % self.every > 0:
             return ""
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
-        own = {"sums": sums, "seconds": seconds, "data_wait": self.data_wait}
-        own["wish"] = wish_to_stop(self.args)
-        everyone = gather(own)
-        if self.bad_in_row >= MAX_BAD_STEPS:
-            text = f"{MAX_BAD_STEPS} steps in a row without a finite gradient"
-            hint = "--fresh and a lower learning rate, or look for such numbers in the data"
-            raise RunError(f"{text}: {hint}")
+        everyone = gather([sums, seconds, self.data_wait, wish_to_stop(self.args)])
+        all_sums, all_seconds, all_waits, wishes = zip(*everyone, strict=True)
         # the next meeting is in about a second, by the clock of rank 0: after the same step for all
-        seconds = everyone[0]["seconds"]
-        self.every = max(1, int(self.steps / seconds))
-        reason = max(theirs["wish"] for theirs in everyone)  # of any rank that has one
+        self.every = max(1, int(self.steps / all_seconds[0]))
+        reason = max(wishes)
         if not must_log and not reason:
             return ""
 
         *_, norm, good = sums  # the same on all ranks
-        row["skipped"] = self.steps - good
+        if self.bad_in_row >= 10:
+            raise RuntimeError("10 steps in a row without a finite gradient: a lower --lr?")
         if good > 0:
-            shares = np.sum([theirs["sums"] for theirs in everyone], axis=0)
-            for name, share in zip(self.names, shares, strict=False):
+            for name, share in zip(self.names, np.sum(all_sums, axis=0), strict=False):
                 row[name] = share / good
             row["grad_norm"] = norm / good
-        row["samples_per_s"] = self.steps * samples / seconds
-        row["data_wait"] = max(theirs["data_wait"] for theirs in everyone) / seconds
+        row["skipped"] = self.steps - good
+        row["samples_per_s"] = self.steps * samples / all_seconds[0]
+        row["data_wait"] = max(all_waits) / all_seconds[0]
         log.write(row)
         self.start()
         return reason
@@ -1735,8 +1468,6 @@ class Meter:
 
 def wish_to_stop(args):
     """Why this rank would stop; "" if it would go on."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
-        return "death of torchrun"  # nobody else would ever end this process
     if 0 < 60 * args.max_minutes < time.monotonic() - START:
         return "time limit"
     return stop_signal
@@ -1745,175 +1476,83 @@ def wish_to_stop(args):
 def exit_status(reason):
     """For a reason to stop. A time limit, and the SIGUSR1 of a batch queue, are planned."""
     logging.info(f"stopped by {reason}: the same command (without --fresh) goes on")
-    return {"time limit": 0, "SIGUSR1": 0, "SIGINT": 130, "SIGTERM": 143}.get(reason, 1)
+    return 0 if reason in ("time limit", "SIGUSR1") else 1
 
 
-def save_checkpoint(name, args, log, loop, must_succeed=False, **parts):
-    """Write OUTPUT_DIR/name: options, where training stands, the state of `parts`. A run goes on
-    without a save that fails, since the next may succeed; the first and the last one must.
-    Returns whether it succeeded. (all ranks)"""
-
-    def write():
-        state = {"script": SCRIPT, "args": vars(args), "loop": loop}
-        state.update(wandb_id=log.wandb_id, log_size=log.size())
-        for key, part in parts.items():
-            state[key] = part.state_dict()
-            state[f"class of {key}"] = type(part).__name__
-        folder = Path(args.output_dir)
-        try:
-            with open(folder / "new.tmp", "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                sync_to_disk(file)
-            if name == "latest.pt" and (folder / name).exists():
-                os.replace(folder / name, folder / "previous.pt")
-            os.replace(folder / "new.tmp", folder / name)  # whole, or as it was
-        except (OSError, RuntimeError) as error:  # most likely a full disk
-            if "DataLoader worker" in str(error):  # its end can interrupt us anywhere
-                raise
-            with contextlib.suppress(OSError):
-                (folder / "new.tmp").unlink()
-            reason = f"is the disk full? {str(error).splitlines()[0]}"
-            text = f"no {name} at step {loop['step']} ({reason})"
-            if must_succeed:
-                raise RunError(text) from None
-            logging.warning(f"{text}; the run goes on")
-            return False
-        return True
-
-    return on_rank0(write)
-
-
-def restore(state, **parts):
-    """Give `parts` what save_checkpoint has kept of them. Returns where training stands."""
-    for name, part in parts.items():
-        if name not in state:
-            raise InputError(f"the checkpoint has no {name}: is it a copy of best.pt?")
-        before = state[f"class of {name}"]
-        if before != type(part).__name__:
-            text = f"this {name} is {type(part).__name__}, that of the checkpoint {before}"
-            raise InputError(f"{text}: --fresh moves the old run aside")
-        try:
-            part.load_state_dict(state[name])
-        except (RuntimeError, ValueError) as error:
-            raise InputError(f"the checkpoint does not fit this {name}: {error}") from None
-    loop = state["loop"]
-    state.clear()  # each rank has a copy: free it
-    return loop
-
-
-def sync_to_disk(file):
-    try:
+def save_checkpoint(name, args, log, loop, **parts):
+    """Write OUTPUT_DIR/name: options, where training stands, and `parts`: the state of modules and
+    optimizers, other values as they are. (rank 0)"""
+    if dist.get_rank() > 0:
+        return
+    state = {"script": SCRIPT, "args": vars(args), "loop": loop}
+    state.update(wandb_id=log.wandb_id, log_size=log.path.stat().st_size)
+    for key, part in parts.items():
+        state[key] = part.state_dict() if hasattr(part, "state_dict") else part
+    new = Path(args.output_dir) / "new.tmp"
+    with open(new, "wb") as file:
+        torch.save(state, file)
+        file.flush()
         os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such call
-            raise
-
-
-def read_checkpoint(path):
-    """Its content; None if it is missing or damaged. (rank 0)"""
-    try:
-        # torch.load does not look at the checksums
-        if zipfile.ZipFile(path).testzip() is None:
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        return None
-    except (PermissionError, pickle.UnpicklingError) as error:  # not for want of some bytes
-        raise InputError(f"{path} cannot be read: {error}") from None
-    except Exception as error:  # cut short, or a flipped bit, which raises errors of many kinds
-        logging.warning(str(error))
-    logging.warning(f"{path} is damaged")
-    return None
-
-
-def lock_file(path):
-    """The file, open, and locked until it is closed. Raises BlockingIOError where another process
-    has it."""
-    file = open(path, "a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:  # some network file systems have no locks
-        logging.warning(f"{path} cannot be locked ({error}): start no second run there")
-    return file
+    new.replace(new.with_name(name))  # whole, or as it was
 
 
 def lock_folder(folder):
-    """Only one run works in a folder, by whatever name and on whatever mount. (rank 0)"""
+    """Only one run works in a folder. (rank 0)"""
     global folder_lock
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder_lock = lock_file(folder / "lock")
+        folder.mkdir(parents=True, exist_ok=True)
+        folder_lock = open(folder / "lock", "a")
+        fcntl.lockf(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError(f"another run is at work in {folder}: give another --output_dir") from None
-
-
-def find_checkpoint(folder, fresh):
-    """The state to go on from; None for a new run. (rank 0)"""
-    try:
-        lock_folder(folder)
-        counts = [os.environ.get(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM")]
-        is_restart = any(count not in (None, "", "0") for count in counts)
-        checkpoints = []  # what a run, of whichever script, would write over
-        for pattern in ("latest.pt", "previous.pt", "*best.pt", "*_model.pt"):
-            checkpoints += folder.glob(pattern)
-        is_run = checkpoints or (folder / "metrics.jsonl").exists()
-        if fresh and is_run and is_restart:
-            logging.warning(f"--fresh: this is a restart, and goes on with what {folder} has")
-        elif fresh and is_run:
-            old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-            logging.info(f"--fresh: what {folder} had is now in {old}")
-            checkpoints = []
-            lock_folder(folder)
-        (folder / "metrics.jsonl").touch()
     except OSError as error:
         raise InputError(f"--output_dir {folder} is not writable: {error}") from None
 
+
+def find_checkpoint(args):
+    """The state to go on from; None for a new run. (rank 0)"""
+    folder = Path(args.output_dir)
+    lock_folder(folder)
     latest = folder / "latest.pt"
-    previous = folder / "previous.pt"
-    state = read_checkpoint(latest)
-    if state is None:
-        state = read_checkpoint(previous)
-        if state is not None:
-            with contextlib.suppress(FileNotFoundError):  # a kill within a save leaves none
-                # or the next save would put it over previous.pt
-                latest.replace(folder / "damaged.pt")
-        elif checkpoints:
-            raise InputError(f"no checkpoint in {folder} is whole: --fresh moves it aside")
-    if state and state.get("loop", {}).get("best") and folder / "best.pt" not in checkpoints:
-        logging.warning(f"{folder}/best.pt is gone, and comes back only if training gets better")
-    return state
+    has_run = latest.exists() or (folder / "summary.json").exists()  # which is written at the end
+    restarts = [os.environ.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM")]
+    if args.fresh and has_run and restarts == ["0", "0"]:
+        old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        logging.info(f"--fresh: what {folder} had is now in {old}")
+        lock_folder(folder)
+    if latest.exists():
+        return torch.load(latest, map_location="cpu", weights_only=True)
+    if (folder / "summary.json").exists():
+        raise InputError(f"{folder} holds a run without its latest.pt: --fresh moves it aside")
+    return None
 
 
-def open_run(args, data_hash, may_change):
+def open_run(args, data_hash, may_change=()):
     """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
     the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
-    state = on_rank0(find_checkpoint, Path(args.output_dir), args.fresh)
+    state = on_rank0(find_checkpoint, args)
     hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
-    if state and state.get("script") != SCRIPT:
-        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
+    if state and state["script"] != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state['script']}: {hint}")
     if args.global_batch_size == 0:
         args.global_batch_size = args.batch_size * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
             args.global_batch_size = state["args"]["global_batch_size"]
     args.data_hash = data_hash
-    compare_ranks(args)
-    handle_signals(on_signal)  # from here on there is something to save
+    for rank, theirs in enumerate(gather(vars(args))):
+        if {**theirs, "local_rank": args.local_rank} != vars(args):
+            raise InputError(f"rank {rank} has other options or data: two jobs on one MASTER_PORT?")
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, on_signal)
     if state is None:
         logging.info(f"a new run in {args.output_dir}")
         return None
 
     for name, value in vars(args).items():
         before = state["args"].get(name)
-        if value == before or name in MAY_CHANGE:
-            continue
-        text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
-        if name == "data_hash":
-            text = f"the data are not those of the run in {args.output_dir}"
-        if name not in may_change:
+        if value != before and name not in [*MAY_CHANGE, *may_change]:
+            text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
             raise InputError(f"{text}: {hint}")
-        logging.info(text)
     logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
     return state
 
@@ -1930,58 +1569,32 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
-        size = state["log_size"] if state else 0
-        kept = self.path.read_bytes()[:size]
-        os.truncate(self.path, kept.rfind(b"\n") + 1)  # whole lines
-        if len(kept) < size:
-            logging.warning(f"{self.path} has been cut: rows before the checkpoint are lost")
+        self.path.touch()
+        size = min(state["log_size"], self.path.stat().st_size) if state else 0
+        os.truncate(self.path, size)
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
-            try:
-                self.wandb = self.start_wandb()
-            except Exception as error:  # no network, no login: no reason to stop
-                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
+            import wandb
 
-    def start_wandb(self):
-        import wandb
-
-        sys.stdin = open(os.devnull)  # so that it never asks for a key among the log lines
-        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds
-        # An offline run cannot be resumed: `wandb sync` of the second folder would overwrite what
-        # the first has sent. So each start has an id of its own, in one group.
-        is_online = self.args.wandb_mode == "online"
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem),
-            mode=self.args.wandb_mode,
-            id=self.wandb_id if is_online else None,
-            resume="allow" if is_online else None,
-            group=self.wandb_id,
-            config=vars(self.args),
-        )
-
-    def size(self):
-        """Bytes of metrics.jsonl, to be kept in a checkpoint."""
-        return self.path.stat().st_size
+            # Only an online run can be resumed: of an offline one `wandb sync` would overwrite what
+            # was sent before. So there each start has an id of its own, in one group.
+            self.wandb = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem),
+                mode=args.wandb_mode,
+                id=self.wandb_id if args.wandb_mode == "online" else None,
+                resume="allow" if args.wandb_mode == "online" else None,
+                group=self.wandb_id,
+                config=vars(args),
+            )
 
     def write(self, row):
         logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
         if dist.get_rank() > 0:
             return
-        row = {name: value for name, value in row.items() if math.isfinite(value)}  # NaN: no JSON
-        size = self.size() if self.path.exists() else 0
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            logging.warning(f"metrics.jsonl lacks step {row['step']}: {error}")
-            with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # a full disk may have taken half of the line
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row) + "\n")
         if self.wandb:
-            try:
-                self.wandb.log(row, step=row["step"])
-            except Exception as error:
-                logging.warning(f"wandb is off, metrics.jsonl goes on: {error}")
-                self.wandb = None
+            self.wandb.log(row, step=row["step"])
 
     def close(self, status, **summary):
         """status: "finished", or why the run was stopped"""
@@ -1990,37 +1603,20 @@ class RunLog:
         seconds = round(time.monotonic() - START, 1)
         summary.update(status=status, script=SCRIPT, seconds=seconds, args=vars(self.args))
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
-        try:
-            self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
-            if self.size() > 0:  # a run that is stopped at once has no rows
-                self.draw()
-        except (ImportError, OSError, ValueError, KeyError) as error:  # the run itself is over
-            logging.warning(f"no summary.json or no curves.png: {error}")
-        if self.wandb:  # without a network its end would wait for ever
-            finish = threading.Thread(target=self.wandb.finish, daemon=True)
-            finish.start()
-            finish.join(30)
-            if finish.is_alive():
-                folder = Path(self.wandb.dir).parent
-                logging.warning(f"wandb lacks the last rows, send them: wandb sync {folder}")
+        self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
+        self.draw()
+        if self.wandb:
+            self.wandb.finish()
 
     def draw(self):
         """curves.png: a panel for each column of metrics.jsonl"""
         import pandas
-        from matplotlib import pyplot
 
-        rows = pandas.read_json(self.path, lines=True).set_index("step")
-        rows = rows.drop(columns=["epoch", "phase"], errors="ignore")
-        lines = math.ceil(len(rows.columns) / 3)
-        figure, axes = pyplot.subplots(lines, 3, squeeze=False, figsize=(12, 3 * lines))
-        for axis, name in zip(axes.flat, rows.columns, strict=False):
-            rows[name].dropna().plot(ax=axis, title=name, marker=".")
-        figure.tight_layout()
-        figure.savefig(self.path.with_name("curves.png"))
-
-
-# End of the lines that every script has.
-# ==================================================================================================
+        rows = pandas.read_json(self.path, lines=True)
+        if len(rows) > 0:  # a run that is stopped at once has none
+            rows = rows.set_index("step").interpolate(limit_area="inside")
+            axes = rows.plot(subplots=True, figsize=(8, 2 * len(rows.columns)))
+            axes[0].figure.savefig(self.path.with_name("curves.png"))
 
 
 if __name__ == "__main__":
