@@ -81,7 +81,7 @@ def parse_args():
     add("--tasks", nargs="+", default=["cls"], help="labels to learn: arrays of the data")
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
-    add("--split_seed", type=number(0, kind=int), default=0, help="another one: another split")
+    add("--split_seed", type=NATURAL, default=0, help="another one: another split")
     default = FEATURES[:4]
     add("--features", nargs="+", default=default, choices=FEATURES, help="of an element, for input")
 
@@ -101,11 +101,10 @@ def parse_args():
     add = parser.add_argument_group("validation, after every epoch").add_argument
     default = ["loss"]  # the first one also chooses best.pt
     add("--stop_metrics", nargs="+", default=default, help="to watch, such as: loss cls/f1_macro")
-    natural = number(0, kind=int)
-    add("--patience", type=natural, default=0, help="epochs without a gain that end it; 0: never")
+    add("--patience", type=NATURAL, default=0, help="epochs without a gain that end it; 0: never")
     add("--stop_mode", default="any", choices=["any", "all"], help="of --stop_metrics, for a gain")
     add("--delta", type=number(0), default=0.0, help="a gain is more than this")
-    add("--grace", type=natural, default=0, help="epochs at the start that --patience ignores")
+    add("--grace", type=NATURAL, default=0, help="epochs at the start that --patience ignores")
 
     add = parser.add_argument_group("section parallel: of QuantumGrav's files").add_argument
     add("--world_size", type=COUNT, help="as --nproc_per_node")
@@ -972,8 +971,8 @@ LAUNCHERS = [
 
 # options that a resumed run may be given anew; with others it would be another run
 MAY_CHANGE = """config output_dir cache_dir fresh batch_size num_workers compile deterministic
-    save_every max_minutes log_every wandb_mode nproc_per_node device backend timeout_minutes
-    local_rank""".split()
+    save_every max_minutes log_every wandb_mode nproc_per_node device backend
+    timeout_minutes""".split()
 
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 # nohup ignores SIGHUP; but where torchrun sends it, to end its ranks, they have to save
@@ -1024,6 +1023,7 @@ def expanded(text):
 
 
 COUNT = number(1, kind=int)
+NATURAL = number(0, kind=int)
 # an option that may be given as --compile, --compile=True, --compile no
 FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}
 
@@ -1037,9 +1037,8 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
     add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
-    natural = number(0, kind=int)
-    add("--global_batch_size", type=natural, default=0, help="per step; 0: batch_size x GPUs")
-    add("--num_workers", type=natural, default=0, help="processes that make batches")
+    add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
+    add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
     kinds = ["auto", "fp32", "tf32", "bf16"]
     add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs, else fp32")
@@ -1054,10 +1053,10 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
     kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
     add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
-    minutes = float(os.environ.get("NCCL_TIMEOUT", 1800)) / 60  # many guides export it
+    minutes = float(os.environ.get("NCCL_TIMEOUT") or 1800) / 60  # many guides export it
     add("--timeout_minutes", type=number(0), default=minutes, help="limit of one collective")
-    # torch.distributed.launch gives it, but also sets RANK
-    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    # torch.distributed.launch gives it, but also sets RANK: forget it
+    add("--local_rank", "--local-rank", type=lambda text: None, help=argparse.SUPPRESS)
 
 
 def parse_with_config(parser):
@@ -1134,6 +1133,8 @@ def setup_ddp(args):
     logging.info(f"Initializing DDP for rank {rank}...")
     # Python's own handler would not run before all ranks have come
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # where another program listens on the port, torch would wait for ever
+    signal.alarm(math.ceil(60 * args.timeout_minutes) + 3)
     dist.init_process_group(
         backend,
         rank=rank,
@@ -1141,6 +1142,7 @@ def setup_ddp(args):
         timeout=timedelta(minutes=args.timeout_minutes),
         device_id=None if device.type == "cpu" else device,
     )
+    signal.alarm(0)
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
     if "OMP_NUM_THREADS" not in os.environ and not is_bound:  # else each rank takes all cores
         here = gather(os.uname().nodename).count(os.uname().nodename)
@@ -1514,15 +1516,15 @@ def find_checkpoint(args):
     folder = Path(args.output_dir)
     lock_folder(folder)
     latest = folder / "latest.pt"
-    has_run = latest.exists() or (folder / "summary.json").exists()  # which is written at the end
+    summary = folder / "summary.json"  # of a run that has ended
     restarts = [os.environ.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM")]
-    if args.fresh and has_run and restarts == ["0", "0"]:
+    if args.fresh and (latest.exists() or summary.exists()) and restarts == ["0", "0"]:
         old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         logging.info(f"--fresh: what {folder} had is now in {old}")
         lock_folder(folder)
     if latest.exists():
         return torch.load(latest, map_location="cpu", weights_only=True)
-    if (folder / "summary.json").exists():
+    if summary.exists():
         raise InputError(f"{folder} holds a run without its latest.pt: --fresh moves it aside")
     return None
 
@@ -1532,16 +1534,18 @@ def open_run(args, data_hash, may_change=()):
     the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
     state = on_rank0(find_checkpoint, args)
     hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
-    if state and state["script"] != SCRIPT:
-        raise InputError(f"{args.output_dir} holds a run of {state['script']}: {hint}")
+    if state and state.get("script") != SCRIPT:
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     if args.global_batch_size == 0:
         args.global_batch_size = args.batch_size * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
             args.global_batch_size = state["args"]["global_batch_size"]
     args.data_hash = data_hash
     for rank, theirs in enumerate(gather(vars(args))):
-        if {**theirs, "local_rank": args.local_rank} != vars(args):
-            raise InputError(f"rank {rank} has other options or data: two jobs on one MASTER_PORT?")
+        others = [name for name in theirs if theirs[name] != vars(args).get(name)]
+        if others:
+            text = f"rank {rank} has another {' and '.join(others)}"
+            raise InputError(f"{text}: are there two jobs on one MASTER_PORT?")
     for stop in STOP_SIGNALS:
         signal.signal(stop, on_signal)
     if state is None:

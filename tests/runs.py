@@ -12,7 +12,6 @@ import importlib
 import json
 import math
 import os
-import resource
 import sys
 import time
 from functools import cached_property
@@ -30,9 +29,10 @@ from helpers import (
     write_structures,
 )
 from matplotlib.figure import Figure
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
+# Scripts with the one block of lines for distributed training, which are all of them in the end
+NEW = [name for name in SCRIPTS if "\n# Distributed training." in (ROOT / f"{name}.py").read_text()]
 RUNS = str(Path(__file__).resolve())
 COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=disabled --device=cpu
     --precision=fp32""".split()
@@ -111,7 +111,6 @@ DROPOUT = {
 # Faults
 
 PLAIN_BACKWARD = torch.Tensor.backward
-PLAIN_FETCH = _MapDatasetFetcher.fetch
 
 
 def this_script():
@@ -135,10 +134,21 @@ def signal_in_evaluation(number):
     script.evaluate = begin
 
 
+def slow_evaluation(seconds):
+    """The next evaluation of this process takes so long."""
+    script = this_script()
+    plain = script.evaluate
+
+    def begin(*args, **options):
+        script.evaluate = plain
+        time.sleep(seconds)
+        return plain(*args, **options)
+
+    script.evaluate = begin
+
+
 def nan_loss(number):
-    """From now on the losses of this rank are NaN, as they come to backward(); so many in a row are
-    too many."""
-    this_script().MAX_BAD_STEPS = number
+    """From now on the losses of this rank are NaN, as they come to backward()."""
 
     def backward(loss, *more, **options):
         PLAIN_BACKWARD(loss * math.nan, *more, **options)
@@ -171,29 +181,6 @@ def free_disk(number):
     (Path(os.environ["OUTPUT"]) / "filler").unlink()
 
 
-def fill_disk_at_end(number):
-    """When nothing but the last lines and figures is to be written."""
-    log = this_script().RunLog
-    plain = log.close
-
-    def close(*args, **options):
-        fill_disk(0)
-        plain(*args, **options)
-
-    log.close = close
-
-
-def stop_workers(number):
-    """Processes that load data wait from now on, as for a file system that does not answer."""
-    Path(f"{os.environ['OUTPUT']}.stuck").touch()
-
-
-def fetch_or_wait(fetcher, index):
-    while torch.utils.data.get_worker_info() and Path(f"{os.environ['OUTPUT']}.stuck").exists():
-        time.sleep(0.1)
-    return PLAIN_FETCH(fetcher, index)
-
-
 def find_checkpoint(number):
     """A run that has gone on from a checkpoint must not keep it."""
     gc.collect()
@@ -202,38 +189,17 @@ def find_checkpoint(number):
             raise AssertionError("the checkpoint is still in memory")
 
 
-def no_memory(megabytes):
-    """The address space of this process may not grow by more than this; then it asks for more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + megabytes * 1_000_000
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    torch.ones(megabytes * 1_000_000)  # 4 bytes each
-
-
-def set_clock_back(seconds):
-    """The wall clock, not the monotonic one."""
-    plain = time.time
-
-    def earlier():
-        return plain() - seconds
-
-    time.time = earlier
-
-
 DO = {
     "signal": send_signal,
     "evaluation": signal_in_evaluation,
+    "slow evaluation": slow_evaluation,
     "sleep": time.sleep,
     "wait": wait_to_go_on,
     "nan": nan_loss,
     "sound": sound_loss,
     "fill": fill_disk,
     "free": free_disk,
-    "fill at end": fill_disk_at_end,
-    "workers": stop_workers,
     "checkpoint": find_checkpoint,
-    "memory": no_memory,
-    "clock": set_clock_back,
 }
 
 
@@ -260,16 +226,13 @@ def run_script(script, argv):
     sys.modules.pop(script, None)
     module = importlib.import_module(script)
     listen_to_steps(module)
-    _MapDatasetFetcher.fetch = fetch_or_wait
-    if "OPTIMIZER" in os.environ:
-        other = getattr(torch.optim, os.environ["OPTIMIZER"])
-        torch.optim.AdamW = lambda groups, lr, **options: other(groups, lr=lr)
     module.launch(module.parse_args, module.main)
 
 
 def listen_to_steps(module):
     deal = module.GlobalBatchSampler.__iter__
-    meet = module.Meter.meet
+    name = "log_and_agree" if hasattr(module.Meter, "log_and_agree") else "meet"  # of older blocks
+    meet = getattr(module.Meter, name)
     cached = module.cached
     dealt = {}  # {step of the phase: ids}; workers ask for it before its time
 
@@ -291,7 +254,7 @@ def listen_to_steps(module):
         return cached(cache_dir, name, key, write_and_tell)
 
     module.GlobalBatchSampler.__iter__ = listen
-    module.Meter.meet = tell_and_meet
+    setattr(module.Meter, name, tell_and_meet)
     module.cached = tell_of_reading
 
 

@@ -18,12 +18,9 @@ import pytest
 from helpers import ROOT, TWO_RANKS, environment, free_port, refusal
 from runs import Run
 
-import run_train_quantumgrav_ddp as block
-
 SCRIPT = str(ROOT / "run_train_quantumgrav_ddp.py")
 ENDLESS = ["--num_epochs=100000", "--save_every=1000000"]
-# What a script does without its task. Its environment has the limit for the meeting of the ranks,
-# and which of them fails.
+# What a script does without its task. Its environment says which of the ranks fails.
 DRIVER = """
 import os
 
@@ -34,13 +31,12 @@ def main(args):
     block.setup_ddp(args)
     rank = block.dist.get_rank()
     if str(rank) == os.environ.get("FAILS"):
-        raise block.RunError("no disk here")
+        raise block.InputError("no disk here")
     block.logging.error(f"after {block.gather(rank)}")
     return 0
 
 
 if __name__ == "__main__":
-    block.MEETING_MINUTES = float(os.environ.get("MEETING", 2))
     block.launch(block.parse_args, main)
 """
 
@@ -103,6 +99,7 @@ VARIABLES = {  # of rank {0} of two on one machine
     "Hydra": "PMI_RANK={0} PMI_SIZE=2 MPI_LOCALRANKID={0} MPI_LOCALNRANKS=2",
     "PALS": "PALS_RANKID={0} PALS_LOCAL_RANKID={0} WORLD_SIZE=2",
     "PALS with PMI": "PALS_RANKID={0} PALS_LOCAL_RANKID={0} PMI_SIZE=2",
+    "flux": "FLUX_TASK_RANK={0} FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID={0}",
     "SLURM": "SLURM_PROCID={0} SLURM_NTASKS=2 SLURM_LOCALID={0} SLURM_JOB_ID=77 SLURM_STEP_ID=0",
     "by hand": "RANK={0} WORLD_SIZE=2",
 }
@@ -169,68 +166,39 @@ def test_nproc_per_node_in_a_shell_of_srun(start, driver):
 # --------------------------------------------------------------------------------------------------
 # Groups that cannot come together (of two commands: test_faults.py)
 
-WRONG = {  # variables of a shell or a batch file: what must be named
-    "RANK=0": "WORLD_SIZE",
-    "RANK=x WORLD_SIZE=2": "RANK=x",
-    "RANK=2 WORLD_SIZE=2": "RANK=2",
-    "RANK=0 WORLD_SIZE=two LOCAL_RANK=0": "WORLD_SIZE=two",
-    "RANK=1 WORLD_SIZE=4 LOCAL_RANK=0": "MASTER_ADDR",
-    "NCCL_TIMEOUT=x": "x",
-    "RANK=0 WORLD_SIZE=2 MASTER_PORT=70000": "70000",
-}
 
-
-@pytest.mark.parametrize("words", WRONG)
-def test_wrong_variables(server, driver, words):
-    server.start([{"MEETING": 0.1, **read_variables(words)}], driver)
-    assert server.wait()[0] in (1, 2), server.text
-    assert WRONG[words] in refusal(server.text)
+def test_several_machines_without_an_address(server, driver):
+    server.start([read_variables("RANK=1 WORLD_SIZE=4 LOCAL_RANK=0")], driver)
+    assert server.wait() == [2], server.text
+    assert "export MASTER_ADDR" in refusal(server.text)
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_the_others_do_not_join(server, driver, rank, is_taken):
-    """Nobody, or something that never answers, is at its port."""
-    variables = two_ranks(MEETING=0.05)[rank]
+    """Nobody, or something that never answers, is at its port: --timeout_minutes holds."""
+    variables = two_ranks()[rank]
     with socket.create_server(("", 0)) as other:
         if is_taken:
             variables["MASTER_PORT"] = other.getsockname()[1]
-        server.start([variables], driver)
-        assert server.wait(40) == [1], server.text
-    said = refusal(server.text)
-    assert f"localhost:{variables['MASTER_PORT']}" in said
-    if not is_taken:
-        assert "2 ranks did not meet at localhost:" in said
-    elif rank == 0:
-        assert "export another MASTER_PORT" in said
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "seconds"), [(0, 2, 120), (1, 2, 123), (0, 512, 600)]
-)
-def test_time_to_meet(rank, world_size, seconds):
-    """Many ranks get more: they read Python and torch from one file system. Rank 0 speaks first."""
-    watchdog = block.start_watchdog(rank, world_size, "host:1")
-    watchdog.cancel()
-    assert watchdog.interval == seconds
+        server.start([variables], [*driver, "--timeout_minutes=0.05"])
+        assert server.wait(40) in ([1], [-signal.SIGALRM]), server.text
 
 
 def test_ctrl_c_while_the_others_are_awaited(server, driver):
     """It ends a rank at once."""
-    server.start([two_ranks(MEETING=2)[0]], driver)
+    server.start([two_ranks()[0]], driver)
     server.wait_for("Initializing DDP")
     time.sleep(1)
     os.kill(server.pids[0], signal.SIGINT)
-    assert server.wait(20)[0] in (130, -signal.SIGINT), server.text
-    assert "Traceback" not in server.text
+    assert server.wait(20) == [-signal.SIGINT], server.text
 
 
 def test_a_rank_that_fails_alone(server, driver):
-    """It says so; the other says that it has lost a rank."""
-    server.start(two_ranks(MEETING=1, FAILS=1), driver)
-    assert server.wait(40) == [1, 1], server.text
-    assert refusal(server.text) == "no disk here"
-    assert "another rank has died" in server.text
+    """It says so, and the other one does not wait for it."""
+    server.start(two_ranks(FAILS=1), driver)
+    assert server.wait(40) in ([1, 2], [-15, 2]), server.text
+    assert "error: no disk here" in server.text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,7 +215,7 @@ def check_stopped(folder, text, reason):
     check_ranks(text, 2)
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 0), ("SIGINT", 130)])
+@pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 0), ("SIGINT", 1)])
 def test_signal_to_one_rank(server, task, tmp_path, name, status):
     """As srun and scancel --signal send them: all ranks stop."""
     server.start(two_ranks("SLURM"), [SCRIPT, *task(tmp_path / "out", *ENDLESS)])
