@@ -14,7 +14,7 @@ the dimension of a sprinkling; manifold, whether it is a sprinkling at all.
 Data (--data): .npz files or zarr stores of arrays that count the sets by their first axis:
 adjacency_matrix (sets, N, N), 1 where i is in the past of j, and all such i < j; atomcount, the
 elements of each set; for each task an array of whole numbers (below 0: not known) or names. Or zarr
-stores with groups cset_0, cset_1, ... of such arrays. Below, at "Reading", stand their other names.
+stores with groups cset_0, cset_1, ... of such arrays. Their other names: ADJACENCY and below.
 
 Logged, over all ranks: step, epoch, lr, loss (cross entropy in nats per set, summed over the
 tasks), grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s,
@@ -78,17 +78,17 @@ def parse_args():
     add = parser.add_argument_group("task").add_argument
     default = ["data/causal_sets.npz"]
     add("--data", nargs="+", type=expanded, default=default, help=".npz files and .zarr stores")
-    add("--tasks", nargs="+", default=["cls"], help="labels to learn: arrays of the data")
+    add("--tasks", nargs="+", default=["cls"], help="arrays of labels to predict")
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
     add("--split_seed", type=NATURAL, default=0, help="another one: another split")
     default = FEATURES[:4]
-    add("--features", nargs="+", default=default, choices=FEATURES, help="of an element, for input")
+    add("--features", nargs="+", default=default, choices=FEATURES, help="input, of an element")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=COUNT, default=64, help="width")
     add("--num_layers", type=COUNT, default=3, help="layers of message passing")
-    add("--messages", default="mean", choices=["mean", "sum", "none"], help="over the neighbours")
+    add("--messages", default="mean", choices=["mean", "sum", "none"], help="from neighbours")
     add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
     add("--head_dim", type=COUNT, default=64, help="hidden width of a head")
 
@@ -99,14 +99,14 @@ def parse_args():
     add("--warmup", type=number(0, 1), default=0.3, help="share of the run in which lr rises")
 
     add = parser.add_argument_group("validation, after every epoch").add_argument
-    default = ["loss"]  # the first one also chooses best.pt
-    add("--stop_metrics", nargs="+", default=default, help="to watch, such as: loss cls/f1_macro")
+    text = "such as: loss cls/f1_macro; the first chooses best.pt"
+    add("--stop_metrics", nargs="+", default=["loss"], help=text)
     add("--patience", type=NATURAL, default=0, help="epochs without a gain that end it; 0: never")
-    add("--stop_mode", default="any", choices=["any", "all"], help="of --stop_metrics, for a gain")
-    add("--delta", type=number(0), default=0.0, help="a gain is more than this")
+    add("--stop_mode", default="any", choices=["any", "all"], help="of them must improve: a gain")
+    add("--delta", type=number(0), default=0.0, help="the smallest change that counts")
     add("--grace", type=NATURAL, default=0, help="epochs at the start that --patience ignores")
 
-    add = parser.add_argument_group("section parallel: of QuantumGrav's files").add_argument
+    add = parser.add_argument_group("as in config files of QuantumGrav").add_argument
     add("--world_size", type=COUNT, help="as --nproc_per_node")
     add("--master_addr", help="where ranks meet; the variable MASTER_ADDR wins")
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
@@ -139,20 +139,20 @@ FEATURES = "in_degree out_degree past_height future_height past_size future_size
 
 
 class Batch(NamedTuple):
-    """Sets of different sizes, not padded but laid one after the other, as one big graph in which
-    no edge leads from one set to another. Elements are numbered through.
+    """B sets of different sizes, not padded but laid one after the other: a big graph of N elements
+    and E links, in which no link leads from one set to another.
 
     The neighbours of element i in its past are past[past_ptr[i] : past_ptr[i + 1]]; of its future
     likewise."""
 
-    features: torch.Tensor  # (N, F) float32
+    features: torch.Tensor  # (N, features) float32
     sizes: torch.Tensor  # (B,) int64, elements per set
     past: torch.Tensor  # (E,) int64
     past_ptr: torch.Tensor  # (N + 1,) int64
     future: torch.Tensor  # (E,) int64
     future_ptr: torch.Tensor  # (N + 1,) int64
-    labels: torch.Tensor  # (B, T) int64, -1 where there is none
-    counts: torch.Tensor  # (T,) int64, labelled sets of the global batch: the loss is divided by it
+    labels: torch.Tensor  # (B, tasks) int64, -1 where there is none
+    counts: torch.Tensor  # (tasks,) int64, labelled sets of the global batch: divides the loss
 
     def to(self, device):
         return Batch(*[tensor.to(device, non_blocking=True) for tensor in self])
@@ -171,7 +171,7 @@ class CausalSets(Dataset):
             return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
         # rows node_ptr[i] to node_ptr[i + 1] - 1 of features belong to set i, and edge_ptr says the
-        # same of past and future, the neighbours of its elements, counted within the set
+        # same of past and future, the neighbours of its elements, which begin at 0 in each set
         self.node_ptr = load("node_ptr")
         self.edge_ptr = load("edge_ptr")
         self.features = load("features")  # FEATURES of each element
@@ -179,7 +179,7 @@ class CausalSets(Dataset):
         self.future = load("future")
         self.labels = load("labels")  # a column for each task, -1 where there is no label
         self.statistics = load("statistics")  # of each set, for the baselines
-        self.original = load("original")  # the first set with the same order: mostly itself
+        self.original = load("original")  # the first set that is the same: mostly itself
         self.columns = [FEATURES.index(name) for name in args.features]
         self.split = split_sets(self.original, args.split, args.split_seed)
         for part in ("train", "valid", "test"):
@@ -199,15 +199,15 @@ class CausalSets(Dataset):
         logging.info(f"{part}, {task}: {', '.join(texts[:20])}")
         lacking = np.count_nonzero(counts == 0)
         if lacking > 0:
-            logging.warning(f"{lacking} of the {len(names)} classes of {task} lack in {part}")
+            logging.warning(f"{lacking} of the {len(names)} classes of {task} are not in {part}")
 
     def part(self, name):
         """Numbers of the sets to train on, to validate on or to test on."""
         return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
 
     def __getitem__(self, item):
-        """item: (step, global_ids, places), the sets of the global batch, and the places in it of
-        those that this micro-batch has."""
+        """item: (step, which is not needed here; ids of the global batch; the places in it of the
+        sets in this micro-batch)."""
         _, global_ids, places = item
         ids = global_ids[places]
         nodes = ragged_rows(self.node_ptr, ids)
@@ -244,8 +244,8 @@ def ragged_rows(ptr, ids):
 def split_sets(original, shares, seed):
     """(sets,) uint8: 0 train, 1 valid, 2 test, in these shares, rounded.
 
-    original[i] is the first set with the order of set i: i itself, unless set i is a copy. Copies
-    lie in one part, or the test would ask for what was learnt."""
+    original[i] is the first set that is the same as set i: i itself, unless set i is a copy. Copies
+    lie in one part, or sets to train on would also be in the test."""
     distinct = np.unique(original)
     count = len(distinct)
     if abs(sum(shares) - 1) > 1e-6 or min(shares) * count < 1:
@@ -270,13 +270,13 @@ def sum_bags(x, rows, ptr):
 
 
 class SumNeighbours(torch.autograd.Function):
-    """(N, D) -> (N, D): for each element the sum of its neighbours' rows in one direction. Whoever
-    is my neighbour in the past has me in its future: so the gradient is the sum in the other
-    direction, which autograd does not know, and would find by sorting."""
+    """(N, D) -> (N, D): for each element the sum of its neighbours' rows in one direction. The
+    gradient is the sum over the reversed links. We have these lists; the backward pass of
+    embedding_bag would find them by sorting."""
 
     @staticmethod
-    def forward(ctx, x, neighbours, ptr, others, others_ptr):
-        ctx.save_for_backward(others, others_ptr)
+    def forward(ctx, x, neighbours, ptr, reversed_neighbours, reversed_ptr):
+        ctx.save_for_backward(reversed_neighbours, reversed_ptr)
         return sum_bags(x, neighbours, ptr)
 
     @staticmethod
@@ -290,7 +290,7 @@ class MessageLayer(nn.Module):
     def __init__(self, inputs, args):
         super().__init__()
         self.kind = args.messages
-        # its neighbours in the past, those in the future, and the element itself
+        # the element itself; else messages from its past, from its future, and itself
         parts = 1 if args.messages == "none" else 3
         self.linear = nn.Linear(inputs * parts, args.hidden_dim)
         # LayerNorm, not BatchNorm: a set's output must not depend on who else is in the batch
@@ -309,12 +309,12 @@ class MessageLayer(nn.Module):
         y = F.relu(self.norm(self.linear(torch.cat(parts, dim=1))))
         return self.dropout(y + self.skip(x))
 
-    def messages(self, x, there, back):
-        """(N, D): for each element the sum or mean over its neighbours `there`, in one direction"""
-        total = SumNeighbours.apply(x.float(), *there, *back)  # in fp32, under autocast, too
+    def messages(self, x, links, reversed_links):
+        """(N, D): for each element the sum or mean over its neighbours in one direction"""
+        total = SumNeighbours.apply(x.float(), *links, *reversed_links)  # fp32 under autocast, too
         if self.kind == "sum":
             return total
-        degree = there[1].diff()
+        degree = links[1].diff()
         return total / degree.clamp(min=1)[:, None]
 
 
@@ -384,9 +384,9 @@ def classification(logp, labels):
     """METRICS of log-probabilities (n, K) and labels (n,); ece as in Guo et al. (2017)."""
     loss = -logp[np.arange(len(labels)), labels].mean()
     guess = logp.argmax(1)
-    confidence = np.nan_to_num(np.exp(logp.max(1)))  # of a network that gives NaN, too
+    confidence = np.nan_to_num(np.exp(logp.max(1)))  # a NaN counts as 0
     bins = np.minimum((confidence * 15).astype(int), 14)
-    gaps = np.bincount(bins, weights=(guess == labels) - confidence)  # sum of each bin
+    gaps = np.bincount(bins, weights=(guess == labels) - confidence)  # the sum in each bin
     return {
         "loss": float(loss),
         "accuracy": float((guess == labels).mean()),
@@ -418,14 +418,14 @@ def predict(model, data, ids, args, device):
 
 
 def evaluate(model, data, ids, args, device):
-    """(metrics of the sets `ids`: their loss, and METRICS of each task; log-probabilities)
-    (all ranks)"""
+    """Returns metrics of the sets `ids`: loss, and TASK/... METRICS of each task; and their
+    log-probabilities, as `predict` does. (all ranks)"""
     logp = predict(model, data, ids, args, device)
     metrics = {"loss": 0.0}
     for i, task in enumerate(data.classes):
         labels = data.labels[ids, i]
         known = labels >= 0
-        # All ranks decide by these, so one computes them: another processor might round otherwise.
+        # All ranks decide by these, so one computes them: the last bit may depend on the processor.
         for name, value in on_rank0(classification, logp[task][known], labels[known]).items():
             metrics[f"{task}/{name}"] = value
         metrics["loss"] += metrics[f"{task}/loss"]
@@ -443,23 +443,23 @@ def is_better(name, value, best, delta=0.0):
 
 def note_epoch(loop, metrics, epoch, args):
     """Count the epochs without a gain in loop["waited"]. Returns whether this epoch is the best so
-    far. A gain is when any, or all, of --stop_metrics get better than loop["best_of"]; with `all`,
-    one that gets better alone keeps its old best value."""
+    far. A gain is when any, or all, of --stop_metrics are better than loop["best_values"]; with
+    `all`, one that is better alone keeps its old best value."""
     gained = {}
     for name in args.stop_metrics:
-        if is_better(name, metrics[name], loop["best_of"].get(name), args.delta):
+        if is_better(name, metrics[name], loop["best_values"].get(name), args.delta):
             gained[name] = metrics[name]
     needed = len(args.stop_metrics) if args.stop_mode == "all" else 1
     if len(gained) >= needed:
-        loop["best_of"].update(gained)
+        loop["best_values"].update(gained)
         loop["waited"] = 0
     elif epoch >= args.grace:
         loop["waited"] += 1
 
     first = args.stop_metrics[0]
-    if not is_better(first, metrics[first], loop["best_epoch"].get("value")):
+    if not is_better(first, metrics[first], loop["best"].get("value")):
         return False
-    loop["best_epoch"] = {"metric": first, "value": metrics[first], "step": loop["step"]}
+    loop["best"] = {"metric": first, "value": metrics[first], "step": loop["step"]}
     return True
 
 
@@ -489,7 +489,8 @@ def make_optimizer(args, model):
 
 
 def train(args, device, data, model, state, log):
-    """Returns why training was stopped, or "" if it has ended; and where it stands. (all ranks)"""
+    """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
+    stands. (all ranks)"""
     world_size = dist.get_world_size()
     sampler = GlobalBatchSampler(data.part("train"), args, data.cost)
     steps = sampler.steps * args.num_epochs
@@ -497,7 +498,7 @@ def train(args, device, data, model, state, log):
     optimizer = make_optimizer(args, model)
     autocast = choose_precision(args, device)
     # where training stands; and, for whoever loads the weights, the names of the outputs
-    loop = {"step": 0, "best_of": {}, "best_epoch": {}, "waited": 0, "classes": data.classes}
+    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0, "classes": data.classes}
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model"])
@@ -522,7 +523,7 @@ def train(args, device, data, model, state, log):
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # forward and backward, micro-batch by micro-batch; the last one adds up over the ranks
+        # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
         step_loss = torch.zeros(1, device=device)
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
@@ -546,7 +547,7 @@ def train(args, device, data, model, state, log):
         if is_end_of_epoch:
             metrics, _ = evaluate(model, data, data.part("valid"), args, device)
             if not math.isfinite(metrics["loss"]):
-                raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
+                raise RuntimeError(f"the validation loss is {metrics['loss']}: lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **row})
             if note_epoch(loop, metrics, epoch, args):
@@ -554,7 +555,7 @@ def train(args, device, data, model, state, log):
                 save("best.pt")
             meter.start()
 
-        # save what all of this has led to
+        # save, with what the evaluation has changed
         if reason or must_save:
             save("latest.pt", optimizer=optimizer)
     bar.close()
@@ -567,8 +568,8 @@ def train(args, device, data, model, state, log):
 
 def measure_baselines(data):
     """{task: {name: test accuracy}} of what needs no network: the commonest class; logistic
-    regression on counts of elements, pairs, links, chains; for a task `dim` or `dimension` that
-    whose sprinklings have as many related pairs (Myrheim and Meyer: Meyer 1988). (rank 0)"""
+    regression on counts of elements, pairs, links, chains; for a task `dim` or `dimension` the
+    dimension whose sprinklings have that share of related pairs (Meyer 1988). (rank 0)"""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -664,7 +665,7 @@ def main(args):
     log = RunLog(args, state)
     with logging_redirect_tqdm():
         reason, loop = train(args, device, data, model, state, log)
-    figures = {"steps": loop["step"], "best": loop["best_epoch"]}
+    figures = {"steps": loop["step"], "best": loop["best"]}
     if reason:
         log.close(f"stopped by {reason}", **figures)
         return exit_status(reason)
@@ -681,13 +682,13 @@ def main(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: the user's files, once, by rank 0. Training needs only what `write_sets` leaves
+# Reading: rank 0 reads the user's files once. Training needs only what `write_sets` has written
 
 # Names in stores of QuantumGrav.jl and of its Python package. The first that is there is read.
 ADJACENCY = ["adjacency_matrix", "adj"]  # all related pairs
 LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
 SIZES = ["atomcount", "cset_size"]
-NUMBERS = ["num_samples", "num_causal_sets"]  # of sets, in a store that has room for more
+COUNTS = ["num_samples", "num_causal_sets"]  # how many sets of a larger store are there
 READER = 7  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -753,7 +754,7 @@ def read_flat(arrays, tasks):
     for name, values in numbers.items():
         if len(values) != count:
             raise ValueError(f"{name} has {len(values)} values, and {matrix} {count}")
-    for name in NUMBERS:
+    for name in COUNTS:
         if name in arrays:
             count = min(count, number_of(arrays[name][...], name))
 
@@ -827,11 +828,11 @@ def links_of(order):
 
 
 def heights(order):
-    """(n,) elements of the longest chain that ends just before each one: proper time."""
+    """(n,) elements of the longest chain before each element: its proper time."""
     count = np.zeros(len(order), np.int64)
     after = np.ones(len(order), bool)
     while True:
-        # at first all elements; then those after any of them, after any of those, and so on
+        # at first all elements; then those that come after one of them, and so on
         after = order[after].any(0)
         if not after.any():
             return count
@@ -969,7 +970,7 @@ LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "RANK"],  # by hand, on one machine
 ]
 
-# options that a resumed run may be given anew; with others it would be another run
+# options that may differ when a run is resumed; with others it would be another run
 MAY_CHANGE = """config output_dir cache_dir fresh batch_size num_workers compile deterministic
     save_every max_minutes log_every wandb_mode nproc_per_node device backend
     timeout_minutes""".split()
@@ -1055,7 +1056,7 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
     minutes = float(os.environ.get("NCCL_TIMEOUT") or 1800) / 60  # many guides export it
     add("--timeout_minutes", type=number(0), default=minutes, help="limit of one collective")
-    # torch.distributed.launch gives it, but also sets RANK: forget it
+    # torch.distributed.launch gives it, but also sets RANK: ignore it
     add("--local_rank", "--local-rank", type=lambda text: None, help=argparse.SUPPRESS)
 
 
@@ -1077,7 +1078,7 @@ def parse_with_config(parser):
 
 def config_words(content, parser, prefix="--"):
     """A YAML file as a command line. A section only groups options, unless their names begin with
-    it: attack: {eps: 1} is --attack_eps, and never --eps, if there are options --attack_..."""
+    it: where there are options --attack_..., attack: {eps: 1} is --attack_eps, never --eps."""
     options = parser._option_string_actions
     words = []
     for key, value in content.items():
@@ -1131,9 +1132,9 @@ def setup_ddp(args):
     if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
     logging.info(f"Initializing DDP for rank {rank}...")
-    # Python's own handler would not run before all ranks have come
+    # Python's own handler would not run while torch waits for the other ranks
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # where another program listens on the port, torch would wait for ever
+    # if another program listens on the port, torch would wait for ever
     signal.alarm(math.ceil(60 * args.timeout_minutes) + 3)
     dist.init_process_group(
         backend,
@@ -1143,9 +1144,9 @@ def setup_ddp(args):
         device_id=None if device.type == "cpu" else device,
     )
     signal.alarm(0)
+    here = gather(os.uname().nodename).count(os.uname().nodename)
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
     if "OMP_NUM_THREADS" not in os.environ and not is_bound:  # else each rank takes all cores
-        here = gather(os.uname().nodename).count(os.uname().nodename)
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
@@ -1239,7 +1240,7 @@ def on_rank0(function, *args, group=None):
 
 
 def list_problems(problems):
-    """Of many at most 20, and a count."""
+    """A line for each of the first 20, and how many more there are."""
     more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
     return "\n  ".join(["", *problems[:20], *more])
 
@@ -1267,7 +1268,7 @@ def cached(cache_dir, name, key, write):
 
 def read_once(prepare, args):
     """The folder that prepare(args) returns on rank 0, however long it takes. (all ranks)"""
-    if dist.get_rank() == 0:  # as an exception a signal takes away what is half written
+    if dist.get_rank() == 0:  # a signal raises KeyboardInterrupt: what is half written is removed
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # a group of its own: a collective of the default one fails after --timeout_minutes
@@ -1282,11 +1283,12 @@ class GlobalBatchSampler(DistributedSampler):
     """Which samples each step is made of. They depend on (seed, epoch) alone, and so neither on the
     number of ranks nor on a restart.
 
-    Yields for each micro-batch of this rank: the step, the ids of the whole global batch, and the
-    places in it that are this rank's, from step `start` on. (Random draws that depend on the seed,
-    the step and the place do not depend on the number of ranks.) cost[id] is the work that a sample
-    makes, such as its length: the global batch stays a random sample; within it samples of similar
-    cost share a micro-batch, where they need little padding, and all ranks get equal work."""
+    Yields for each micro-batch of this rank, from step `start` on: the step; the ids of the whole
+    global batch; the places in it of this rank's samples. (Random draws by the seed, the step and
+    the place do not depend on the number of ranks.)
+
+    cost[id] is the work that a sample makes, such as its length. The global batch is a random one;
+    within it samples of similar cost share a micro-batch: little padding, equal work for all."""
 
     def __init__(self, ids, args, cost):
         super().__init__(ids, seed=args.seed)
@@ -1370,10 +1372,10 @@ def wrap_ddp(model, args, device):
     )
     # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
     ddp_model.broadcast_buffers = False
-    # DDP puts the gradients in another order after its first backward pass. Sums over three and
-    # more ranks then differ in the last bit: a run that was started again would differ from one
-    # that was not. So make that pass now. It needs no batch: in place of the network stands one
-    # that returns its input, and the loss is 0 x the sum of all parameters.
+    # After its first backward pass DDP puts the gradients in another order, and sums over three or
+    # more ranks change in the last bit. So a resumed run would differ from one that went through.
+    # Make that pass now: nn.Identity takes the place of the network, and the loss is 0 times the
+    # sum of all parameters.
     network = ddp_model.module
     ddp_model.module = nn.Identity()
     zero = sum((p * 0).sum() for p in model.parameters() if p.requires_grad)
@@ -1413,7 +1415,8 @@ class Meter:
     def __init__(self, names, args, device):
         self.names = names  # of numbers of which each rank has a share
         self.args = args
-        self.sums = torch.zeros(len(names) + 2, device=device)  # and the norm, and 1, of good steps
+        # of the steps whose gradient was finite: these numbers, its norm, and how many they are
+        self.sums = torch.zeros(len(names) + 2, device=device)
         self.bad_in_row = torch.zeros((), device=device)
         self.every = 1  # steps from one meeting to the next
         self.start()
@@ -1437,9 +1440,9 @@ class Meter:
         self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
         self.steps += 1
 
-    def log_and_agree(self, log, row, samples, now=False):
-        """At a log line, or now, write `row`, to which this adds the means, and the speed; a step
-        has so many samples. Returns why to stop, "" if training goes on. (all ranks)"""
+    def log_and_agree(self, log, row, samples_per_step, now=False):
+        """Agree whether to stop. Every --log_every steps, or now, write `row`, to which this adds
+        the means and the speed. Returns why to stop, "" if training goes on. (all ranks)"""
         must_log = now or row["step"] % self.args.log_every == 0
         if not must_log and self.steps % self.every > 0:
             return ""
@@ -1455,13 +1458,13 @@ class Meter:
 
         *_, norm, good = sums  # the same on all ranks
         if self.bad_in_row >= 10:
-            raise RuntimeError("10 steps in a row without a finite gradient: a lower --lr?")
+            raise RuntimeError("10 steps in a row without a finite gradient: a lower rate?")
         if good > 0:
             for name, share in zip(self.names, np.sum(all_sums, axis=0), strict=False):
                 row[name] = share / good
             row["grad_norm"] = norm / good
         row["skipped"] = self.steps - good
-        row["samples_per_s"] = self.steps * samples / all_seconds[0]
+        row["samples_per_s"] = self.steps * samples_per_step / all_seconds[0]
         row["data_wait"] = max(all_waits) / all_seconds[0]
         log.write(row)
         self.start()
@@ -1495,7 +1498,7 @@ def save_checkpoint(name, args, log, loop, **parts):
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(new.with_name(name))  # whole, or as it was
+    new.replace(new.with_name(name))  # which is never half written
 
 
 def lock_folder(folder):
@@ -1530,8 +1533,8 @@ def find_checkpoint(args):
 
 
 def open_run(args, data_hash, may_change=()):
-    """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 must see
-    the folder. From here on signals are noted, and end the run after a step. (all ranks)"""
+    """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 needs
+    to see it. From here on signals are noted, and end the run after a step. (all ranks)"""
     state = on_rank0(find_checkpoint, args)
     hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
     if state and state.get("script") != SCRIPT:

@@ -9,7 +9,6 @@ root and `ip`.
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -207,8 +206,6 @@ def test_cut_link(task, hosts, launch, matrix):
     hosts.cable("down")
     seconds = jobs.wait_until(lambda: not jobs.ranks(), TIMEOUT + 30)
     assert seconds > TIMEOUT / 2
-    for job in jobs.jobs:
-        assert len(re.findall(r"\[RANK \d\] .* ERROR: ", job.text)) == 1
     # host a has the store, and nobody to wait for
     jobs.wait_until(lambda: not processes(hosts.a), 20)
     is_left = bool(processes(hosts.b))
