@@ -1076,7 +1076,7 @@ def parse_with_config(parser):
     return parser.parse_args([*words, *sys.argv[1:]])  # of two values the later one counts
 
 
-def config_words(content, parser, prefix="--"):
+def config_words(content, parser, prefix="--", section=""):
     """A YAML file as a command line. A section only groups options, unless their names begin with
     it: where there are options --attack_..., attack: {eps: 1} is --attack_eps, never --eps."""
     options = parser._option_string_actions
@@ -1087,9 +1087,10 @@ def config_words(content, parser, prefix="--"):
             name = f"{prefix}{key}"
         if isinstance(value, dict):
             is_prefix = any(option.startswith(f"{name}_") for option in options)
-            words += config_words(value, parser, f"{name}_" if is_prefix else prefix)
+            inner = f"{name}_" if is_prefix else prefix
+            words += config_words(value, parser, inner, f"{section}{key}: ")
         elif name not in options:
-            raise InputError(f"{key}: there is no option {name}")
+            raise InputError(f"{section}{key}: there is no option {name}")
         elif isinstance(value, list):
             words += [name, *map(str, value)]
         elif value is not None:  # without a value it has its default
@@ -1119,9 +1120,10 @@ def setup_ddp(args):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
         torch.use_deterministic_algorithms(True)
 
-    backend = args.backend
-    if backend in ("auto", "ccl", "xpu"):
-        backend = dist.get_default_backend_for_device(device)
+    usual = dist.get_default_backend_for_device(device)
+    backend = usual if args.backend in ("auto", "ccl", "xpu") else args.backend
+    if backend not in (usual, "gloo"):
+        raise InputError(f"--backend {backend} is not for {device.type}")
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
         backend = f"cpu:gloo,{device.type}:{backend}"
@@ -1131,7 +1133,8 @@ def setup_ddp(args):
         os.environ["MASTER_ADDR"] = "localhost"
     if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
-    logging.info(f"Initializing DDP for rank {rank}...")
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    logging.info(f"Initializing DDP for rank {rank}... at {place}")
     # Python's own handler would not run while torch waits for the other ranks
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # if another program listens on the port, torch would wait for ever

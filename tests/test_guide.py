@@ -16,13 +16,23 @@ from torch import nn
 SCRIPT = "run_train_quantumgrav_ddp.py"
 
 
-def write_script(folder, name, change):
-    """A copy of a script with a change of the guide, if any: the diff after these words."""
-    script = folder / name
-    script.write_text((ROOT / name).read_text())
-    if change:
-        text = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text().split(f"\n**{change}**")[1]
-        diff = re.search(r"^```diff\n(.*?)^```$", text, re.M | re.S)[1]
+def text_after(words):
+    """The guide from these words, which are bold, on."""
+    return (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text().split(f"\n**{words}**")[1]
+
+
+def write_script(folder, change):
+    """A copy of the script with a change of the guide, if any: the diff, or the last line of
+    make_optimizer, after these words."""
+    script = folder / SCRIPT
+    text = (ROOT / SCRIPT).read_text()
+    if change == "Another optimizer.":
+        line = re.search(r"`(return torch.optim.*)`", text_after(change))[1]
+        text, count = re.subn(r"return torch\.optim\..*", line, text)
+        assert count == 1
+    script.write_text(text)
+    if change and text == (ROOT / SCRIPT).read_text():
+        diff = re.search(r"^```diff\n(.*?)^```$", text_after(change), re.M | re.S)[1]
         # a repository of its own, or git may look for one in the folders above
         subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
         subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
@@ -41,7 +51,7 @@ def train(script, data, *options):
 @pytest.fixture(scope="module")
 def unchanged(causal_sets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unchanged")
-    return train(write_script(folder, SCRIPT, None), causal_sets)
+    return train(write_script(folder, None), causal_sets)
 
 
 CHANGES = {  # its name in the guide: an option that it needs; whether the first loss is the same
@@ -55,7 +65,7 @@ CHANGES = {  # its name in the guide: an option that it needs; whether the first
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_applies_and_trains(change, causal_sets, unchanged, tmp_path):
     options, is_same = CHANGES[change]
-    losses = train(write_script(tmp_path, SCRIPT, change), causal_sets, *options)
+    losses = train(write_script(tmp_path, change), causal_sets, *options)
     assert len(losses) == len(unchanged)
     assert (losses[0] == unchanged[0]) == is_same
     assert (losses == unchanged) == (change == "Another metric.")
@@ -70,7 +80,11 @@ def create_model(name, in_chans, num_classes):
 
 
 def test_network_of_timm(tmp_path):
-    path = write_script(tmp_path, "run_train_rebm_ddp.py", "A network of timm")
+    lines = re.search(r"^```python\n(.*?)^```$", text_after("A network of timm"), re.M | re.S)[1]
+    path = tmp_path / "changed.py"
+    place = "\n\ndef make_network("
+    text = (ROOT / "run_train_rebm_ddp.py").read_text()
+    path.write_text(text.replace(place, f"\n\n{lines}\n{place}"))
     spec = importlib.util.spec_from_file_location("changed", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -41,11 +41,11 @@ def test_config(tmp_path, text, mark):
 SECTIONS = {  # a config file; the options that it gives, or what its refusal names
     "model: {lr: 1}": ["--lr=1"],
     "attack: {eps: 1, attack_steps: 2}": ["--attack_eps=1", "--attack_steps=2"],
-    "attack: {lr: 1}": "lr: there is no option --attack_lr",
-    "attack: {inner: {lr: 1}}": "lr: there is no option --attack_lr",
+    "attack: {lr: 1}": "attack: lr: there is no option --attack_lr",
+    "attack: {inner: {lr: 1}}": "attack: inner: lr: there is no option --attack_lr",
     "a: {b: {attack: {eps: [1, 2]}}}": ["--attack_eps", "1", "2"],
-    "model: {l: 1}": "l: there is no option --l",
-    "model: {none:}": "none: there is no option --none",
+    "model: {l: 1}": "model: l: there is no option --l",
+    "model: {none:}": "model: none: there is no option --none",
     "- lr": "expected lines such as",
     "lr: [": "while parsing",
 }

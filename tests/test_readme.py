@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -229,6 +230,13 @@ def test_default_config(folder):
     without = vars(parse("python train_ddp.py"))
     assert vars(parse(command)) == {**without, "config": "configs/train_ddp.yaml"}
     assert parse(f"{command} --global_batch_size=512").global_batch_size == 512
+
+
+def test_loop():
+    """The lines that the README shows stand in the script."""
+    (lines,) = fenced(README, "python")
+    script = (ROOT / "run_train_quantumgrav_ddp.py").read_text()
+    assert textwrap.indent(lines, 8 * " ") in script
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
