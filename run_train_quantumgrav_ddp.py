@@ -1543,7 +1543,7 @@ def open_run(args, data_hash, may_change=()):
     if state and state.get("script") != SCRIPT:
         raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
     if args.global_batch_size == 0:
-        args.global_batch_size = args.batch_size * dist.get_world_size()
+        args.global_batch_size = args.batch_size * getattr(args, "accum", 1) * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
             args.global_batch_size = state["args"]["global_batch_size"]
     args.data_hash = data_hash
