@@ -699,17 +699,25 @@ def choose(arrays, *names):
     raise ValueError(f"has {', '.join(arrays) or 'nothing'}; expected {' or '.join(names)}")
 
 
-def open_arrays(folder):
-    """{name: array} of the arrays directly in a folder of a zarr store. We look for them ourselves:
-    groups that Julia writes have no file that zarr would know them by."""
+def open_arrays(folder, tasks):
+    """{name: array} of the arrays directly in a folder of a zarr store; of those that we do not
+    need, which may be many, {name: None}. We look for them ourselves: groups that Julia writes have
+    no file that zarr would know them by."""
     import zarr
 
     arrays = {}
     for path in sorted(folder.iterdir()):
         meta = path / "zarr.json"  # of format 3; groups have it, too
         if (path / ".zarray").exists() or (meta.exists() and '"array"' in meta.read_text()):
-            arrays[path.name] = zarr.open_array(path, mode="r")
+            arrays[path.name] = None
+            if path.name in [*ADJACENCY, *LINKS, *SIZES, *COUNTS, *tasks]:
+                arrays[path.name] = zarr.open_array(path, mode="r")
     return arrays
+
+
+def lost_chunks(array):
+    """Chunks that a store lacks, or leaves out because they are zeros: both read as zeros."""
+    return getattr(array, "nchunks", 0) - getattr(array, "nchunks_initialized", 0)
 
 
 def read_sets(path, tasks):
@@ -726,12 +734,18 @@ def read_sets(path, tasks):
         yield from read_flat(arrays, tasks)
         return
     groups = [group for group in path.glob("cset_*") if group.name[5:].isdigit()]
+    lost = []
     for group in sorted(groups, key=lambda group: int(group.name[5:])):
-        yield group.name, {name: array[...] for name, array in open_arrays(group).items()}
+        arrays = open_arrays(group, tasks)
+        lost += [f"{group.name}/{task}" for task in tasks if lost_chunks(arrays.get(task)) > 0]
+        values = {name: None if array is None else array[...] for name, array in arrays.items()}
+        yield group.name, values
+    if lost:
+        logging.warning(f"{len(lost)} labels are not stored, and read as zeros, such as {lost[0]}")
     if groups:
         return
     for folder in [path, *sorted(path.iterdir())]:
-        arrays = open_arrays(folder) if folder.is_dir() else {}
+        arrays = open_arrays(folder, tasks) if folder.is_dir() else {}
         if any(name in arrays for name in [*ADJACENCY, *LINKS]):
             groups.append(folder)
             yield from read_flat(arrays, tasks)
@@ -746,14 +760,14 @@ def read_flat(arrays, tasks):
     numbers = {}
     for name in [*tasks, choose(arrays, *SIZES)]:
         array = arrays[choose(arrays, name)]
-        lost = getattr(array, "nchunks", 0) - getattr(array, "nchunks_initialized", 0)
-        if lost > 0:  # zarr leaves out chunks of zeros, too
+        lost = lost_chunks(array)
+        if lost > 0:
             logging.warning(f"{name}: {lost} chunks are not stored, and read as zeros")
         numbers[name] = array[...]
     count = matrices.shape[0]
     for name, values in numbers.items():
-        if len(values) != count:
-            raise ValueError(f"{name} has {len(values)} values, and {matrix} {count}")
+        if values.shape != (count,):
+            raise ValueError(f"{name} has shape {values.shape}; expected ({count},) as {matrix}")
     for name in COUNTS:
         if name in arrays:
             count = min(count, number_of(arrays[name][...], name))
@@ -773,7 +787,7 @@ def number_of(value, name):
         number = number.decode()
     if isinstance(number, str) and not re.fullmatch(r" *-?\d+ *", number):
         return number
-    if float(number) != int(number):
+    if not float(number).is_integer():  # also NaN
         raise ValueError(f"{name} is {number}; expected a whole number")
     return int(number)
 
@@ -788,7 +802,8 @@ def order_of(values):
         if size in values:
             n = number_of(values[size], size)
     if matrix.shape != (len(matrix), len(matrix)) or not 2 <= n <= min(len(matrix), 32767):
-        raise ValueError(f"{n} elements in {name} of shape {matrix.shape}; expected 2 to 32767")
+        text = f"{n} elements in {name} of shape {matrix.shape}"
+        raise ValueError(f"{text}; expected a square of 2 to 32767")
     if matrix[n:].any() or matrix[:, n:].any():
         raise ValueError(f"{name} has pairs beyond its {n} elements")
     matrix = matrix[:n, :n]

@@ -182,8 +182,9 @@ def prepare(folder, setting):
 def start(folder, setting, side, seed):
     settings = {"setting": setting, "seed": seed}
     if side != "original":
-        options = f"""{sides.COMMON} {OPTIONS} --model_type={setting.model} --seed={seed}
-            --batch_size={setting.batch} --output_dir=run-{side} --compile={side == "compiled"}"""
+        options = f"""{sides.common()} {OPTIONS} --model_type={setting.model} --seed={seed}
+            --batch_size={setting.batch} --output_dir=run-{side} --cache_dir=cache-{side}
+            --compile={side == "compiled"}"""
         settings = {"options": options.split()}
     return sides.port_job(__file__, side, folder, settings, setting.batch)
 

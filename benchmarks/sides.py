@@ -1,21 +1,28 @@
 """What the benchmarks share: sides that take turns, and what is made of their speeds.
 
 A side is one of the programs that are compared: `ours`, or another one, such as a port of another
-program's step. In a round all sides are started, with one thread a process. Then they work in turns
-of a few seconds: while one side works, the processes of the others are stopped (SIGSTOP). So all
-see the same moods of a shared machine. A round ends when each side has worked for --seconds; a
-ratio is of speeds of the same round. The next round starts all sides anew, with another seed: the
-spread of the rounds then also has what differs between runs of the same program.
+program's step; with --beside, also the same script in another checkout. In a round all sides are
+started, with one thread a process. Then they work in turns of a few seconds: while one side works,
+the processes of the others are stopped (SIGSTOP). So all see the same moods of a shared machine. A
+round ends when each side has worked for --seconds; a ratio is of speeds of the same round. The next
+round starts all sides anew, with another seed: the spread of the rounds then also has what differs
+between runs of the same program.
 
-Each side writes a line into its metrics.jsonl after a step, or after every so many. Its speed in a
-round is the number of lines by the time that it worked, from the last line before the first turn to
-the last one in the round: a step that was stopped in the middle counts as long as it worked.
+On a GPU the sides of a round follow one another, each started and measured alone: of a stopped side
+the GPU would go on with what is queued, and processes that load data would go on, too. There a
+process has as many threads as it takes, for what feeds the GPU.
+
+Each side writes a line into its metrics.jsonl after every so many steps, when the device has done
+them. Its speed in a round is the number of steps by the time that it worked, from the last line
+before the first turn to the last one in the round: a step that was stopped in the middle counts as
+long as it worked.
 """
 
 import argparse
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import math
 import os
@@ -30,9 +37,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = "--device=cpu --precision=fp32 --wandb_mode=disabled --save_every=1000000"
 TURN = 3.0  # seconds
 WARM = 2  # lines that a side writes before it is measured
 COUNTED = '"lr"'  # what is in the line of a step, and in no other
@@ -40,6 +47,9 @@ RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the scripts, and helpers.py
 running = []  # jobs
+counter = itertools.count(1)  # of the steps of a port
+# options of run() that a side asks for
+chosen = argparse.Namespace(device="cpu", precision="fp32", beside=None, small=False)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -112,11 +122,13 @@ class Job:
         out.mkdir()
         self.metrics = out / "metrics.jsonl"
         self.log = Path(f"{out}.log")
-        self.amount = amount  # samples that a line of metrics.jsonl stands for
+        self.amount = amount  # samples of a step
         self.clock = 0.0
-        self.last = None  # (clock, lines) at the last line
+        self.last = None  # (clock, step) at the last line
         self.first = None  # that at the begin of the round
-        variables = {"OMP_NUM_THREADS": "1", "METRICS": str(self.metrics)}
+        variables = {"METRICS": str(self.metrics)}
+        if chosen.device == "cpu":
+            variables["OMP_NUM_THREADS"] = "1"
         self.processes = start_ranks(processes, command, out.parent, self.log, **variables)
         running.append(self)
 
@@ -135,15 +147,18 @@ class Job:
             if process.wait() != 0:
                 self.fail()
 
-    def lines(self):
-        """How many there are. If a process has ended, this program ends, too."""
+    def steps(self):
+        """Those that it has written a line of. If a process has ended, this program ends, too."""
         if any(process.poll() is not None for process in self.processes):
             self.fail()
-        return self.metrics.read_text().count(COUNTED) if self.metrics.exists() else 0
+        if not self.metrics.exists():
+            return []
+        *lines, _ = self.metrics.read_text().split("\n")  # the last one may not be whole
+        return [json.loads(line)["step"] for line in lines if COUNTED in line]
 
     def warm_up(self):
         """It works until it has written WARM lines, and is stopped."""
-        while self.lines() < WARM:
+        while len(self.steps()) < WARM:
             time.sleep(0.1)
         self.send(signal.SIGSTOP)
 
@@ -152,10 +167,10 @@ class Job:
         self.send(signal.SIGCONT)
         time.sleep(TURN)
         self.send(signal.SIGSTOP)
-        lines = self.lines()
+        step = self.steps()[-1]
         written_at = self.metrics.stat().st_mtime
         if written_at > begin:
-            self.last = (self.clock + written_at - begin, lines)
+            self.last = (self.clock + written_at - begin, step)
         self.clock += time.time() - begin
 
     def work_until_a_line(self):
@@ -165,28 +180,42 @@ class Job:
 
     def speed(self):
         """Samples per second in the round."""
-        clock, lines = self.first
-        last_clock, last_lines = self.last
-        return (last_lines - lines) * self.amount / (last_clock - clock)
+        clock, step = self.first
+        last_clock, last_step = self.last
+        return (last_step - step) * self.amount / (last_clock - clock)
+
+
+def common():
+    """Options of every training script."""
+    where = f"--device={chosen.device} --precision={chosen.precision}"
+    return f"{where} --wandb_mode=disabled --save_every=1000000"
+
+
+def home(name):
+    """The checkout that a side is of."""
+    return chosen.beside if name == "beside" else ROOT
 
 
 def script_job(script, name, folder, options, amount=1, processes=1):
     """A new run of a training script. `folder` is that of workplace()."""
     out = folder / f"run-{name}"
-    command = [ROOT / script, *COMMON.split(), f"--output_dir={out}", *options.split()]
+    command = [home(name) / script, *common().split(), f"--output_dir={out}", *options.split()]
+    if name == "beside":
+        command.append("--cache_dir=cache-beside")  # another version may keep data in another form
     return Job(command, out, amount, processes)
 
 
 def port_job(file, name, folder, settings, amount, processes=1):
     """port(**settings) of the program `file` of this folder."""
-    command = [Path(file).resolve(), f"--port={json.dumps(settings)}"]
+    command = [home(name) / "benchmarks" / Path(file).name, f"--port={json.dumps(settings)}"]
     return Job(command, folder / f"run-{name}", amount, processes)
 
 
 def end_all():
     for job in running:
-        job.send(signal.SIGKILL)
         for process in job.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what loads its data
             process.wait()
     running.clear()
 
@@ -195,18 +224,21 @@ def end_all():
 
 
 def keep_freed_memory():
-    """As the scripts do (setup_ddp): the C library keeps what was freed for the next step."""
+    """For a port at its best: the C library keeps what was freed for the next step."""
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(-3, 2**25)
     mallopt(-3, 2**30)
     mallopt(-1, 2**31 - 1)
 
 
-def note_step():
-    """After each step. (each rank)"""
-    if os.environ["RANK"] == "0":
+def note_step(every=1):
+    """After each step. It waits for a GPU, and writes a line, after every so many. (each rank)"""
+    step = next(counter)
+    if step % every == 0 and os.environ["RANK"] == "0":
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         with open(os.environ["METRICS"], "a") as file:
-            file.write('{"lr": 0}\n')
+            file.write(json.dumps({"step": step, "lr": 0}) + "\n")
 
 
 # ---- Rounds and tables ---------------------------------------------------------------------------
@@ -245,32 +277,51 @@ def spread(values):
     return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
-def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
+def run(doc, unit, works, names, prepare, start, port, seconds=12.0, any_device=False):
     """A benchmark. works: {name: its settings}; names: {side: what the table calls it} of all but
     ours. Before a work prepare(folder, settings) makes its data, and start(folder, settings, side,
-    seed) returns the job of a side. In a run of a port (each rank) it is port(**settings)."""
+    seed) returns the job of a side. In a run of a port (each rank) it is port(**settings).
+    any_device: the ports heed chosen.device and chosen.precision."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     add = parser.add_argument
     add("--works", nargs="+", default=list(works), choices=works, help="all, if not given")
+    add("--sides", nargs="*", default=list(names), choices=names, help="beside ours; all")
+    add("--beside", type=Path, metavar="FOLDER", help="one more side: ours in this checkout")
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--precision", default="fp32", choices=["fp32", "tf32", "bf16"])
+    add("--small", action="store_true", help="few data, to test this program")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=seconds, help=f"of each side in a round [{seconds:g}]")
     add("--port", type=json.loads, help=argparse.SUPPRESS)  # a run of a port
-    args = parser.parse_args()
+    args = parser.parse_args(namespace=chosen)
     if args.port is not None:
         port(**args.port)
         return
+    if not any_device and (args.device, args.precision) != ("cpu", "fp32"):
+        parser.error("this benchmark runs on a CPU in fp32 only")
+    names = {side: names[side] for side in args.sides}
+    if args.beside:
+        args.beside = args.beside.resolve()
+        names["beside"] = f"ours in {args.beside.name}"
 
-    print(f"a thread each, {args.rounds} rounds of {args.seconds:g} s\n")
+    is_cpu = args.device == "cpu"
+    place = "a CPU, a thread each" if is_cpu else torch.cuda.get_device_name()
+    print(f"{place}, {args.precision}, {args.rounds} rounds of {args.seconds:g} s\n")
     print_head("work", "compared with", f"ours, {unit}", f"it, {unit}", "ratio")
+    together = ["ours", *names]
+    groups = [together] if is_cpu else [[side] for side in together]
     for work in args.works:
         with workplace() as folder:
             prepare(folder, works[work])
             start_side = functools.partial(start, folder, works[work])
             rounds = []
             for seed in range(args.rounds):
-                jobs = [start_side(side, seed) for side in ["ours", *names]]
-                rounds.append(measure_round(jobs, args.seconds))
+                speeds = []
+                for group in groups:
+                    jobs = [start_side(side, seed) for side in group]
+                    speeds += measure_round(jobs, args.seconds)
+                rounds.append(speeds)
         ours, *others = zip(*rounds, strict=True)
         for name, speeds in zip(names.values(), others, strict=True):
             ratios = [a / b for a, b in zip(ours, speeds, strict=True)]

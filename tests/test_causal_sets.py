@@ -15,10 +15,6 @@ import run_train_quantumgrav_ddp as script
 tool = import_tool("make_causal_sets")
 
 
-# --------------------------------------------------------------------------------------------------
-# Theory
-
-
 def expected_chains(k, d):
     """Meyer's chi_k: chains of k elements over n (n - 1) ... (n - k + 1)."""
     ratio = math.gamma(d / 2) * math.gamma(d)
@@ -59,10 +55,11 @@ def test_percolation():
     for seed in range(500):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(32, 65))
-        target = tool.ordering_fraction(tool.sprinkle(rng, n, 2 + seed % 3))
+        again = copy.deepcopy(rng)
+        order = tool.make_order("percolation", rng, n)
+        target = tool.ordering_fraction(tool.sprinkle(again, n, int(again.integers(2, 5))))
         draws = np.ones((n, n))
-        draws[np.triu_indices(n, 1)] = copy.deepcopy(rng).random(n * (n - 1) // 2)
-        order = tool.percolate(rng, n, target)
+        draws[np.triu_indices(n, 1)] = again.random(n * (n - 1) // 2)
         last = draws[script.links_of(order)].max()
         assert np.array_equal(order, script.closure(draws <= last))
         errors.append(abs(tool.ordering_fraction(order) - target))

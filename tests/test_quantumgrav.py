@@ -3,7 +3,6 @@
 import copy
 import math
 import os
-import shutil
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from helpers import call_script, parse_arguments
 from runs import Run
 
@@ -102,30 +100,23 @@ def test_dropout():
     assert (layer.eval()(x, None) == 0).float().mean() == 0
 
 
-# --------------------------------------------------------------------------------------------------
-# Loss and metrics
-
-
 def test_shares_of_the_loss_add_up_to_the_mean():
     """With missing labels; and so do their gradients."""
     torch.manual_seed(0)
     labels = torch.randint(-1, 3, (11, 2))
     labels[3:8, 1] = -1  # a whole part may have no label of a task
-    logits = {"a": torch.randn(11, 3).double(), "b": torch.randn(11, 4).double()}
-    expected = 0.0
-    for column, x in enumerate(logits.values()):
-        x.requires_grad_()
-        expected = expected + F.cross_entropy(x, labels[:, column], ignore_index=-1)
-    gradients = torch.autograd.grad(expected, [*logits.values()])
+    logits = [torch.randn(11, k, dtype=torch.float64, requires_grad=True) for k in (3, 4)]
+    losses = [F.cross_entropy(logits[i], labels[:, i], ignore_index=-1) for i in range(2)]
+    expected = torch.autograd.grad(sum(losses), logits)
 
     total = 0.0
     for rows in torch.arange(11).tensor_split(5):
         batch = SimpleNamespace(labels=labels[rows], counts=(labels >= 0).sum(0))
-        share = script.share_of_loss({task: x[rows] for task, x in logits.items()}, batch)
+        share = script.share_of_loss({"a": logits[0][rows], "b": logits[1][rows]}, batch)
         share.backward()
         total += share.item()
-    assert total == pytest.approx(expected.item(), abs=1e-12)
-    for x, gradient in zip(logits.values(), gradients, strict=True):
+    assert total == pytest.approx(sum(losses).item(), abs=1e-12)
+    for x, gradient in zip(logits, expected, strict=True):
         assert torch.allclose(x.grad, gradient, atol=1e-12)
 
 
@@ -141,57 +132,45 @@ def test_metrics_by_hand():
     assert found["f1_weighted"] == pytest.approx(f1 * 5 / 7)
 
 
-def test_evaluation_of_two_tasks(group, monkeypatch):
-    """The loss is the sum of the tasks' means over the labelled sets."""
-    rng = np.random.default_rng(3)
-    logp = {}
-    for task, names in CLASSES.items():
-        logits = torch.tensor(2 * rng.normal(size=(40, len(names))))
-        logp[task] = logits.log_softmax(1).numpy()
-    labels = np.stack([rng.integers(0, 6, 50), rng.integers(-1, 3, 50)], axis=1)
-    ids = np.arange(5, 45)
-    monkeypatch.setattr(script, "predict", lambda *args: logp)
-    some = SimpleNamespace(classes=CLASSES, labels=labels)
-    found, _ = script.evaluate(None, some, ids, None, CPU)
-    known = labels[ids, 1] >= 0
-    first = -logp["cls"][np.arange(40), labels[ids, 0]]
-    second = -logp["dim"][known, labels[ids, 1][known]]
-    assert found["loss"] == pytest.approx(first.mean() + second.mean())
-    assert found["dim/loss"] == pytest.approx(second.mean())
-    assert found["dim/accuracy"] == (logp["dim"].argmax(1) == labels[ids, 1])[known].mean()
-
-
-def test_evaluation_in_batches_of_any_size(data, group):
-    """Each set once, and the same predictions."""
+def test_evaluation(data, group):
+    """Each set once, in batches of any size. The loss is the sum of the tasks' means over the sets
+    that have a label."""
     ids = data.part("train")[::-1].copy()
+    labels = torch.from_numpy(data.labels[ids])
+    assert (labels[:, 1] < 0).any()
     model = script.CausalSetNet(arguments(*SMALL), CLASSES)
     seen = []
     model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0].sizes)))
-    results = []
+    with torch.no_grad():
+        outputs = model(data[0, ids, np.arange(len(ids))])
+    losses = [
+        F.cross_entropy(outputs[task], labels[:, i], ignore_index=-1).item()
+        for i, task in enumerate(CLASSES)
+    ]
     for size in (1, 7, 1000):
         seen.clear()
-        results.append(script.predict(model, data, ids, arguments(f"--batch_size={size}"), CPU))
+        args = arguments(f"--batch_size={size}")
+        metrics, logp = script.evaluate(model, data, ids, args, CPU)
         assert max(seen) <= size and sum(seen) == len(ids)
-        for task in CLASSES:
-            assert np.allclose(results[-1][task], results[0][task], rtol=0, atol=1e-6)
+        for task, output in outputs.items():
+            assert np.allclose(logp[task], output.log_softmax(1), rtol=0, atol=1e-5)
+        assert metrics["loss"] == pytest.approx(sum(losses), abs=1e-5)
+        assert metrics["dim/loss"] == pytest.approx(losses[1], abs=1e-5)
+        known = data.labels[ids, 1] >= 0
+        guess = logp["dim"].argmax(1)
+        assert metrics["dim/accuracy"] == (guess == data.labels[ids, 1])[known].mean()
 
 
-# --------------------------------------------------------------------------------------------------
-# Decisions
-
-
+TWO = "--stop_metrics loss cls/f1_macro"
 PATIENCE = [  # options of early stopping, as in the original; metrics until the epoch that ends it
     ("--stop_metrics loss --patience 2", [[5], [4], [4], [3], [3], [3]]),
     ("--stop_metrics loss --patience 2 --grace 4", [[5], [5], [5], [5], [5], [5]]),
     ("--stop_metrics cls/f1_macro --patience 1 --delta 1", [[1], [3], [6], [7]]),
     ("--stop_metrics cls/f1_macro --patience 2", [[1], [math.nan], [2], [math.nan], [2]]),
-    (
-        "--stop_metrics loss cls/f1_macro --patience 2",
-        [[5, 1], [5, 2], [5, 2], [4, 2], [4, 2], [4, 2]],
-    ),
+    (f"{TWO} --patience 2", [[5, 1], [5, 2], [5, 2], [4, 2], [4, 2], [4, 2]]),
     # one metric that gets better alone keeps its old best value: then 4 is better than 5, too
     (
-        "--stop_metrics loss cls/f1_macro --patience 3 --stop_mode all",
+        f"{TWO} --patience 3 --stop_mode all",
         [[5, 1], [3, 1], [4, 1], [4, 2], [3, 2], [2, 2], [1, 2]],
     ),
 ]
@@ -200,36 +179,37 @@ PATIENCE = [  # options of early stopping, as in the original; metrics until the
 @pytest.mark.parametrize(("options", "epochs"), PATIENCE)
 def test_patience(options, epochs):
     args = arguments(*options.split())
-    loop = {"step": 0, "epoch": 0, "bests": {}, "best": {}, "waited": 0}
-    for values in epochs:
-        assert loop["waited"] < args.patience
-        loop["epoch"] += 1
-        script.note_epoch(loop, dict(zip(args.stop_metrics, values, strict=True)), args)
-    assert loop["waited"] == args.patience
+    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0}
+    for epoch, values in enumerate(epochs):
+        assert not script.is_stopped_early(loop, args)
+        script.note_epoch(loop, dict(zip(args.stop_metrics, values, strict=True)), epoch, args)
+    assert script.is_stopped_early(loop, args)
 
 
 def test_the_best_epoch_needs_no_delta():
-    """--delta is for patience: weights that are better by less are better still."""
-    loop = {"step": 0, "epoch": 0, "bests": {}, "best": {}, "waited": 0}
+    """--delta is for patience: weights that are better by less are better still. Without patience
+    nothing stops."""
+    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0}
     args = arguments("--delta=0.5", "--stop_metrics", "cls/f1_macro", "loss")
     scores = [(0.1, True), (0.2, True), (0.15, False), (math.nan, False)]
     for loop["step"], (score, is_best) in enumerate(scores, start=1):
-        assert script.note_epoch(loop, {"loss": 1.0, "cls/f1_macro": score}, args) == is_best
+        metrics = {"loss": 1.0, "cls/f1_macro": score}
+        assert script.note_epoch(loop, metrics, loop["step"], args) == is_best
     assert loop["best"] == {"metric": "cls/f1_macro", "value": 0.2, "step": 2}
+    assert not script.is_stopped_early(loop, args)
 
 
 def test_learning_rates():
-    def factors(steps, *options):
-        args = arguments(*options)
+    def factors(steps, warmup):
+        args = arguments(f"--warmup={warmup}")
         return [script.lr_factor(args, step, steps) for step in range(steps)]
 
-    fall = [1.0, 0.5 + 0.5 * math.cos(math.pi / 3), 0.5 + 0.5 * math.cos(2 * math.pi / 3)]
-    rise = [0.04, *[0.04 + 0.48 * (1 - math.cos(math.pi * i / 3)) for i in (1, 2)]]
-    assert factors(6, "--warmup=0.5") == pytest.approx(rise + fall)
-    assert factors(3, "--warmup=0") == pytest.approx(fall)
+    rise = [0.04 + 0.48 * (1 - math.cos(math.pi * i / 3)) for i in range(3)]
+    fall = [0.5 + 0.5 * math.cos(math.pi * i / 3) for i in range(3)]
+    assert factors(6, 0.5) == pytest.approx(rise + fall)
+    assert factors(3, 0) == pytest.approx(fall)
     for steps in (1, 2, 50):
-        for warmup in ("0", "0.3", "1"):
-            assert all(0 < factor <= 1 for factor in factors(steps, f"--warmup={warmup}"))
+        assert all(0 < factor <= 1 for factor in factors(steps, 0.3) + factors(steps, 1))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,12 +254,15 @@ def test_the_split():
 
 
 @pytest.mark.parametrize("part", ["train", "valid", "test"])
-def test_a_part_without_a_label_is_refused_before_training(causal_sets, data, tmp_path, part):
+def test_a_part_without_a_label_or_a_class(causal_sets, data, tmp_path, caplog, part):
+    """The first is refused before training, the other is said."""
     arrays = dict(np.load(causal_sets))
+    arrays["cls"][data.part(part)] = "mink2"
     arrays["dim"][data.part(part)] = -1
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(script.InputError, match=f"dim.* {part}"):
         load(tmp_path / "a.npz", "--tasks", "cls", "dim")
+    assert f"5 of the 6 classes of cls are not in {part}" in caplog.text
 
 
 def test_baselines(causal_sets):
@@ -293,20 +276,10 @@ def test_baselines(causal_sets):
     assert found["cls"]["logistic regression"] > 0.3
     assert found["dim"]["Myrheim-Meyer"] > 0.5
 
-
-def test_baselines_that_cannot_be(causal_sets, tmp_path):
-    """Then nothing is known of them but their name; of one class alone nothing can be learnt."""
-    arrays = dict(np.load(causal_sets))
-    arrays["dim"] = np.array(["", "two", "three", "four"])[arrays["dim"].clip(1) - 1]
-    np.savez(tmp_path / "a.npz", **arrays)
-    data = load(tmp_path / "a.npz", "--tasks", "dim")
-    assert "Myrheim-Meyer" not in script.measure_baselines(data)["dim"]
+    # where nothing is known of dimensions but their names, and of one class nothing can be learnt
+    data.classes["dim"] = ["two", "three", "four"]
     data.labels = np.where(data.split[:, None] == 0, 1, data.labels)
     assert [*script.measure_baselines(data)["dim"]] == ["majority"]
-
-
-# --------------------------------------------------------------------------------------------------
-# Options
 
 
 def test_a_metric_of_no_task_is_refused():
@@ -318,9 +291,8 @@ def test_section_parallel_of_the_original(tmp_path, monkeypatch):
     """world_size, master_addr and master_port hold where no launcher has said them."""
     monkeypatch.setenv("MASTER_PORT", "23456")
     monkeypatch.setenv("MASTER_ADDR", "")  # some shells export empty ones
-    parallel = {"world_size": 3, "backend": "gloo", "master_addr": "localhost"}
-    parallel.update(master_port="12355")
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"parallel": parallel}))
+    text = "parallel: {world_size: 3, backend: gloo, master_addr: localhost, master_port: '12355'}"
+    (tmp_path / "c.yaml").write_text(text)
     args = arguments("--config", f"{tmp_path}/c.yaml")
     assert (args.nproc_per_node, args.backend) == (3, "gloo")
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", "23456")
@@ -337,19 +309,11 @@ def run(path, out, *options, **more):
     return call_script("run_train_quantumgrav_ddp", *folders, *SMALL, *options, **more)
 
 
-@pytest.fixture(scope="module")
-def trained(causal_sets, tmp_path_factory):
-    """(folder of a run, its options)"""
-    out = tmp_path_factory.mktemp("runs")
-    (out / "c.yaml").write_text("optimization: {num_epochs: 20, lr: 1e-2}\nbatch_size: 15\nseed: 0")
-    options = ["--config", f"{out}/c.yaml"]
-    run(causal_sets, out / "first", *options)
-    return out / "first", options
-
-
-def test_a_run_learns_and_says_so(causal_sets, trained):
+def test_a_run_learns_and_says_so(causal_sets, tmp_path):
     """Better than the commonest class; the figures are those of the predictions."""
-    out = trained[0]
+    out = tmp_path / "out"
+    (tmp_path / "c.yaml").write_text("optimization: {num_epochs: 20, lr: 1e-2}\nbatch_size: 15")
+    run(causal_sets, out, f"--config={tmp_path}/c.yaml", "--seed=0")
     summary = Run(out).summary
     assert summary["status"] == "finished" and summary["steps"] == 20 * 180 // 15
     data = load(causal_sets)
@@ -359,69 +323,44 @@ def test_a_run_learns_and_says_so(causal_sets, trained):
     assert found["cls/accuracy"] > baselines["cls"]["majority"] + 0.1
 
     predictions = np.load(out / "predictions.npz")
-    ids = predictions["ids"]
-    assert np.array_equal(ids, data.part("test"))
-    assert np.array_equal(predictions["labels"], data.labels[ids])
+    ids = data.part("test")
+    labels = data.labels[ids]
+    assert np.array_equal(predictions["ids"], ids)
+    assert np.array_equal(predictions["labels"], labels)
     logp = predictions["logp_cls"]
-    labels = data.labels[ids, 0]
     assert np.allclose(np.exp(logp).sum(1), 1)
-    assert found["cls/accuracy"] == (logp.argmax(1) == labels).mean()
-    assert found["loss"] == pytest.approx(-logp[np.arange(len(logp)), labels].mean())
+    assert found["cls/accuracy"] == (logp.argmax(1) == labels[:, 0]).mean()
+    assert found["loss"] == pytest.approx(-logp[np.arange(len(logp)), labels[:, 0]].mean())
     for name in ("curves.png", "confusion_cls.png"):
         assert (out / name).read_bytes()[1:4] == b"PNG"
 
 
-def test_a_finished_run_without_its_best_weights(causal_sets, trained, tmp_path):
-    """Given again, it has the figures of the last epoch, and a warning."""
-    out = shutil.copytree(trained[0], tmp_path / "copy")
-    (out / "best.pt").unlink()
-    said = run(causal_sets, out, *trained[1])
-    assert "WARNING: best.pt" in said
-
-
-def test_early_stopping_says_so(causal_sets, tmp_path):
-    """And the run is finished, with its test."""
-    options = "--lr=0 --num_epochs=9 --patience=2 --grace=1".split()
-    said = run(causal_sets, tmp_path / "out", *options)
+def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path):
+    """The run is finished, with its test and a warning; also without messages, for several tasks,
+    and with the largest seed."""
+    options = f"--messages=none --tasks cls dim --seed={2**32} --lr=0 --num_epochs=9".split()
+    said = run(causal_sets, tmp_path / "out", *options, "--patience=2", "--grace=1")
     assert "no gain in 2 epochs" in said
+    for task in ("cls", "dim"):
+        assert f"WARNING: {task}: the network is worse than what needs no network" in said
+    assert (tmp_path / "out" / "confusion_dim.png").exists()
     summary = Run(tmp_path / "out").summary
     assert summary["status"] == "finished"
     assert summary["steps"] == 3 * (180 // 64) and summary["best"]["step"] == 180 // 64
 
 
-def test_a_loss_that_is_no_number_ends_the_run(causal_sets, tmp_path):
+def test_a_validation_loss_that_is_no_number_ends_the_run(causal_sets, tmp_path):
     said = run(causal_sets, tmp_path / "out", "--lr=1e30", status=1)
-    assert "the validation loss is nan" in said and "Traceback" not in said
+    assert "RuntimeError: the validation loss is nan" in said
     assert not (tmp_path / "out" / "best.pt").exists()
 
 
 def test_confusion_of_odd_and_of_many_classes(data, tmp_path):
     """A class may look like a formula. Numbers in 100 x 100 cells would take minutes."""
-    names = ["$\\fracx$", *map(str, range(99))]
     labels = np.zeros((len(data.labels), 1), np.int64)
-    many = SimpleNamespace(classes={"cls": names}, labels=labels)
-    logp = np.tile(np.arange(100.0), (len(labels), 1))
-    args = arguments(f"--output_dir={tmp_path}")
+    many = SimpleNamespace(classes={"cls": ["$\\fracx$", *map(str, range(99))]}, labels=labels)
+    logp = {"cls": np.tile(np.arange(100.0), (len(labels), 1))}
     began = time.process_time()
-    script.save_predictions(args, many, np.arange(len(labels)), {"cls": logp})
+    script.save_predictions(arguments(f"--output_dir={tmp_path}"), many, labels[:, 0], logp)
     assert (tmp_path / "confusion_cls.png").stat().st_size > 10_000
     assert time.process_time() - began < 20
-
-
-def test_a_full_disk_does_not_fail_a_run_that_is_over(data, tmp_path, caplog):
-    args = arguments(f"--output_dir={tmp_path / 'missing'}")
-    ids = data.part("test")
-    logp = {}
-    for task, names in data.classes.items():
-        logp[task] = np.log(np.full((len(ids), len(names)), 1 / len(names)))
-    script.report(args, data, ids, {"cls/accuracy": 1.0, "dim/accuracy": 1.0}, logp)
-    assert "no predictions.npz" in caplog.text
-
-
-def test_a_network_that_learns_nothing_is_a_warning(causal_sets, tmp_path):
-    """Also without messages, for several tasks, and with the largest seed."""
-    options = f"--num_epochs=1 --lr=0 --messages=none --tasks cls dim --seed={2**32 - 1}".split()
-    said = run(causal_sets, tmp_path / "out", *options)
-    for task in ("cls", "dim"):
-        assert f"WARNING: {task}: the network is worse than what needs no network" in said
-    assert (tmp_path / "out" / "confusion_dim.png").exists()

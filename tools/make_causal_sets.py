@@ -4,9 +4,8 @@
     python tools/make_causal_sets.py --samples 100000 --min_size 64 --max_size 128 --out large.npz
 
 Kinds, in turn: sprinklings into Minkowski space (mink2, mink3, mink4: the dimension), transitive
-percolation with the same share of related pairs, layered orders, sprinklings with some pairs
-flipped (destroyed); if asked for, Kleitman-Rothschild orders (kr). Set number i depends on (--seed,
-i) alone.
+percolation with about the same share of related pairs, layered orders, sprinklings with some pairs
+flipped (destroyed). Set number i depends on (--seed, i) alone.
 
 Writes an .npz file in the layout of QuantumGrav; G sets of at most N elements:
     adjacency_matrix (G, N, N) uint8    1 where i is in the past of j; zeros beyond the elements
@@ -17,9 +16,7 @@ Writes an .npz file in the layout of QuantumGrav; G sets of at most N elements:
 import functools
 import os
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -29,31 +26,27 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run_train_quantumgrav_ddp import COUNT, InputError, Parser, closure, number
+from run_train_quantumgrav_ddp import COUNT, HelpFormatter, InputError, Parser, closure, number
 
-KINDS = "mink2 mink3 mink4 percolation layered kr destroyed".split()
+KINDS = "mink2 mink3 mink4 percolation layered destroyed".split()
 SPRINKLINGS = {"mink2": 2, "mink3": 3, "mink4": 4}  # their dimensions
-DESTROYED_SHARE = 0.02  # of the pairs
 
 
 def parse_args(words=None):
-    parser = Parser(__doc__)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    kinds = [kind for kind in KINDS if kind != "kr"]
     add("--out", type=Path, default=Path("data/causal_sets.npz"), help="file to write")
     add("--samples", type=COUNT, default=12_000, help="sets")
-    add("--kinds", nargs="+", default=kinds, choices=KINDS, help="of sets, in turn")
+    add("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of sets, in turn")
     add("--min_size", type=number(2, kind=int), default=32, help="elements of a set at least")
-    add("--max_size", type=COUNT, default=64, help="elements of a set at most")
+    # the script numbers elements in int16
+    add("--max_size", type=number(2, 32767, int), default=64, help="elements of a set at most")
     add("--seed", type=number(0, kind=int), default=0, help="of the sets")
-    add("--workers", type=COUNT, default=os.cpu_count(), help="processes")
+    # not os.cpu_count(): a job may own fewer cores than the machine has
+    add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)), help="processes")
     args = parser.parse_args(words)
-    if not args.min_size <= args.max_size <= 32767:  # elements are numbered in int16
-        parser.error("expected --min_size <= --max_size <= 32767")
-    if "kr" in args.kinds and args.min_size < 4:
-        parser.error("--kinds kr: expected --min_size 4 or more, as it has three layers")
-    if args.out.suffix != ".npz":
-        parser.error(f"--out {args.out}: expected a name that ends in .npz")
+    if args.min_size > args.max_size:
+        parser.error(f"--min_size {args.min_size}: expected at most --max_size {args.max_size}")
     if args.out.exists():
         parser.error(f"{args.out} is there: remove it, or give another --out")
     return args
@@ -87,54 +80,35 @@ def sprinkle(rng, n, dim):
 
 
 def percolate(rng, n, fraction):
-    """Transitive percolation with this ordering fraction, as nearly as these draws permit.
-
-    Its order is the closure of the pairs whose uniform draw is at most p. The ordering fraction
-    never falls with p, so that we find p by bisection. Only the draws themselves need be tried.
-    """
+    """Transitive percolation with about this ordering fraction: the closure of pairs that are drawn
+    with probability p. Of the same draws a larger p relates more pairs, so we find p by halving."""
+    draws = np.ones((n, n))  # never drawn
     pairs = np.triu_indices(n, 1)
-    draws = np.full((n, n), 2.0)  # never drawn
     draws[pairs] = rng.random(len(pairs[0]))
-    trials = np.append(-1.0, np.sort(draws[pairs]))  # at -1 no pair is drawn
-    low = 0
-    high = len(trials) - 1
-    found = []  # the last trial need not be the closest
-    while low <= high:
-        middle = (low + high) // 2
-        order = closure(draws <= trials[middle])
-        excess = ordering_fraction(order) - fraction
-        found.append((abs(excess), trials[middle]))
-        if excess < 0:
-            low = middle + 1
-        else:
-            high = middle - 1
-    _, p = min(found, key=lambda trial: trial[0])
-    return closure(draws <= p)
-
-
-def layered(rng, layer, p):
-    """Closure of random edges, with probability p, between neighbouring layers; layer (n,)."""
-    n = len(layer)
-    return closure((layer[None, :] - layer[:, None] == 1) & (rng.random((n, n)) < p))
+    tried = []  # the last one need not be the closest
+    p = 0.5
+    for halving in range(2, 16):
+        excess = ordering_fraction(closure(draws < p)) - fraction
+        tried.append((abs(excess), p))
+        p -= np.sign(excess) / 2**halving
+    _, p = min(tried)
+    return closure(draws < p)
 
 
 def make_order(kind, rng, n):
     """(n, n) bool: a random order of this kind."""
-    if kind == "layered":
+    if kind == "layered":  # random pairs of neighbouring layers, and what follows from them
         layer = np.sort(rng.integers(rng.integers(3, 9), size=n))
-        return layered(rng, layer, rng.uniform(0.2, 0.8))
-    if kind == "kr":  # nearly all large orders look like this (Kleitman and Rothschild 1975)
-        layer = np.repeat([0, 1, 2], [n // 4, n - 2 * (n // 4), n // 4])
-        return layered(rng, layer, 0.5)
-
+        p = rng.uniform(0.2, 0.8)
+        return closure((layer[None, :] - layer[:, None] == 1) & (rng.random((n, n)) < p))
     if kind in SPRINKLINGS:
         return sprinkle(rng, n, SPRINKLINGS[kind])
+
     order = sprinkle(rng, n, int(rng.integers(2, 5)))
     if kind == "percolation":  # counting pairs does not tell it from a sprinkling
         return percolate(rng, n, ordering_fraction(order))
-
-    rows, columns = np.triu_indices(n, 1)  # destroyed
-    flipped = rng.choice(len(rows), round(DESTROYED_SHARE * len(rows)), replace=False)
+    rows, columns = np.triu_indices(n, 1)  # destroyed: 2 % of the pairs
+    flipped = rng.choice(len(rows), round(0.02 * len(rows)), replace=False)
     order[rows[flipped], columns[flipped]] ^= True
     return closure(order)
 
@@ -152,11 +126,11 @@ def make_set(args, i):
 
 def main(words=None):
     args = parse_args(words)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     matrices = np.zeros((args.samples, args.max_size, args.max_size), np.uint8)
     sizes = np.zeros(args.samples, np.int64)
     kinds = []
     with ProcessPoolExecutor(args.workers) as pool:
-        # an executor notices if a worker dies, such as one killed for its memory; a Pool waits on
         sets = pool.map(functools.partial(make_set, args), range(args.samples), chunksize=100)
         for i, (order, kind) in enumerate(tqdm(sets, total=args.samples, disable=None)):
             sizes[i] = len(order)
@@ -166,20 +140,16 @@ def main(words=None):
     manifold = [int(kind in SPRINKLINGS) for kind in kinds]
     labels = {"cls": kinds, "dim": dim, "manifold": manifold}
 
-    # the file is there whole, or not at all
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.out.parent, prefix="unfinished-") as folder:
-        unfinished = Path(folder) / args.out.name
-        np.savez_compressed(unfinished, adjacency_matrix=matrices, atomcount=sizes, **labels)
-        unfinished.rename(args.out)
+    # --out is there whole, or not at all
+    unfinished = args.out.with_suffix(".tmp.npz")
+    np.savez_compressed(unfinished, adjacency_matrix=matrices, atomcount=sizes, **labels)
+    unfinished.rename(args.out)
     print(f"{args.out}: {args.samples} sets")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (InputError, OSError, BrokenProcessPool) as error:
+    except (InputError, OSError) as error:
         print(f"make_causal_sets.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)

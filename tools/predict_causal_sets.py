@@ -14,36 +14,52 @@ the accuracy of always guessing the commonest of these labels.
 """
 
 import argparse
-import csv
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import pandas as pd
+import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import run_train_quantumgrav_ddp as script
-from run_train_quantumgrav_ddp import InputError
-
-SCRIPT = "run_train_quantumgrav_ddp.py"
+from run_train_quantumgrav_ddp import HelpFormatter, InputError, Parser
 
 
 def parse_args():
-    parser = script.Parser(__doc__)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
     add("sets", nargs="*", type=Path, metavar="SETS", help="stores and files")
     add("--out", type=Path, default=Path("predictions.csv"), help="file to write")
-    add("--labels", nargs="+", default=[], metavar="NAME", help="labels in the stores and files")
-    add("--skip_bad_data", action="store_true", help="leave out damaged sets, and list them")
+    add("--labels", nargs="+", default=[], metavar="NAME", help="labels of SETS")
+    add("--skip_bad_data", action="store_true", help="leave out damaged sets of SETS")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.out.exists():
         parser.error(f"{args.out} exists: give another --out")
+    if not args.sets and (args.labels or args.skip_bad_data):
+        parser.error("--labels and --skip_bad_data are of SETS, and none are given")
     return args
+
+
+def load_network(path, device):
+    """(network, options of its run, {task: classes})"""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        options = argparse.Namespace(**state["args"])
+        classes = state["loop"]["classes"]
+        model = script.CausalSetNet(options, classes)
+        model.load_state_dict(state["model"])
+    except Exception as error:  # there is no such file, or its network is another
+        text = f"expected best.pt or latest.pt of {script.__file__}"
+        raise InputError(f"{path}: {text} ({type(error).__name__})") from error
+    return model.to(device), options, classes
 
 
 def own_sets(options):
@@ -62,7 +78,7 @@ class NewSets(script.CausalSets):
     def __init__(self, sets, labels, classes, features):
         for name in sets[0]:
             setattr(self, name, np.concatenate([arrays[name] for arrays in sets]))
-        self.labels = np.array(labels)
+        self.labels = labels
         self.classes = classes
         self.columns = [script.FEATURES.index(name) for name in features]
         self.sizes = self.statistics[:, 0].astype(np.int64)
@@ -72,84 +88,62 @@ class NewSets(script.CausalSets):
 
 
 def new_sets(args, options, classes):
-    """The same of the stores and files."""
+    """As `own_sets`, of the stores and files."""
     used = [Path(path).resolve() for path in options.data]
+    origins = []
+    sets = []
+    values = []  # of --labels
     for path in args.sets:
         if path.resolve() in used:
-            text = "without SETS this takes its test sets"
-            raise InputError(f"the network was trained on {path}: {text}")
-
-    names, sets, labels, bad, notes = script.read_all(args.sets, args.labels)
-    if bad and not args.skip_bad_data:
-        text = f"{len(bad)} of {len(bad) + len(sets)} sets are bad"
-        raise InputError(f"{text} (--skip_bad_data leaves them out):{script.list_problems(bad)}")
-    for problem in notes + [f"left out: {text}" for text in bad]:
-        print(problem)
+            raise InputError(f"{path}: the network was trained on it; without SETS: its test sets")
+        try:
+            for name, arrays in tqdm(script.read_sets(path, args.labels), path.name, disable=None):
+                try:
+                    own = [arrays[script.choose(arrays, label)] for label in args.labels]
+                    own = list(map(script.number_of, own, args.labels))
+                    sets.append(script.describe(script.order_of(arrays)))
+                    values.append(own)
+                    origins.append((path, name))
+                except ValueError as error:
+                    if not args.skip_bad_data:
+                        text = f"{name}: {error} (--skip_bad_data leaves such sets out)"
+                        raise InputError(text) from None
+                    print(f"left out: {path}: {name}: {error}")
+        except Exception as error:  # zarr and its decoders raise many kinds
+            raise InputError(f"{path}: {error}") from error
     if not sets:
         raise InputError(f"no sets in {' '.join(map(str, args.sets))}")
 
-    rows = []
-    for values in labels:
-        own = dict(zip(args.labels, values, strict=True))
-        rows.append([class_of(own.get(task, -1), task, classes) for task in classes])
-    return NewSets(sets, rows, classes, options.features), np.arange(len(sets)), names
+    labels = np.full((len(sets), len(classes)), -1)
+    for label, column in zip(args.labels, zip(*values, strict=True), strict=True):
+        own, names = script.classes_of(column)
+        for name in names:
+            if name not in classes[label]:
+                known = ", ".join(classes[label])
+                raise InputError(f"{label}: the network knows {known}, but not {name}")
+        numbers = [classes[label].index(name) for name in names]
+        # a set without a label has number -1 also in `own`, and finds the last entry
+        labels[:, list(classes).index(label)] = np.array([*numbers, -1])[own]
+    return NewSets(sets, labels, classes, options.features), np.arange(len(sets)), origins
 
 
-def class_of(label, task, classes):
-    """The number of a label's class; -1: there is no label."""
-    if not script.is_label(label):
-        return -1
-    if str(label) not in classes[task]:
-        known = ", ".join(classes[task])
-        raise InputError(f"{task}: the network knows {known}, but not {label}")
-    return classes[task].index(str(label))
+def report(out, origins, logp, labels, classes):
+    """Write the CSV file, print the metrics."""
+    table = dict(zip(["source", "set"], zip(*origins, strict=True), strict=True))
+    for (task, names), own in zip(classes.items(), labels.T, strict=True):
+        table[task] = np.array(names)[logp[task].argmax(1)]
+        for name, values in zip(names, logp[task].T, strict=True):
+            table[f"{task}_{name}"] = np.exp(values)
+        table[f"{task}_label"] = np.array([*names, ""])[own]  # -1 is the last one: no label
 
-
-def write_csv(path, origins, logp, labels, classes):
-    rows = []
-    for i, (source, name) in enumerate(origins):
-        row = {"source": source, "set": name}
-        for column, (task, names) in enumerate(classes.items()):
-            row[task] = names[logp[task][i].argmax()]
-            for class_name, value in zip(names, logp[task][i], strict=True):
-                row[f"{task}_{class_name}"] = f"{np.exp(value):.6g}"
-            label = labels[i, column]
-            row[f"{task}_label"] = names[label] if label >= 0 else ""
-        rows.append(row)
-
-    with open(path, "x", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def print_metrics(logp, labels):
-    for column, task in enumerate(logp):
-        known = labels[:, column] >= 0
+        known = own >= 0
         if known.any():
-            own = labels[known, column]
-            metrics = script.classification(logp[task][known], own)
-            metrics["commonest of these"] = np.bincount(own).max() / len(own)
+            metrics = script.classification(logp[task][known], own[known])
+            metrics["commonest of these"] = np.bincount(own[known]).max() / known.sum()
             text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-            print(f"{task}, {len(own):,} sets with a label: {text}")
-
-
-def load_network(path, device):
-    """(network, options of its run, {task: classes})"""
-    if not path.is_file():
-        raise InputError(f"{path}: there is no such file")
-    state = script.read_checkpoint(path)
-    if not isinstance(state, dict) or state.get("script") != SCRIPT:
-        raise InputError(f"{path}: expected best.pt or latest.pt of {SCRIPT}")
-
-    options = argparse.Namespace(**state["args"])
-    model = script.CausalSetNet(options, state["loop"]["classes"])
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError:
-        text = "a changed copy needs a copy of tools/ beside it"
-        raise InputError(f"{path}: its network is not that of {SCRIPT}: {text}") from None
-    return model.to(device), options, state["loop"]["classes"]
+            print(f"{task}, {known.sum():,} sets with a label: {text}")
+    pd.DataFrame(table).to_csv(out, index=False, mode="x", float_format="%.6g")
+    print(f"{out}: {len(labels):,} sets")
 
 
 def main():
@@ -166,14 +160,12 @@ def main():
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     logp = script.predict(model, data, ids, options, device)
     dist.destroy_process_group()
-    write_csv(args.out, origins, logp, data.labels[ids], classes)
-    print_metrics(logp, data.labels[ids])
-    print(f"{args.out}: {len(ids):,} sets")
+    report(args.out, origins, logp, data.labels[ids], classes)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (script.RunError, OSError) as error:
+    except (InputError, OSError) as error:
         print(f"predict_causal_sets.py: {error}", file=sys.stderr)
         sys.exit(2)
