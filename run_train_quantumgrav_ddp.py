@@ -880,9 +880,11 @@ def describe(order):
 
 
 def read_all(paths, tasks):
-    """Lists: what `describe` returns of each set; its labels; what is wrong with bad sets"""
+    """Lists: what `describe` returns of each set; its labels; its file and name; what is wrong with
+    bad sets"""
     sets = []
     labels = []
+    names = []
     bad = []
     for path in paths:
         try:
@@ -891,11 +893,12 @@ def read_all(paths, tasks):
                     own = [number_of(values[choose(values, task)], task) for task in tasks]
                     sets.append(describe(order_of(values)))
                     labels.append(own)
+                    names.append((str(path), name))
                 except ValueError as error:
                     bad.append(f"{path}: {name}: {error}")
         except Exception as error:  # zarr and its decoders raise many kinds
             raise InputError(f"{path}: {error} (--help has the format)") from error
-    return sets, labels, bad
+    return sets, labels, names, bad
 
 
 def find_copies(sets):
@@ -918,7 +921,7 @@ def classes_of(values):
 
 def write_sets(folder, args):
     """Read --data, and write its arrays. (rank 0)"""
-    sets, values, bad = read_all([Path(path) for path in args.data], args.tasks)
+    sets, values, names, bad = read_all([Path(path) for path in args.data], args.tasks)
     if bad:
         text = f"{len(bad)} of {len(sets) + len(bad)} sets are bad:" + list_problems(bad)
         if not args.skip_bad_data:
@@ -939,7 +942,7 @@ def write_sets(folder, args):
     arrays["original"] = find_copies(sets)
     copies = np.flatnonzero(arrays["original"] != np.arange(len(sets)))
     if len(copies) > 0:
-        text = f"{len(copies)} sets are copies, such as set {copies[0]}"
+        text = f"{len(copies)} sets are copies, such as {' '.join(names[copies[0]])}"
         logging.info(f"{text}: each lies in the part of its original")
     arrays["node_ptr"] = np.cumsum([0, *arrays["statistics"][:, 0]], dtype=np.int64)
     arrays["edge_ptr"] = np.cumsum([0, *arrays["statistics"][:, 2]], dtype=np.int64)

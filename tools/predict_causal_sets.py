@@ -23,7 +23,6 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import run_train_quantumgrav_ddp as script
 from run_train_quantumgrav_ddp import HelpFormatter, InputError, Parser
@@ -90,27 +89,15 @@ class NewSets(script.CausalSets):
 def new_sets(args, options, classes):
     """As `own_sets`, of the stores and files."""
     used = [Path(path).resolve() for path in options.data]
-    origins = []
-    sets = []
-    values = []  # of --labels
     for path in args.sets:
         if path.resolve() in used:
             raise InputError(f"{path}: the network was trained on it; without SETS: its test sets")
-        try:
-            for name, arrays in tqdm(script.read_sets(path, args.labels), path.name, disable=None):
-                try:
-                    own = [arrays[script.choose(arrays, label)] for label in args.labels]
-                    own = list(map(script.number_of, own, args.labels))
-                    sets.append(script.describe(script.order_of(arrays)))
-                    values.append(own)
-                    origins.append((path, name))
-                except ValueError as error:
-                    if not args.skip_bad_data:
-                        text = f"{name}: {error} (--skip_bad_data leaves such sets out)"
-                        raise InputError(text) from None
-                    print(f"left out: {path}: {name}: {error}")
-        except Exception as error:  # zarr and its decoders raise many kinds
-            raise InputError(f"{path}: {error}") from error
+    sets, values, origins, bad = script.read_all(args.sets, args.labels)
+    if bad and not args.skip_bad_data:
+        text = f"{len(bad)} sets are bad (--skip_bad_data leaves them out):"
+        raise InputError(text + script.list_problems(bad))
+    if bad:
+        print(f"{len(bad)} bad sets are left out:{script.list_problems(bad)}")
     if not sets:
         raise InputError(f"no sets in {' '.join(map(str, args.sets))}")
 
