@@ -69,7 +69,7 @@ def chi_square(sequences, transition):
 def train(args, work):
     """The best held-out metrics of a run on chain.txt, into the folder `run-chain`."""
     options = f"""--datafile=chain.txt --val_ratio={VAL_RATIO} --hidden_size=64
-        --n_blocks_prot=3 --n_heads=4 --cond_dim=32 --max_protein_len=68 --dropout=0
+        --n_blocks_prot=3 --n_heads=4 --max_protein_len=68 --dropout=0
         --global_batch_size=48 --batch_size={48 // args.nproc} --n_iters={args.steps} --epochs=1000
         --lr=4e-3 --warmup=100 --ema=0.999 --log_every=100 --eval_freq={args.steps}
         --eval_sequences=100000"""

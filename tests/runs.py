@@ -62,7 +62,7 @@ def tiny_run_train_uniref50_ddp(folder):
     """800 sequences of simple structure; averaged weights are evaluated on the way."""
     write_proteins(folder / "proteins.fasta", 800)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16
-        --n_blocks_prot=2 --n_heads=2 --cond_dim=8 --max_protein_len=48 --dropout=0 --batch_size=6
+        --n_blocks_prot=2 --n_heads=2 --max_protein_len=48 --dropout=0 --batch_size=6
         --n_iters=45 --lr=0.02 --warmup=10 --ema=0.9 --eval_freq=20 --eval_sequences=30
         --eval_batch_size=3 --eval_draws=1 --num_workers=1""".split()
 

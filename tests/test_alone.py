@@ -160,7 +160,7 @@ SCRIPTS = {  # options of a tiny run, what is looked at
         check_train_ddp,
     ),
     "run_train_uniref50_ddp": (
-        """--val_ratio=0.2 --hidden_size=16 --n_blocks_prot=1 --n_heads=2 --cond_dim=8
+        """--val_ratio=0.2 --hidden_size=16 --n_blocks_prot=1 --n_heads=2
         --max_protein_len=48 --batch_size=8 --n_iters=5 --accum=1""",
         check_uniref50,
     ),
