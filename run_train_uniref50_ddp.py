@@ -210,7 +210,7 @@ class Proteins:
         self.hash = meta["hash"]
         self.counts = np.array(meta["counts"])  # of each residue in the training part
         # residues of each sequence that are used: all, or as many as --max_protein_len takes
-        whole = np.diff(self.offsets) - 2
+        whole = np.diff(self.offsets).astype(np.int32) - 2
         self.residues = np.minimum(whole, args.max_protein_len - 2)
         logging.info(f"  {len(self.train):,} sequences to train on, {len(self.valid):,} held out")
         longer = np.count_nonzero(whole > self.residues)
@@ -559,6 +559,9 @@ def main(args):
     if reason:
         log.close(f"stopped by {reason}", steps=loop["step"], best=loop["best"])
         return exit_status(reason)
+    if not loop["best"]:
+        text = f"the run has made {loop['step']} steps, and is not evaluated: give more"
+        raise InputError(f"--n_iters {args.n_iters}: {text}")
     best = loop["metrics"]
     text = ", ".join(f"{name} {value:.4f}" for name, value in best.items())
     logging.info(f"best at step {loop['best']['step']}, in nats per residue: {text}")
@@ -618,7 +621,7 @@ def read_list(path):
         if isinstance(entry, dict):
             names = [name for name in ("protein_seq", "sequence", "text") if name in entry]
             entry = entry[names[0]] if names else ""
-        yield f"entry {number}", str(entry)
+        yield f"entry {number}", entry if isinstance(entry, str) else ""
 
 
 def encode(sequence):
@@ -699,7 +702,8 @@ def prepare(args):
     try:
         return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
     except damaged as error:
-        raise InputError(f"--datafile {path}: cannot be read to its end: {error}") from None
+        text = " ".join(str(error).split())  # torch's errors have many lines
+        raise InputError(f"--datafile {path}: cannot be read to its end: {text}") from None
 
 
 # ==================================================================================================

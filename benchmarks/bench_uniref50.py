@@ -2,24 +2,31 @@
 transformers.
 
     python benchmarks/bench_uniref50.py
-    python benchmarks/bench_uniref50.py --rounds 1 --seconds 3
+    python benchmarks/bench_uniref50.py --rounds 1 --seconds 3 --sides best
+    python benchmarks/bench_uniref50.py --device cuda --precision bf16
 
-All sides: the same width, depth and number of heads, the same sequences, two processes of one
-thread each, 16 sequences x 4 micro-batches per process, fp32 on a CPU, dropout 0.1, residues hidden
-with a chance that is drawn. Real residues per second of whole optimizer steps, over all processes:
-steps by the mean number of residues of a step. Ours also feeds the noise into each block, and
-averages the weights.
+Real residues per second of whole optimizer steps, over all processes: steps by the mean number of
+residues of a step. All sides: the same width, depth and number of heads, sequences of the same
+lengths, dropout 0.1, residues hidden with a chance that is drawn. On a CPU a small network, two
+processes of one thread each, 4 micro-batches of 16 sequences per process; on a GPU the default
+network, one process, batches of 64.
 
-ours      the script: sequences are packed, no token is padding
+ours      the script: sequences are packed, no token is padding. It averages its weights, too
 padded    rows of 512 tokens, as in the original program; gradients are exchanged and the loss is
           read in each micro-batch, as there; AdamW not fused
-best      sequences of similar length share a batch, which is padded to its longest; AdamW fused;
-          gradients are exchanged once in a step, without copies of them and without buffers;
-          the C library keeps all memory that was freed
+best      sequences of similar length share a batch, which is padded to its longest; attention by
+          scaled_dot_product_attention, AdamW fused, no loss read; gradients are exchanged once in a
+          step, without copies of them and without buffers; the C library keeps all memory that was
+          freed
+compiled  as best, by torch.compile with dynamic shapes
+
+In the last three residues are drawn at random where they are needed, also on a GPU: to load and to
+move batches costs them nothing.
 
 Lengths: drawn from a log-normal law whose mean is 286, that of UniRef50.
 """
 
+import argparse
 import contextlib
 
 import numpy as np
@@ -29,20 +36,27 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 UNIT = "real residues/s"
-NAMES = {"padded": "ESM-2, rows of 512", "best": "ESM-2, at its best"}
-PROCESSES = 2
-BATCH = 16
-ACCUMULATION = 4
-WIDTH = 128
-BLOCKS = 4
-HEADS = 4
+NAMES = {
+    "padded": "ESM-2, rows of 512",
+    "best": "ESM-2, at its best",
+    "compiled": "ESM-2, at its best and compiled",
+}
+SIZES = {
+    "cpu": {"width": 128, "blocks": 4, "heads": 4, "batch": 16, "accum": 4, "every": 1},
+    "cuda": {"width": 768, "blocks": 8, "heads": 12, "batch": 64, "accum": 1, "every": 10},
+}
 LENGTH = 512  # tokens, begin and end among them
 SEQUENCES = 20_000
-WORKS = {"small model, lengths of uniref50": None}
-OPTIONS = f"""--hidden_size={WIDTH} --n_blocks_prot={BLOCKS} --n_heads={HEADS} --cond_dim=64
-    --dropout=0.1 --max_protein_len={LENGTH} --batch_size={BATCH} --accum={ACCUMULATION}
-    --eval_sequences=2 --eval_draws=1 --log_every=1 --datafile=proteins.txt --cache_dir=cache"""
+WORKS = {"lengths of UniRef50": None}
 BEGIN, PAD, END, FIRST, MASK = 0, 1, 2, 4, 32  # tokens of ESM-2
+
+
+def sizes():
+    """(those of SIZES for this device, processes); with --small a layer, and few sequences."""
+    found = dict(SIZES[sides.chosen.device])
+    if sides.chosen.small:
+        found.update(blocks=1, batch=4, accum=1)
+    return found, 2 if sides.chosen.device == "cpu" and not sides.chosen.small else 1
 
 
 def draw_lengths():
@@ -56,82 +70,100 @@ def residues_seen():
     return np.minimum(draw_lengths(), LENGTH - 2).mean()
 
 
-def micro_batches(side, seed):
+def micro_batches(is_sorted, batch, seed):
     """For ever, the lengths of the sequences of this rank's next micro-batch."""
     lengths = torch.from_numpy(np.minimum(draw_lengths(), LENGTH - 2))
     generator = torch.Generator().manual_seed(seed)
-    together = BATCH * PROCESSES
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    together = batch * world_size
     while True:
         order = torch.randperm(len(lengths), generator=generator)
         batches = []
         for part in order.split(50 * together):
-            if side == "best":
+            if is_sorted:
                 part = part[lengths[part].argsort()]
-            batches += [batch for batch in part.split(together) if len(batch) == together]
+            batches += [rows for rows in part.split(together) if len(rows) == together]
         for i in torch.randperm(len(batches), generator=generator).tolist():
-            yield lengths[batches[i][dist.get_rank() :: PROCESSES]]
+            yield lengths[batches[i][rank::world_size]]
 
 
-def make_rows(lengths, longest):
+def make_rows(lengths, longest, device):
     """(tokens with some hidden, labels), each (B, longest); label -100: not asked."""
-    place = torch.arange(longest)
+    lengths = lengths.to(device, non_blocking=True)
+    place = torch.arange(longest, device=device)
     ends = lengths[:, None] + 1
-    tokens = torch.randint(FIRST, FIRST + 20, (len(lengths), longest))
+    tokens = torch.randint(FIRST, FIRST + 20, (len(lengths), longest), device=device)
     tokens[:, 0] = BEGIN
     tokens.masked_fill_(place == ends, END)
     tokens.masked_fill_(place > ends, PAD)
     is_residue = (place > 0) & (place < ends)
-    hide = is_residue & (torch.rand(tokens.shape) < torch.rand(len(lengths), 1))
+    share = torch.rand(len(lengths), 1, device=device)
+    hide = is_residue & (torch.rand(tokens.shape, device=device) < share)
     return tokens.masked_fill(hide, MASK), tokens.masked_fill(~hide, -100)
 
 
-def port(side, seed):
-    """(each rank)"""
+def make_model(width, blocks, heads):
     from transformers import EsmConfig, EsmForMaskedLM
 
-    dist.init_process_group("gloo")
-    torch.manual_seed(seed)
     config = EsmConfig(
         vocab_size=33,
-        hidden_size=WIDTH,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH,
+        hidden_size=width,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.0,
         position_embedding_type="rotary",
         token_dropout=False,
         pad_token_id=PAD,
         mask_token_id=MASK,
+        attn_implementation="sdpa",
     )
-    plain = EsmForMaskedLM(config).train()
-    for name, parameter in plain.named_parameters():
+    model = EsmForMaskedLM(config).train()
+    for name, parameter in model.named_parameters():
         if "contact_head" in name or "position_embeddings" in name:
             parameter.requires_grad_(False)  # nothing uses them
-    is_best = side == "best"
-    options = {}
+    return model
+
+
+def port(side, seed, device, precision, width, blocks, heads, batch, accum, every):
+    """(each rank)"""
+    import run_train_uniref50_ddp as script
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(seed)
+    is_best = side != "padded"
     if is_best:
         sides.keep_freed_memory()
-        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-    model = DistributedDataParallel(plain, **options)
+    model = make_model(width, blocks, heads).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.01, fused=is_best)
-    batches = micro_batches(side, seed)
+    if side == "compiled":
+        model = torch.compile(model, dynamic=True)
+    no_sync = contextlib.nullcontext
+    if dist.get_world_size() > 1:
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False} if is_best else {}
+        model = DistributedDataParallel(model, **options)
+        no_sync = model.no_sync if is_best else no_sync
+    args = argparse.Namespace(precision=precision)
+    autocast = script.choose_precision(args, torch.device(device))
+    batches = micro_batches(is_best, batch, seed)
     torch.manual_seed(seed + dist.get_rank())
     while True:
-        for micro in range(1, ACCUMULATION + 1):
+        for micro in range(1, accum + 1):
             lengths = next(batches)
             longest = int(lengths.max()) + 2 if is_best else LENGTH
-            tokens, labels = make_rows(lengths, longest)
-            is_last = micro == ACCUMULATION
-            with model.no_sync() if is_best and not is_last else contextlib.nullcontext():
-                output = model(tokens, attention_mask=(tokens != PAD).long(), labels=labels)
-                (output.loss / ACCUMULATION).backward()
-            if is_last or not is_best:
-                output.loss.item()
+            tokens, labels = make_rows(lengths, longest, device)
+            with no_sync() if micro < accum else contextlib.nullcontext():
+                with autocast():
+                    is_real = (tokens != PAD).long()
+                    loss = model(tokens, attention_mask=is_real, labels=labels).loss
+                (loss / accum).backward()
+            if not is_best:
+                loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        sides.note_step()
+        sides.note_step(every)
 
 
 def prepare(folder, settings):
@@ -139,14 +171,20 @@ def prepare(folder, settings):
 
 
 def start(folder, settings, side, seed):
-    amount = BATCH * ACCUMULATION * PROCESSES * residues_seen()  # of a step
+    found, processes = sizes()
+    amount = found["batch"] * found["accum"] * processes * residues_seen()  # of a step
     if side in NAMES:
-        settings = {"side": side, "seed": seed}
-        return sides.port_job(__file__, side, folder, settings, amount, PROCESSES)
-    options = f"{OPTIONS} --seed={seed}"
+        where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
+        settings = {"side": side, "seed": seed, **where, **found}
+        return sides.port_job(__file__, side, folder, settings, amount, processes)
+    options = f"""--hidden_size={found["width"]} --n_blocks_prot={found["blocks"]}
+        --n_heads={found["heads"]} --dropout=0.1 --max_protein_len={LENGTH}
+        --batch_size={found["batch"]} --accum={found["accum"]} --log_every={found["every"]}
+        --eval_sequences=2 --eval_draws=1 --eval_freq=1000000 --datafile=proteins.txt
+        --cache_dir=cache --epochs=1000 --seed={seed}"""
     script = "run_train_uniref50_ddp.py"
-    return sides.script_job(script, side, folder, options, amount, PROCESSES)
+    return sides.script_job(script, side, folder, options, amount, processes)
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, seconds=24.0)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, 24.0, any_device=True)

@@ -98,8 +98,7 @@ def main():
         found = train(args, work)
         unseen = []
         for sequence in sequences:
-            tokens = (script.FIRST + sequence).astype(np.uint8).tobytes()
-            if script.is_held_out(tokens, VAL_RATIO):
+            if script.is_held_out(sequence.astype(np.uint8).tobytes(), VAL_RATIO):
                 unseen.append(sequence)
         print(f"held-out bound {found['nelbo']:.4f} +- {found['nelbo_se']:.4f} nats per residue")
         print(f"true entropy {nats(unseen, source):.4f}, by frequencies {found['unigram']:.4f}")
@@ -111,8 +110,8 @@ def main():
                 --method={method} --out={path} --batch_size=64 --device=cpu"""
             sides.run_tool("sample_uniref50.py", *options.split())
             for _, text in script.read_records(path):
-                numbers = [sides.RESIDUES.index(letter) for letter in text.decode()]
-                drawn[method].append(np.array(numbers))
+                tokens, _ = script.encode(text)
+                drawn[method].append(np.frombuffer(tokens, np.uint8))
     for name, group in drawn.items():
         statistic, freedom = chi_square(group, source[1])
         print(f"{name}: chi-square {statistic:.0f}, degrees of freedom {freedom}")

@@ -198,10 +198,10 @@ def call_with_inputs(forward, batch):
 
 
 def uniref50(script, args):
-    proteins = script.Proteins(script.prepare(args), "train", args.max_protein_len)
+    proteins = script.Proteins(script.prepare(args), args)
     data = script.NoisyProteins(proteins, args.seed)
-    ids = np.arange(6)
-    return script.Denoiser(args), data[0, ids, ids], script.share_of_loss
+    batch = data[0, proteins.train[:6], np.arange(6)]
+    return script.Denoiser(args), batch, script.share_of_loss
 
 
 def rebm(script, args):

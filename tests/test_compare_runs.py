@@ -11,11 +11,12 @@ from helpers import call_script
 compare = partial(call_script, "tools/compare_runs")
 
 
-def write_run(folder, value, accuracy, status="finished", metric="loss", script="a.py", **options):
+def write_run(folder, value, accuracy=0.8, status="finished", metric="loss", **options):
     best = {"metric": metric, "value": value, "step": 9}
+    script = options.pop("script", "a.py")
+    options = {"data_hash": "1 x", "seed": 0, "output_dir": str(folder), **options}
     summary = {"status": status, "steps": 9, "script": script, "best": best, "args": options}
     summary["test"] = {"loss": 1.0, "cls/accuracy": accuracy}
-    summary["baselines"] = {"cls": {"majority": 0.2}}
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps(summary))
 
@@ -28,71 +29,85 @@ def test_the_best_is_chosen_by_validation(metric, tmp_path):
         values = [0.70, 0.68, 0.66, 0.60, 0.50]
     runs = [tmp_path / f"run{i}" for i in range(5)]
     for i, accuracy in enumerate([0.80, 0.84, 0.82, 0.90, 0.94]):
-        options = {"lr": 0.1 if i < 3 else 0.2, "seed": i % 3, "output_dir": f"run{i}"}
+        options = {"lr": 0.1 if i < 3 else 0.2, "seed": i % 3}
         write_run(runs[i], values[i], accuracy, metric=metric, **options)
 
     path = tmp_path / "runs.csv"
-    header, first, second, *_, last = compare(*runs, "--csv", path).splitlines()
-    assert header.split() == f"runs with n validation {metric} test loss test cls/accuracy".split()
+    header, below, first, second, _, last = compare(*runs, "--csv", path).splitlines()
+    assert header.split() == f"n val/{metric} test/loss test/cls/accuracy".split()
+    assert below.split() == 3 * ["mean", "std"]
     best, worst = ("0.3200", "0.4500") if metric == "loss" else ("0.6800", "0.5500")
-    tests = "1.0000 ± 0.0000 0.8200 ± 0.0200"
-    assert first.split() == f"lr 0.1 3 {best} ± 0.0200 {tests}".split()
-    tests = "1.0000 ± 0.0000 0.9200 ± 0.0283"
-    assert second.split() == f"lr 0.2 2 {worst} ± 0.0707 {tests}".split()
+    assert first.split() == f"lr 0.1 3 {best} 0.0200 1.0000 0.0000 0.8200 0.0200".split()
+    assert second.split() == f"lr 0.2 2 {worst} 0.0707 1.0000 0.0000 0.9200 0.0283".split()
     assert last == "best by validation: lr 0.1"
-
     with open(path, newline="") as file:
         rows = [*csv.DictReader(file)]
     assert [row["run"] for row in rows] == [str(run) for run in runs]
-    assert rows[0]["args/lr"] == "0.1"
-    assert rows[0]["test/cls/accuracy"] == "0.8"
+    assert (rows[0]["args/lr"], rows[0]["test/cls/accuracy"]) == ("0.1", "0.8")
     assert "exists" in compare(*runs, "--csv", path, status=2)
 
 
-def test_what_is_left_out_or_cannot_be_compared(tmp_path):
-    write_run(tmp_path / "a", 0.3, 0.8, lr=0.1)
-    write_run(tmp_path / "c", 0.01, 0.99, status="stopped by SIGTERM", lr=0.3)
-    write_run(tmp_path / "e.old-20260101-000000", 0.01, 0.99, lr=0.3)
-    (tmp_path / "d").mkdir()
-    (tmp_path / "f.csv").touch()
-    write_run(tmp_path / "g", 0.01, 0.8, lr=0.1)
+def test_what_is_left_out(tmp_path):
+    write_run(tmp_path / "a", 0.3, lr=0.1)
+    write_run(tmp_path / "c", 0.01, status="stopped by SIGTERM", lr=0.3)
+    write_run(tmp_path / "d.old-20260101-000000", 0.01, lr=0.3)
+    (tmp_path / "e").mkdir()
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "summary.json").write_text('{"status')
+    write_run(tmp_path / "g", 0.01, lr=0.1)
     text = compare(*sorted(tmp_path.glob("*")))
-    assert text.count("left out") == 5
+    assert re.findall(r"left out: \S+/(\w)", text) == ["c", "d", "e", "f", "g"]
     assert "g: another run has its options and its seed" in text
-    assert "0.0100" not in text
+    assert re.search(r"^all +1 +0.3000 +- ", text, re.MULTILINE)  # one run has no spread
+    text = compare(tmp_path / "c", status=2)
+    assert text.endswith("compare_runs.py: none of these runs is finished\n")
 
-    assert "none of these runs is finished" in compare(tmp_path / "c", status=2)
-    assert "these runs have" in compare(tmp_path / "a", "--metrics", "x", status=2)
+
+def test_a_rate_that_grew_with_the_gpus_is_another_rate(tmp_path):
+    """Same options, same batch: but the rate was multiplied by the number of GPUs."""
+    for factor in (1, 2):
+        sizes = {"batch_size": 16 // factor, "global_batch_size": 16}
+        write_run(tmp_path / f"{factor}", 0.1 * factor, lr=1e-3, gpu_factor=factor, **sizes)
+    text = compare(tmp_path / "1", tmp_path / "2")
+    assert "left out" not in text and "best by validation: gpu_factor 1\n" in text
 
 
 def test_what_measured_other_things_is_refused(tmp_path):
     """The hash of the data comes first in `data_hash`; then those of the networks that a run begins
     with, which may differ."""
-    write_run(tmp_path / "a", 0.3, 0.8, data_hash="1 x")
+    write_run(tmp_path / "a", 0.3)
     for name, (other, said) in {
-        "b": ({"script": "b.py"}, "script is a.py in .*a and b.py in .*b"),
-        "c": ({"metric": "accuracy"}, "best/metric is loss"),
-        "d": ({"tasks": ["cls"]}, r"tasks is None in .*a and \['cls'\] in .*d"),
-        "e": ({"data_hash": "2 x"}, "data is 1 in .*a and 2 in .*e"),
-        "f": ({"val_ratio": 0.2}, "val_ratio"),
+        "b": ({"script": "b.py"}, "script"),
+        "c": ({"metric": "accuracy"}, "best/metric"),
+        "d": ({"tasks": ["cls"]}, "args/tasks"),
+        "e": ({"data_hash": "2 x"}, "data"),
+        "f": ({"val_ratio": 0.2}, "args/val_ratio"),
     }.items():
-        write_run(tmp_path / name, 0.2, 0.8, **{"data_hash": "1 x", **other})
-        text = compare(tmp_path / "a", tmp_path / name, status=2)
-        assert re.search(f"not comparable: {said}", text), text
-    write_run(tmp_path / "g", 0.2, 0.8, data_hash="1 y", student="large")
+        write_run(tmp_path / name, 0.2, **other)
+        first, header, *rows = compare(tmp_path / "a", tmp_path / name, status=2).splitlines()
+        assert first == "compare_runs.py: not comparable, compare them apart:"
+        assert header.split() == ["run", said]
+        assert [row.split()[0] for row in rows] == [f"{tmp_path}/a", f"{tmp_path}/{name}"]
+    write_run(tmp_path / "g", 0.2, data_hash="1 y", student="large")
     assert "student large" in compare(tmp_path / "a", tmp_path / "g")
 
 
 def test_curves(tmp_path):
     for name, value in {"a": 0.3, "b": 0.2}.items():
-        write_run(tmp_path / name, value, 0.8, lr=value)
+        write_run(tmp_path / name, value, lr=value)
         rows = [{"step": step, "val/loss": value + 1 / step} for step in (1, 2)]
         text = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": 2, "loss": 1.0}])
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    compare(tmp_path / "a", tmp_path / "b", "--curves", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    text = compare(tmp_path / "a", "--curves", "/proc/nothing/curves.png", status=2)
-    assert text.endswith("No such file or directory: '/proc/nothing/curves.png'\n")
+    curves = tmp_path / "curves.png"
+    compare(tmp_path / "a", tmp_path / "b", "--curves", curves)
+    assert curves.stat().st_size > 10_000
     (tmp_path / "b" / "metrics.jsonl").write_text("")
-    text = compare(tmp_path / "b", "--curves", tmp_path / "other.png", status=2)
-    assert "no val/loss in metrics.jsonl" in text
+    cases = [
+        ("a", "/proc/none/x.png", "No such file or directory: '/proc/none/x.png'"),
+        ("a", f"{tmp_path}/x.xyz", "'xyz' is not supported"),
+        ("a", curves, "exists: give another name"),
+        ("b", f"{tmp_path}/x.png", "no val/loss in metrics.jsonl"),
+    ]
+    for name, path, reason in cases:
+        *_, last = compare(tmp_path / name, "--curves", path, status=2).splitlines()
+        assert last.startswith("compare_runs.py: ") and reason in last

@@ -1,28 +1,33 @@
-"""How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py, as a user meets it."""
+"""How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py: the law of its samples, and
+what a user meets."""
 
 import bz2
+import contextlib
 import gzip
 import hashlib
 import io
 import itertools
 import json
 import lzma
+import math
 import random
 import re
-from unittest import mock
+import textwrap
 
 import numpy as np
 import pytest
 import torch
 from helpers import call_script, import_tool, parse_arguments
 from runs import Task
-from scipy.stats import entropy
+from scipy.special import softmax
+from scipy.stats import chisquare, entropy
 
 import run_train_uniref50_ddp as script
 
 sampler = import_tool("sample_uniref50")
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"
+BEGIN, END, MASK = 26, 27, 28
 RATIO = 0.2
 
 
@@ -30,46 +35,35 @@ RATIO = 0.2
 # Reading
 
 
-def some_sequences(count, seed=0, longest=150):
+def some_sequences(count, seed=0):
+    """Each has all letters; X B U Z O J are as rare as they are in proteins."""
     draw = random.Random(seed)
-    return ["".join(draw.choices(LETTERS, k=draw.randint(1, longest))) for _ in range(count)]
+    found = ["".join(draw.choices(LETTERS[:20], k=draw.randint(1, 150))) for _ in range(count)]
+    return [LETTERS, *found[1:]]
 
 
 def fasta(sequences, width=60):
-    lines = []
-    for number, sequence in enumerate(sequences):
-        lines.append(f">UniRef50_{number} n=3 >x")
-        for start in range(0, len(sequence), width):
-            lines.append(sequence[start : start + width])
-    return "\n".join(lines) + "\n"
+    records = [f"n=3 >x\n{textwrap.fill(sequence, width)}\n" for sequence in sequences]
+    return "".join(f">UniRef50_{number} {record}" for number, record in enumerate(records))
 
 
 def is_valid(sequence):
-    tokens = bytes(5 + LETTERS.index(letter) for letter in sequence)
-    digest = hashlib.blake2b(tokens, digest_size=8).digest()
+    digest = hashlib.blake2b(sequence.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64 < RATIO
 
 
-def split_of(sequences):
-    valid = [sequence for sequence in sequences if is_valid(sequence)]
-    return {"train": [s for s in sequences if not is_valid(s)], "valid": valid}
-
-
 def prepare(source, *options):
-    """({part: sequences}, meta.json, and what was left out) of what is kept of a file, read without
-    the script's code"""
+    """(sequences, what is kept beside them) of a file, read without the script's code"""
     words = [f"--datafile={source}", f"--val_ratio={RATIO}", f"--cache_dir={source}.cache"]
     folder = script.prepare(parse_arguments(script, *words, *options))
-    found = {}
-    for part in ("train", "valid"):
-        tokens = (folder / f"{part}.tokens").read_bytes()
-        offsets = np.fromfile(folder / f"{part}.offsets", np.int64).tolist()
-        assert offsets[0] == 0 and offsets[-1] == len(tokens)
-        rows = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
-        assert all(row[0] == 0 and row[-1] == 2 for row in rows)
-        found[part] = ["".join(LETTERS[i - 5] for i in row[1:-1]) for row in rows]
-    meta = json.loads((folder / "meta.json").read_text())
-    return found, {**meta, "bad": (folder / "skipped.txt").read_text().splitlines()}
+    tokens = (folder / "tokens").read_bytes()
+    offsets = np.load(folder / "offsets.npy").tolist()
+    assert offsets[0] == 0 and offsets[-1] == len(tokens)
+    rows = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
+    assert all(row[0] == BEGIN and row[-1] == END for row in rows)
+    sequences = ["".join(LETTERS[token] for token in row[1:-1]) for row in rows]
+    assert np.load(folder / "held_out.npy").tolist() == [is_valid(s) for s in sequences]
+    return sequences, json.loads((folder / "meta.json").read_text())
 
 
 def saved(content, **options):
@@ -79,30 +73,31 @@ def saved(content, **options):
 
 
 def forms_of(sequences):
-    """The same sequences in every form."""
+    """The same sequences in every form: {name of the file: its bytes}"""
     plain = fasta(sequences)
     text = "\n".join(sequences)
     half = len(plain) // 2
     stops = re.sub(r"\n(?=>|\Z)", "*\n", fasta(sequences, 10**6))
     halves = gzip.compress(plain[:half].encode()) + gzip.compress(plain[half:].encode())
     return {
-        "fasta": plain.encode(),
-        "lower case, narrow": fasta(sequences, 7).lower().encode(),
-        "stops, blank lines": ("\n\n" + stops.replace("\n", "\n \n")).encode(),
-        "titles in latin-1": plain.encode().replace(b"n=3", b"\xe4 \x85 \x1c"),
-        "Windows": plain.replace("\n", "\r\n").encode(),
-        "old Mac": plain.replace("\n", "\r").encode(),
-        "byte-order mark": b"\xef\xbb\xbf" + plain.encode(),
-        "gz in two parts": halves + bytes(100),
-        "bz2": bz2.compress(plain.encode()),
-        "xz": lzma.compress(plain.encode()),
-        "text": text.encode(),
-        "text, gz, Windows": gzip.compress(text.replace("\n", "*\r\n\r\n").encode()),
-        "list": saved(sequences),
-        "list, old": saved(sequences, _use_new_zipfile_serialization=False),
-        "protein_seq": saved([{"protein_seq": s, "length": 1} for s in sequences]),
-        "sequence": saved([{"sequence": s[:9] + "\n" + s[9:]} for s in sequences]),
-        "data": saved({"data": [{"text": s} for s in sequences]}),
+        "plain": plain.encode(),
+        "lower_narrow.fasta": fasta(sequences, 7).lower().encode(),
+        "stops_blank_lines.fa": ("\n\n" + stops.replace("\n", "\n \n")).encode(),
+        "latin1_titles.fasta": plain.encode().replace(b"n=3", b"\xe4 \x85 \x1c"),
+        "windows.fasta": plain.replace("\n", "\r\n").encode(),
+        "old_mac.fasta": plain.replace("\n", "\r").encode(),
+        "byte_order_mark.fasta": b"\xef\xbb\xbf" + plain.encode(),
+        "two_parts.fasta.gz": halves + bytes(100),
+        "fasta.bz2": bz2.compress(plain.encode()),
+        "fasta.xz": lzma.compress(plain.encode()),
+        "lines.txt": text.encode(),
+        "windows.txt.gz": gzip.compress(text.replace("\n", "*\r\n\r\n").encode()),
+        "old_list.pt": saved(sequences, _use_new_zipfile_serialization=False),
+        "protein_seq.pt": saved([{"protein_seq": s, "length": 1} for s in sequences]),
+        "sequences.pt": saved(
+            {"sequences": [{"sequence": s[:9] + "\n" + s[9:]} for s in sequences]}
+        ),
+        "data.pt": saved({"data": [{"text": s} for s in sequences]}),
     }
 
 
@@ -110,34 +105,30 @@ SEQUENCES = some_sequences(150)
 FORMS = forms_of(SEQUENCES)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form(tmp_path, form):
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(tmp_path, name):
     """No letter is deleted (the original's tokenizer dropped X B U Z O J)."""
-    path = tmp_path / "file"  # a name that says nothing
-    path.write_bytes(FORMS[form])
-    found, meta = prepare(path)
-    train = split_of(SEQUENCES)["train"]
-    assert found == split_of(SEQUENCES)
-    assert meta["letters"] == ["".join(train).count(letter) for letter in LETTERS]
-    lengths = [len(sequence) for sequence in train]
-    assert meta["lengths"] == {str(n): lengths.count(n) for n in sorted(set(lengths))}
-    assert [other.name for other in (tmp_path / "file.cache").glob("unfinished-*")] == []
+    (tmp_path / name).write_bytes(FORMS[name])
+    found, meta = prepare(tmp_path / name)
+    assert found == SEQUENCES
+    train = "".join(s for s in SEQUENCES if not is_valid(s))
+    assert meta["counts"] == [train.count(letter) for letter in LETTERS]
+    assert not [*tmp_path.glob("*.cache/unfinished-*")]
 
 
 # a bad record, and what is said
 DAMAGE = [
     (">a\nMKV\nM-K.\nAAA\n", "'-.' among the residues"),
     (">empty\n", "no residues"),
-    (">stop alone\n*\n", "no residues"),
+    (">stop\n*\n", "no residues"),
     (">b\nMK*\nMKV\n", "'*' among the residues"),
-    (">c\nMKV**\n", "'*' among the residues"),
     (">umlaut\nMKV\nMKä\n", "'ä' among the residues"),
-    (">two in a line\nMKV>d\n", "'>' among the residues"),
-    (">binary\nMK\1V\n", "'\\x01' among the residues"),
+    (">twice\nMKV>d\n", "'>' among the residues"),
+    (">nul\nMK\0V\n", "'\\x00' among the residues"),
 ]
 
 
-def test_bad_records_are_listed_with_their_lines(tmp_path):
+def test_bad_records_are_listed_with_their_lines(tmp_path, caplog):
     good = some_sequences(66, seed=2)
     text = "\n \n"
     problems = []
@@ -153,23 +144,29 @@ def test_bad_records_are_listed_with_their_lines(tmp_path):
         prepare(tmp_path / "x")
     first, *lines = str(caught.value).split("\n  ")
     assert "30 records are not proteins; expected FASTA" in first
-    assert lines == problems[:20]
-    found, meta = prepare(tmp_path / "x", "--skip_bad_data")
-    assert found == split_of(good) and meta["bad"] == problems
+    assert lines == [*problems[:20], "... and 10 more"]
+    assert prepare(tmp_path / "x", "--skip_bad_data")[0] == good
+    assert "30 bad records are left out:\n  " + "\n  ".join(problems[:20]) in caplog.text
 
 
-def test_bad_entries_of_lists(tmp_path):
+def test_bad_entries_of_lists(tmp_path, caplog):
+    """Also what pandas puts where a text is missing: its letters would pass as residues."""
     good = some_sequences(60, seed=3)
-    torch.save([*good[:30], "", 5, {"name": "MKV"}, "MK-V", *good[30:]], tmp_path / "x")
-    keys = "has no protein_seq, sequence or text"
-    said = [
-        "entry 30: no residues",
-        "entry 31 is no text, but int: no residues",
-        f"entry 32 {keys}: no residues",
-    ]
-    said.append("entry 33: '-' among the residues")
-    found, meta = prepare(tmp_path / "x", "--skip_bad_data")
-    assert found == split_of(good) and meta["bad"] == said
+    bad = ["", 5, None, math.nan, {"protein_seq": None}, {"name": "MKV"}]
+    torch.save([*good[:30], *bad, "MK-V", *good[30:]], tmp_path / "x.pt")
+    assert prepare(tmp_path / "x.pt", "--skip_bad_data")[0] == good
+    for number in range(30, 36):
+        assert f"\n  entry {number}: no residues" in caplog.text
+    assert "\n  entry 36: '-' among the residues" in caplog.text
+
+
+def test_nucleic_acids_among_proteins_are_left_out(tmp_path, caplog):
+    """Peptides of few kinds of residues are not: they are short, or have another letter."""
+    good = [*some_sequences(60, seed=3), 20 * "G", 20 * "AG" + "S"]
+    (tmp_path / "x").write_text(">rna\n" + 7 * "acU" + "\n" + fasta(good) + ">n\n" + 21 * "N")
+    assert prepare(tmp_path / "x")[0] == good
+    said = "2 records of A C G T U N alone are left out as DNA or RNA, such as line 1 >rna"
+    assert said in caplog.text
 
 
 def nucleotides(letters):
@@ -177,46 +174,145 @@ def nucleotides(letters):
     return "".join(f">c{i}\n{''.join(draw.choices(letters, k=200))}\n" for i in range(50))
 
 
-FASTQ = "".join(f"@r{i}\n" + 3 * "ACGTACGTAA\n" + "+\n" + 3 * "IIIIIIIIII\n" for i in range(60))
-PLAIN = fasta(some_sequences(3000, seed=4)).encode()
-PACKED = gzip.compress(PLAIN)
-HOSTILE = {
-    "dna": (nucleotides("ACGT").encode(), "it is DNA or RNA: 100% of its letters"),
-    "pir": (b">P1;CRAB\nalpha crystallin\nMKVLLAG*\n", "it is PIR .>P1;CRAB., whose second lines"),
-    "fastq": (FASTQ.encode(), "it is FASTQ"),
-    "header": (b"Sequence\r\nMKV\nMKL\n", "'Sequence', a header, before the first sequence"),
-    "another header": (b"aaseq\nMKV\nMKL\n", "'aaseq', a header, before the first sequence"),
-    "nul": (PLAIN.replace(b"_9 ", b"_9\0 "), r"a NUL byte on line \d\d"),
-    "empty": (b" \n\n", "it is empty"),
-    "words": (b"\n \nsome words\n>a\nMKV\n", "'some words' before the first '>'"),
-    "one": (b">a\nMKV\n", "1 proteins to train on, 0 held out, 0 bad ones; expected more"),
-    "zip": (b"PK\3\4" + bytes(100), "expected one that torch.save has written .unpack"),
-    "weights": (saved({"model": torch.zeros(3)}), "expected a list"),
-    "zst": (b"(\xb5/\xfd" + bytes(9), "zst"),
-    "cut": (PACKED[: len(PACKED) // 2], "cannot be read to its end, expected a whole file: "),
+WORDS_OF_TEXT = "some of our own words would be read as residues because each letter is one\n"
+PACKED = gzip.compress(fasta(some_sequences(3000, seed=4)).encode())
+HOSTILE = {  # name: bytes, and a part of what is said
+    "dna.fasta": (nucleotides("ACGT").encode(), "expected proteins; 0% .* 50 records DNA or RNA"),
+    "words.txt": (WORDS_OF_TEXT.encode() * 40, "expected proteins; [12].% of the letters are X B"),
+    "empty": (b" \n\n", "0 proteins to train on, 0 held out; expected more"),
+    "one.fasta": (b">a\nMKV\n", "1 proteins to train on, 0 held out; expected more"),
+    "equal.fasta": (b">a\nMKV\n" * 9, "9 proteins to train on, 0 held out; expected more"),
+    "cut.fasta.gz": (PACKED[: len(PACKED) // 2], "cannot be read to its end: "),
+    "cut.fasta.xz": (lzma.compress(PACKED)[:9000], "cannot be read to its end: "),
+    "plain.gz": (b">a\nMKV\n", "cannot be read to its end: "),
+    "pickle.pt": (b"cos\nsystem\n(S'true'\ntR.", "cannot be read to its end: "),
+    "weights.pt": (saved({"model": torch.zeros(3)}), "cannot be read to its end: "),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files(tmp_path, name):
-    """Nothing is kept of them. Only bad records can be left out, and these are bad files."""
+    """One line, and nothing is kept of them. Only bad records can be left out."""
     data, what = HOSTILE[name]
     (tmp_path / name).write_bytes(data)
     for options in ([], ["--skip_bad_data"]):
-        with pytest.raises(script.InputError, match=what):
+        with pytest.raises(script.InputError, match=what) as caught:
             prepare(tmp_path / name, *options)
+        assert "\n" not in str(caught.value)
     assert not [*tmp_path.glob("*.cache/*")]
 
 
-def test_want_of_memory_is_no_fault_of_the_file(tmp_path, monkeypatch):
-    (tmp_path / "x").write_bytes(PLAIN)
-    monkeypatch.setattr(script, "open_text", mock.Mock(side_effect=MemoryError))
-    with pytest.raises(MemoryError):
-        prepare(tmp_path / "x")
+# --------------------------------------------------------------------------------------------------
+# Sampling: the predictor is an oracle, so the law of the samples must be the oracle's
+
+WORDS = np.indices([3] * 4).reshape(4, -1).T  # all of four residues out of three kinds
+LAW = softmax(np.random.default_rng(0).normal(0, 0.7, 81))  # any law
+
+
+def oracle(batch):
+    """Predicts the residues of words with this law, from all that is seen."""
+    tokens, of_sample = np.unique(batch.noisy.view(-1, 6), axis=0, return_inverse=True)
+    tokens = tokens[:, None, 1:-1]
+    chances = ((tokens == MASK) | (tokens == WORDS)).all(2) * LAW  # (kinds of samples, words)
+    logits = np.full((len(chances), 6, 26), -np.inf)
+    logits[:, [0, -1]] = 0  # of BEGIN and END, where nothing is hidden
+    with np.errstate(divide="ignore"):
+        for kind in range(3):
+            logits[:, 1:-1, kind] = np.log(chances @ (WORDS == kind))
+    return torch.from_numpy(logits[of_sample.ravel()]).flatten(0, 1)
+
+
+def template(text):
+    """BEGIN, residues or MASK (?), END."""
+    tokens = [MASK if letter == "?" else LETTERS.index(letter) for letter in text]
+    return np.array([BEGIN, *tokens, END], np.uint8)
+
+
+def draw(predict, texts, method="rigorous", steps=0):
+    templates = [template(text) for text in texts]
+    return sampler.draw(predict, templates, torch.device("cpu"), method, steps, [3, 0])
+
+
+def agrees(samples, law):
+    """A chi-square test of how often each word was drawn."""
+    words = np.stack(samples)[:, 1:-1].astype(np.int64)
+    assert words.max() < 3
+    found = np.bincount(words @ [27, 9, 3, 1], minlength=81)
+    possible = law > 0
+    assert not found[~possible].any()
+    return chisquare(found[possible], law[possible] * found.sum()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("steps", [0, 100, 1])
+def test_rigorous_samples_have_the_law_of_the_model(steps):
+    """In a single step each residue is drawn by itself: that is another law."""
+    assert agrees(draw(oracle, ["????"] * 3000, steps=steps), LAW) == (steps != 1)
+
+
+def test_filling_in_follows_the_conditional_law():
+    law = LAW * (WORDS[:, 1] == 1) * (WORDS[:, 3] == 2)
+    assert agrees(draw(oracle, ["?C?D"] * 4000), law / law.sum())
+
+
+def follow(texts, method, steps):
+    """[tokens before each network call, and at the end], of a network that is sure of the first ten
+    residues. What is shown never changes."""
+    seen = []
+
+    def predict(batch):
+        seen.append(batch.noisy.clone())
+        logits = torch.zeros(len(batch.noisy), 26)
+        logits[batch.positions <= 10, 4] = 99.0
+        return logits
+
+    seen.append(torch.from_numpy(np.concatenate(draw(predict, texts, method, steps))))
+    for before, after in itertools.pairwise(seen):
+        assert ((after == before) | (before == MASK)).all()
+    return [tokens.split([len(text) + 2 for text in texts]) for tokens in seen]
+
+
+def test_simple_shows_the_surest_first():
+    """A part of each sequence in each step, in the last one all."""
+    seen = follow([30 * "?", "KK" + 20 * "?"] * 10, "simple", steps=6)
+    for k, parts in enumerate(seen):
+        left = [int((part == MASK).sum()) for part in parts]
+        assert left == [round(n * math.cos(math.pi / 2 * k / 6)) for n in [30, 20] * 10]
+    shown = [part[1:11] != MASK for part in seen[3][::2]]
+    assert torch.cat(shown).double().mean() > 0.45  # at random 0.29
+
+
+def test_rigorous_shows_one_after_the_other_in_a_random_order():
+    seen = follow([14 * "?", "KK" + 8 * "?"] * 10, "rigorous", steps=0)
+    for k, parts in enumerate(seen):
+        left = [int((part == MASK).sum()) for part in parts]
+        assert left == [max(0, n - k) for n in [14, 8] * 10]
+    first = [int((part[1:-1] != MASK).nonzero()[0]) for part in seen[1][::2]]
+    assert len(set(first)) > 3
+
+
+def test_residues_that_the_data_lack_are_never_drawn():
+    """Nor with a network that likes them. Rare ones are, in double precision."""
+    counts = np.array([5] * 20 + [0, 0, 3, 0, 0, 0])
+    law = np.where(counts > 0, softmax(np.linspace(0, 9, 26)), 0)
+
+    def model(batch):
+        return torch.linspace(0, 9, 26).expand(len(batch.noisy), -1)
+
+    rest = (0.5, contextlib.nullcontext, torch.device("cpu"))
+    predict = sampler.make_predict(model, counts, *rest)
+    law = law**2 / (law**2).sum()  # of this temperature
+    for method in ("rigorous", "simple"):
+        found = np.concatenate(draw(predict, [50 * "?"] * 40, method, 1))
+        kinds = np.bincount(found[found < 26], minlength=26)
+        assert not kinds[counts == 0].any()
+        assert chisquare(kinds[law > 0], law[law > 0] * 2000).pvalue > 1e-4
+    batch = script.make_batch([template("??")], [0.0], [np.random.default_rng(0)], 1)
+    _, logp = sampler.draw_tokens(predict, batch, batch.noisy)
+    assert logp.dtype == torch.float64
 
 
 # --------------------------------------------------------------------------------------------------
-# Sampling
+# The tool
 
 
 @pytest.fixture(scope="module")
@@ -229,73 +325,90 @@ def trained(tmp_path_factory, server):
 
 
 def sample(trained, out, options):
-    """[(header, sequence)] of the file that the tool writes."""
+    """([(header, sequence)] of the file that the tool writes, what it says)"""
     words = f"{trained}/run/best.pt --device=cpu --out={out} {options}"
-    sampler.main(words.split())
-    found = [record.partition("\n") for record in out.read_text().split(">")[1:]]
-    return [(header, body.replace("\n", "")) for header, _, body in found]
+    said = call_script("tools/sample_uniref50", *words.split())
+    records = [record.partition("\n") for record in out.read_text().split(">")[1:]]
+    return [(header, body.replace("\n", "")) for header, _, body in records], said
 
 
-def test_samples(trained, tmp_path, capsys):
-    """Of the lengths of the data. They depend on seed and number, not on the batch."""
+def test_samples(trained, tmp_path):
+    """The same again with the same options; another seed, another batch: others."""
     found = []
-    for i, options in enumerate(
-        ["--batch_size=2", "", "--seed=1", "--temperature=0.1", "--method=simple --steps=4"]
-    ):
-        method = "" if "simple" in options else "--method=rigorous"
-        records = sample(trained, tmp_path / f"{i}", f"--count=6 {method} {options}")
-        for header, body in records:
-            assert 20 <= len(body) <= 60 and set(body) <= set("ACDEFG")  # those of the data
-            assert f"length={len(body)}" in header
+    others = ["--seed=1", "--batch_size=3", "--steps=4", "--method=rigorous"]
+    for i, more in enumerate(["", "", *others]):
+        records, _ = sample(trained, tmp_path / f"{i}", f"--count=6 --length=30 {more}")
+        method = "rigorous" if "method" in more else "simple"  # that of the run
+        seed = int("seed" in more)
+        for number, (header, body) in enumerate(records):
+            assert header == f"sample_{number} method={method} seed={seed} length=30"
+            assert len(body) == 30 and set(body) <= set("ACDEFG")  # those of the data
         found.append([body for _, body in records])
-        assert len(found[i]) == 6
-        assert i == 0 or (found[i] == found[0]) == (i == 1)
-    sample(trained, tmp_path / "short", f"--length=9 --count=2 --compare={trained}/proteins.fasta")
-    said = capsys.readouterr().out
+        assert len(set(found[i])) == 6  # no two batches are alike
+        assert (found[i] == found[0]) == (i < 2)
+
+
+def test_samples_are_compared(trained, tmp_path):
+    """By the method of the run, of the lengths of the data."""
+    with open(trained / "proteins.fasta") as file:
+        (tmp_path / "data").write_text(file.read() + ">odd\nM-K\n")
+    records, said = sample(trained, tmp_path / "out", f"--count=20 --compare={tmp_path}/data")
+    lengths = [len(body) for _, body in records]
+    assert min(lengths) >= 20 and max(lengths) <= 46 and len(set(lengths)) > 5
+    for header, body in records:
+        assert f"method=simple seed=0 length={len(body)}" in header
+    assert "1 bad records are left out, such as line 1601 >odd: '-' among" in said
+    assert "out: 20 sequences, of step " in said
     for metric in ("1mer_js", "3mer_js", "uniqueness", "nearest", "nearest, shuffled"):
         assert re.search(rf"^{metric} +\d", said, re.MULTILINE)
-    assert "method=simple" in (tmp_path / "short").read_text()  # that of the run
 
 
 def test_filling_in(trained, tmp_path):
-    text = ">m a motif\nACD???\nFGHI*\n>n\nk?\n"
+    """A name stays whole: it may be a long one."""
+    name = "UniRef50_A0A5A9P0L4_motif_site_1"
+    text = f">{name} a motif\nACD???\nFGHI*\n>n\nk?\n"
     (tmp_path / "motif.fasta").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
-    records = sample(trained, tmp_path / "out", f"--infill={tmp_path}/motif.fasta --count=3")
-    assert [header.split()[0] for header, _ in records] == "m/1 m/2 m/3 n/1 n/2 n/3".split()
-    for _, body in records[:3]:
-        assert body[:3] == "ACD" and body[6:] == "FGHI" and "?" not in body
-    assert all(body[0] == "K" and len(body) == 2 for _, body in records[3:])
+    records, _ = sample(trained, tmp_path / "out", f"--infill={tmp_path}/motif.fasta --count=2")
+    names = [header.split()[0] for header, _ in records]
+    assert names == [f"{name}/1", f"{name}/2", "n/1", "n/2"]
+    for _, body in records[:2]:
+        assert body[:3] == "ACD" and body[6:] == "FGHI" and set(body[3:6]) <= set("ACDEFG")
+    assert all(body[0] == "K" and len(body) == 2 for _, body in records[2:])
+    (tmp_path / "lines.txt").write_text("A?\n\nC?\n")
+    records, _ = sample(trained, tmp_path / "other", f"--infill={tmp_path}/lines.txt --count=1")
+    assert [header.split()[0] for header, _ in records] == ["record_1/1", "record_2/1"]
 
 
 def test_wrong_uses_of_the_sampler(trained, tmp_path):
     (tmp_path / "wrong.fasta").write_text(">a\nM?K\n>bad one\nM*?J-\n")
     (tmp_path / "full.fasta").write_text(">a\nMKV\n")
-    (tmp_path / "words.fasta").write_text("MKV\n>a\nM?\n")
     (tmp_path / "long.fasta").write_text(f">a\n{'M' * 70}?\n")
-    torch.save({"script": "other.py"}, tmp_path / "other.pt")
+    (tmp_path / "empty").touch()
+    (tmp_path / "cut.gz").write_bytes(PACKED[:99])
+    torch.save({"script": "other.py", "args": {}}, tmp_path / "other.pt")
+    best = f"{trained}/run/best.pt"
     cases = {
-        f"--infill={tmp_path}/wrong.fasta": "line 3 >bad one: '\\*-' among the residues",
-        f"--infill={tmp_path}/full.fasta": "line 1 >a has no `\\?`",
-        f"--infill={tmp_path}/words.fasta": "'MKV' before the first '>'",
-        f"--infill={tmp_path}/long.fasta": "a has 71 residues; the network knows at most 46",
-        f"--infill={tmp_path}/full.fasta --length=5": "give one of the two",
-        "--infill=x": "there is no such file",
-        "--length=47": "knows at most 46 residues",
-        f"--compare={tmp_path}/full.fasta": "expected proteins, and some that are held out",
-        "--compare=x": "there is no such file",
-        "--temperature=0": "must be from 1e-06",
-        "--out=/no/such/folder/x": "there is no folder",
-        f"--out={tmp_path}/full.fasta": "exists: give another",
+        f"{best} --infill={tmp_path}/wrong.fasta": "line 3 >bad: '*-' among the residues",
+        f"{best} --infill={tmp_path}/full.fasta": "line 1 >a: no `?`",
+        f"{best} --infill={tmp_path}/long.fasta": "71 residues; the network knows at most 46",
+        f"{best} --infill={tmp_path}/empty": "it is empty",
+        f"{best} --infill={tmp_path}/cut.gz": "cut.gz: cannot be read: Compressed file ended",
+        f"{best} --infill={tmp_path}/full.fasta --length=5": "give one of the two",
+        f"{best} --infill=x": "No such file or directory: 'x'",
+        f"{best} --length=47": "knows at most 46 residues",
+        f"{best} --compare={tmp_path}/full.fasta": "expected proteins, and some that are held out",
+        f"{best} --compare=x": "No such file or directory: 'x'",
+        f"{best} --temperature=0": "must be from 1e-06",
+        f"{best} --out=/no/such/folder/x": "there is no folder",
+        f"{best} --out={tmp_path}/full.fasta": "exists: give another",
+        f"{tmp_path}/other.pt": "expected best.pt or latest.pt of",
+        f"{tmp_path}/none.pt": "none.pt: expected best.pt or latest.pt of",
+        f"{tmp_path}/full.fasta": "expected best.pt or latest.pt of",
     }
-
-    for options, reason in cases.items():
-        with pytest.raises(sampler.InputError, match=reason):
-            sample(trained, tmp_path / "x", options)
-    with pytest.raises(sampler.InputError, match="expected best.pt or latest.pt of"):
-        sampler.main([f"{tmp_path}/other.pt", "--device=cpu", f"--out={tmp_path}/x"])
-    words = [tmp_path / "none.pt", "--device=cpu"]
-    text = call_script("tools/sample_uniref50", *words, status=2)
-    assert "there is no such file" in text and text.count("\n") == 1
+    for words, reason in cases.items():
+        argv = f"--device=cpu --out={tmp_path}/x {words}".split()
+        *_, last = call_script("tools/sample_uniref50", *argv, status=2).splitlines()
+        assert last.startswith("sample_uniref50.py: ") and reason in last
     assert not (tmp_path / "x").exists()
 
 
@@ -307,31 +420,18 @@ def js(p, q):
 
 
 def test_metrics_by_hand():
-    found = sampler.word_metrics(["AAAAC", "AAC", "AAC"], ["ACAC", "CCAA", "AAAAAAA"])
-    # residues: A 8, C 3 against A 11, C 4
-    assert found["1mer_js"] == pytest.approx(js([8, 3], [11, 4]))
-    # AA AC CA CC within sequences
-    assert found["2mer_js"] == pytest.approx(js([5, 3, 0, 0], [7, 2, 2, 1]))
-    # AAA AAC ACA CAC CCA CAA
-    assert found["3mer_js"] == pytest.approx(js([2, 3, 0, 0, 0, 0], [5, 0, 1, 1, 1, 1]))
-    assert found["uniqueness"] == pytest.approx(2 / 3)
+    """Words within sequences. Likeness without gaps, at the best place, over the longer length."""
+    texts = (["AAAAC", "AAC", "AAC"], ["ACAC", "CCAA", "AAAAAAA"])
+    assert sampler.divergence(*texts, 1) == pytest.approx(js([8, 3], [11, 4]))
+    # AA AC CA CC
+    assert sampler.divergence(*texts, 2) == pytest.approx(js([5, 3, 0, 0], [7, 2, 2, 1]))
+    assert math.isnan(sampler.divergence(["CAAAAC"], ["A"], 2))  # which has no pairs
 
-    found = sampler.word_metrics(["CAAAAC", "AAAACCCCCC", "AAA"], ["A"])  # which has no pairs
-    assert "2mer_js" not in found
-
-
-def test_likeness_by_hand():
-    """Without gaps, at the best place, over the longer length."""
     held_out = ["ACDEFGHIKL", "WWWW"]
     assert sampler.likeness("ACDEFGHIKL", held_out) == 1
     assert sampler.likeness("DEFGH", held_out) == 0.5
     assert sampler.likeness("MMACDEFGHIKL", held_out) == pytest.approx(10 / 12)
-    found = sampler.compare(["ACDMMMMIKL", "YYYY"], ["ACD"], held_out, 0)
-    assert found["nearest"] == pytest.approx(0.6 / 2)
+    found = sampler.compare(["ACDMMMMIKL", "YYYY", "YYYY"], ["ACD"], held_out, 0)
+    assert found["nearest"] == pytest.approx(0.6 / 3)
     assert found["nearest, held out"] == 0  # not to themselves
-
-
-def test_more_samples_begin_with_the_same_lengths():
-    few, many = [sampler.draw_lengths({"5": 1, "9": 2, "30": 1}, n, 0, 20) for n in (6, 60)]
-    assert few.tolist() == many[:6].tolist()
-    assert set(many) == {5, 9, 20}
+    assert found["uniqueness"] == pytest.approx(2 / 3)
