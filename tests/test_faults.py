@@ -197,7 +197,7 @@ def nan_on_one_rank(case):
     case.folder = case.folder.with_name("again")
     run = case.run([0, 12, "nan", 0], [1, 12, "nan", 0], statuses={1})
     assert "10 steps in a row without a finite gradient" in run.text
-    assert run.step < 22
+    assert run.step < 30  # a phase that begins counts anew
     outcome = "skipped on all ranks; 10 in a row: one line, status 1"
     return f"once: {outcome}"
 
