@@ -587,9 +587,16 @@ NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of
 def read_records(path):
     """Yields (where it stands in the file, sequence) of each record: of FASTA, which begins with >,
     of a file with a sequence on each line, or of a .pt list."""
-    if path.suffix == ".pt":
-        yield from read_list(path)
-        return
+    damaged = (EOFError, OSError, lzma.LZMAError, zlib.error)  # of a compressed file
+    damaged += (pickle.UnpicklingError, RuntimeError)  # of a list
+    try:
+        yield from read_list(path) if path.suffix == ".pt" else read_text(path)
+    except damaged as error:
+        text = " ".join(str(error).split())  # torch's errors have many lines
+        raise InputError(f"{path}: cannot be read: {text}") from None
+
+
+def read_text(path):
     openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     # titles may have letters of any encoding: what is not UTF-8 is replaced
     with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", errors="replace") as file:
@@ -613,10 +620,12 @@ def read_records(path):
 
 
 def read_list(path):
-    """Of a list of texts, or of dicts, as the original's files have it, saved by torch.save."""
+    """Of texts, or of dicts, as the original's files have them, saved by torch.save."""
     entries = torch.load(path, weights_only=True)
     if isinstance(entries, dict):
-        entries = entries["sequences"] if "sequences" in entries else entries["data"]
+        entries = entries.get("sequences", entries.get("data"))
+    if not isinstance(entries, (list, tuple)):
+        raise InputError(f"{path}: expected a list, or a dict with one as sequences or data")
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
             names = [name for name in ("protein_seq", "sequence", "text") if name in entry]
@@ -697,13 +706,7 @@ def prepare(args):
     stat = path.stat()
     key = [READER, str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     key += [args.val_ratio, args.skip_bad_data]
-    damaged = (EOFError, OSError, lzma.LZMAError, zlib.error)  # of a compressed file
-    damaged += (pickle.UnpicklingError, RuntimeError, KeyError)  # of a list
-    try:
-        return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
-    except damaged as error:
-        text = " ".join(str(error).split())  # torch's errors have many lines
-        raise InputError(f"--datafile {path}: cannot be read to its end: {text}") from None
+    return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
 
 
 # ==================================================================================================

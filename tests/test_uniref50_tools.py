@@ -182,11 +182,11 @@ HOSTILE = {  # name: bytes, and a part of what is said
     "empty": (b" \n\n", "0 proteins to train on, 0 held out; expected more"),
     "one.fasta": (b">a\nMKV\n", "1 proteins to train on, 0 held out; expected more"),
     "equal.fasta": (b">a\nMKV\n" * 9, "9 proteins to train on, 0 held out; expected more"),
-    "cut.fasta.gz": (PACKED[: len(PACKED) // 2], "cannot be read to its end: "),
-    "cut.fasta.xz": (lzma.compress(PACKED)[:9000], "cannot be read to its end: "),
-    "plain.gz": (b">a\nMKV\n", "cannot be read to its end: "),
-    "pickle.pt": (b"cos\nsystem\n(S'true'\ntR.", "cannot be read to its end: "),
-    "weights.pt": (saved({"model": torch.zeros(3)}), "cannot be read to its end: "),
+    "cut.fasta.gz": (PACKED[: len(PACKED) // 2], "cannot be read: "),
+    "cut.fasta.xz": (lzma.compress(PACKED)[:9000], "cannot be read: "),
+    "plain.gz": (b">a\nMKV\n", "cannot be read: "),
+    "pickle.pt": (b"cos\nsystem\n(S'true'\ntR.", "cannot be read: "),
+    "weights.pt": (saved({"model": torch.zeros(3)}), "expected a list, or a dict"),
 }
 
 

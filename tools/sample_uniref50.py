@@ -79,14 +79,6 @@ def load_network(path, device):
     return model.eval().to(device), options, state["loop"]
 
 
-def records_of(path):
-    """(where it stands in the file, sequence) of each record of a file."""
-    try:
-        yield from script.read_records(path)
-    except Exception as error:  # there is no such file, or it is damaged
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
-
-
 # ---- Templates: BEGIN, residues or MASK, END
 
 
@@ -94,7 +86,7 @@ def read_templates(path, copies, most):
     """(templates, names): `copies` of each record of a file, `?` to be drawn."""
     templates = []
     names = []
-    for number, (place, sequence) in enumerate(records_of(path), 1):
+    for number, (place, sequence) in enumerate(script.read_records(path), 1):
         tokens, problem = script.encode(sequence.replace("?", "A"))
         if len(tokens) > most:
             problem = f"{len(tokens)} residues; the network knows at most {most}"
@@ -234,7 +226,7 @@ def read_reference(path, val_ratio):
     """(sequences that are not held out, those that are) of a file, as texts."""
     parts = {False: [], True: []}  # by whether they are held out
     bad = []
-    for place, sequence in records_of(path):
+    for place, sequence in script.read_records(path):
         tokens, problem = script.encode(sequence)
         if problem:
             bad.append(f"{place}: {problem}")
