@@ -580,7 +580,7 @@ READER = 4  # raise it when you change what is read or kept: else an old cache i
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(KINDS)))
 TO_LETTERS = bytes.maketrans(bytes(range(KINDS)), RESIDUES.encode())
-MOST_RARE = 0.02  # of the letters: in UniProt's files they are below 0.1 %
+MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
 NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
 
 
