@@ -17,10 +17,9 @@ by a hash: equal ones are on one side.
 
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (sequences), data_wait (share of the time). val/..., of averaged weights: nelbo (the
-bound on held-out sequences, nats per residue; of those that are too long a part is taken) and
-nelbo_se (its standard error), beside unigram (by how often each residue occurs in the training
-data), perplexity.
+samples_per_s (sequences), data_wait (share of the time that the step waits for data). Of averaged
+weights, on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard
+error), val/perplexity; val/unigram is what the residues' shares in the training data give.
 
 Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end summary.json, curves.png. The
 same command, given again, goes on from latest.pt.
@@ -96,7 +95,7 @@ def parse_args():
     add("--dropout", type=number(0, 0.999), default=0.1, help="after attention and MLP")
 
     add = parser.add_argument_group("training").add_argument
-    text = "micro-batches of a step, which has batch_size x accum x GPUs samples"
+    text = "micro-batches of a step of batch_size x accum x GPUs; unused with --global_batch_size"
     add("--accum", type=COUNT, default=4, help=text)
     add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most")
     add("--epochs", type=COUNT, default=50, help="passes over the data at most")
@@ -106,7 +105,7 @@ def parse_args():
     add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=NATURAL, default=5000, help="steps to reach it, on one GPU")
     kinds = ["none", "linear", "conservative"]
-    text = "lr and warmup x GPUs, or x min(GPUs, 6); none with --global_batch_size"
+    text = "lr and warmup x GPUs, or x min(GPUs, 6); not with --global_batch_size"
     add("--lr_scaling", default="linear", choices=kinds, help=text)
     add("--weight_decay", type=number(0), default=0.01, help="of matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
@@ -219,8 +218,8 @@ class Proteins:
             logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
     def crop(self, row, generator):
-        """The tokens of a sequence: all, or from a random place on. BEGIN and END are among them
-        where it begins or ends."""
+        """The tokens of a sequence: of one that is too long residues[row] residues from a random
+        place on. BEGIN is among them if the first residue is, END if the last one is."""
         begin, end = self.offsets[row : row + 2]
         spare = end - begin - 2 - self.residues[row]
         first = generator.integers(spare + 1)
@@ -241,7 +240,7 @@ class NoisyProteins(Dataset):
         """item, of the sampler: the step, the rows of the global batch, and the places in it of
         this micro-batch."""
         step, rows, places = item
-        # the third number is not 0: numpy takes [seed, step, 0] for the sampler's [seed, epoch]
+        # numpy ignores zeros at the end: [seed, step, 0] would be the sampler's [seed, epoch]
         shares = spread_shares(len(rows), np.random.default_rng([self.seed, step, 1]))
         generators = [np.random.default_rng([self.seed, step, place + 2]) for place in places]
         sequences = []
@@ -318,8 +317,8 @@ class Denoiser(nn.Module):
     def forward(self, batch):
         """Logits (T, 26) of the residues, in fp32."""
         x = self.embed(batch.noisy.int())  # (T, D)
-        count = x.shape[1] // self.blocks[0].heads // 2
-        frequencies = 1e4 ** (-torch.arange(count, device=x.device) / count)
+        pairs = x.shape[1] // self.blocks[0].heads // 2  # of numbers, in a head
+        frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
         angles = batch.positions[:, None] * frequencies
         turns = torch.polar(torch.ones_like(angles), angles)[:, None]  # (T, 1, E / 2)
         for block in self.blocks:
@@ -366,33 +365,35 @@ def evaluate(model, proteins, args, autocast, device):
     counts = proteins.counts + 0.5  # a residue that the training part lacks costs much
     surprise = np.append(-np.log(counts / counts.sum()), [0.0, 0.0])  # BEGIN and END cost nothing
 
-    # batches of similar length; batch k goes to rank k % world_size: each counts once
+    # Item i is a draw of the noise for sequence i % number. Batches are of similar length; batch k
+    # goes to rank k % world_size: each counts once.
     bound = torch.zeros(number * args.eval_draws, dtype=torch.float64)
     unigram = torch.zeros_like(bound)
     order = np.argsort(np.tile(residues, args.eval_draws), kind="stable")
     batches = np.array_split(order, math.ceil(len(order) / args.eval_batch_size))
-    for places in batches[dist.get_rank() :: dist.get_world_size()]:
-        generators = [np.random.default_rng([1, place]) for place in places]
+    for items in batches[dist.get_rank() :: dist.get_world_size()]:
+        generators = [np.random.default_rng([1, item]) for item in items]
         sequences = []
-        for place, generator in zip(places, generators, strict=True):
-            sequences.append(proteins.crop(rows[place % number], generator))
-        batch = make_batch(sequences, shares[places], generators, 1).to(device)
+        for item, generator in zip(items, generators, strict=True):
+            sequences.append(proteins.crop(rows[item % number], generator))
+        batch = make_batch(sequences, shares[items], generators, 1).to(device)
         with autocast():
             nats = nats_of(model(batch), batch)
         sums = [part.sum() for part in nats.split(batch.lengths)]
-        bound[places] = torch.stack(sums).double().cpu()
-        unigram[places] = torch.tensor([surprise[tokens].sum() for tokens in sequences])
+        bound[items] = torch.stack(sums).double().cpu()
+        unigram[items] = torch.tensor([surprise[tokens].sum() for tokens in sequences])
     for values in (bound, unigram):
-        dist.all_reduce(values)  # each is 0 on all ranks but one
+        dist.all_reduce(values)  # each item is 0 on all ranks but one
 
-    # one rank computes what all decide by: the last bit may depend on the processor
+    # one rank computes what all decide by: on another processor the last bit may differ
     bound = bound.view(args.eval_draws, number).mean(0).numpy()
     unigram = unigram.view(args.eval_draws, number).mean(0).numpy()
     return on_rank0(summarize, bound, unigram, residues)
 
 
 def summarize(bound, unigram, residues):
-    """Metrics of all sequences together: nats (sequences,) by residues (sequences,)."""
+    """Metrics of all sequences together: nats (sequences,) by residues (sequences,), and the
+    standard error of their ratio."""
     count = len(residues)
     nelbo = bound.sum() / residues.sum()
     error = math.sqrt(((bound - nelbo * residues) ** 2).sum() * count / (count - 1))
@@ -451,8 +452,8 @@ def train(args, device, proteins, model, state, log):
         "step": 0,
         "best": {},
         "metrics": {},  # of the best
-        # for whoever draws samples: of the training part how often each residue occurs, each length
-        "counts": proteins.counts.tolist(),
+        # for whoever draws samples, of the training part:
+        "counts": proteins.counts.tolist(),  # how often each residue occurs
         "lengths": dict(zip(lengths.tolist(), counts.tolist(), strict=True)),
     }
     if state:
@@ -545,6 +546,7 @@ def main(args):
     may_change = """datafile skip_bad_data epochs n_iters accum gpu_factor gradient_checkpointing
         max_memory_per_gpu eval_freq eval_batch_size sampling_method wandb_project
         wandb_name""".split()
+    # before open_run, which puts the batch that was used into args.global_batch_size
     args.gpu_factor = gpu_factor(args, dist.get_world_size())
     state = open_run(args, proteins.hash, may_change)
     if state:  # a resumed run keeps its rate on any number of GPUs
@@ -564,7 +566,7 @@ def main(args):
         raise InputError(f"--n_iters {args.n_iters}: {text}")
     best = loop["metrics"]
     text = ", ".join(f"{name} {value:.4f}" for name, value in best.items())
-    logging.info(f"best at step {loop['best']['step']}, in nats per residue: {text}")
+    logging.info(f"best at step {loop['best']['step']}: {text}")
     if best["nelbo"] >= best["unigram"]:
         logging.warning("the network is no better than the residues' shares: train longer")
     baselines = {"unigram": best["unigram"]}
@@ -576,7 +578,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's file, once, by rank 0
 
-READER = 4  # raise it when you change what is read or kept: else an old cache is used
+READER = 5  # raise it when you change what is read or kept: else an old cache is used
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(KINDS)))
 TO_LETTERS = bytes.maketrans(bytes(range(KINDS)), RESIDUES.encode())
@@ -604,14 +606,17 @@ def read_text(path):
         place = ""
         lines = []
         for number, line in enumerate(file, 1):
-            if line.startswith(">") and (is_fasta or not place):
+            if line.startswith(">"):
+                if place and not is_fasta:
+                    text = "expected FASTA from the first line on, or a sequence on each line"
+                    raise InputError(f"{path}: line {number} begins with >; {text}")
                 if is_fasta:
                     yield place, "".join(lines)
                 is_fasta = True
                 place = f"line {number} {line.split()[0]}"
                 lines = []
             elif is_fasta:
-                lines.append(line)
+                lines.append("".join(line.split()))
             elif line.strip():
                 place = f"line {number}"
                 yield place, line
@@ -630,12 +635,12 @@ def read_list(path):
         if isinstance(entry, dict):
             names = [name for name in ("protein_seq", "sequence", "text") if name in entry]
             entry = entry[names[0]] if names else ""
-        yield f"entry {number}", entry if isinstance(entry, str) else ""
+        yield f"entry {number}", "".join(entry.split()) if isinstance(entry, str) else ""
 
 
 def encode(sequence):
     """(tokens as bytes, "") of the letters of a sequence; or (b"", what is wrong with them)."""
-    letters = "".join(sequence.split()).encode().removesuffix(b"*")  # some files mark the end so
+    letters = sequence.strip().encode().removesuffix(b"*")  # some files mark the end so
     wrong = letters.translate(None, LETTERS)
     if wrong:
         return b"", f"{wrong[:12].decode(errors='backslashreplace')!r} among the residues"
@@ -687,8 +692,10 @@ def write_tokens(folder, args):
     if rare > MOST_RARE or len(nucleic) > len(held_out):
         text = f"{rare:.0%} of the letters are X B U Z O J, {len(nucleic)} records DNA or RNA"
         raise InputError(f"{args.datafile}: expected proteins; {text}")
-    if sum(held_out) < 2 or sum(held_out) == len(held_out):
-        text = f"{len(held_out) - sum(held_out)} proteins to train on, {sum(held_out)} held out"
+    valid = sum(held_out)
+    train = len(held_out) - valid
+    if valid < 2 or train == 0:
+        text = f"{train} proteins to train on, {valid} held out"
         hint = "expected more different ones (equal ones are on one side), or another --val_ratio"
         raise InputError(f"{args.datafile}: {text}; {hint}")
     np.save(folder / "offsets.npy", offsets)

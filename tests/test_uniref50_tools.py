@@ -160,6 +160,13 @@ def test_bad_entries_of_lists(tmp_path, caplog):
     assert "\n  entry 36: '-' among the residues" in caplog.text
 
 
+def test_a_name_before_a_sequence_is_no_part_of_it(tmp_path, caplog):
+    good = some_sequences(60, seed=3)
+    (tmp_path / "x").write_text("\n".join([*good, "ALBU\tMKWV"]))
+    assert prepare(tmp_path / "x", "--skip_bad_data")[0] == good
+    assert "line 61: '\\t' among the residues" in caplog.text
+
+
 def test_nucleic_acids_among_proteins_are_left_out(tmp_path, caplog):
     """Peptides of few kinds of residues are not: they are short, or have another letter."""
     good = [*some_sequences(60, seed=3), 20 * "G", 20 * "AG" + "S"]
@@ -174,11 +181,13 @@ def nucleotides(letters):
     return "".join(f">c{i}\n{''.join(draw.choices(letters, k=200))}\n" for i in range(50))
 
 
-WORDS_OF_TEXT = "some of our own words would be read as residues because each letter is one\n"
+WORDS_OF_TEXT = "some of our own words would be read as residues because each letter is one "
+WORDS_OF_TEXT = WORDS_OF_TEXT.replace(" ", "\n")
 PACKED = gzip.compress(fasta(some_sequences(3000, seed=4)).encode())
 HOSTILE = {  # name: bytes, and a part of what is said
     "dna.fasta": (nucleotides("ACGT").encode(), "expected proteins; 0% .* 50 records DNA or RNA"),
     "words.txt": (WORDS_OF_TEXT.encode() * 40, "expected proteins; [12].% of the letters are X B"),
+    "banner.fasta": (b"; release 2024_01\n>a\nMKV\n", "line 2 begins with >; expected FASTA from"),
     "empty": (b" \n\n", "0 proteins to train on, 0 held out; expected more"),
     "one.fasta": (b">a\nMKV\n", "1 proteins to train on, 0 held out; expected more"),
     "equal.fasta": (b">a\nMKV\n" * 9, "9 proteins to train on, 0 held out; expected more"),

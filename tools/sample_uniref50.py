@@ -95,7 +95,7 @@ def read_templates(path, copies, most):
         if problem:
             raise InputError(f"{path}: {place}: {problem}")
 
-        letters = np.array([*"".join(sequence.split())])[: len(tokens)]  # without a * at the end
+        letters = np.array([*sequence.strip()])[: len(tokens)]  # without a * at the end
         template = np.array([BEGIN, *tokens, END], np.uint8)
         template[1:-1][letters == "?"] = MASK
         name = place.partition(">")[2] or f"record_{number}"
