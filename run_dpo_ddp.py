@@ -14,18 +14,17 @@ Data (--train_data, --val_data): a JSON array of such rows, or a row per line, w
 the first chain, or of chain_id, or of all design_chains, one after the other. `class Row` has all
 fields. Whole structures are held out.
 
-Logged, over all ranks: step, epoch, lr, loss (at the start ln 2; with ipo 1 / (2 beta)^2), rewards
+Logged, means over pairs, of all ranks: loss (at the start ln 2; with ipo 1 / (2 beta)^2), rewards
 (beta times the log-ratio to the reference, nats): accuracies (share of the pairs with a margin
-above 0; a tie is a half) and margins (of the preferred less that of the other), grad_norm (before
-clipping), skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of
-the time). Before training and after each epoch val/..., with likelihood_accuracy (the preferred is
-the likelier) and, of the preferred sequence at temperature 1, nll and recovery per designed
-residue. All are means over pairs.
+above 0; a tie is a half) and margins (of the preferred less that of the other); lr, grad_norm,
+skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of the time).
+Before training and after each epoch val/..., with likelihood_accuracy (the preferred is the
+likelier) and, of the preferred at temperature 1, nll and recovery per designed residue.
 
 Files in --output_dir: latest.pt and best_model.pt (lowest val/loss), which ProteinMPNN's own tools
-load, too; metrics.jsonl; at the end summary.json, curves.png. The same command, given again, goes
-on from latest.pt. "(all ranks)" below: every rank must call this, in the same order; "(rank 0)":
-only rank 0 does. The task comes first, then the reading of files, then what all scripts share.
+load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
+latest.pt. "(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank
+0 does. The task comes first, then the reading of files, then what all scripts share.
 """
 
 # /// script
@@ -145,7 +144,7 @@ class Pairs(Dataset):
     """What `prepare` has written."""
 
     def __init__(self, folder, args):
-        self.seed = args.seed
+        self.args = args
         kept = torch.load(folder / "pairs.pt", mmap=True, weights_only=True)  # ranks share it
         self.hash = kept["hash"]
         # of each backbone, see Batch
@@ -158,13 +157,14 @@ class Pairs(Dataset):
         self.lengths = np.array(kept["lengths"])  # what a pair costs, in time and memory
         self.backbone = kept["backbone"]
         self.name = kept["name"]
-        self.train_ids, self.valid_ids = split(kept["group"], kept["is_valid"], args)
+        self.group = np.array(kept["group"])  # pairs of one group are held out together
+        self.is_valid = np.array(kept["is_valid"])  # of --val_data
 
     def __getitem__(self, item):
         """A micro-batch. item, of the sampler: the step, the ids of the pairs of the global batch,
         and the places in it of this micro-batch."""
         step, global_ids, places = item
-        return self.batch(global_ids[places], len(global_ids), [self.seed, step])
+        return self.batch(global_ids[places], len(global_ids), [self.args.seed, step])
 
     def batch(self, ids, total, seed=()):
         """The pairs `ids` as part of a global batch of `total` pairs, in random decoding orders: by
@@ -189,36 +189,36 @@ class Pairs(Dataset):
             share=torch.tensor(1 / total),
         )
 
+    def split(self):
+        """Choose what to train on, and what to validate on: --val_data, or whole groups of
+        --val_fraction of all pairs, in random order those that fit, or the smallest one. Raises
+        InputError if there is one group only."""
+        group = self.group
+        is_held = self.is_valid
+        if self.args.val_data:
+            both = np.intersect1d(group[is_held], group[~is_held])
+            if len(both) > 0:
+                text = "structures or clusters are in --val_data and in --train_data, too"
+                logging.warning(f"{len(both)} {text}: the validation is not of new structures")
+        else:
+            sizes = np.bincount(group)
+            if len(sizes) == 1:
+                raise InputError("all pairs are on one structure or cluster: give --val_data")
+            wanted = math.ceil(self.args.val_fraction * len(group))
+            held = []
+            # not by --seed: runs with other seeds hold out the same
+            for number in np.random.default_rng(42).permutation(len(sizes)):
+                if sizes[held].sum() + sizes[number] <= wanted and len(held) < len(sizes) - 1:
+                    held.append(number)
+            is_held = np.isin(group, held or [sizes.argmin()])
+        self.train_ids = np.flatnonzero(~is_held)
+        self.valid_ids = np.flatnonzero(is_held)
+
 
 def decode_places(designed, seed):
     """(L,) int64: place of each residue in a random decoding order, what is not designed first."""
     draw = np.random.default_rng(seed).random(len(designed))
     return torch.from_numpy((designed.numpy() + draw).argsort().argsort())
-
-
-def split(group, is_valid, args):
-    """(ids to train on, ids to validate on) of pairs: those of --val_data, or whole groups of
-    --val_fraction of all pairs, in random order those that fit, or the smallest one. group (pairs,)
-    is of a structure or a cluster. Raises InputError if there is one group only."""
-    group = np.array(group)
-    is_held = np.array(is_valid)
-    if args.val_data:
-        both = np.intersect1d(group[is_held], group[~is_held])
-        if len(both) > 0:
-            text = "structures or clusters are in --val_data and in --train_data, too"
-            logging.warning(f"{len(both)} {text}: the validation is not of new structures")
-    else:
-        sizes = np.bincount(group)
-        if len(sizes) == 1:
-            raise InputError("all pairs are on one structure or cluster: give --val_data")
-        wanted = math.ceil(args.val_fraction * len(group))
-        held = []
-        # not by --seed: runs with other seeds hold out the same
-        for number in np.random.default_rng(42).permutation(len(sizes)):
-            if sizes[held].sum() + sizes[number] <= wanted and len(held) < len(sizes) - 1:
-                held.append(number)
-        is_held = np.isin(group, held or [sizes.argmin()])
-    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -500,7 +500,8 @@ def train(args, device, data, model, state, log):
     if not loop["before"]:
         loop["before"] = evaluate(model, reference, data, args, autocast, device)
         check_start(args, loop["before"]["loss"])
-        log.write({"step": 0, "epoch": 0, **val_row(loop["before"])})
+        row = {f"val/{name}": value for name, value in loop["before"].items()}
+        log.write({"step": 0, "epoch": 0, **row})
         save("latest.pt", optimizer=optimizer)
 
     logging.info("Starting distributed training...")
@@ -549,7 +550,8 @@ def train(args, device, data, model, state, log):
             metrics = evaluate(model, reference, data, args, autocast, device)
             if not math.isfinite(metrics["loss"]):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
-            log.write({"step": loop["step"], "epoch": epoch + 1, **val_row(metrics)})
+            row = {f"val/{name}": value for name, value in metrics.items()}
+            log.write({"step": loop["step"], "epoch": epoch + 1, **row})
             logging.info(f"Epoch {epoch + 1} Summary:")
             logging.info(f"  Train Loss: {loop['loss_sum'] / max(1, loop['good_steps']):.4f}")
             logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
@@ -568,10 +570,6 @@ def train(args, device, data, model, state, log):
     return reason, loop
 
 
-def val_row(metrics):
-    return {f"val/{name}": value for name, value in metrics.items()}
-
-
 # --------------------------------------------------------------------------------------------------
 # Main
 
@@ -583,10 +581,12 @@ def main(args):
     logging.info(f"Using device: {device}")
     model = on_rank0(load_network, args)
     data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
+    if args.prepare_only:
+        logging.info(f"{len(data.name):,} pairs are read: {args.cache_dir}")
+        return 0
+    data.split()
     pairs = f"{len(data.train_ids):,} training and {len(data.valid_ids):,} validation pairs"
     logging.info(f"Loaded {pairs}")
-    if args.prepare_only:
-        return 0
 
     may_change = """train_data val_data max_length skip_bad_data base_model_name base_model_dir
         base_model_config_dir num_epochs accum""".split()
@@ -930,7 +930,7 @@ def write_pairs(folder, rows, args, k):
         pair["backbone"] = indices[key]
         pair["group"] = numbers.setdefault(cluster, len(numbers))
         pair["is_valid"] = is_valid
-        pair["name"] = f"{Path(path).name.split('.')[0]}:{'+'.join(design)}:{where.split()[-1]}"
+        pair["name"] = f"{Path(path).name.split('.')[0]}:{where.split()[-1]}"
         pairs.append(pair)
 
     if problems and not args.skip_bad_data:
