@@ -100,8 +100,8 @@ def list_of_proteins(folder):
 def pdb(folder):
     """Pairs on four structures, and a file of weights."""
     write_structures(folder, 4, least=16, most=16)
-    shutil.copy(ROOT / "data" / "dpo" / "soluble_v_48_020.pt", folder)
-    return ["--train_data=pairs.json", "--base_model_dir=."]
+    shutil.copytree(ROOT / "data" / "dpo" / "soluble_model_weights", folder / "weights")
+    return ["--train_data=pairs.json", "--base_model_dir=weights"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def check_dpo(folder, summary):
     assert summary["baselines"]["before"]["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert len(summary["held_out"]) == 6
     saved = torch.load(folder / "run" / "best_model.pt", weights_only=True)
-    released = torch.load(folder / "soluble_v_48_020.pt", weights_only=True)
+    released = torch.load(folder / "weights" / "v_48_020.pt", weights_only=True)
     assert saved["num_edges"] == released["num_edges"]
     assert saved["model_state_dict"].keys() == released["model_state_dict"].keys()
 
@@ -164,7 +164,7 @@ SCRIPTS = {  # options of a tiny run, what is looked at
         check_uniref50,
     ),
     "run_dpo_ddp": (
-        "--num_epochs=2 --num_orders=1 --batch_size=6 --lr=1e-5 --val_fraction=0.25",
+        "--num_epochs=2 --batch_size=6 --lr=1e-5 --val_fraction=0.25",
         check_dpo,
     ),
 }

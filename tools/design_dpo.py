@@ -9,8 +9,8 @@ The network: best_model.pt or latest.pt of a run, or released weights of Protein
 that of the run or --reference, draws as many, for comparison.
 
 Writes designs.fasta: the structure's own sequence, then those drawn, with '/' between chains; and
-designs.csv, a table for tools/make_dpo_pairs.py (the design chains alone, without '/'), to which you
-can add a column with your own score. Positions count from 0 on over the design chains.
+designs.csv, a table for tools/make_dpo_pairs.py (the design chains alone, without '/'), to which
+you can add a column with your own score. Positions count from 0 on over the design chains.
 
 Prints of each network's sequences: recovery (share of the designed residues with the structure's
 letter), net charge per 100 designed residues (K + R - D - E), and their perplexity, under itself

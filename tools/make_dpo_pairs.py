@@ -85,7 +85,7 @@ def choose_pairs(table, args):
         gap = abs(better.value - worse.value)
         if len(pairs) == min(args.pairs_per_backbone, len(table) // 2):
             break
-        if gap > 0 and gap >= args.score_gap and better.sequence != worse.sequence:
+        if gap > 0 and gap >= args.score_gap - 1e-9 and better.sequence != worse.sequence:
             pairs.append((better.sequence, worse.sequence))
     return pairs
 
