@@ -79,14 +79,13 @@ def read_table(path, score):
 def choose_pairs(table, args):
     """[(better sequence, worse sequence)]: the best with the worst, and so on, each once."""
     table = table.sort_values("value", ascending=args.lower_is_better, kind="stable")
-    ends = [table, table[::-1]]
+    scores = table["value"].to_list()
+    sequences = table["sequence"].to_list()
     pairs = []
-    for better, worse in zip(*[end.itertuples() for end in ends], strict=True):
-        gap = abs(better.value - worse.value)
-        if len(pairs) == min(args.pairs_per_backbone, len(table) // 2):
-            break
-        if gap > 0 and gap >= args.score_gap - 1e-9 and better.sequence != worse.sequence:
-            pairs.append((better.sequence, worse.sequence))
+    for place in range(min(len(table) // 2, args.pairs_per_backbone)):
+        gap = abs(scores[place] - scores[-1 - place])
+        if gap > 0 and gap >= args.score_gap - 1e-9:  # else 0.9 - 0.4 would be less than 0.5
+            pairs.append((sequences[place], sequences[-1 - place]))
     return pairs
 
 
