@@ -721,22 +721,21 @@ def read_chain(chain, file, notes):
     letters = []
     coords = []
     numbers = []
+
+    def note(text):
+        notes.setdefault(text, []).append(f"{file} {chain.name}{residue.seqid} {residue.name}")
+
     for residue in chain:
         if residue.name not in LETTERS and not residue.find_atom("CA", "*", gemmi.Element("C")):
             continue  # no amino acid
-        atoms = [residue.find_atom(name, "*") for name in BACKBONE]
-        odd = []
-        is_left_out = residue.het_flag == "H" and residue.name != "MSE"
-        if is_left_out:
-            odd.append("are HETATM, and left out (as ATOM they would be read)")
-        elif residue.name not in LETTERS:
-            odd.append("of unknown names are read as X")
-        if None in atoms and not is_left_out:
-            odd.append("lack one of N, CA, C and O, and are not designed")
-        for text in odd:
-            notes.setdefault(text, []).append(f"{file} {chain.name}{residue.seqid} {residue.name}")
-        if is_left_out:
+        if residue.het_flag == "H" and residue.name != "MSE":
+            note("are HETATM, and left out (as ATOM they would be read)")
             continue
+        atoms = [residue.find_atom(name, "*") for name in BACKBONE]
+        if residue.name not in LETTERS:
+            note("of unknown names are read as X")
+        if None in atoms:
+            note("lack one of N, CA, C and O, and are not designed")
         letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
         coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
         numbers.append(residue.seqid.num)
@@ -818,8 +817,7 @@ def read_pair(row, structure, max_length):
         raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
     wrong = np.flatnonzero(differ & whole & ~designed)
     if len(wrong) > 0:
-        both = f"{ALPHABET[letters[0, wrong[0]]]} and {ALPHABET[letters[1, wrong[0]]]}"
-        text = f"the sequences have {both} at residue {wrong[0]}, which is not designed"
+        text = f"the sequences differ at residue {wrong[0]}, which is not designed"
         raise ValueError(f"{text}; expected the same letter")
     pair = {"letters": torch.from_numpy(letters[:, whole].T)}
     pair["designed"] = torch.from_numpy(designed[whole])

@@ -225,7 +225,7 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"unpreferred_seq": ["A"] * 6}, r"unpreferred_seq is \['A', .*\]; see class Row"),
     ({"mutable_positions": [0]}, "are the same at the designed residues"),
     ({"unpreferred_seq": "ACDEFX"}, "are the same at the designed residues"),
-    ({"unpreferred_seq": "XCDEFA"}, "have A and X at residue 0, which is not designed; expected"),
+    ({"unpreferred_seq": "XCDEFA"}, "differ at residue 0, which is not designed; expected"),
     ({"mutable_positions": [6]}, "mutable residues 6 to 6; expected 0 to 5"),
     ({"mutable_positions": ["A5"]}, "'<=' not supported between .* 'int' and 'str'"),
     ({"mutable_ranges": [4]}, "int"),
