@@ -125,6 +125,7 @@ def prepare(folder, residues):
 
     # so many that hardly an epoch ends meanwhile: validation is hardly measured
     count = 16 if sides.chosen.small else 64
+    residues = min(residues, 50) if sides.chosen.small else residues
     pairs = 1 if sides.chosen.device == "cpu" else 40
     write_structures(folder, count, pairs=pairs, least=residues, most=residues)
 
