@@ -16,7 +16,6 @@ original   what the original program does in a step, with the official code that
 best       the same at its best: structures and the reference's scores are ready, all sequences are
            one batch, no dropout, the loss is not read, Adam is fused, the C library keeps all
            memory that was freed
-compiled   as best, by torch.compile
 """
 
 import copy
@@ -33,7 +32,6 @@ UNIT = "pairs/s"
 NAMES = {
     "original": "official network, as in the original",
     "best": "official network, at its best",
-    "compiled": "official network, at its best and compiled",
 }
 WORKS = {"20": 20, "100": 100, "300": 300}  # residues
 SIZES = {"cpu": (1, 1), "cuda": (16, 10)}  # pairs of a step, steps of a line
@@ -98,12 +96,11 @@ def port(side, seed, device, precision, batch, every):
         sides.keep_freed_memory()
         for number in range(len(groups)):
             prepared(number)
-    network = torch.compile(policy) if side == "compiled" else policy
     for number in itertools.cycle(range(len(groups))):
         optimizer.zero_grad()
         if is_best:
             inputs, ids, old = prepared(number)
-            chosen, rejected = (log_probability(network, inputs, ids) - old).chunk(2)
+            chosen, rejected = (log_probability(policy, inputs, ids) - old).chunk(2)
             (-F.logsigmoid(BETA * (chosen - rejected)).mean()).backward()
         else:
             for pair in groups[number]:
