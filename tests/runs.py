@@ -52,8 +52,8 @@ def tiny_train_ddp(folder):
             row["negatives"] = [f"{words} is {kind}" for kind in ("old", "new", "large")]
             file.write(json.dumps(row) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
-        --cache_dir={folder}/cache --teacher_model=builtin:lsa:32
-        --student_model=builtin:bert:1x32 --student_max_length=24 --projection_hidden=32
+        --cache_dir={folder}/cache --teacher_model=builtin:lsa
+        --student_model=builtin:bert --student_max_length=24 --projection_hidden=32
         --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
         --phase2_lr=1e-3 --num_negatives=2""".split()
 

@@ -154,7 +154,7 @@ SCRIPTS = {  # options of a tiny run, what is looked at
         check_rebm,
     ),
     "train_ddp": (
-        """--teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
+        """--teacher_model=builtin:lsa --student_model=builtin:bert --projection_hidden=16
         --eval_fraction=0.3 --batch_size=10 --max_steps=3 --save_to_artifacts""",
         check_train_ddp,
     ),
