@@ -152,11 +152,6 @@ def parse_args():
             parser.error(f"--{option}_model {name}: expected {builtin}")
     if args.teacher_model == "builtin:lsa" and args.teacher_max_length:
         parser.error("--teacher_max_length: builtin:lsa reads whole texts")
-    if "inf-retriever" in args.teacher_model and not args.trust_remote_code:
-        # without its code transformers would take it for another, causal model
-        text = f"--teacher_model {args.teacher_model} comes with code of its own"
-        hint = "look at it, then give --trust_remote_code; without a download: builtin:lsa"
-        parser.error(f"{text}: {hint}")
     return args
 
 
@@ -781,6 +776,11 @@ def finish(args, student, loop, baselines):
 
 def main(args):
     device = setup_ddp(args)
+    if "inf-retriever" in args.teacher_model and not args.trust_remote_code:
+        # without its code transformers would take it for another, causal model
+        text = f"--teacher_model {args.teacher_model} comes with code of its own"
+        hint = "look at it, then give --trust_remote_code; without a download: builtin:lsa"
+        raise InputError(f"{text}: {hint}")
     logging.info("Preparing data loaders...")
     for phase in (1, 2):
         is_skipped = getattr(args, f"skip_phase{phase}")
@@ -991,7 +991,10 @@ def parse_row(record, kind):
     for column in record:
         if NEGATIVES.fullmatch(column):
             wrong += filter(None, texts_of(record, column, kind))
-    return Row(query[0], right, wrong, str(record.get("group") or query[0] or right[:1]))
+    group = record.get("group")
+    if group in (None, ""):  # 0 is a group
+        group = query[0] or right[:1]
+    return Row(query[0], right, wrong, str(group))
 
 
 def read_rows(args, name, limit, cache_dir):
