@@ -48,7 +48,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import re
 import signal
 import sys
@@ -705,36 +704,20 @@ def find_phase(args):
     return state["loop"].get("phase", 0)
 
 
-def read_weights(path):
-    """The state of a checkpoint of this script. (rank 0)"""
-    damaged = (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return {"model": state["model"], "data_hash": state["args"]["data_hash"]}
-    except damaged as error:
-        text = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: expected phase1_best.pt of a run; {text}") from None
-
-
 def begin_phase2(args, student, step):
     """Load the best weights of phase 1, which has made so many steps. (all ranks)"""
     path = args.phase1_weights or f"{args.output_dir}/phase1_best.pt"
-    if not args.phase1_weights and not on_rank0(os.path.exists, path):
-        if step > 0:
-            hint = f"--phase1_weights {args.output_dir}/latest.pt takes the last ones"
-            raise InputError(f"there is no {path} with the best weights of phase 1: {hint}")
+    if not on_rank0(os.path.exists, path):
+        if args.phase1_weights or step > 0:
+            raise InputError(f"{path}: there are no such weights of phase 1")
         logging.warning(f"there is no {path}: phase 2 starts from the untrained student")
         return
     logging.info(f"Loading {path}")
-    state = on_rank0(read_weights, path)
-    if state["data_hash"] != args.data_hash:
+    state = on_rank0(torch.load, path, "cpu")
+    if state["args"]["data_hash"] != args.data_hash:
         text = f"{path} is of a run on other data, or with another tokenizer or teacher"
         logging.warning(f"{text}: what is held out here may have been trained on")
-    try:
-        student.load_state_dict(state["model"])
-    except RuntimeError as error:
-        text = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} has the weights of another student: {text}") from None
+    student.load_state_dict(state["model"])
 
 
 def save_artifact(args, model):
@@ -761,8 +744,6 @@ def finish(args, student, loop, baselines):
         text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         logging.info(f"  {who:14} {text}")
     best = max(loop["best"].values(), key=lambda record: record["value"])
-    if loop["best"].get("phase 2", best)["value"] < best["value"]:
-        logging.warning("phase 2 made the student worse: best.pt is that of phase 1")
     if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
         logging.warning("training did not make the student better: look at the rates and the data")
     best = {name: value for name, value in best.items() if name != "metrics"}
@@ -782,10 +763,7 @@ def main(args):
         hint = "look at it, then give --trust_remote_code; without a download: builtin:lsa"
         raise InputError(f"{text}: {hint}")
     logging.info("Preparing data loaders...")
-    for phase in (1, 2):
-        is_skipped = getattr(args, f"skip_phase{phase}")
-        source = "is skipped" if is_skipped else f"reads {getattr(args, f'phase{phase}_data')}"
-        logging.info(f"  phase {phase} {source} (--phase{phase}_data)")
+    logging.info(f"  --phase1_data {args.phase1_data}, --phase2_data {args.phase2_data}")
     folder = read_once(prepare, args)
     corpus = load_corpus(folder)
     torch.manual_seed(args.seed)  # the same weights on all ranks
@@ -810,11 +788,8 @@ def main(args):
         torch.manual_seed(args.seed)  # the same head on all ranks
         add_head(model, args.projection_hidden, vectors.dimensions)
         model.to(device)
-    dimensions = model.get_embedding_dimension()
-    text = f"its vectors have {width} dimensions, the teacher's {vectors.dimensions}"
-    logging.info(f"The student learns {dimensions} of them: {text}")
-    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    logging.info(f"{trained:,} parameters are trained")
+    dimensions = f"{model.get_embedding_dimension()} of the teacher's {vectors.dimensions}"
+    logging.info(f"The student, of {width} dimensions, learns {dimensions}")
 
     may_change = """phase1_data phase2_data phase1_epochs phase2_epochs max_steps max_samples_phase1
         max_samples_phase2 eval_every skip_phase1 skip_phase2 teacher_batch_size save_to_artifacts
@@ -1350,7 +1325,15 @@ def teacher_vectors(args, folder, corpus, width, device):
             np.save(file, vectors.astype(np.float16))
         new.replace(blocks[i])  # which is never half written
     dist.barrier()
-    return Vectors(place, blocks)
+    vectors = Vectors(place, blocks)
+    check_dimensions(args, width, vectors.dimensions)
+    return vectors
+
+
+def check_dimensions(args, width, dimensions):
+    if not args.use_projection and dimensions < width:
+        text = f"needs {width} teacher dimensions for this student, there are {dimensions}"
+        raise InputError(f"--use_projection False {text}")
 
 
 def load_teacher(args, folder, width, device):
@@ -1360,10 +1343,7 @@ def load_teacher(args, folder, width, device):
     if "inf-retriever" in args.teacher_model:
         options.update(config_kwargs={"use_cache": False}, prompts={"query": INFLY_PROMPT})
     teacher = load_model(args, "teacher", folder, **options)
-    dimensions = teacher.get_embedding_dimension()
-    if not args.use_projection and dimensions < width:
-        text = f"needs {width} teacher dimensions for this student, there are {dimensions}"
-        raise InputError(f"--use_projection False {text}")
+    check_dimensions(args, width, teacher.get_embedding_dimension())
     text = f"prompts {teacher.prompts}, of each at most {teacher.max_seq_length} tokens"
     logging.info(f"The teacher reads all texts, {text}")
     return teacher.to(device).eval()
