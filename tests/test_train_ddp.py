@@ -495,7 +495,7 @@ def test_the_last_word_warns(caplog):
 def test_mrl(work, trained, tmp_path):
     """The target is the first part of the teacher's vectors. Those of another run are found, also
     by another student."""
-    teacher = save_network(tmp_path / "teacher", trained, "Bert", width=64)
+    teacher = save_network(tmp_path / "teacher", trained, "Bert", width=64, truncate=None)
     student = save_network(tmp_path / "student", trained, "Bert")
     options = [f"--teacher_model={teacher}", "--use_projection=False", "--skip_phase2"]
     options += [f"--output_dir={tmp_path}/mrl", "--max_steps=3"]
@@ -645,7 +645,7 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
 # Students
 
 
-def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, **config):
+def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, truncate=8, **config):
     """A small random network with the tokenizer of another student."""
     import transformers
     from sentence_transformers import SentenceTransformer
@@ -671,7 +671,7 @@ def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, **co
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     modules = [Transformer(str(folder)), Pooling(width, pooling)]
-    more = {"prompts": {"passage": "p: "}, "truncate_dim": 8}
+    more = {"prompts": {"passage": "p: "}, "truncate_dim": truncate}
     model = SentenceTransformer(modules=modules, device="cpu", **more)
     model.save(str(folder), create_model_card=False)
     return str(folder)
