@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import call_script, parse_arguments, rank_variables
+from helpers import ROOT, call_script, parse_arguments, rank_variables
 from runs import Run
 from test_accelerator import META, Copies
 
@@ -759,6 +759,43 @@ def test_students_that_are_refused(case, trained, tmp_path, group):
         script.check_gradients(args, script.Student(model), batch)
     assert f"--student_model {folder}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def run_guide(title, folder, monkeypatch, **replaced):
+    """Run the lines of the guide that follow `title`."""
+    text = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text().partition(title)[2]
+    lines = text.partition("```python\n")[2].partition("```")[0]
+    for old, new in replaced.items():
+        lines = lines.replace(old, new)
+    monkeypatch.chdir(folder)
+    exec(lines, {})
+
+
+def test_a_student_of_some_layers(trained, tmp_path, monkeypatch):
+    network = save_network(tmp_path / "six", trained, "Bert", num_hidden_layers=6)
+    name = "sentence-transformers/all-MiniLM-L6-v2"
+    run_guide("A student of some layers", tmp_path, monkeypatch, **{name: network})
+    six = script.load_student(arguments(f"--student_model={network}"), tmp_path)
+    three = script.load_student(arguments(f"--student_model={tmp_path}/my_student"), tmp_path)
+    all_layers = six[0].model.encoder.layer
+    layers = three[0].model.encoder.layer
+    assert len(layers) == three[0].model.config.num_hidden_layers == 3
+    for own, place in zip(layers, (0, 3, 5), strict=True):
+        for ours, theirs in zip(own.parameters(), all_layers[place].parameters(), strict=True):
+            assert ours.equal(theirs)
+
+
+def test_rows_of_a_beir_folder(tmp_path, monkeypatch):
+    (tmp_path / "qrels").mkdir()
+    documents = [{"_id": f"d{i}", "title": "t", "text": f"document {i}"} for i in range(4)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "query"}')
+    judged = "query-id\tcorpus-id\tscore\nq\td1\t1\nq\td2\t0\nq\td3\t2\n"
+    (tmp_path / "qrels" / "train.tsv").write_text(judged)
+    run_guide("A BEIR folder", tmp_path, monkeypatch)
+    row = json.loads((tmp_path / "pairs.jsonl").read_text())
+    assert row["positive"] == ["t document 1", "t document 3"]
+    assert row["negative"] == ["t document 2"]
 
 
 def test_a_teacher_with_code_of_its_own(tmp_path):
