@@ -898,7 +898,8 @@ def load_table(name, cache_dir):
     except Exception as error:  # of a dozen kinds; the cause has the row
         reason = " ".join(str(error.__cause__ or error).split())[:300]
         hint = "" if ending in FORMATS else "; without a download: pydocs, or FILE.jsonl"
-        raise InputError(f"{name} cannot be read (rows count from 0): {reason}{hint}") from None
+        rows = " (rows count from 0)" if " row " in reason else ""
+        raise InputError(f"{name} cannot be read: {reason}{rows}{hint}") from None
 
 
 def has_arrays(path):
