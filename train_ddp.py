@@ -377,14 +377,16 @@ def text_loss(args, batch, vectors):
     return terms.sum() / batch.total
 
 
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
+
+
 def gather_rows(rows, most, filler=0):
     """The rows (n, ...) of all ranks (W most, ...), those of each rank filled up to `most`.
     (all ranks)"""
     filling = rows.new_full((most - len(rows), *rows.shape[1:]), filler)
-    own = torch.cat([rows, filling])
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return torch.cat(gathered)
+    gathered = rows.new_empty(dist.get_world_size() * most, *rows.shape[1:])
+    all_gather(gathered, torch.cat([rows, filling]))
+    return gathered
 
 
 QUERY = -1  # in place of the query that a document answers
