@@ -206,8 +206,8 @@ def test_long_texts_are_whole(tmp_path):
 REFUSED = {  # file: its content, and a part of what is said of it
     "gone.csv": (None, "there is no such file"),
     "a.xlsx": ("x", ": its ending must be one of .jsonl .json"),
-    "utf16.csv": (table(records()).encode("utf-16"), "cannot be read .*utf-8"),
-    "half.jsonl": (odd(query="\ud83d"), "cannot be read .*surrogate.* row 10"),
+    "utf16.csv": (table(records()).encode("utf-16"), "cannot be read: .*utf-8"),
+    "half.jsonl": (odd(query="\ud83d"), "cannot be read: .*surrogate.* row 10"),
     "quote.csv": (replaced("10,document", '10,"document'), "inside string starting at row 11"),
     "comma.csv": (replaced("document 10", "red, hard"), "Expected 3 fields in line 12, saw 4"),
     "commas.csv": (replaced("document", "red, document"), "more fields than the header"),
@@ -226,10 +226,10 @@ REFUSED = {  # file: its content, and a part of what is said of it
     ),
     "array.jsonl": (lines([["a", "b"], ["c"]]), r"row 2: found \[.c.\], expected \[query, pos"),
     "broken.jsonl": (lines(records())[:-20], "cannot be read"),
-    "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read .*ended before"),
-    "text.parquet": (table(records()), "cannot be read .*[Pp]arquet"),
+    "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read: .*ended before"),
+    "text.parquet": (table(records()), "cannot be read: .*[Pp]arquet"),
     "empty.jsonl": ("", "empty.jsonl has no rows"),
-    "header.csv": ("query,positive\n", "header.csv cannot be read .*no data"),
+    "header.csv": ("query,positive\n", "header.csv cannot be read: .*no data"),
     "one.jsonl": (lines(records()[:1]), "none may be 0"),  # nothing to measure by
 }
 
