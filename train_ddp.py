@@ -216,7 +216,8 @@ def make_batch(corpus, vectors, rows, **numbers):
         masks.append(torch.from_numpy(mask.astype(np.int64)))
     order = torch.from_numpy(np.argsort(by_length))
     targets = torch.from_numpy(vectors[rows])
-    return Batch(ids, masks, order, torch.tensor(rows), targets, **numbers)
+    numbers_of = torch.from_numpy(rows.copy())  # of a mapped array torch would warn
+    return Batch(ids, masks, order, numbers_of, targets, **numbers)
 
 
 class TextData(Dataset):
