@@ -84,9 +84,9 @@ def tiny_run_train_quantumgrav_ddp(folder):
 
 
 def tiny_run_train_rebm_ddp(folder):
-    """450 digits, an epoch and two of the stages; validations on the way; 4 smooth channels."""
+    """450 digits, an epoch and two of the stages; validations on the way."""
     write_digits(folder / "digits.npz", 450, 60)
-    return f"""--data={folder}/digits.npz --cache_dir={folder}/cache --width=4 --attack.max_steps=2
+    return f"""--data={folder}/digits.npz --cache_dir={folder}/cache --attack.max_steps=2
         --attack.step_size=0.3 --indist_attack_clf.max_steps=1
         --indist_attack_clf.step_size=0.1 --indist_attack_clf.eps=0.15 --at_epochs=1
         --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw --lr=3e-3

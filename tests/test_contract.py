@@ -113,9 +113,9 @@ def test_what_is_held_out_is_never_trained_on(task):
         train = data.part("train")
         assert len(train) == 0.75 * 300
     elif task.name == "run_train_rebm_ddp":
-        splits = list(task.folder.glob("cache/images-*/split.npy"))
-        first = min(splits, key=lambda path: path.stat().st_mtime)  # the images to classify
-        train = np.flatnonzero(np.load(first) == 0)
+        read = list(task.folder.glob("cache/images-*/rows.npz"))
+        first = min(read, key=lambda path: path.stat().st_mtime)  # the images to classify
+        train = np.flatnonzero(np.load(first)["split"] == 0)
     elif task.name == "run_dpo_ddp":  # names that end with the number of the row
         train = set(range(80)) - {int(name.split(":")[-1]) for name in whole.summary["held_out"]}
         assert len(train) == 64
@@ -134,7 +134,7 @@ REFUSED = {
     "run_train_uniref50_ddp": ("--hidden_size=32", "has a run with 16"),
     "run_dpo_ddp": ("--beta=0.2", "has a run with 0.1"),
     "run_train_quantumgrav_ddp": ("--hidden_dim=8", "has a run with 16"),
-    "run_train_rebm_ddp": ("--width=8", "has a run with 4"),
+    "run_train_rebm_ddp": ("--wd=0.1", "has a run with 0.0005"),
 }
 
 
