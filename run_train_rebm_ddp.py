@@ -438,22 +438,22 @@ def auc(real, fake):
     return (below + up_to).sum().double() / (2 * len(real) * len(fake))
 
 
-def sums_of_losses(args, nets, batch, T):
+def sums_of_losses(args, ddp_model, twin, batch, T):
     """(2,) sums over a micro-batch: the cross entropy of attacked images; and in stage 2 the binary
     cross entropy of real images and of OOD images after T steps of an attack, which count one half
     each. Then f_y (2, B) of these two, for the labels y of the real ones, which the attack raises.
     """
     length = [args.indist_attack_clf_max_steps, args.indist_attack_clf_step_size]
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
-    x = attack(nets.twin, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
+    x = attack(twin, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
     if batch.real_x is None:
-        loss = cross_entropy(nets.ddp_model(x), batch.clf_y).sum()
+        loss = cross_entropy(ddp_model(x), batch.clf_y).sum()
         return torch.stack([loss, torch.zeros_like(loss)]), 0.0
 
     start = pixels(batch.ood_x)
-    fake = attack(nets.twin, label_logit, start, batch.real_y, T, args.attack_step_size)
+    fake = attack(twin, label_logit, start, batch.real_y, T, args.attack_step_size)
     # One pass for all, since nothing mixes the images of a batch: batch normalisation is frozen.
-    logits, real, fake = nets.ddp_model(torch.cat([x, pixels(batch.real_x), fake])).chunk(3)
+    logits, real, fake = ddp_model(torch.cat([x, pixels(batch.real_x), fake])).chunk(3)
     bce = F.softplus(-real.logsumexp(1)) + F.softplus(fake.logsumexp(1))
     scores = [label_logit(part.detach(), batch.real_y) for part in (real, fake)]
     loss = cross_entropy(logits, batch.clf_y).sum()
@@ -536,7 +536,7 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
     """One stage. state: the checkpoint to go on from, None where the stage begins. Returns why
     training was stopped, "" if the stage has ended; loop says where training stands. (all ranks)"""
     world_size = dist.get_world_size()
-    model, average, _, ddp_model = nets
+    model, average, twin, ddp_model = nets
     sampler = GlobalBatchSampler(indist.part(TRAIN), args, cost=np.zeros(len(indist.split)))
     steps = sampler.steps * (args.at_epochs if stage == "at" else args.total_epochs)
     eval_every = math.ceil(args.n_imgs_per_evaluation_log / sampler.global_batch) or steps
@@ -583,7 +583,7 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                losses, own_scores = sums_of_losses(args, nets, batch, loop["T"])
+                losses, own_scores = sums_of_losses(args, ddp_model, twin, batch, loop["T"])
             losses = losses / sampler.global_batch
             (losses.sum() * world_size).backward()  # DDP takes the mean, we want the sum
             step_losses += losses.detach()
@@ -619,8 +619,7 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
         if must_evaluate:
             metrics = evaluate(average, indist, args, device)
             if not math.isfinite(metrics["cross_entropy"]):
-                text = f"the held-out cross entropy is {metrics['cross_entropy']}"
-                raise RuntimeError(f"{text}: a lower learning rate?")
+                raise RuntimeError(f"held out: {metrics}: a lower learning rate?")
             row = {f"val/{stage}/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "phase": PHASES[stage], "epoch": epoch, **row})
             if note_best(loop, stage, metrics, T):
@@ -640,17 +639,10 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
 # Main
 
 
-class Networks(NamedTuple):
-    """One network in the forms that training needs."""
-
-    model: nn.Module  # the weights that are trained
-    average: nn.Module  # averages of these weights: they are validated, and kept in best.pt
-    twin: nn.Module  # for attacks: the memory of `model`, but in evaluation mode, and frozen
-    ddp_model: nn.Module
-
-
 def start_networks(args, device, indist, state):
-    """Networks with the first weights of this run, on the device. (all ranks)"""
+    """The network of this run in the forms that training needs: the weights that are trained; their
+    averages, which are validated, and kept in best.pt; for attacks the memory of the weights, but
+    frozen, and in evaluation mode; and the one that DDP has wrapped. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
@@ -668,7 +660,7 @@ def start_networks(args, device, indist, state):
     twin.load_state_dict(model.state_dict(), assign=True)
     if args.compile:
         twin = torch.compile(twin)
-    return Networks(model, average, twin, wrap_ddp(model, args, device))
+    return model, average, twin, wrap_ddp(model, args, device)
 
 
 def main(args):
@@ -777,47 +769,52 @@ def draw_images(kind, shape):
 
 
 def say(name, text, places):
-    """A line in the log on all places, if there are any."""
+    """A line in the log on all these places, if there are any, with an example."""
     if len(places) > 0:
-        logging.warning(f"{name}: {len(places)} {text}, such as {places[0]}")
+        example = "" if isinstance(places[0], np.ndarray) else f", such as {places[0]}"
+        logging.warning(f"{name}: {len(places)} {text}{example}")
 
 
 def find_in_folder(root):
     """Rows of ROOT/train/CLASS/..., with val and test beside it, if they are there; their names may
     be longer, such as training_set. Or of ROOT/CLASS/..."""
-    unread = []
     folders = {}  # {folder: its part}
+    unread = []
     for path in sorted(root.iterdir()):
         parts = [part for name, part in PARTS.items() if path.name.lower().startswith(name)]
         if parts and path.is_dir():
             folders[path] = parts[0]
         else:
             unread.append(path)
-    parts = list(folders.values())
-    if folders and (TRAIN not in parts or len(set(parts)) < len(parts)):
-        names = ", ".join(folder.name for folder in folders)
-        text = "one folder whose name begins with train, perhaps one with val, one with test"
-        raise InputError(f"{root} has {names}: expected {text}; or all classes in train/")
     if not folders:
         folders = {root: TRAIN}
         unread = []
-
-    def fail(error):
-        raise error
+    parts = list(folders.values())
+    if TRAIN not in parts or len(set(parts)) < len(parts):
+        names = ", ".join(folder.name for folder in folders)
+        text = "one folder whose name begins with train, perhaps one with val, one with test"
+        raise InputError(f"{root} has {names}: expected {text}; or all classes in train/")
 
     kinds = Image.registered_extensions()
     rows = []
     for folder, part in folders.items():
-        for place, below, names in os.walk(folder, followlinks=True, onerror=fail):
-            below[:] = sorted(name for name in below if name[0] != ".")  # .ipynb_checkpoints
-            for path in sorted(Path(place, name) for name in names):
-                above = path.relative_to(folder).parts[:-1]
-                if path.name[0] == "." or kinds.get(path.suffix.lower()) not in Image.OPEN:
-                    unread.append(path)
-                else:
-                    rows.append((path, above[0] if above else None, part))
+        for path in files_below(folder):
+            names = path.relative_to(folder).parts
+            if path.name[0] == "." or kinds.get(path.suffix.lower()) not in Image.OPEN:
+                unread.append(path)
+            else:
+                rows.append((path, names[0] if len(names) > 1 else None, part))
     say(root, "files or folders are not read as images", unread)
     return rows
+
+
+def files_below(folder):
+    """Yields all files, and hidden folders such as .ipynb_checkpoints."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name[0] != ".":
+            yield from files_below(path)
+        else:
+            yield path
 
 
 def find_in_arrays(path):
@@ -865,25 +862,25 @@ class ArrayUnpickler(pickle.Unpickler):
 
 def find_in_pickles(root):
     """Rows of CIFAR-10 or CIFAR-100 as its authors ship it, with their test set as the test."""
-    names = ["batches.meta", *[f"data_batch_{number}" for number in range(1, 6)], "test_batch"]
+    paths = [root / f"data_batch_{number}" for number in range(1, 6)]
+    paths = [root / "batches.meta", *paths, root / "test_batch"]
     kind = "label"
     if (root / "meta").exists():
-        names = ["meta", "train", "test"]
+        paths = [root / "meta", root / "train", root / "test"]
         kind = "fine_label"
     rows = []
-    for name in names:
-        path = root / name
+    for path in paths:
         try:
             with open(path, "rb") as file:
                 content = ArrayUnpickler(file, encoding="latin1").load()
-            if name == names[0]:
+            if path == paths[0]:
                 classes = content[f"{kind}_names"]
                 continue
             images = content["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             own = [classes[number] for number in content[f"{kind}s"]]
         except (pickle.UnpicklingError, EOFError, LookupError, ValueError) as error:
             raise InputError(f"{path}: {error}; expected it as CIFAR's authors ship it") from None
-        part = TEST if name.startswith("test") else TRAIN
+        part = TEST if path.name.startswith("test") else TRAIN
         rows += zip(images, own, [part] * len(images), strict=True)
     return rows
 
@@ -923,7 +920,11 @@ def open_image(file):
     """A Pillow image of a path, an array (S, S) or (S, S, C), or a place in a column of the hub."""
     if isinstance(file, np.ndarray):
         return Image.fromarray(np.ascontiguousarray(file.squeeze()))
-    image = Image.open(file) if isinstance(file, Path) else file[0][file[1]]
+    if isinstance(file, tuple):
+        column, i = file
+        image = column[i]
+    else:
+        image = Image.open(file)
     if image.mode[0] in "IF":  # convert would clip their pixels at 255
         raise ValueError(f"mode {image.mode}: expected 8 bits a channel")
     return image
@@ -953,7 +954,8 @@ def read_images(files, images, digests):
             digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
             digests[i] = int.from_bytes(digest, "little")
         except Exception as error:  # Pillow raises many kinds
-            bad.append(f"{what(files, i)}: {' '.join(str(error).split())}")
+            place = files[i] if isinstance(files[i], Path) else f"image {i}"
+            bad.append(f"{place}: {' '.join(str(error).split())}")
 
     with ThreadPool() as pool:
         done = pool.imap_unordered(read, range(len(files)), chunksize=64)
@@ -961,11 +963,6 @@ def read_images(files, images, digests):
             pass
     if bad:
         raise InputError(f"{len(bad)} images cannot be read:{list_problems(sorted(bad))}")
-
-
-def what(files, i):
-    """How messages name a row."""
-    return str(files[i]) if isinstance(files[i], Path) else f"image {i}"
 
 
 def hold_out(split):
@@ -997,7 +994,8 @@ def write_images(folder, name, rows, shape, indist):
         classes, labels = np.unique(names, return_inverse=True)
         classes = classes.astype(str).tolist()
         if len(classes) < 2:
-            raise InputError(f"one class, {classes[0]}; expected more, as train/CLASS/ or y_train")
+            text = f"{name} has one class, {classes[0]}"
+            raise InputError(f"{text}; expected two or more, as train/CLASS/ or in y_train")
     split = np.array(parts, np.uint8)
     hold_out(split)
     # no image of one part may equal one of another, nor an OOD image one to classify
@@ -1006,7 +1004,7 @@ def write_images(folder, name, rows, shape, indist):
         own = split == part
         split[own & np.isin(digests, seen)] = UNUSED
         seen = np.concatenate([seen, digests[own]])
-    copies = [what(files, i) for i in np.flatnonzero(split == UNUSED)]
+    copies = [files[i] for i in np.flatnonzero(split == UNUSED)]
     say(name, "images equal held-out ones, or those to classify: left out", copies)
     names = classes or ["OOD images"]
     for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
@@ -1028,8 +1026,7 @@ def prepare(args, name, indist=None):
     except OSError as error:  # a folder that may not be read, a link that leads nowhere
         raise InputError(f"{name}: {error}") from None
     if like is None:
-        files = [file for file, _, _ in rows]
-        loose = [what(files, i) for i, (_, own, _) in enumerate(rows) if own is None]
+        loose = [file for file, own, _ in rows if own is None]
         say(name, "images have no class, or one that is not known: left out", loose)
         rows = [row for row in rows if row[1] is not None]
     if not rows:
