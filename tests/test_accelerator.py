@@ -206,34 +206,24 @@ def uniref50(script, args):
 
 def rebm(script, args):
     """The passes of a step of stage 2, with attacks of two steps, as one module."""
-    inside = script.prepare(args, args.data)
-    outside = script.Images(script.prepare(args, "blobs", inside))
-    inside = script.Images(inside)
-    data = script.TrainingData(args, inside, outside, "dat")
+    folder = script.prepare(args, args.data)
+    indist = script.Images(folder)
+    data = script.TrainingData(
+        args, indist, script.Images(script.prepare(args, "blobs", folder)), "dat"
+    )
 
     class Step(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = script.make_network(args, 10, *inside.shape)
+            self.model = script.make_network(args, 10, *indist.shape)
             self.twin = copy.deepcopy(self.model).requires_grad_(False).eval()
 
         def forward(self, batch):
-            losses = []
+            sums, scores = script.sums_of_losses(args, self.model, self.twin, batch, 2)
+            script.auc(*scores)
+            return sums.sum()
 
-            def backward(values):
-                losses.append(values.sum())
-                return losses[-1].detach()
-
-            on_outside = script.Attack(self.twin, script.label_logit, 0.1, 1.0)
-            nets = SimpleNamespace(ddp_model=self.model)
-            _, scores = script.real_or_fake_step(nets, on_outside, batch, 2, backward)
-            script.pairs_in_order(*scores)
-            on_class = script.Attack(self.twin, script.cross_entropy, 0.1, 0.5, "Linf")
-            x = on_class(script.pixels(batch.x), batch.y, 2)
-            backward(script.cross_entropy(self.model(x), batch.y))
-            return sum(losses)
-
-    return Step(), data[0, inside.part("train"), np.arange(8)], lambda loss, batch: loss
+    return Step(), data[0, indist.part(script.TRAIN), np.arange(8)], lambda loss, batch: loss
 
 
 # options of each (test_train_ddp.py has the step of train_ddp)
@@ -244,7 +234,7 @@ STEPS = {
     rebm: [
         "",
         "--model_type=WideResNet28x2 --augm_type_generation=original",
-        "--norm=layer --augm_type_classification=original",
+        "--indist_attack_clf_norm=Linf --augm_type_classification=original",
     ],
 }
 # Options of a run of few steps; how often ranks meet in it: after step 1, and at log lines.
@@ -328,7 +318,8 @@ def test_steps_read_nothing(name, tmp_path):
     """Only a Meter does, where the ranks meet: its sums, and whether too many steps are bad."""
     found = count_in_program(name, tmp_path)
     if name == "run_train_rebm_ddp":
-        assert 0 < found.pop("state: tolist") < 4  # where T grows
+        # the AUC in each step of stage 2
+        assert [found.pop(f"train: {name}") for name in ("item", "_local_scalar_dense")] == [5, 5]
     times = SHORT_RUNS[name][1]
     if name in NEW:  # whether steps are bad is asked at a log line
         names = ["tolist", "__bool__", "_local_scalar_dense"]

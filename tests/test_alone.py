@@ -70,7 +70,7 @@ def image_folder(folder):
                 pixels = rng.integers(0, 99, (20, 24, 3), np.uint8)
                 pixels[:, :, 2 - 2 * color] += 150
                 Image.fromarray(pixels).save(folder / "photos" / part / name / f"{i}.jpg")
-    return ["--data=photos", "--image_shape=3x16"]
+    return ["--data=photos", "--size=16"]
 
 
 def digits(folder):
@@ -149,7 +149,7 @@ SCRIPTS = {  # options of a tiny run, what is looked at
         check_quantumgrav,
     ),
     "run_train_rebm_ddp": (
-        """--width=8 --at_epochs=5 --total_epochs=1 --at_lr=1e-2 indist_attack_clf.max_steps=2
+        """--at_epochs=5 --total_epochs=1 --at_lr=1e-2 indist_attack_clf.max_steps=2
         --batch_size=15 --min_imgs_per_threshold=30 attack.max_steps=2""",
         check_rebm,
     ),
