@@ -84,8 +84,7 @@ def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
     add("--data", type=expanded, default="digits", help="images: see above; digits need no file")
-    text = "OOD images: likewise, or noise, or blobs"
-    add("--outdist_data", type=expanded, default="noise", help=text)
+    add("--outdist_data", type=expanded, default="noise", help="OOD images; also noise, blobs")
     add("--size", type=NATURAL, default=0, help="pixels a side; 0: of arrays; files 32")
     add("--grey", **FLAG, help="make all images grey")
     kinds = ["none", "shift", "original"]
@@ -108,8 +107,7 @@ def parse_args():
     add("--indist_attack_clf_max_steps", type=NATURAL, default=10, help="0: standard training")
     add("--indist_attack_clf_step_size", type=length, default=0.1, help="length of a step")
     add("--indist_attack_clf_eps", type=length, default=0.5, help="radius of the ball")
-    kinds = ["L2", "Linf"]
-    add("--indist_attack_clf_norm", default="L2", choices=kinds, help="of step and ball")
+    add("--indist_attack_clf_norm", default="L2", choices=["L2", "Linf"], help="of step and ball")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--at_epochs", type=NATURAL, default=40, help="of stage 1; 0: stage 2 of --ckpt_path")
@@ -492,9 +490,8 @@ def evaluate(net, indist, args, device):
 
 def note_best(loop, stage, metrics, T):
     """Whether these weights are the best of the stage so far; loop["best"] says so then."""
-    # Networks that have seen longer attacks generate better images, and are hardly less robust. So
-    # T counts first; then accuracy under attack, which is 0 where training had none. Of two that
-    # are as good, the later one is taken.
+    # Networks that have seen longer attacks generate better images, and are hardly less robust: so
+    # T counts first. Then accuracy under attack, which is 0 where training had none.
     rank = [T, metrics["robust"], metrics["clean"]]
     best = loop["best"].get(stage)
     if best and rank < best["rank"]:
@@ -668,8 +665,8 @@ def main(args):
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
-    is_launched = "RANK" in os.environ or torch.accelerator.device_count() > 1
-    if args.use_ddp and world_size == 1 and is_launched:
+    has_more = "RANK" in os.environ or torch.accelerator.device_count() > 1
+    if args.use_ddp and world_size == 1 and has_more:
         logging.warning("DDP with one process only: torchrun --nproc_per_node=N starts N of them")
     logging.info("Preparing data loaders...")
     folder = read_once(functools.partial(prepare, name=args.data), args)
@@ -708,8 +705,7 @@ def main(args):
                 return exit_status(reason)
             best = loop["best"][stage]
             text = " ".join(f"{name}={value:.4f}" for name, value in best["metrics"].items())
-            logging.info(f"held out, the best of stage {stage}: {text} T={best['T']}")
-            logging.info(f"held out, guessing the commonest class: clean={commonest:.4f}")
+            logging.info(f"held out, stage {stage}: {text} T={best['T']}; guessing {commonest:.4f}")
 
     baselines = {"commonest class": {"clean": commonest}}
     log.close("finished", steps=loop["step"], best=best, stages=loop["best"], baselines=baselines)
@@ -892,9 +888,8 @@ def find_on_hub(name):
     try:
         tables = datasets.load_dataset(name)
     except Exception as error:  # no network, no such name, and many more
-        text = f"{name}: no such folder or file here, and not on the hub, or no way to it"
-        hint = f"without a download: digits ({' '.join(str(error).split())[:200]})"
-        raise InputError(f"{text}; {hint}") from None
+        text = "no such folder or file here, and not on the hub, or no way to it; digits need none"
+        raise InputError(f"{name}: {text} ({' '.join(str(error).split())[:200]})") from None
     rows = []
     say(name, "splits are not read", [split for split in tables if split not in PARTS])
     for split, part in PARTS.items():
@@ -943,28 +938,6 @@ def square(image, channels, size):
     return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
 
 
-def read_images(files, images, digests):
-    """Fill `images` (N, C, S, S), and `digests` (N,) uint64. InputError where some cannot be
-    read."""
-    bad = []
-
-    def read(i):
-        try:
-            images[i] = square(open_image(files[i]), *images.shape[1:3])
-            digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
-            digests[i] = int.from_bytes(digest, "little")
-        except Exception as error:  # Pillow raises many kinds
-            place = files[i] if isinstance(files[i], Path) else f"image {i}"
-            bad.append(f"{place}: {' '.join(str(error).split())}")
-
-    with ThreadPool() as pool:
-        done = pool.imap_unordered(read, range(len(files)), chunksize=64)
-        for _ in tqdm(done, total=len(files), desc="reading", disable=None, leave=False):
-            pass
-    if bad:
-        raise InputError(f"{len(bad)} images cannot be read:{list_problems(sorted(bad))}")
-
-
 def hold_out(split):
     """Change `split` (N,) where there are no images to test or to validate on: some of those to
     train on become them. A single part beside train is the test."""
@@ -981,12 +954,29 @@ def write_images(folder, name, rows, shape, indist):
     """Write images.npy (N, C, S, S) uint8; and rows.npz: labels, split and digests (N,), classes.
     indist: the images to classify, None if these are it. (rank 0)"""
     files, names, parts = zip(*rows, strict=True)
-    shape = (len(rows), shape[0], shape[1], shape[1])
+    channels, size = shape
+    shape = (len(rows), channels, size, size)
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
     with open(folder / "images.npy", "r+") as file:  # mapped, a full disk would kill this process
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     digests = np.zeros(len(rows), np.uint64)
-    read_images(files, images, digests)
+    bad = []
+
+    def read(i):
+        try:
+            images[i] = square(open_image(files[i]), channels, size)
+            digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
+            digests[i] = int.from_bytes(digest, "little")
+        except Exception as error:  # Pillow raises many kinds
+            place = files[i] if isinstance(files[i], Path) else f"image {i}"
+            bad.append(f"{place}: {' '.join(str(error).split())}")
+
+    with ThreadPool() as pool:
+        done = pool.imap_unordered(read, range(len(rows)), chunksize=64)
+        list(tqdm(done, total=len(rows), desc="reading", disable=None, leave=False))
+    if bad:
+        text = f"{name}: {len(bad)} images cannot be read:"
+        raise InputError(text + list_problems(sorted(bad)))
 
     classes = []
     labels = np.zeros(len(rows), np.int64)

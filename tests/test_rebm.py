@@ -422,7 +422,7 @@ def test_stage_2_of_given_weights(digits, tmp_path):
     text = call_script(
         "run_train_rebm_ddp", *small(digits, "total_epochs=0", f"--output_dir={out}")
     )
-    assert "held out, guessing the commonest class: clean=" in text
+    assert "; guessing 0." in text  # the accuracy of always the commonest class
     best = torch.load(out / "at_best.pt", weights_only=True)["model"]
     assert not differences(best, torch.load(out / "best.pt", weights_only=True)["model"])
     more = [f"ckpt_path={out}/best.pt", f"--output_dir={tmp_path}/dat", "at_epochs=0", "--lr=0"]

@@ -501,7 +501,7 @@ def test_no_hub(tmp_path):
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "no-one/nothing: no such folder or file here" in done.stderr
-    assert "without a download: digits" in done.stderr
+    assert "digits need none" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
