@@ -141,10 +141,11 @@ def as_options(words, parser):
         key, equals, value = word.partition("=")
         section, dot, name = key.removeprefix("--").rpartition(".")
         is_alone = not options or "=" in options[-1]  # else it may be the value of an option
-        if equals and (dot or not word.startswith("-")):
+        is_ours = word.startswith("-") and not (equals and dot)
+        if equals and not is_ours:
             prefix = f"--{section}_" if section else "--"
             options += config_words({name: value}, parser, prefix, f"{section}{dot}")
-        elif is_alone and word.endswith((".yaml", ".yml", ".json")):
+        elif is_alone and not is_ours and word.endswith((".yaml", ".yml", ".json")):
             options.append(f"--config={word}")
         else:
             options.append(word)

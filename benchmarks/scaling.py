@@ -43,7 +43,8 @@ OPTIONS = {
     "run_dpo_ddp": """--train_data=pairs.json --val_fraction=0.02 --num_orders=1
         --base_model_name=random""",
     "run_train_quantumgrav_ddp": "--data=sets.npz --split 0.98 0.01 0.01",
-    "run_train_rebm_ddp": "--data=images.npz --augm_type_classification=original",
+    "run_train_rebm_ddp": """--data=images.npz --augm_type_classification=original
+        --indist_attack_clf_max_steps=0""",
 }
 
 
@@ -91,11 +92,9 @@ def load_data(module, args):
             return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
 
     def loss_of_images(batch):
-        """The three passes of stage 2, without attacks."""
-        is_real = module.real_or_fake(model(module.pixels(batch.real)), True)
-        is_fake = module.real_or_fake(model(module.pixels(batch.outside)), False)
-        clf_loss = module.cross_entropy(model(module.pixels(batch.x)), batch.y)
-        return (is_real + is_fake + clf_loss).sum()
+        """A step of stage 2, without attacks."""
+        with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
+            return module.sums_of_losses(args, model, model, batch, 0)[0].sum()
 
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)
@@ -116,10 +115,12 @@ def load_data(module, args):
         data.reference = np.zeros((1, len(data.letters), 2), np.float32)
         return data, data.train_ids, data.lengths, loss_of_pairs
 
-    images, others = module.load_data(args)
+    folder = module.prepare(args, args.data)
+    images = module.Images(folder)
+    others = module.Images(module.prepare(args, args.outdist_data, folder))
     model = module.make_network(args, len(images.classes), *images.shape).to("meta")
     data = module.TrainingData(args, images, others, "dat")
-    return data, images.part("train"), None, loss_of_images
+    return data, images.part(module.TRAIN), np.zeros(len(images.split)), loss_of_images
 
 
 def load_texts(module, args, device):

@@ -445,6 +445,7 @@ def test_the_commands_of_the_original(tmp_path):
     # torch.distributed.launch gives a word of its own first
     assert arguments("--local-rank=0", config).at_epochs == 300
     assert arguments("--config", config, "seed=7").seed == 7
+    assert arguments(f"--config={config}").at_epochs == 300
     args = arguments("attack.step_size=1e-1", "--indist_attack_clf.eps=0.25", "model.ckpt_path=a=b")
     assert (args.attack_step_size, args.indist_attack_clf_eps, args.ckpt_path) == (0.1, 0.25, "a=b")
     path = tmp_path / "own.yaml"
