@@ -53,6 +53,7 @@ def parse_args():
     length = script.number(1e-6, 1e6)
     add("--step_size", type=length, help="length of a step, if not that of training")
     args = parser.parse_args()
+
     for path in (args.out, args.npz):
         if path is not None and path.exists():
             raise InputError(f"{path} exists: remove it, or give another name")
@@ -104,6 +105,7 @@ def generate(model, state, outdist, device, args):
     numbers = np.arange(args.num_samples)
     classes = len(state["loop"]["classes"])
     period = math.lcm(len(starts), classes)  # after which a start would get the same class again
+
     made = []
     for first in tqdm(range(0, len(numbers), args.batch_size), desc="generating", disable=None):
         some = numbers[first : first + args.batch_size]
@@ -139,6 +141,7 @@ def main():
         if args.num_samples < classes:
             text = f"expected one of each of the {classes} classes or more"
             raise InputError(f"--num_samples {args.num_samples}: {text}")
+
         for path in (args.out, args.npz or args.out):
             path.parent.mkdir(parents=True, exist_ok=True)
         images = generate(model, state, outdist, device, args)
