@@ -518,7 +518,11 @@ def make_optimizer(args, model, stage):
     decay = [p for p in model.parameters() if p.ndim > 1]
     no_decay = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": args.wd}, {"params": no_decay, "weight_decay": 0.0}]
-    return kind(groups, lr=args.lr, fused=True, **settings)
+    optimizer = kind(groups, lr=args.lr, fused=True, **settings)
+    if kind is torch.optim.SGD:
+        for p in model.parameters():  # else, if the first step is skipped, they are never set
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return optimizer
 
 
 def update_average(average, model, decay, step):
@@ -741,7 +745,7 @@ def find_images(name, shape):
     if path.is_file():
         rows = find_in_arrays(path)
         files = [path]
-    elif (path / "batches.meta").exists() or (path / "meta").exists():
+    elif (path / "batches.meta").is_file() or (path / "meta").is_file():
         rows = find_in_pickles(path)
         files = sorted(path.iterdir())
     else:
@@ -801,6 +805,9 @@ def find_in_folder(root):
                 unread.append(path)
             else:
                 rows.append((path, names[0] if len(names) > 1 else None, part))
+        classes = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+        known = {own for _, own, its_part in rows if its_part == part}
+        say(root, "folders have no images", [path for path in classes if path.name not in known])
     say(root, "files or folders are not read as images", unread)
     return rows
 

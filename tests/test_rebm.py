@@ -476,3 +476,17 @@ REFUSED = {
 def test_options_that_cannot_be(options):
     with pytest.raises(script.InputError, match=REFUSED[options]):
         arguments(*options.split())
+
+
+def test_a_first_step_that_is_skipped_leaves_no_trace():
+    """torch's fused SGD takes whatever lies in memory as its momentum then."""
+    model = torch.nn.Linear(1000, 100)
+    optimizer = script.make_optimizer(arguments("--data=digits", "--at_optimizer=sgd"), model, "at")
+    before = model.weight.detach().clone()
+    optimizer.grad_scale = None
+    for is_bad in (1.0, 0.0):
+        optimizer.found_inf = torch.tensor(is_bad)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert torch.allclose(model.weight, before, atol=1e-3)

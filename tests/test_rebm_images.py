@@ -124,6 +124,7 @@ FOLDERS = {  # what is changed, the parts, what is said
     "no train": (no_train, [19, 1, 4], "1 of 2 classes have nothing to validate on"),
     "beside train": (beside_train, [22, 2, 24], "2 files or folders are not read .*/extra"),
     "class not tested": (class_not_tested, [22, 2, 12], "1 of 2 classes .* to test on.* dog"),
+    "empty class": (lambda root: (root / "train/owl").mkdir(), [22, 2, 24], "no images.*train/owl"),
     "copies": (copies, [22, 2, 24], "3 images equal held-out ones.*copy0"),
     "loose": (lambda root: picture(root / "train/a.png"), [22, 2, 24], "1 images have no .*/a.png"),
 }
