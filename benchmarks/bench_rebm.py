@@ -2,22 +2,24 @@
 
     python benchmarks/bench_rebm.py
     python benchmarks/bench_rebm.py --rounds 1 --seconds 3 --works SmallNet
+    python benchmarks/bench_rebm.py --device cuda --precision bf16 --works WideResNet34x10
 
-Images per second of whole training steps, one process, one thread, fp32 on a CPU, the same network
-and the same lengths of the attacks: T = 20 steps on OOD images, 10 on images to classify.
+Images per second of whole training steps, one process, the same network, layout and precision, the
+same lengths of the attacks: T = 20 steps on OOD images, 10 on images to classify.
 
-ours         the script, in stage 2
-compiled     the same with --compile
+compiled     ours with --compile
 original     xuwangyin/DAT fb2ffc7, from a description of it: attacks through the
              DistributedDataParallel wrapper with parameters that require gradients; one more
              forward pass over real, OOD and attacked images for two AUCs by scikit-learn; one joint
              backward pass; weights averaged tensor by tensor; the loss read in each step. The
              network is ours
+fast         the same with torch.compile
 
-Batch normalisation is frozen, as in stage 2. To the original's advantage its batches are ready: it
-decodes and augments in other processes.
+Batch normalisation is frozen, as in stage 2. To the original's advantage its batches are ready, on
+the device: it decodes and augments in other processes.
 """
 
+import argparse
 import copy
 import importlib
 import itertools
@@ -33,7 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 SCRIPT = "run_train_rebm_ddp.py"
 UNIT = "images/s"
-NAMES = {"compiled": "ours with --compile", "original": "the original's step"}
+NAMES = {
+    "compiled": "ours with --compile",
+    "original": "the original's step",
+    "fast": "the original's step, compiled",
+}
 T = 20
 CLF_STEPS = 10
 STEP = 0.1
@@ -57,7 +63,14 @@ class Setting(NamedTuple):
 WORKS = {
     "SmallNet": Setting("SmallNet", 1, 8, 128),
     "WideResNet28x2": Setting("WideResNet28x2", 3, 32, 8),
+    "WideResNet34x10": Setting("WideResNet34x10", 3, 32, 128),  # for GPUs
 }
+
+
+def sized(setting):
+    if sides.chosen.small and setting.channels == 3:
+        return Setting("WideResNet28x2", 3, 32, 2)
+    return setting
 
 
 def climb(model, x, objective, steps, eps):
@@ -78,16 +91,17 @@ def mean_auc(real, other):
     from sklearn.metrics import roc_auc_score
 
     truth = np.repeat([1, 0], [len(real), len(other)])
-    value = torch.tensor(roc_auc_score(truth, torch.cat([real, other]).numpy()))
+    scores = torch.cat([real, other]).float().cpu().numpy()
+    value = torch.tensor(roc_auc_score(truth, scores))
     dist.all_reduce(value)
     return value.item()
 
 
 def of_class(logits, labels):
-    return logits[torch.arange(len(logits)), labels]
+    return logits.gather(1, labels[:, None])[:, 0]
 
 
-def make_batches(setting, seed):
+def make_batches(setting, seed, device):
     """Four times images to classify, real images, each with labels, and OOD images: ready."""
     rng = np.random.default_rng(seed)
     shape = (setting.batch, setting.channels, setting.size, setting.size)
@@ -95,7 +109,8 @@ def make_batches(setting, seed):
     for _ in range(4):
         images = torch.from_numpy(rng.integers(0, 256, (3, *shape), np.uint8)).float() / 255
         labels = torch.from_numpy(rng.integers(0, 10, (2, setting.batch)))
-        batches.append([images[0], labels[0], images[1], labels[1], images[2]])
+        parts = [images[0], labels[0], images[1], labels[1], images[2]]
+        batches.append([part.to(device) for part in parts])
     return itertools.cycle(batches)
 
 
@@ -115,46 +130,51 @@ def make_network(setting):
 def train_ours(options):
     """Stage 2 of the script; it begins with attacks of T steps on OOD images, not of none."""
     script = load_script(*options)
-    plain = script.begin_stage
+    plain = script.train
 
-    def begin_stage(args, stage, nets, loop):
-        plain(args, stage, nets, loop)
-        loop["attack"] = {"T": T}
+    def train(*args):
+        args[-1]["T"] = T  # of loop
+        return plain(*args)
 
-    script.begin_stage = begin_stage
+    script.train = train
     script.launch(script.parse_args, script.main)
 
 
-def port(setting=None, seed=0, options=None):
+def port(setting=None, seed=0, options=None, compiled=False, device="cpu", precision="fp32"):
     """The script with options; without them the original's step."""
     if options:
         train_ours(options)
         return
     setting = Setting(*setting)
-    plain = make_network(setting).to(memory_format=torch.contiguous_format)
-    plain.is_frozen = True
+    plain = make_network(setting).to(device)
     average = copy.deepcopy(plain)
+    script = load_script()
+    autocast = script.choose_precision(
+        argparse.Namespace(precision=precision), torch.device(device)
+    )
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(plain, broadcast_buffers=False)
+    model = torch.compile(plain) if compiled else plain
+    model = DistributedDataParallel(model, broadcast_buffers=False)
     options = {"lr": RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     optimizer = torch.optim.SGD(model.parameters(), **options)
-    batches = make_batches(setting, seed)
+    batches = make_batches(setting, seed, device)
+    model.eval()  # so that batch normalisation is frozen
     for number in itertools.count():
         x, y, real, real_y, outside = next(batches)
-        model.eval()
-        fake = climb(model, outside, lambda z, y=real_y: of_class(z, y).sum(), T, float("inf"))
-        with torch.no_grad():
-            logits = model(torch.cat([real, outside, fake]))
-            scores = of_class(logits, real_y.repeat(3)).chunk(3)
-        for other in scores[1:]:
-            mean_auc(scores[0], other)
+        with autocast():
+            fake = climb(model, outside, lambda z, y=real_y: of_class(z, y).sum(), T, float("inf"))
+            with torch.no_grad():
+                logits = model(torch.cat([real, outside, fake]))
+                scores = of_class(logits, real_y.repeat(3)).chunk(3)
+            for other in scores[1:]:
+                mean_auc(scores[0], other)
 
-        model.train()
-        logits = torch.cat([model(real), model(fake)]).logsumexp(1)
-        truth = torch.cat([torch.ones(len(real)), torch.zeros(len(fake))])
-        loss = F.binary_cross_entropy_with_logits(logits, truth)
-        attacked = climb(model, x, lambda z, y=y: F.cross_entropy(z, y), CLF_STEPS, CLF_EPS)
-        loss = loss + F.cross_entropy(model(attacked), y)
+            logits = torch.cat([model(real), model(fake)]).logsumexp(1)
+            truth = torch.zeros_like(logits)
+            truth[: len(real)] = 1
+            loss = F.binary_cross_entropy_with_logits(logits, truth)
+            attacked = climb(model, x, lambda z, y=y: F.cross_entropy(z, y), CLF_STEPS, CLF_EPS)
+            loss = loss + F.cross_entropy(model(attacked), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -174,20 +194,25 @@ def port(setting=None, seed=0, options=None):
 
 def prepare(folder, setting):
     """Noise to classify, and weights for ours to start from."""
+    setting = sized(setting)
     torch.save(make_network(setting).state_dict(), folder / "start.pt")
     shape = (setting.channels, setting.size, setting.size)
     sides.write_images(folder / "noise.npz", setting.batch * EPOCH, shape)
 
 
 def start(folder, setting, side, seed):
-    settings = {"setting": setting, "seed": seed}
-    if side != "original":
+    setting = sized(setting)
+    where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
+    settings = {"setting": setting, "seed": seed, "compiled": side == "fast", **where}
+    if side not in ("original", "fast"):
         options = f"""{sides.common()} {OPTIONS} --model_type={setting.model} --seed={seed}
             --batch_size={setting.batch} --output_dir=run-{side} --cache_dir=cache-{side}
             --compile={side == "compiled"}"""
+        if sides.chosen.device != "cpu":
+            options += " --num_workers=2"
         settings = {"options": options.split()}
     return sides.port_job(__file__, side, folder, settings, setting.batch)
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, any_device=True)

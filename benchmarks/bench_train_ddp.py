@@ -2,24 +2,27 @@
 
     pip install "accelerate>=1.10"
     python benchmarks/bench_train_ddp.py
-    python benchmarks/bench_train_ddp.py --rounds 1 --seconds 3 --works "phase 1"
+    python benchmarks/bench_train_ddp.py --rounds 1 --seconds 3 --works phase1 --sides best
+    python benchmarks/bench_train_ddp.py --device cuda --precision bf16
 
-The same student, texts, batch (64 per process), processes (two, one thread each) and fp32 on a CPU.
-The student is a BERT with random weights, builtin:bert:3x384: 3 layers of width 384, 768 within a
-layer, a vocabulary of at most 8,000 words. Texts are the first 600 queries of data/pydocs.jsonl.gz,
-with their documents. The teacher's vectors are ready.
+The same student, texts and batch. The student is a BERT with random weights, its MLP twice as wide
+as the rest, a vocabulary of at most 8,000 words. Texts are queries of data/pydocs.jsonl.gz, with
+their documents. The teacher's vectors are ready. On a CPU two processes of one thread each, 3
+layers of width 384, 64 texts or pairs per process; on a GPU one process, 6 layers, 256 of them.
 
-ours         train_ddp.py; phase 1 by the cosine alone, phase 2 by InfoNCE alone
-default      SentenceTransformerTrainer as its documentation writes it: EmbedDistillLoss (cosine),
-             MultipleNegativesRankingLoss with negatives from all ranks
-best         the Trainer with what we found to help it: texts of similar length share a step, of
-             both processes; DDP looks for no unused parameters, of which there are none, and sends
-             no buffers; the C library keeps all memory that was freed
+ours      train_ddp.py; phase 1 by the cosine alone, phase 2 by InfoNCE alone
+default   SentenceTransformerTrainer as its documentation writes it: EmbedDistillLoss (cosine),
+          MultipleNegativesRankingLoss with negatives from all ranks
+best      the Trainer with what we found to help it: texts of similar length share a step, of all
+          processes; DDP looks for no unused parameters, of which there are none, and sends no
+          buffers; the C library keeps all memory that was freed; on a GPU two processes load data
+compiled  as best, by torch.compile
 """
 
 import gzip
 import itertools
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -27,32 +30,41 @@ import sides
 import torch
 
 UNIT = "samples/s"
-PROCESSES = 2
-BATCH = 64
-ROWS = 600
 LENGTH = 128
-WORKS = {"phase 1": 1, "phase 2": 2}
+SIZES = {
+    "cpu": {"layers": 3, "batch": 64, "rows": 600, "processes": 2, "every": 1},
+    "cuda": {"layers": 6, "batch": 256, "rows": 6000, "processes": 1, "every": 10},
+}
+WORKS = {"phase1": 1, "phase2": 2}
 NAMES = {
     "default": "SentenceTransformerTrainer, default",
     "best": "SentenceTransformerTrainer, at its best",
+    "compiled": "SentenceTransformerTrainer, at its best and compiled",
 }
-MODELS = f"""--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl --student_max_length={LENGTH}
-    --teacher_model=builtin:lsa:384 --cache_dir=cache"""
-OPTIONS = f"""{MODELS} --student_model=student --use_projection=False --eval_samples=50
-    --phase1_l2_weight=0 --phase1_cosine_weight=1 --phase2_l2_weight=0 --infonce_weight=1
-    --false_negative_margin=2 --phase1_lr=2e-5 --phase2_lr=2e-5 --log_every=1 --eval_every=1000000
-    --phase1_epochs=100000 --phase2_epochs=100000 --batch_size={BATCH}"""
+OPTIONS = f"""--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl --student_max_length={LENGTH}
+    --teacher_model=builtin:lsa --cache_dir=cache --student_model=student --use_projection=False
+    --eval_samples=50 --phase1_l2_weight=0 --phase1_cosine_weight=1 --phase2_l2_weight=0
+    --infonce_weight=1 --false_negative_margin=2 --phase1_lr=2e-5 --phase2_lr=2e-5
+    --eval_every=1000000 --phase1_epochs=100000 --phase2_epochs=100000"""
+
+
+def sizes():
+    """Those of SIZES for this device; with --small a layer, and few texts."""
+    found = dict(SIZES[sides.chosen.device])
+    if sides.chosen.small:
+        found.update(layers=1, batch=8, rows=500, processes=1)
+    return found
 
 
 # ---- The Trainer, in each of its processes -------------------------------------------------------
 
 
-def similar_lengths(lengths):
+def similar_lengths(lengths, batch, processes):
     """A batch sampler for the Trainer: texts of similar length together, 25 steps at a time. The
-    Trainer gives batches to the ranks in turns: each next PROCESSES of them are a step."""
+    Trainer gives batches to the ranks in turns: each next `processes` of them are a step."""
     from sentence_transformers.base.sampler import DefaultBatchSampler
 
-    together = PROCESSES * BATCH
+    together = processes * batch
 
     class SimilarLengths(DefaultBatchSampler):
         def __iter__(self):
@@ -63,16 +75,16 @@ def similar_lengths(lengths):
                 part = part[lengths[part].argsort(descending=True)]
                 steps += [step for step in part.split(together) if len(step) == together]
             for i in torch.randperm(len(steps), generator=generator).tolist():
-                for rank in range(PROCESSES):
-                    yield steps[i][rank::PROCESSES].tolist()
+                for rank in range(processes):
+                    yield steps[i][rank::processes].tolist()
 
         def __len__(self):
-            return PROCESSES * (len(lengths) // together)
+            return processes * (len(lengths) // together)
 
     return SimilarLengths
 
 
-def port(side, phase, seed):
+def port(side, phase, seed, device, precision, batch, processes, every, **others):
     """A training of SentenceTransformerTrainer. (each rank)"""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -94,20 +106,24 @@ def port(side, phase, seed):
         data = Dataset.from_dict({"anchor": queries, "positive": documents})
         loss = losses.MultipleNegativesRankingLoss(student, scale=50.0, gather_across_devices=True)
     options = {}
-    if side == "best":
+    if side != "default":
         sides.keep_freed_memory()
         student[0].auto_model.pooler.requires_grad_(False)  # nothing uses it
         options.update(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False)
         ids = student.tokenizer(texts, truncation=True, max_length=2 * LENGTH)["input_ids"]
-        options["batch_sampler"] = similar_lengths(torch.tensor([len(tokens) for tokens in ids]))
+        lengths = torch.tensor([len(tokens) for tokens in ids])
+        options["batch_sampler"] = similar_lengths(lengths, batch, processes)
+        options["torch_compile"] = side == "compiled"
+        if device != "cpu":
+            options["dataloader_num_workers"] = 2
 
     class Steps(TrainerCallback):
         def on_step_end(self, *others, **more):
-            sides.note_step()
+            sides.note_step(every)
 
     settings = Arguments(
         output_dir=f"trainer-{side}",
-        per_device_train_batch_size=BATCH,
+        per_device_train_batch_size=batch,
         learning_rate=2e-5,
         warmup_steps=0.1,
         num_train_epochs=100_000,
@@ -117,7 +133,9 @@ def port(side, phase, seed):
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=device == "cpu",
+        bf16=precision == "bf16",
+        tf32=precision == "tf32" if device == "cuda" else None,
         **options,
     )
     names = {"model": student, "args": settings, "train_dataset": data, "loss": loss}
@@ -129,22 +147,28 @@ def port(side, phase, seed):
 
 def prepare(folder, phase):
     """pairs.jsonl, and the student."""
+    import train_ddp
+
+    found = sizes()
     with gzip.open(sides.ROOT / "data" / "pydocs.jsonl.gz", "rt") as file:
-        (folder / "pairs.jsonl").write_text("".join(itertools.islice(file, ROWS)))
-    options = f"{MODELS} --prepare_only --student_model=builtin:bert:3x384"
-    sides.script_job("train_ddp.py", "prepare", folder, options).wait()
-    (model,) = (folder / "cache").glob("bert-*")
-    model.rename(folder / "student")
+        lines = list(itertools.islice(file, found["rows"]))
+    (folder / "pairs.jsonl").write_text("".join(lines))
+    texts = ["\n".join([row["query"], row["positive"]]) for row in map(json.loads, lines)]
+    args = Namespace(student_max_length=LENGTH, seed=0)
+    train_ddp.make_bert(folder / "student", args, texts, found["layers"], width=384)
 
 
 def start(folder, phase, side, seed):
-    amount = BATCH * PROCESSES
+    found = sizes()
+    amount = found["batch"] * found["processes"]
     if side in NAMES:
-        settings = {"side": side, "phase": phase, "seed": seed}
-        return sides.port_job(__file__, side, folder, settings, amount, PROCESSES)
-    options = f"{OPTIONS} --skip_phase{3 - phase} --seed={seed}"
-    return sides.script_job("train_ddp.py", side, folder, options, amount, PROCESSES)
+        where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
+        settings = {"side": side, "phase": phase, "seed": seed, **where, **found}
+        return sides.port_job(__file__, side, folder, settings, amount, found["processes"])
+    options = f"""{OPTIONS} --skip_phase{3 - phase} --seed={seed} --batch_size={found["batch"]}
+        --log_every={found["every"]}"""
+    return sides.script_job("train_ddp.py", side, folder, options, amount, found["processes"])
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, seconds=24.0)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, 24.0, any_device=True)

@@ -75,7 +75,7 @@ def main():
     images, _ = tool.load_images(words, state)
     norm = state["args"]["indist_attack_clf_norm"]
     eps = state["args"]["indist_attack_clf_eps"]
-    ids = images.some("test", args.images)
+    ids = images.some(tool.TEST, args.images)
     x = tool.pictures(images, ids, device)
     y = torch.from_numpy(images.labels[ids])
 

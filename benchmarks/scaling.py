@@ -38,12 +38,13 @@ STEPS = 20  # of each number of ranks in a round
 COMMON = "--batch_size=32 --device=cpu --cache_dir=cache"
 OPTIONS = {
     "train_ddp": """--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl
-        --teacher_model=builtin:lsa:64 --student_model=builtin:bert:1x64""",
+        --teacher_model=builtin:lsa --student_model=builtin:bert""",
     "run_train_uniref50_ddp": "--datafile=proteins.txt",
     "run_dpo_ddp": """--train_data=pairs.json --val_fraction=0.02 --num_orders=1
         --base_model_name=random""",
     "run_train_quantumgrav_ddp": "--data=sets.npz --split 0.98 0.01 0.01",
-    "run_train_rebm_ddp": "--data=images.npz --augm_type_classification=original",
+    "run_train_rebm_ddp": """--data=images.npz --augm_type_classification=original
+        --indist_attack_clf_max_steps=0""",
 }
 
 
@@ -91,11 +92,9 @@ def load_data(module, args):
             return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
 
     def loss_of_images(batch):
-        """The three passes of stage 2, without attacks."""
-        is_real = module.real_or_fake(model(module.pixels(batch.real)), True)
-        is_fake = module.real_or_fake(model(module.pixels(batch.outside)), False)
-        clf_loss = module.cross_entropy(model(module.pixels(batch.x)), batch.y)
-        return (is_real + is_fake + clf_loss).sum()
+        """A step of stage 2, without attacks."""
+        with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
+            return module.sums_of_losses(args, model, model, batch, 0)[0].sum()
 
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)
@@ -116,10 +115,12 @@ def load_data(module, args):
         data.reference = np.zeros((1, len(data.letters), 2), np.float32)
         return data, data.train_ids, data.lengths, loss_of_pairs
 
-    images, others = module.load_data(args)
+    folder = module.prepare(args, args.data)
+    images = module.Images(folder)
+    others = module.Images(module.prepare(args, args.outdist_data, folder))
     model = module.make_network(args, len(images.classes), *images.shape).to("meta")
     data = module.TrainingData(args, images, others, "dat")
-    return data, images.part("train"), None, loss_of_images
+    return data, images.part(module.TRAIN), np.zeros(len(images.split)), loss_of_images
 
 
 def load_texts(module, args, device):
@@ -127,20 +128,18 @@ def load_texts(module, args, device):
 
     def loss_of(batch):
         vectors = torch.empty_like(batch.targets, dtype=torch.float32, requires_grad=True)
-        if hasattr(batch, "pull"):
-            return module.pair_loss(args, [batch], [vectors])[0]
-        return module.text_loss(args, batch, vectors)
+        if batch.n == 0:
+            return module.text_loss(args, batch, vectors)
+        _, gradient = module.pair_loss(args, [batch], vectors.detach())
+        return (vectors * gradient).sum()
 
-    corpus = module.Corpus(module.read_once(module.prepare_texts, args))
-    student = module.load_student(args, module.local_model(args, args.student_model, corpus))
-    tokens = module.Tokens(args, corpus, student, device)
-    key = module.teacher_key(args, corpus, args.teacher_model)
-    vectors = module.teacher_vectors(args, key, args.teacher_model, corpus, 64, device)
+    folder = module.read_once(module.prepare, args)
+    corpus = module.load_corpus(folder)
+    vectors = module.teacher_vectors(args, folder, corpus, 0, device)
     phases = {}
     for phase, kind in {1: module.TextData, 2: module.PairData}.items():
-        data = kind(args, corpus, tokens)
-        data.use(vectors, vectors.dimensions)
-        phases[f"train_ddp, phase {phase}"] = (data, data.ids(), data.cost(), loss_of)
+        data = kind(args, corpus, vectors)
+        phases[f"train_ddp, phase {phase}"] = (data, *data.samples(), loss_of)
     return phases
 
 
@@ -155,6 +154,13 @@ def take_step(batches, loss_of):
 
 def send_nothing(*tensors):
     pass
+
+
+gathered = []  # bytes
+
+
+def gather_nothing(rows, own):
+    gathered.append(rows.nbytes)
 
 
 def attend_nothing(q, k, v, turns, owners, batch, is_last):
@@ -173,15 +179,21 @@ def used_memory():
 def measure(name, module, args, device, rounds, loaded):
     """Prints rows of the table."""
     data, ids, cost, loss_of = loaded
-    patches = {"all_gather": send_nothing, "reduce_scatter": send_nothing, "attend": attend_nothing}
+    patches = {
+        "all_gather": gather_nothing,
+        "reduce_scatter": send_nothing,
+        "attend": attend_nothing,
+    }
     loaders = {}
     memory = []
+    sent = []  # what a rank has of all ranks in a step
     medians = {ranks: [] for ranks in RANKS}  # (batch, step) of each round
     for turn in range(rounds + 1):
         for ranks in RANKS:
             with (
                 mock.patch.object(dist, "get_world_size", return_value=ranks),
                 mock.patch.object(dist, "get_rank", return_value=ranks // 2),
+                mock.patch.object(dist, "all_reduce", send_nothing),
                 mock.patch.multiple(module, create=True, **patches),
             ):
                 before = used_memory()
@@ -189,8 +201,10 @@ def measure(name, module, args, device, rounds, loaded):
                     args.global_batch_size = args.batch_size * ranks
                     sampler = module.GlobalBatchSampler(ids, args, cost)
                     loaders[ranks] = module.make_loader(data, sampler, args, device)
+                gathered.clear()
                 times = [take_step(loaders[ranks], loss_of) for _ in range(STEPS)]
             if turn == 0:  # it warms up
+                sent.append(f"{sum(gathered) / STEPS / 1e6:.1f}")
                 memory.append(f"{used_memory() - before:.0f}")
             else:
                 parts = zip(*times, strict=True)
@@ -199,6 +213,8 @@ def measure(name, module, args, device, rounds, loaded):
         found = [statistics.median(row[place] for row in medians[ranks]) for ranks in RANKS]
         sides.print_row(name, f"{part}, ms", *[f"{value:.1f}" for value in found])
     sides.print_row(name, "memory, MB", *memory)
+    if gathered:
+        sides.print_row(name, "gathered, MB", *sent)
 
 
 def measure_script(script, rounds):

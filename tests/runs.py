@@ -31,8 +31,6 @@ from helpers import (
 from matplotlib.figure import Figure
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
-# Scripts with the one block of lines for distributed training, which are all of them in the end
-NEW = [name for name in SCRIPTS if "\n# Distributed training." in (ROOT / f"{name}.py").read_text()]
 RUNS = str(Path(__file__).resolve())
 COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=disabled --device=cpu
     --precision=fp32""".split()
@@ -52,8 +50,8 @@ def tiny_train_ddp(folder):
             row["negatives"] = [f"{words} is {kind}" for kind in ("old", "new", "large")]
             file.write(json.dumps(row) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
-        --cache_dir={folder}/cache --teacher_model=builtin:lsa:32
-        --student_model=builtin:bert:1x32 --student_max_length=24 --projection_hidden=32
+        --cache_dir={folder}/cache --teacher_model=builtin:lsa
+        --student_model=builtin:bert --student_max_length=24 --projection_hidden=32
         --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
         --phase2_lr=1e-3 --num_negatives=2""".split()
 
@@ -71,7 +69,7 @@ def tiny_run_dpo_ddp(folder):
     """80 pairs on generated helices; an evaluation after each ten steps."""
     write_structures(folder, 10, pairs=8, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random
-        --val_fraction=0.25 --num_epochs=5 --lr=5e-4 --temperature=1 --num_orders=2
+        --val_fraction=0.25 --num_epochs=5 --lr=5e-4 --temperature=1
         --global_batch_size=6 --batch_size=2 --num_workers=1""".split()
 
 
@@ -84,9 +82,9 @@ def tiny_run_train_quantumgrav_ddp(folder):
 
 
 def tiny_run_train_rebm_ddp(folder):
-    """450 digits, an epoch and two of the stages; validations on the way; 4 smooth channels."""
+    """450 digits, an epoch and two of the stages; validations on the way."""
     write_digits(folder / "digits.npz", 450, 60)
-    return f"""--data={folder}/digits.npz --cache_dir={folder}/cache --width=4 --attack.max_steps=2
+    return f"""--data={folder}/digits.npz --cache_dir={folder}/cache --attack.max_steps=2
         --attack.step_size=0.3 --indist_attack_clf.max_steps=1
         --indist_attack_clf.step_size=0.1 --indist_attack_clf.eps=0.15 --at_epochs=1
         --total_epochs=2 --at_optimizer=adamw --at_lr=1e-2 --optimizer=adamw --lr=3e-3
@@ -185,7 +183,7 @@ def find_checkpoint(number):
     """A run that has gone on from a checkpoint must not keep it."""
     gc.collect()
     for thing in gc.get_objects():
-        if type(thing) is dict and {"script", "loop", "model"} <= thing.keys():
+        if type(thing) is dict and {"script", "loop"} <= thing.keys():
             raise AssertionError("the checkpoint is still in memory")
 
 
@@ -231,8 +229,7 @@ def run_script(script, argv):
 
 def listen_to_steps(module):
     deal = module.GlobalBatchSampler.__iter__
-    name = "log_and_agree" if hasattr(module.Meter, "log_and_agree") else "meet"  # of older blocks
-    meet = getattr(module.Meter, name)
+    agree = module.Meter.log_and_agree
     cached = module.cached
     dealt = {}  # {step of the phase: ids}; workers ask for it before its time
 
@@ -242,9 +239,9 @@ def listen_to_steps(module):
             dealt.setdefault(step, []).extend(whole[places].tolist())
             yield step, whole, places
 
-    def tell_and_meet(meter, log, row, *more):
+    def tell_and_agree(meter, log, row, *more):
         after_step(row["step"], dealt.pop(min(dealt)))
-        return meet(meter, log, row, *more)
+        return agree(meter, log, row, *more)
 
     def tell_of_reading(cache_dir, name, key, write):
         def write_and_tell(folder):
@@ -254,7 +251,7 @@ def listen_to_steps(module):
         return cached(cache_dir, name, key, write_and_tell)
 
     module.GlobalBatchSampler.__iter__ = listen
-    setattr(module.Meter, name, tell_and_meet)
+    module.Meter.log_and_agree = tell_and_agree
     module.cached = tell_of_reading
 
 

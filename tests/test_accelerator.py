@@ -8,7 +8,6 @@ errors. A real run on the CPU counts what an accelerator would make the host wai
 
 import contextlib
 import copy
-import functools
 import importlib
 import itertools
 import json
@@ -22,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, call_program, parse_arguments
-from runs import COMMON, NEW, TINY
+from runs import COMMON, TINY
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -181,20 +180,23 @@ def quantumgrav(script, args):
 
 
 def dpo(script, args):
+    """Both networks, of which one is trained, as one module."""
     data = script.Pairs(script.prepare(args, neighbours=48), args)
-    model = script.ProteinMPNN()
-    model.forward = functools.partial(call_with_inputs, model.forward)
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = script.ProteinMPNN()
+            self.reference = copy.deepcopy(self.model).requires_grad_(False)
+
+        def forward(self, batch):
+            return self.model(*batch[:5]), self.reference(*batch[:5])
 
     def loss(logits, batch):
-        return script.share_of_loss(args, logits, batch)[0]
+        return script.share_of_loss(args, *logits, batch)[0]
 
     ids = np.arange(8)
-    return model, data[0, ids, ids], loss
-
-
-def call_with_inputs(forward, batch):
-    """This network takes the parts of a batch."""
-    return forward(*batch.inputs())
+    return Step(), data[0, ids, ids], loss
 
 
 def uniref50(script, args):
@@ -206,45 +208,35 @@ def uniref50(script, args):
 
 def rebm(script, args):
     """The passes of a step of stage 2, with attacks of two steps, as one module."""
-    inside = script.prepare(args, args.data)
-    outside = script.Images(script.prepare(args, "blobs", inside))
-    inside = script.Images(inside)
-    data = script.TrainingData(args, inside, outside, "dat")
+    folder = script.prepare(args, args.data)
+    indist = script.Images(folder)
+    data = script.TrainingData(
+        args, indist, script.Images(script.prepare(args, "blobs", folder)), "dat"
+    )
 
     class Step(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = script.make_network(args, 10, *inside.shape)
+            self.model = script.make_network(args, 10, *indist.shape)
             self.twin = copy.deepcopy(self.model).requires_grad_(False).eval()
 
         def forward(self, batch):
-            losses = []
+            sums, scores = script.sums_of_losses(args, self.model, self.twin, batch, 2)
+            script.auc(*scores)
+            return sums.sum()
 
-            def backward(values):
-                losses.append(values.sum())
-                return losses[-1].detach()
-
-            on_outside = script.Attack(self.twin, script.label_logit, 0.1, 1.0)
-            nets = SimpleNamespace(ddp_model=self.model)
-            _, scores = script.real_or_fake_step(nets, on_outside, batch, 2, backward)
-            script.pairs_in_order(*scores)
-            on_class = script.Attack(self.twin, script.cross_entropy, 0.1, 0.5, "Linf")
-            x = on_class(script.pixels(batch.x), batch.y, 2)
-            backward(script.cross_entropy(self.model(x), batch.y))
-            return sum(losses)
-
-    return Step(), data[0, inside.part("train"), np.arange(8)], lambda loss, batch: loss
+    return Step(), data[0, indist.part(script.TRAIN), np.arange(8)], lambda loss, batch: loss
 
 
 # options of each (test_train_ddp.py has the step of train_ddp)
 STEPS = {
     quantumgrav: ["", "--messages=sum --dropout=0.1", "--messages=none"],
-    dpo: ["", "--loss_type=ipo --sft_weight=0.1", "--label_smoothing=0.1 --temperature=1"],
+    dpo: ["", "--loss_type=ipo --sft_weight=0.1 --temperature=1"],
     uniref50: ["", "--gradient_checkpointing"],
     rebm: [
         "",
         "--model_type=WideResNet28x2 --augm_type_generation=original",
-        "--norm=layer --augm_type_classification=original",
+        "--indist_attack_clf_norm=Linf --augm_type_classification=original",
     ],
 }
 # Options of a run of few steps; how often ranks meet in it: after step 1, and at log lines.
@@ -283,10 +275,7 @@ def step_on_meta(script, model, batch, loss_function):
         zero_grad=lambda: None,
     )
     args = SimpleNamespace(max_minutes=0, max_grad_norm=1.0)
-    scaler = [torch.amp.GradScaler("cuda", enabled=False)]
-    if script.__name__ in NEW:  # older blocks have one
-        scaler = []
-    norm = script.update_if_finite(args, optimizer, *scaler)
+    norm = script.update_if_finite(args, optimizer)
     meter = script.Meter(["loss"], args, META)
     meter.add(loss.detach().reshape(1), norm)
     assert meter.sums.device == META
@@ -328,15 +317,14 @@ def test_steps_read_nothing(name, tmp_path):
     """Only a Meter does, where the ranks meet: its sums, and whether too many steps are bad."""
     found = count_in_program(name, tmp_path)
     if name == "run_train_rebm_ddp":
-        assert 0 < found.pop("state: tolist") < 4  # where T grows
+        # the AUC in each step of stage 2
+        assert [found.pop(f"train: {name}") for name in ("item", "_local_scalar_dense")] == [5, 5]
     times = SHORT_RUNS[name][1]
-    if name in NEW:  # whether steps are bad is asked at a log line
-        names = ["tolist", "__bool__", "_local_scalar_dense"]
-        names = [f"log_and_agree: {name}" for name in names]
-        assert found == dict(zip(names, [times, times - 1, times - 1], strict=True))
-    else:
-        names = ["meet: tolist", "meet: __bool__", "meet: _local_scalar_dense"]
-        assert found == dict.fromkeys(names, times)
+    names = ["tolist", "__bool__", "_local_scalar_dense"]
+    names = [f"log_and_agree: {name}" for name in names]
+    # whether steps are bad is asked at a log line; train_ddp has two phases
+    lines = times - (2 if name == "train_ddp" else 1)
+    assert found == dict(zip(names, [times, lines, lines], strict=True))
 
 
 def test_compiled_steps_of_uniref50(tmp_path):

@@ -70,7 +70,7 @@ def image_folder(folder):
                 pixels = rng.integers(0, 99, (20, 24, 3), np.uint8)
                 pixels[:, :, 2 - 2 * color] += 150
                 Image.fromarray(pixels).save(folder / "photos" / part / name / f"{i}.jpg")
-    return ["--data=photos", "--image_shape=3x16"]
+    return ["--data=photos", "--size=16"]
 
 
 def digits(folder):
@@ -100,8 +100,8 @@ def list_of_proteins(folder):
 def pdb(folder):
     """Pairs on four structures, and a file of weights."""
     write_structures(folder, 4, least=16, most=16)
-    shutil.copy(ROOT / "data" / "dpo" / "soluble_v_48_020.pt", folder)
-    return ["--train_data=pairs.json", "--base_model_dir=."]
+    shutil.copytree(ROOT / "data" / "dpo" / "soluble_model_weights", folder / "weights")
+    return ["--train_data=pairs.json", "--base_model_dir=weights"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def check_dpo(folder, summary):
     assert summary["baselines"]["before"]["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert len(summary["held_out"]) == 6
     saved = torch.load(folder / "run" / "best_model.pt", weights_only=True)
-    released = torch.load(folder / "soluble_v_48_020.pt", weights_only=True)
+    released = torch.load(folder / "weights" / "v_48_020.pt", weights_only=True)
     assert saved["num_edges"] == released["num_edges"]
     assert saved["model_state_dict"].keys() == released["model_state_dict"].keys()
 
@@ -149,12 +149,12 @@ SCRIPTS = {  # options of a tiny run, what is looked at
         check_quantumgrav,
     ),
     "run_train_rebm_ddp": (
-        """--width=8 --at_epochs=5 --total_epochs=1 --at_lr=1e-2 indist_attack_clf.max_steps=2
+        """--at_epochs=5 --total_epochs=1 --at_lr=1e-2 indist_attack_clf.max_steps=2
         --batch_size=15 --min_imgs_per_threshold=30 attack.max_steps=2""",
         check_rebm,
     ),
     "train_ddp": (
-        """--teacher_model=builtin:lsa:8 --student_model=builtin:bert:1x32 --projection_hidden=16
+        """--teacher_model=builtin:lsa --student_model=builtin:bert --projection_hidden=16
         --eval_fraction=0.3 --batch_size=10 --max_steps=3 --save_to_artifacts""",
         check_train_ddp,
     ),
@@ -164,7 +164,7 @@ SCRIPTS = {  # options of a tiny run, what is looked at
         check_uniref50,
     ),
     "run_dpo_ddp": (
-        "--num_epochs=2 --num_orders=1 --batch_size=6 --lr=1e-5 --val_fraction=0.25",
+        "--num_epochs=2 --batch_size=6 --lr=1e-5 --val_fraction=0.25",
         check_dpo,
     ),
 }

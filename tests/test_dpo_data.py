@@ -5,11 +5,11 @@ import importlib
 import json
 import re
 from argparse import Namespace
-from types import SimpleNamespace
 
 import gemmi
 import numpy as np
 import pytest
+import torch
 from helpers import ATOMS, ROOT, write_structures
 
 script = importlib.import_module("run_dpo_ddp")
@@ -57,7 +57,7 @@ def load(folder, rows, **options):
     path = folder / "pairs.json"
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
     args = {"train_data": str(path), "val_data": None, "max_length": 500, "skip_bad_data": False}
-    args.update(cache_dir=f"{folder}/cache", seed=42, num_orders=4, val_fraction=0.3)
+    args.update(cache_dir=f"{folder}/cache", seed=42, val_fraction=0.3)
     args = Namespace(**{**args, **options})
     return script.Pairs(script.prepare(args, neighbours=8), args)
 
@@ -74,8 +74,7 @@ def letters_of(ids):
 
 def texts_of(data, number):
     """Both sequences of a pair, and its context."""
-    rows = slice(data.pair_ptr[number], data.pair_ptr[number + 1])
-    return [letters_of(letters) for letters in data.letters[rows].T]
+    return [letters_of(letters) for letters in data.letters[number].T]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -93,14 +92,13 @@ ZOO = "".join(
         residue("GLY", 2, code="A", shift=1),
         residue("GLY", 2, code="B", shift=2),
         residue("MSE", 3, record="HETATM"),
-        residue("SEP", 4, record="HETATM", alternative="C"),  # three residues in one place
-        residue("SER", 4, alternative="B", shift=3),
+        residue("SER", 4, alternative="B", shift=3),  # two residues in one place
         residue("THR", 4, alternative="A"),
         residue("LYS", 5, atoms="N CA C CB"),  # no O
         residue("TRP", 9, atoms="CA CB"),  # after a gap
         residue("SEP", 10),
         residue("SEP", 11, record="HETATM"),  # phosphoserine, as it should and should not be
-        residue("CA", 12, atoms="CA"),  # calcium that says it is an atom of a chain
+        residue("NH2", 12, atoms="N"),  # the end of a chain, no residue
         residue("HOH", 13, record="HETATM", atoms="O"),
         "TER\n",
         residue("TYR", -1, "B"),
@@ -125,35 +123,35 @@ def test_structure_zoo(tmp_path):
         (tmp_path / f"zoo.{name}").write_text(text)
         (tmp_path / f"zoo.{name}.gz").write_bytes(gzip.compress(text.encode()))
 
+    digests = set()
     for path in tmp_path.iterdir():
-        structure = script.read_structure(path)
+        structure = script.read_structure(str(path))
+        digests.add(structure.digest)
         letters = {name: letters_of(chain.letters) for name, chain in structure.chains.items()}
         assert letters == {"A": "AGGGMSKWX", "B": "YYY", "C": "A"}
         chain = structure.chains["A"]
-        assert chain.numbers.tolist() == [1, 2, 3, 4, 5, 6, 7, 11, 12]
-        assert structure.chains["B"].numbers.tolist() == [-1, 0, 1]
-        assert chain.whole().tolist() == [True] * 6 + [False, False, True]
+        assert chain.numbers.tolist() == [0, 1, 2, 3, 4, 5, 6, 10, 11]  # a gap, insertion codes
+        assert structure.chains["B"].numbers.tolist() == [0, 1, 2]
+        missing = np.isnan(chain.coords).any(axis=(1, 2))
+        assert missing.tolist() == [False] * 6 + [True, True, False]
         assert np.isnan(chain.coords[6]).all(1).tolist() == [False, False, False, True]
         # the first alternative that occurs, whatever its letter
         for i, (number, shift) in enumerate([(1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (4, 3)]):
             assert chain.coords[i, 1] == pytest.approx(place("A", number) + [shift, 0, 0], abs=2e-3)
-        for text in (
-            "left out as HETATM, which as ATOM would be read as X: 2 (A4 SEP, A11 SEP)",
-            "left out, with the number of another: 1 (A4 THR)",
-            "left out, with an unknown name and few atoms: 1 (A12 CA)",
-            "read as X: 1 (A10 SEP)",
-            "without all of N, CA, C and O, which are not designed: 4 (A5 LYS, A9 TRP, B1 TYR)",
-        ):
-            assert text in structure.note
+        assert structure.notes == {
+            "lack one of N, CA, C and O, and are not designed": [
+                f"{path.name} {label}" for label in ("A5 LYS", "A9 TRP", "B1 TYR", "C1 ALA")
+            ],
+            "of unknown names are read as X": [f"{path.name} A10 SEP"],
+            "are HETATM, and left out (as ATOM they would be read)": [
+                f"{path.name} {label}" for label in ("W1 MET", "A11 SEP")
+            ],
+        }
+    assert len(digests) == 1  # one structure, however it is written
 
 
 def chain(names, **more):
     return "".join(residue(name, i, **more) for i, name in enumerate(names.split(), start=1))
-
-
-def at_columns(text, first, words):
-    """Every line with these words from a column on, counted from 0."""
-    return "".join(f"{line:<{first}.{first}}{words}\n" for line in text.splitlines())
 
 
 FOUR = chain("ALA CYS ASP GLU")  # ACDE
@@ -168,70 +166,47 @@ def as_mmcif(text):
     return FREE_TEXT + "".join(lines[1:])
 
 
-# a file's content; letters of chain A, or words of the error; words of the note
+# a file's content; letters of chain A, or words of the error
 ODD = {
-    "protonation": (chain(OTHER_NAMES), "MHHHHHHCCDEK", ""),
-    "UTF-8 mark": ("\ufeff" + FOUR, "ACDE", ""),
-    "Windows": (FOUR.replace("\n", "\r\n"), "ACDE", ""),
-    "scores": (FOUR + "TER\nmodel 1\nrmsd 0.42\nlabel fa_atr 1.0\n", "ACDE", ""),
-    "scores first": ("plddt 0.9\n# Rosetta\n" + FOUR + "#END_POSE 1\n", "ACDE", ""),
-    "before 1996": (at_columns(FOUR, 72, "1ABC 123"), "ACDE", ""),
-    "short lines": (at_columns(FOUR, 54, ""), "ACDE", ""),
-    "mmCIF text": (as_mmcif(FOUR), "ACDE", ""),
+    "protonation": (chain(OTHER_NAMES), "MHHHHHHCCDEK"),
+    "Windows": (FOUR.replace("\n", "\r\n"), "ACDE"),
+    "scores": (FOUR + "TER\nrmsd 0.42\nlabel fa_atr 1.0\n", "ACDE"),
+    "mmCIF text": (as_mmcif(FOUR), "ACDE"),
     "ligand and water": (
         FOUR + residue("HEM", 5, atoms="FE", record="HETATM") + residue("HOH", 6, atoms="O"),
         "ACDE",
-        "",
     ),
-    "OT1": (
-        FOUR + residue("LYS", 5).replace("  O   LYS", "  OT1 LYS"),
-        "ACDEK",
-        "with OT1, which is read as O: 1 (A5 LYS)",
-    ),
-    "NaN": (
-        FOUR + residue("LYS", 5).replace("   0.000", "     nan", 1),
-        "ACDE-",
-        "1 (A5 LYS)",
-    ),
-    "asterisks": (  # which read as 0
-        FOUR + residue("LYS", 5).replace("  19.000", "********", 1),
-        "ACDE-",
-        "that count as missing, with N-CA, CA-C or C-O not 0.8 to 2.2 Å long: 1 (A5 LYS)",
-    ),
-    "nanometres": (chain("ALA CYS", scale=0.1), "--", "that count as missing, with N-CA"),
-    "two chains of a name": (
-        residue("GLY", 7) + "TER\n" + residue("GLY", 7),
-        "A7 GLY is in one",
-        "",
-    ),
-    "DNA": (chain("DA DC DG", atoms="P C4 N1"), "no protein residues", ""),
-    "cut gz": (gzip.compress(ZOO.encode())[:-20], "ended before the end-of-stream", ""),
-    "broken mmCIF": ("data_x\nloop_\n_atom_site.id\n_atom_site.x\n1\n", "Wrong number of", ""),
-    "mmCIF without atoms": ("data_x\n_cell.length_a 3\n", "no protein residues", ""),
+    "NaN": (FOUR + residue("LYS", 5).replace("   0.000", "     nan", 1), "ACDE-"),
+    "cysteine as HETATM": (residue("CYS", 1, record="HETATM"), "1 residues are HETATM, and left"),
+    "DNA": (chain("DA DC DG", atoms="P C4 N1"), "no others"),
+    "text": ("hello\n", "wrong format of coordinate file"),
+    "empty": ("", "fread failed"),
+    "broken mmCIF": ("data_x\nloop_\n_atom_site.id\n_atom_site.x\n1\n", "Wrong number of"),
 }
 
 
 @pytest.mark.parametrize("case", ODD)
 def test_odd_structures(case, tmp_path):
-    """Each is read, with a note of what is left out or guessed, or is refused in one line."""
-    content, expected, note = ODD[case]
+    """Each is read, or refused in one line that says what would be right."""
+    content, expected = ODD[case]
     path = tmp_path / "odd.pdb"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content, newline="")
     if " " in expected:
-        hint = "expected a protein structure in PDB or mmCIF format"
-        with pytest.raises(ValueError, match=f"odd.pdb: .*{expected}.*; {hint}"):
-            script.read_structure(path)
+        hint = "expected a PDB or mmCIF file with protein"
+        with pytest.raises(ValueError, match=f"odd.pdb: .*{expected}.*; {hint}") as caught:
+            script.read_structure(str(path))
+        assert "\n" not in str(caught.value)
         return
-    structure = script.read_structure(path)
-    chain = structure.chains["A"]
-    letters = np.where(chain.whole(), np.array(list(LETTERS))[chain.letters], "-")
-    assert "".join(letters) == expected
-    if note:
-        assert structure.note.count("\n") == 0
-        assert f"{path}: residues " in structure.note
-        assert note in structure.note
-    else:
-        assert structure.note == ""
+    chain = script.read_structure(str(path)).chains["A"]
+    whole = np.isfinite(chain.coords).all(axis=(1, 2))
+    assert "".join(np.where(whole, list(letters_of(chain.letters)), "-")) == expected
+
+
+def test_a_cut_file(tmp_path):
+    path = tmp_path / "cut.pdb.gz"
+    path.write_bytes(gzip.compress(ZOO.encode())[:-20])
+    with pytest.raises(ValueError, match="cut.pdb.gz: .*; expected a PDB or mmCIF file"):
+        script.read_structure(str(path))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,21 +214,22 @@ def test_odd_structures(case, tmp_path):
 
 
 BAD_ROWS = [  # a row with this change, and what is said of it
-    ({"pdb_file": "gone.pdb"}, "/gone.pdb: .*No such file"),
-    ({"chain_id": "Q"}, "/a.pdb: chain Q: 0 residues .* expected one of A, B that has some"),
-    ({"chain_id": "B", "fixed_chains": ["B"]}, "chain B: 4 residues .*, named 2 times"),
+    ({"pdb_file": "gone.pdb"}, "/gone.pdb: No such file or directory; expected a PDB|gone.pdb"),
+    ({"chain_id": "Q"}, "chain Q; expected one of A, B, once"),
+    ({"chain_id": "B", "fixed_chains": ["B"]}, "chain B; expected one of A, B, once"),
     ({"chain_id": "A", "design_chains": ["B"]}, "chain_id A and design_chains B: give one"),
-    ({"preferred_seq": "ACD"}, "3 letters; expected 6, one for each .*, as a:A: ACDEFG"),
-    ({"preferred_seq": "ACD/EFG"}, "preferred_seq has '/' between chains; expected the letters"),
-    ({"preferred_seq": None}, "no preferred_seq"),
-    ({"unpreferred_seq": "ACU"}, "unpreferred_seq has 'U' at position 2; expected letters"),
+    ({"preferred_seq": "ACD"}, "preferred_seq has 3 letters; expected 6, one for each .*: ACDEFG"),
+    ({"preferred_seq": "ACD/EFG"}, "preferred_seq has '/' at 3; expected letters of ACDE"),
+    ({"preferred_seq": ""}, "preferred_seq has 0 letters; expected 6"),
+    ({"preferred_seq": None}, "missing .* 'preferred_seq'"),
+    ({"unpreferred_seq": ["A"] * 6}, r"unpreferred_seq is \['A', .*\]; see class Row"),
     ({"mutable_positions": [0]}, "are the same at the designed residues"),
     ({"unpreferred_seq": "ACDEFX"}, "are the same at the designed residues"),
-    ({"unpreferred_seq": "XCDEFA"}, "have A and X at residue 0, which is not designed; expected"),
-    ({"mutable_positions": [6]}, r"mutable residues \[6, 6\]; expected a first .* 0 to 5"),
-    ({"mutable_ranges": [4]}, r"mutable_ranges is \[4\]; expected such as \[\[3, 7\]\]"),
-    ({"margin": 0.5}, "unknown field 'margin'; expected pdb_file, preferred_seq, .*cluster"),
-    ({"cluster": "other"}, "cluster is other, before None; expected the same"),
+    ({"unpreferred_seq": "XCDEFA"}, "differ at residue 0, which is not designed; expected"),
+    ({"mutable_positions": [6]}, "mutable residues 6 to 6; expected 0 to 5"),
+    ({"mutable_positions": ["A5"]}, "'<=' not supported between .* 'int' and 'str'"),
+    ({"mutable_ranges": [4]}, "int"),
+    ({"margin": 0.5}, "unexpected keyword argument 'margin'"),
 ]
 
 
@@ -263,34 +239,61 @@ def test_all_problems_are_listed_at_once(tmp_path, caplog):
     bad = [{**good, **change} for change, _ in BAD_ROWS]
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows).split("\n  ")
-    assert lines[0].startswith("30 problems (--skip_bad_data leaves such rows out):")
-    assert re.search("and 10 more", lines[-1])
+    assert lines[0] == "32 bad pairs; --skip_bad_data leaves such rows out:"
+    assert re.search("and 12 more", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
         assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
     data = load(tmp_path, rows, skip_bad_data=True)
-    assert data.name.tolist() == ["a:A:0", "a:B:31"]
-    assert "30 rows are left out" in caplog.text
+    assert data.name == ["a:0", "a:33"]
+    assert "32 rows are left out" in caplog.text
     text = refused(tmp_path, bad[:3], skip_bad_data=True)
-    assert re.search(f"no pairs; expected pdb_file.*\n  .*index 0: .*{BAD_ROWS[0][1]}", text)
+    assert re.search(f"no pairs; .*\n  .*index 0: .*{BAD_ROWS[0][1]}", text)
     text = refused(tmp_path, [good], max_length=5)
     assert "6 residues; expected at most --max_length 5" in text
-    assert len(load(tmp_path, [good], max_length=6)) == 1
+    assert len(load(tmp_path, [good], max_length=6).name) == 1
 
 
-def test_a_sequence_that_does_not_fit_is_told_what_is_odd(tmp_path):
-    """The missing letter is that of a residue that was left out."""
-    (tmp_path / "a.pdb").write_text(FOUR + residue("SEP", 5, record="HETATM"))
-    text = refused(tmp_path, [row("a.pdb", "ACDES", "ACDEA")])
-    assert "expected 4, one for each residue in the file, as a:A: ACDE" in text
-    assert "left out as HETATM, which as ATOM would be read as X: 1 (A5 SEP)" in text
+def test_what_is_read_is_said(tmp_path, caplog):
+    """Once for each kind, with a count and an example: residues read as X, left out, not whole. A
+    standard residue as HETATM is left out, and nothing else is said of it."""
+    text = residue("CYS", 5, record="HETATM") + residue("SEP", 6) + residue("SEP", 7)
+    (tmp_path / "a.pdb").write_text(FOUR + text + residue("LYS", 8, atoms="N CA C"))
+    sequences = [f"ACD{letter}XXK" for letter in "EWYW"]
+    rows = [row("a.pdb", sequences[0], text) for text in sequences[1:]]
+    load(tmp_path, rows)
+    assert caplog.messages == [
+        "1 residues are HETATM, and left out (as ATOM they would be read), such as a.pdb A5 CYS",
+        "2 residues of unknown names are read as X, such as a.pdb A6 SEP",
+        "1 residues lack one of N, CA, C and O, and are not designed, such as a.pdb A8 LYS",
+    ]
+
+
+def test_sequences_in_another_order_of_the_chains(tmp_path, caplog):
+    """They have the right length. Designs of a third of the residues are none of these."""
+    chains = {"A": "ACDEFGHIKL" * 2, "B": "MNPQRSTVWYMN"}
+    write_pdb(tmp_path / "a.pdb", chains)
+    design = {"design_chains": ["A", "B"]}
+    swapped = chains["B"] + chains["A"]
+    rows = [row("a.pdb", swapped[:-1] + letter, swapped, **design) for letter in "WY"]
+    load(tmp_path, rows)
+    (said,) = caplog.messages
+    assert re.search("pairs.json: index 0: [0-9]% of the letters are those of the struct", said)
+    assert said.endswith("as in the order B, A of the chains: 97%")
+    caplog.clear()
+    load(tmp_path, [row("a.pdb", "W" * 32, "W" * 31 + "Y", **design)])
+    assert caplog.messages[0].endswith("of the structure; expected 30 % or more")
+    caplog.clear()
+    right = chains["A"] + "W" * 12
+    load(tmp_path, [row("a.pdb", right, right[:-1] + "Y", **design)])
+    assert caplog.messages == []
 
 
 def test_forms_of_the_data_file(tmp_path):
-    """An array, untidy lines; null is no value; paths are relative to the file."""
+    """An array, untidy lines; null is no value, nor is an empty list; paths are relative to it."""
     (tmp_path / "deep").mkdir()
     write_pdb(tmp_path / "deep" / "a.pdb", {"A": "ACDEFG"})
-    rows = [row("deep/a.pdb", "ACDEFG", "ACDEFA", comment=5, chain_id=None)]
+    rows = [row("deep/a.pdb", "ACDEFG", "ACDEFA", comment=5, chain_id=None, mutable_positions=[])]
     rows.append(row(str(tmp_path / "deep" / "a.pdb"), "acdefg", "CCDEFG", description="x"))
     lines = [json.dumps(one) for one in rows]
     untidy = "\ufeff\n" + "\r\n\n".join(lines) + "\n \n"
@@ -298,17 +301,18 @@ def test_forms_of_the_data_file(tmp_path):
         data = load(tmp_path, text)
         assert texts_of(data, 0) == ["ACDEFG", "ACDEFA"]
         assert texts_of(data, 1) == ["ACDEFG", "CCDEFG"]
+        assert data.designed[0].all()
 
-    wanted = "for --train_data and --val_data expected a JSON array, or an object per line"
+    wanted = "expected a JSON array, or an object per line, in UTF-8"
     assert wanted in refused(tmp_path, "[{")
     assert wanted in refused(tmp_path, "pdb_file,preferred_seq\na.pdb,ACD\n")
     assert wanted in refused(tmp_path, json.dumps({"pairs": rows}, indent=2))
-    assert "pairs.json: no pairs; expected pdb_file" in refused(tmp_path, "")
-    text = refused(tmp_path, lines[0] + "\n{'pdb_file'}\n" + lines[1])
-    assert "line 2: \"{'pdb_file'}\"; expected an object with pdb_file" in text
+    assert "pairs.json: no pairs" in refused(tmp_path, "")
+    assert "line 2: Expecting" in refused(tmp_path, f"{lines[0]}\n{{'pdb_file'}}\n{lines[1]}")
+    assert "index 0: 5; expected an object" in refused(tmp_path, "[5]")
 
 
-def test_chains_and_positions(tmp_path, caplog):
+def test_chains_and_positions(tmp_path):
     """Design chains in the order given, then the fixed ones. X is not designed."""
     write_pdb(tmp_path / "a.pdb", {"A": "ACD-FG", "B": "KlMN", "C": "WWYY"})
     both = {"mutable_positions": [2], "mutable_ranges": [[3, 4], [6, 6]]}
@@ -327,14 +331,10 @@ def test_chains_and_positions(tmp_path, caplog):
     data = load(tmp_path, rows)
     for i, (_, chosen, rejected, designed) in enumerate(cases):
         assert texts_of(data, i) == [chosen, rejected]
-        signs = np.where(data.designed[data.pair_ptr[i] : data.pair_ptr[i + 1]], "X", ".")
-        assert "".join(signs) == designed
-        assert data.counts[i] == designed.count("X")
-    assert "1 pairs have X in their sequences" in caplog.text
-    assert "1 pairs name no chain, and their files have several" in caplog.text
-    assert data.backbone.tolist() == [0, 0, 0, 1, 2]  # with the fixed chain, and without
-    number, chain = data.numbers[: data.node_ptr[1]].T.tolist()
-    assert number == [1, 3, 4, 1, 2, 3, 5, 6, 1, 2, 3, 4]  # the gap of A4 counts
+        assert "".join(np.where(data.designed[i], "X", ".")) == designed
+    assert data.backbone == [0, 0, 0, 1, 2]  # with the fixed chain, and without
+    number, chain = data.numbers[0].T.tolist()
+    assert number == [0, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 3]  # the gap of A4 counts
     assert chain == [0] * 3 + [1] * 5 + [2] * 4
 
 
@@ -347,42 +347,51 @@ def some_rows(folder, count, pairs):
 def test_batches_against_each_structure(tmp_path):
     """In any order and with repeats, a batch holds what was read of each structure."""
     data = load(tmp_path, some_rows(tmp_path, 4, pairs=3))
-    data.reference = np.random.default_rng(0).normal(size=(4, data.pair_ptr[-1], 2))
-    data.reference = data.reference.astype(np.float32)
     whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
     own = np.arange(1, 7)
     batch = data[5, whole, own]
     assert batch.share == 1 / 8
+    first = 0
     for number, i in enumerate(whole[own]):
         mine = batch.pair == number
-        pair = slice(data.pair_ptr[i], data.pair_ptr[i + 1])
-        assert batch.letters[:, mine].T.tolist() == data.letters[pair].tolist()
-        places = data.decode_places(i, 1)  # step 5 of 4 orders
-        assert batch.decode_place[mine].tolist() == places.tolist()
-        assert batch.reference[:, mine].T.tolist() == data.reference[1, pair].tolist()
-        # the residue's atoms are those of its backbone
-        begin, end = data.node_ptr[data.backbone[i] :][:2]
-        assert batch.backbones.atoms[batch.node[mine]].tolist() == data.atoms[begin:end].tolist()
-
-    # nobody has neighbours elsewhere
-    neighbours = data.backbones(np.array([2, 1]))[0].neighbours
-    size = data.node_ptr[3] - data.node_ptr[2]
-    assert neighbours[:size].max() == size - 1
-    assert neighbours[size:][neighbours[size:] >= 0].min() == size
+        backbone = data.backbone[i]
+        assert torch.equal(batch.letters[:, mine].T, data.letters[i].long())
+        assert torch.equal(batch.designed[mine] == 1, data.designed[i])
+        assert batch.counts[number] == data.designed[i].sum()
+        places = script.decode_places(data.designed[i], [42, 5, i + 1])
+        assert torch.equal(batch.decode_place[mine], places)
+        assert torch.equal(batch.atoms[mine], data.atoms[backbone])
+        assert torch.equal(batch.numbers[mine], data.numbers[backbone])
+        # nobody has neighbours elsewhere
+        neighbours = batch.neighbours[mine]
+        inside = torch.where(neighbours < 0, -1, neighbours - first)
+        assert torch.equal(inside, data.neighbours[backbone][:, : inside.shape[1]])
+        first += len(neighbours)
+    assert batch.neighbours.shape[1] == 8
 
 
 def test_decoding_orders():
-    """The context comes first; the orders are uniform and depend on (pair, number) alone."""
-    designed = np.zeros(30, bool)
+    """The context comes first; orders are uniform, those of the context, too. Each step has its
+    own, and each validation the same."""
+    designed = torch.zeros(30, dtype=bool)
     designed[5:25] = True
-    data = SimpleNamespace(designed=np.tile(designed, 400), pair_ptr=30 * np.arange(401))
-    data.row = np.arange(400)
-    ranks = np.array([script.Pairs.decode_places(data, number, 0) for number in range(400)])
+    ranks = np.array([script.decode_places(designed, [number]) for number in range(400)])
     assert (np.sort(ranks, axis=1) == np.arange(30)).all()
-    assert (ranks[:, ~designed] == np.arange(10)).all()
-    assert np.abs(ranks[:, designed].mean(0) - 19.5).max() < 5 * (20**2 / 12 / 400) ** 0.5
-    assert np.array_equal(script.Pairs.decode_places(data, 7, 0), ranks[7])
-    assert not np.array_equal(script.Pairs.decode_places(data, 7, 1), ranks[7])
+    fixed = ranks[:, ~designed.numpy()]
+    assert fixed.max() == 9
+    assert np.abs(fixed.mean(0) - 4.5).max() < 5 * (10**2 / 12 / 400) ** 0.5
+    others = ranks[:, designed.numpy()]
+    assert np.abs(others.mean(0) - 19.5).max() < 5 * (20**2 / 12 / 400) ** 0.5
+    assert np.array_equal(script.decode_places(designed, [7]), ranks[7])
+
+
+def test_orders_of_steps_and_validations(tmp_path):
+    data = load(tmp_path, some_rows(tmp_path, 2, pairs=2))
+    ids = np.array([0])
+    steps = [data[step, ids, ids].decode_place.tolist() for step in (3, 4, 3)]
+    assert steps[0] == steps[2] != steps[1]
+    one, other = [data.batch(ids, total).decode_place.tolist() for total in (1, 2)]
+    assert one == other != steps[0]
 
 
 def test_work_is_done_once(tmp_path):
@@ -409,7 +418,6 @@ def held_sizes(sizes, fraction):
         def __init__(self):
             self.args = args
             self.group = group
-            self.row = group
             self.is_valid = np.zeros(len(group), bool)
 
     data = Groups()
@@ -438,21 +446,29 @@ def test_split_by_structure_and_cluster(tmp_path):
     group = load(tmp_path, rows).group
     assert group[24] == group[0]
     assert len(set(group)) == 6
-    # homologous chains in one cluster
-    rows = [{**one, "cluster": f"family {i // 8}"} for i, one in enumerate(rows[:24])]
-    assert load(tmp_path, rows).group.tolist() == np.repeat([0, 1, 2], 8).tolist()
+    # homologous chains in one cluster, whose name may be a number, also 0
+    for name in ("family {}".format, int):
+        rows = [{**one, "cluster": name(i // 8)} for i, one in enumerate(rows[:24])]
+        assert load(tmp_path, rows).group.tolist() == np.repeat([0, 1, 2], 8).tolist()
 
 
 def test_validation_data(tmp_path, caplog):
+    """Of structures that are trained on: a warning. Pairs that are trained on: refused."""
     rows = some_rows(tmp_path, 2, pairs=3)
+    val_data = str(tmp_path / "val.json")
     (tmp_path / "val.json").write_text(json.dumps(rows[3:]))
-    data = load(tmp_path, rows[:3], val_data=str(tmp_path / "val.json"))
+    data = load(tmp_path, rows[:3], val_data=val_data)
     data.split()
     assert (data.train_ids.tolist(), data.valid_ids.tolist()) == ([0, 1, 2], [3, 4, 5])
     text = "structures or clusters are in --val_data and in --train_data, too"
     assert text not in caplog.text
-    load(tmp_path, rows[:4], val_data=str(tmp_path / "val.json")).split()
+    (tmp_path / "val.json").write_text(json.dumps(rows[4:]))
+    load(tmp_path, rows[:4], val_data=val_data).split()
     assert f"1 {text}" in caplog.text
+    (tmp_path / "val.json").write_text(json.dumps([{**rows[3], "chain_id": "A"}, rows[5]]))
+    said = refused(tmp_path, rows[:4], val_data=val_data)
+    assert "val.json: index 0: this pair is in --train_data, too; expected others" in said
+    assert "1 bad pairs" in said
 
 
 def test_shipped_data(tmp_path, caplog):
@@ -464,9 +480,8 @@ def test_shipped_data(tmp_path, caplog):
     assert natives["1A8O"].count("M") == 4
 
     data = load(tmp_path, [{**row, "pdb_file": f"{folder}/{row['pdb_file']}"} for row in rows])
-    assert len(data) == 12 * 13
-    (said,) = caplog.messages  # of crambin, which has two residues in one place
-    assert said.endswith("residues left out, with the number of another: 1 (A22 SER)")
-    number = data.backbone[data.name.tolist().index("1UBI_A:A:72")]
-    steps = np.diff(data.atoms[data.node_ptr[number] : data.node_ptr[number + 1], 1], axis=0)
-    assert np.linalg.norm(steps, axis=1).tolist() == pytest.approx([3.8] * 75, abs=0.15)
+    assert len(data.name) == 12 * 13
+    assert caplog.messages == []
+    atoms = data.atoms[data.backbone[data.name.index("1UBI_A:72")]]
+    steps = atoms[:, 1].diff(dim=0).norm(dim=1)
+    assert steps.tolist() == pytest.approx([3.8] * 75, abs=0.15)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT, Job, call_script, environment, on_small_disk, refusal
-from runs import COMMON, DROPOUT, NEW, SCRIPTS, Run, Task, assert_same_end
+from runs import COMMON, DROPOUT, SCRIPTS, Run, Task, assert_same_end
 
 
 def make_task(name, folder, server):
@@ -118,7 +118,7 @@ def change(path):
 # --------------------------------------------------------------------------------------------------
 # Faults: each returns its outcome for the table
 
-STOPPED = {1, 143}  # statuses after SIGTERM; 143: of older blocks
+STOPPED = {1}  # statuses after SIGTERM
 
 
 def wall_clock_limit(case):
@@ -192,7 +192,8 @@ def nan_on_one_rank(case):
     run = case.run([1, 9, "nan", 0], [1, 10, "sound", 0], within=100)
     assert [row["step"] for row in run.rows if row.get("skipped")] == [10]
     assert [row["step"] for row in run.rows if "lr" in row and "loss" not in row] == [10]
-    assert all(weight.isfinite().all() for weight in run.state["model"].values())
+    key = "model_state_dict" if "model_state_dict" in run.state else "model"
+    assert all(weight.isfinite().all() for weight in run.state[key].values())
 
     case.folder = case.folder.with_name("again")
     run = case.run([0, 12, "nan", 0], [1, 12, "nan", 0], statuses={1})
@@ -284,8 +285,6 @@ FAULTS = {
     signal_while_reading: FAST,
     full_shared_memory: None,  # behind --all-faults only
 }
-# rows of which the older blocks know nothing
-ONLY_NEW = [limit_in_an_evaluation, disk_full, disk_takes_nothing]
 
 
 def pytest_generate_tests(metafunc):
@@ -295,8 +294,7 @@ def pytest_generate_tests(metafunc):
         for name in SCRIPTS:
             for fault, own in FAULTS.items():
                 # damaged_row knows the data of one script
-                is_wanted = name in NEW or fault not in ONLY_NEW
-                if name == own or (has_all and fault is not damaged_row and is_wanted):
+                if name == own or (has_all and fault is not damaged_row):
                     cases.append(pytest.param(name, fault, id=f"{name}-{fault.__name__}"))
         metafunc.parametrize(("name", "fault"), cases)
 

@@ -32,11 +32,15 @@ def write_script(folder, change):
         assert count == 1
     script.write_text(text)
     if change and text == (ROOT / SCRIPT).read_text():
-        diff = re.search(r"^```diff\n(.*?)^```$", text_after(change), re.M | re.S)[1]
-        # a repository of its own, or git may look for one in the folders above
-        subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
-        subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
+        apply_diff(change, folder)
     return script
+
+
+def apply_diff(change, folder):
+    diff = re.search(r"^```diff\n(.*?)^```$", text_after(change), re.M | re.S)[1]
+    # a repository of its own, or git may look for one in the folders above
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
 
 
 def train(script, data, *options):
@@ -80,11 +84,9 @@ def create_model(name, in_chans, num_classes):
 
 
 def test_network_of_timm(tmp_path):
-    lines = re.search(r"^```python\n(.*?)^```$", text_after("A network of timm"), re.M | re.S)[1]
-    path = tmp_path / "changed.py"
-    place = "\n\ndef make_network("
-    text = (ROOT / "run_train_rebm_ddp.py").read_text()
-    path.write_text(text.replace(place, f"\n\n{lines}\n{place}"))
+    path = tmp_path / "run_train_rebm_ddp.py"
+    path.write_text((ROOT / path.name).read_text())
+    apply_diff("A network of timm", tmp_path)
     spec = importlib.util.spec_from_file_location("changed", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -93,6 +95,7 @@ def test_network_of_timm(tmp_path):
         with mock.patch.object(sys, "argv", ["changed", "--model_type=convnext_tiny"]):
             model = script.make_network(script.parse_args(), 10, 3, 32)
     x = torch.rand(2, 3, 32, 32)
-    attack = script.Attack(model, script.logsumexp, 0.1)
+    y = torch.tensor([1, 7])
+    z = script.attack(model, script.label_logit, x, y, 5, 0.1)
     assert model(x).shape == (2, 10)
-    assert (model(attack(x, None, 5)).logsumexp(1) > model(x).logsumexp(1)).all()
+    assert (script.label_logit(model(z), y) > script.label_logit(model(x), y)).all()

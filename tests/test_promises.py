@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from runs import SCRIPTS, Task
 
 import run_train_quantumgrav_ddp as script
-import run_train_rebm_ddp
 
 FAST = script.__name__
 
@@ -81,11 +80,6 @@ def test_home_folder_and_variables(tmp_path, monkeypatch):
     monkeypatch.delenv("SCRATCH")
     with pytest.raises(script.InputError, match="SCRATCH/cache: there is no such variable"):
         parse_arguments(script, "--config=~/c.yaml")
-
-
-def test_value_that_looks_like_an_option():
-    args = parse_arguments(run_train_rebm_ddp, "--output_dir", "lr=3e-4", "seed=7")
-    assert (args.output_dir, args.seed) == ("lr=3e-4", 7)
 
 
 REFUSED = {

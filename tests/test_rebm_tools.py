@@ -5,7 +5,6 @@ import json
 import math
 import re
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ import run_train_rebm_ddp as script
 evaluate = import_tool("evaluate_rebm")
 generate = import_tool("generate_rebm")
 
-TRAIN = """--width=8 attack.max_steps=3 attack.step_size=0.3 indist_attack_clf.max_steps=2
-    --at_epochs=8 --total_epochs=1 --at_lr=2e-2 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
+TRAIN = """attack.max_steps=3 attack.step_size=0.3 indist_attack_clf.max_steps=2
+    --at_epochs=8 --total_epochs=1 --at_lr=5e-3 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
     --min_imgs_per_threshold=48 --batch_size=24 --device=cpu""".split()
 
 
@@ -36,7 +35,7 @@ def test_a_network_is_measured(trained):
     """Accuracy under attack falls with the radius, to 0."""
     out = trained / "figures.json"
     words = [trained / "out/best.pt", "--radii", "0.1", "0.5", "6", "--attack_steps=10"]
-    words += ["--starts=3", f"--out={out}", "--device=cpu"]
+    words += [f"--out={out}", "--device=cpu"]
     call_script("tools/evaluate_rebm", *words)
     found = json.loads(out.read_text())
     order = [found[name] for name in ("clean", "robust@0.1", "robust@0.5", "robust@6")]
@@ -45,30 +44,31 @@ def test_a_network_is_measured(trained):
     assert order[-1] == 0
     for kind in script.GENERATED:
         assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
-    assert found["options"]["starts"] == 3
+    assert found["options"]["attack_steps"] == 10
     assert found["options"]["outdist_data"] is None, "not as it was given"
     call_script("tools/evaluate_rebm", *words, status=2)  # it does not write over a file
 
 
 def test_a_network_generates(trained):
-    """Images on which the logit of their class is higher than where they started. After five steps
-    they are noise, which is said."""
+    """Images on which the logit of their class is higher than where they started."""
     checkpoint = trained / "out/best.pt"
     words = [checkpoint, f"--out={trained}/samples.png", f"--npz={trained}/samples.npz"]
     words += ["--num_samples=33", "--steps=4", "--batch_size=7", "--device=cpu"]
     text = call_script("tools/generate_rebm", *words)
-    assert "warning: the generated images are still near the OOD images" in text
     assert "samples.png: 30 of 33 images, 10 classes" in text
-    far, real, _ = [float(figure) for figure in re.findall(r"^frechet\S+.* ([\d.]+)$", text, re.M)]
-    assert 0 < real < far
-    assert Image.open(trained / "samples.png").width >= 480
+    picture = Image.open(trained / "samples.png")
+    assert picture.width >= 480
     made = np.load(trained / "samples.npz")
+    # the eighth column has class 7, and the second row its second image, within a line of grey
+    scale = picture.width // 100
+    shown = np.asarray(picture)[scale // 2 :: scale, scale // 2 :: scale, 0][11:19, 71:79]
+    assert np.array_equal(shown, made["images"][17, 0])
     assert np.array_equal(made["labels"], np.arange(33) % 10)
     network, state = generate.load_network(checkpoint, torch.device("cpu"))
     args = SimpleNamespace(data=None, outdist_data=None, cache_dir=None)
     _, noise = generate.load_images(args, state)
-    starts = noise.part("test")
-    few = SimpleNamespace(images=noise.images, part=lambda name: starts[:20])
+    starts = noise.part(script.TEST)
+    few = SimpleNamespace(images=noise.images, part=lambda part: starts[:20])
     more = SimpleNamespace(num_samples=60, step_size=None, steps=1, batch_size=60)
     several = generate.generate(network, state, few, torch.device("cpu"), more)
     assert len(several.flatten(1).unique(dim=0)) == 60, "some are made twice"
@@ -110,10 +110,10 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
 def test_files_that_are_no_checkpoints(tmp_path):
     torch.save({"script": "train_ddp.py"}, tmp_path / "other.pt")
     cases = {"other.pt": "expected best.pt or latest.pt of run_train_rebm_ddp.py"}
-    cases["none.pt"] = "there is no such file"
+    cases["none.pt"] = "expected a checkpoint or a state_dict; .*No such file"
     for name, said in cases.items():
         text = call_script("tools/evaluate_rebm", tmp_path / name, status=2)
-        assert f"{name}: {said}" in text
+        assert re.search(f"{name}: {said}", text)
         assert len(text.splitlines()) == 1
 
 
@@ -137,27 +137,7 @@ def test_robust_accuracy_of_a_linear_network(norm):
         length = difference.norm(dim=1) if norm == "L2" else difference.abs().sum(1)
         lead = logits.gather(1, labels[:, None])[:, 0] - logits[:, other]
         expected &= (other == labels) | (lead > eps * length)
-    moves = (evaluate.random_points(x, eps, norm, rng) - x).flatten(1)
-    lengths = torch.linalg.vector_norm(moves, 2 if norm == "L2" else math.inf, dim=1)
-    assert 0.7 * eps < lengths.max() <= eps * (1 + 1e-5)
     assert 20 < expected.sum() < 180
-    # up the cross entropy alone; then that first attack leads away, and the targeted ones find it
-    for gain, starts in ((script.cross_entropy, 1), (script.label_logit, 3)):
-        args = SimpleNamespace(starts=starts, attack_steps=30)
-        with mock.patch.object(evaluate, "cross_entropy", gain):
-            found = evaluate.survivors(network, x, labels, norm, eps, args, rng)
-        assert torch.equal(found, expected)
+    assert torch.equal(evaluate.survivors(network, x, labels, 20, eps, norm), expected)
     wrong = (labels + 1) % 3
-    assert not evaluate.survivors(network, x, wrong, norm, eps, args, rng).any()
-
-
-def test_the_frechet_distance():
-    from scipy.linalg import sqrtm
-
-    rng = torch.Generator().manual_seed(0)
-    a = torch.randn(80, 6, generator=rng).double()
-    b = torch.randn(90, 6, generator=rng).double() * 1.5 + 0.3
-    root = sqrtm(np.cov(a.T) @ np.cov(b.T)).real
-    means = (a.mean(0) - b.mean(0)).square().sum().item()
-    expected = means + np.trace(np.cov(a.T) + np.cov(b.T) - 2 * root)
-    assert generate.frechet(a, b) == pytest.approx(float(expected), rel=1e-6)
+    assert not evaluate.survivors(network, x, wrong, 20, eps, norm).any()

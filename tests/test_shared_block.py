@@ -6,8 +6,7 @@ file.
 writes the block of one script into all others that carry it, and says which of them changed.
 
 The block reaches from its banner to the end of the file. test_ddp_setup.py has only the functions
-and constants of it that it uses. Scripts that have the older blocks A and B are compared with each
-other.
+and constants of it that it uses.
 """
 
 import argparse
@@ -21,20 +20,7 @@ BANNER = "# " + "=" * 98 + "\n"
 SETUP = "test_ddp_setup.py"
 SCRIPTS = f"""run_train_quantumgrav_ddp.py train_ddp.py run_dpo_ddp.py run_train_uniref50_ddp.py
     run_train_rebm_ddp.py {SETUP}""".split()
-KINDS = {  # first words of a block
-    "block": "# Distributed training. These lines ",
-    "A": "# How a run starts and ends.",
-    "B": "# What happens around a step",
-}
-
-
-def split(text):
-    """[(kind or None, text)]: the parts of a script between its banners"""
-    parts = []
-    for part in text.split(BANNER):
-        kinds = [kind for kind, start in KINDS.items() if part.startswith(start)]
-        parts.append((kinds[0] if kinds else None, part))
-    return parts
+BANNER += "# Distributed training. These lines "
 
 
 def definitions(text):
@@ -50,22 +36,22 @@ def definitions(text):
 
 
 def repaired(folder, source):
-    """{name: new text} of the scripts in a folder that have not the blocks of `source`. Only
-    scripts of these names: a user may have copies of his own beside them."""
-    blocks = dict(split((folder / source).read_text()))
-    shared = definitions(blocks.get("block", ""))
+    """{name: new text} of the scripts in a folder that have not the block of `source`. Only scripts
+    of these names: a user may have copies of his own beside them."""
+    block = (folder / source).read_text().partition(BANNER)[2]
+    shared = definitions(block[block.index("\n") :])
     changed = {}
     for name in SCRIPTS:
         path = folder / name
         text = path.read_text() if path.exists() else ""
-        parts = []
-        for kind, part in split(text):
-            if kind is None and name == SETUP:
-                for function, own in definitions(part).items():
-                    part = part.replace(own, shared.get(function, own))
-            parts.append(blocks.get(kind, part) if kind else part)
-        if BANNER.join(parts) != text:
-            changed[name] = BANNER.join(parts)
+        own, banner, _ = text.partition(BANNER)
+        new = own + banner + block
+        if name == SETUP:
+            new = text
+            for function, source in definitions(text).items():
+                new = new.replace(source, shared.get(function, source))
+        if path.exists() and new != text:
+            changed[name] = new
     return changed
 
 
@@ -73,14 +59,11 @@ def test_all_blocks_are_equal():
     """And no script has a function of that name once more."""
     for name in SCRIPTS:
         text = (ROOT / name).read_text()
-        kinds = [kind for kind, _ in split(text) if kind]
-        if name != SETUP:
-            assert kinds in (["block"], ["A", "B"]), name
+        assert text.count(BANNER) == (name != SETUP), name
         names = [node.name for node in ast.parse(text).body if hasattr(node, "name")]
         assert len(names) == len(set(names)), name
-        assert "block" not in kinds or text.endswith("    launch(parse_args, main)\n")
-        if "block" in kinds or "A" in kinds:
-            assert repaired(ROOT, name) == {}
+        assert name == SETUP or text.endswith("    launch(parse_args, main)\n")
+    assert repaired(ROOT, SCRIPTS[0]) == {}
 
 
 CHANGES = [  # the script and the function that is changed, the script that is right
@@ -94,7 +77,7 @@ def test_a_change_is_found_and_repaired(tmp_path, name, right):
     """The rest of a file stays, and so do the files of a user."""
     own = "def own():\n    return 1\n\n\n"
     shared = "def shared():\n    return 1\n\n\n"
-    block = f"{BANNER}{KINDS['block']}\n\nLIMIT = 5\n\n\n{shared}"
+    block = f"{BANNER}\n\nLIMIT = 5\n\n\n{shared}"
     texts = {
         "run_dpo_ddp.py": f"{own}{block}launch()\n",
         "run_train_quantumgrav_ddp.py": f"{own}{block}launch()\n",

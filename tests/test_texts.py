@@ -2,7 +2,7 @@
 
 import gzip
 import json
-import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -28,30 +28,36 @@ def arguments(path, *options):
 
 
 def read(path, *options):
-    return script.Corpus(script.prepare_texts(arguments(path, *options)))
+    """The split of what is read, with its texts."""
+    args = arguments(path, *options)
+    rows = script.read_sources(args, path.parent / "tables")
+    texts, num_queries, arrays = script.split_texts(args, *rows)
+    return SimpleNamespace(texts=texts, num_queries=num_queries, **arrays)
 
 
-def decoded(corpus, numbers):
-    return set(corpus.texts([number for number in np.ravel(numbers) if number >= 0]))
+def decoded(found, numbers):
+    return {found.texts[number] for number in np.ravel(numbers)}
 
 
-def pairs_of(corpus):
+def held_out(found):
+    """Texts: queries, the documents that answer them, distractors."""
+    parts = np.split(found.eval_texts, np.cumsum(found.eval_counts)[:2])
+    return [decoded(found, part) for part in parts]
+
+
+def pairs_of(found):
     """{(query, a document that answers it)}, held out or not"""
-    pairs = {tuple(corpus.texts(pair)) for pair in corpus.pairs}
-    for query, document in corpus.eval_pairs:
-        pairs.add(
-            tuple(corpus.texts([corpus.eval_queries[query], corpus.eval_documents[document]]))
-        )
-    return pairs
+    pairs = [*found.pairs, *found.eval_texts[found.eval_pairs]]
+    return {(found.texts[query], found.texts[document]) for query, document in pairs}
 
 
-def wrong_of(corpus):
+def wrong_of(found):
     """{(query, a document that does not answer it)} of those that are trained on"""
-    return {
-        tuple(corpus.texts([query, document]))
-        for (query, _), row in zip(corpus.pairs, corpus.negatives, strict=True)
-        for document in row[row >= 0]
-    }
+    wrong = set()
+    for query in range(found.num_queries):
+        begin, end = found.negatives_ptr[query : query + 2]
+        wrong |= {(found.texts[query], found.texts[i]) for i in found.negatives[begin:end]}
+    return wrong
 
 
 # --------------------------------------------------------------------------------------------------
@@ -113,26 +119,25 @@ READ = {  # file: its content
     "a.jsonl": lines(records()),
     "list.json": json.dumps(records(), indent=1),
     "a.csv": table(records()),
-    "a.csv.gz": packed(table(records())),
     "A.CSV": table(records()),
-    "packed.csv": packed(table(records())),
+    "a.csv.gz": packed(table(records())),
     "a.tsv": table(records(), "\t"),
     "a.parquet": parquet(records()),
     "lists.parquet": parquet(in_lists()),
     "lists.jsonl": lines([*in_lists(), {"query": "q", "positive": []}]),
+    "arrays.jsonl.gz": packed(lines([list(row.values()) for row in records()])),
     "spreadsheet.csv": "\ufeff" + table(records(), end="\r\n"),
-    "old.csv": table(records(), end="\r"),
     "empty_lines.csv": table(records(), end="\n\n"),
-    "mark.jsonl": "\ufeff" + lines(records()),
     "numbered.csv": replaced("other", ",other", negative="negative_1,negative_2"),
     "names.csv": replaced("query,positive", "anchor,answer"),
     "unread.csv": table(records(hard="x", id="7")),
     "breaks.csv": table(records()) + '"query\n0",document 0,\n',
 }
 SAID = {  # of some of them
-    "lists.jsonl": "1 of 41 rows have no right answer",
+    "lists.jsonl": "1 rows have no answer, such as {} row 41",
     "unread.csv": "these columns are not read: hard, id",
-    "breaks.csv": "1 rows have line breaks within quotes, such as {} lines 42 to 43",
+    "breaks.csv": "1 rows have line breaks within quotes (stray quotes would swallow rows), such "
+    "as {} row 41",
 }
 
 
@@ -146,29 +151,42 @@ def write(path, content):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_files_that_are_read(name, tmp_path, caplog, monkeypatch):
-    """The same pairs and negatives, without `datasets`."""
-    monkeypatch.setitem(sys.modules, "datasets", None)
+def test_files_that_are_read(name, tmp_path, caplog):
+    """The same pairs and negatives."""
     path = tmp_path / name
     write(path, READ[name])
     corpus = read(path)
     assert pairs_of(corpus) - {("query\n0", "document 0")} == PAIRS
     found = wrong_of(corpus)
     assert found == {(query, other) for query, other in WRONG if query in {q for q, _ in found}}
-    assert len(corpus.pairs) > 20 and len(found) >= COUNT - len(corpus.eval_queries)
+    assert len(corpus.pairs) > 20 and len(found) >= COUNT - corpus.eval_counts[0]
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (name in SAID)
+    assert len(warnings) == (name in SAID), warnings
     assert SAID.get(name, "").format(path) in "".join(warnings)
+
+
+def test_several_files(tmp_path):
+    for part in (0, 1):
+        write(tmp_path / f"shard{part}.jsonl", lines(records()[part::2]))
+    assert pairs_of(read(tmp_path / "shard*.jsonl")) == PAIRS
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_texts_for_phase_1(name, tmp_path):
     content = "\n\n".join(QUERIES)
     write(tmp_path / name, packed(content) if name.endswith("gz") else content)
-    corpus = read(tmp_path / name)
-    assert set(corpus.texts(range(len(corpus)))) == set(QUERIES)
-    assert len(corpus.phase1) + corpus.eval_answers == COUNT
-    assert len(corpus.pairs) == 0
+    found = read(tmp_path / name)
+    assert set(found.texts) == set(QUERIES)
+    assert len(found.phase1) + found.eval_counts[1] == COUNT
+    assert len(found.pairs) == 0
+
+
+def test_quotes_of_a_tsv_are_texts(tmp_path):
+    """As MS MARCO's files want: else two stray quotes would swallow the rows between them."""
+    write(tmp_path / "a.tsv", table(records(), "\t").replace("document 1", '"document 1'))
+    found = read(tmp_path / "a.tsv")
+    assert len(pairs_of(found)) == COUNT
+    assert ("query 1", '"document 1') in pairs_of(found)
 
 
 def test_long_texts_are_whole(tmp_path):
@@ -176,8 +194,7 @@ def test_long_texts_are_whole(tmp_path):
     long = "word " * 40_000
     rows = [*records(), *[{"query": f"long {i}", "positive": f"{long}{i}"} for i in range(3)]]
     write(tmp_path / "a.jsonl", lines(rows))
-    corpus = read(tmp_path / "a.jsonl")
-    texts = corpus.texts(range(len(corpus)))
+    texts = read(tmp_path / "a.jsonl").texts
     assert sum(text.startswith(long) for text in texts) == 3
     assert len(set(texts)) == len(texts)
 
@@ -187,27 +204,32 @@ def test_long_texts_are_whole(tmp_path):
 
 
 REFUSED = {  # file: its content, and a part of what is said of it
-    "gone.csv": (None, "is not a file here"),
-    "a.xlsx": ("x", ": its ending must be .txt .jsonl"),
-    "utf16.csv": (table(records()).encode("utf-16"), "is UTF-16"),
-    "latin1.csv": (replaced("document 10", "ö").encode("latin-1"), "line 12: positive is not"),
-    "half.jsonl": (odd(query="\ud83d"), "line 11: query is not UTF-8, or has half of a character"),
-    "quote.csv": (replaced("10,document", '10,"document'), "line 12: .*is a quote not closed"),
-    "twice.csv": (replaced("query", "negative"), "line 1: two columns have one name: negative"),
-    "comma.csv": (replaced("document 10", "red, hard"), "line 12: 4 fields, the header has 3"),
+    "gone.csv": (None, "there is no such file"),
+    "a.xlsx": ("x", ": its ending must be one of .jsonl .json"),
+    "utf16.csv": (table(records()).encode("utf-16"), "cannot be read: .*utf-8"),
+    "half.jsonl": (odd(query="\ud83d"), "cannot be read: .*surrogate.* row 10"),
+    "quote.csv": (replaced("10,document", '10,"document'), "inside string starting at row 11"),
+    "comma.csv": (replaced("document 10", "red, hard"), "Expected 3 fields in line 12, saw 4"),
+    "commas.csv": (replaced("document", "red, document"), "more fields than the header"),
+    "semicolon.csv": (table(records(), ";"), "columns query;positive;negative.*is ; the separ"),
     "columns.csv": (replaced("positive", "right"), ": found the columns query, right, negative"),
-    "texts.jsonl": (lines([{"text": "t"}] * 9), "line 9: found the columns text; expected query"),
-    "blank.jsonl": (odd(positive=" "), "line 11: positive is missing or empty"),
-    "none.jsonl": (odd(query=None), "line 11: query is missing or empty"),
-    "number.jsonl": (odd(positive=["a", 3]), "line 11: positive is .*, expected a text or a list"),
-    "label.csv": (table(records(label=1)), ": found labels; expected wrong answers in the column"),
-    "broken.jsonl": (lines(records())[:-20], "line 40: no JSON"),
-    "broken.json": (json.dumps(records())[:-20], "cannot be read"),
-    "list.jsonl": ("[1, 2]", "row 2: found '2', expected names with values"),
-    "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read"),
-    "text.parquet": (table(records()), "cannot be read"),
-    "empty.csv": ("", "empty.csv has no rows"),
-    "header.csv": ("query,positive\n", "header.csv has no rows"),
+    "texts.jsonl": (lines([{"text": "t"}] * 9), "found the columns positive; expected query and"),
+    "blank.jsonl": (odd(positive=" "), "row 11: positive is missing or empty"),
+    "none.jsonl": (odd(query=None), "row 11: query is missing or empty"),
+    "number.jsonl": (odd(positive=["a", 3]), "row 11: positive is .*, expected a text"),
+    "label.csv": (table(records(label=1)), "label; expected wrong answers in the column"),
+    "graded.csv": (table([*records(score=0), *records(score=1)]), "score is 0 in 40 rows: does it"),
+    "selected.jsonl": (lines([*records(is_selected=False)]), "column is_selected is 0 in 40 rows"),
+    "lists.csv": (
+        replaced("document 10", '"[""a"", ""b""]"'),
+        "row 11: positive is .*list in .json",
+    ),
+    "array.jsonl": (lines([["a", "b"], ["c"]]), r"row 2: found \[.c.\], expected \[query, pos"),
+    "broken.jsonl": (lines(records())[:-20], "cannot be read"),
+    "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read: .*ended before"),
+    "text.parquet": (table(records()), "cannot be read: .*[Pp]arquet"),
+    "empty.jsonl": ("", "empty.jsonl has no rows"),
+    "header.csv": ("query,positive\n", "header.csv cannot be read: .*no data"),
     "one.jsonl": (lines(records()[:1]), "none may be 0"),  # nothing to measure by
 }
 
@@ -225,24 +247,11 @@ def test_files_that_are_refused(name, tmp_path):
     assert not list(tmp_path.glob("cache/*"))
 
 
-BAD = [b'{"query": "no positive"}', b"not json", b"\xff\xfe", b"7"]
-
-
-def test_bad_rows_are_all_named(tmp_path, caplog):
-    path = tmp_path / "a.jsonl"
-    good = lines(records()).encode().splitlines()
-    path.write_bytes(b"\n".join(good[:10] + BAD + good[10:] + [b"broken"] * 30))
-    with pytest.raises(script.InputError) as caught:
-        read(path)
-    said = str(caught.value).splitlines()
-    assert len(said) == 1 + 20 + 1
-    assert "34 bad rows" in said[0] and "--skip_bad_data" in said[0]
-    assert "and 14 more" in said[-1]
-    for number, line in enumerate(said[1:5], start=11):
-        assert f"{path} line {number}: " in line
-    corpus = read(path, "--skip_bad_data")
-    assert pairs_of(corpus) == PAIRS
-    assert "34 bad rows are left out" in caplog.text
+def test_numbers_of_rows_are_no_grades(tmp_path, caplog):
+    rows = [{**row, "id": i} for i, row in enumerate(records())]
+    write(tmp_path / "a.jsonl", lines(rows))
+    assert pairs_of(read(tmp_path / "a.jsonl")) == PAIRS
+    assert "these columns are not read: id" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,21 +268,37 @@ def two_answers(**more):
     return rows
 
 
-def test_nothing_held_out_is_trained_on(tmp_path):
-    """Also where it stands in other rows, or a query stands there as a document."""
+def test_nothing_held_out_is_trained_on(tmp_path, caplog):
+    """Also where it stands in other rows, or a query stands there as a document; that is said."""
     again = [{"query": f"again {i}", "positive": f"second {i}"} for i in range(130)]
     turned = [{"query": f"document {i}", "positive": f"query {i}"} for i in range(130)]
     write(tmp_path / "a.jsonl", lines([*two_answers(), *again, *turned]))
-    corpus = read(tmp_path / "a.jsonl")
-    held = decoded(corpus, corpus.eval_queries)
-    held |= decoded(corpus, corpus.eval_documents[: corpus.eval_answers])
-    used = decoded(corpus, corpus.phase1) | decoded(corpus, corpus.pairs)
-    used |= decoded(corpus, corpus.negatives)
-    assert len(held) > 60 and len(used) > 150
-    assert not held & used
-    for pair, right, wrong in zip(corpus.pairs, corpus.positives, corpus.negatives, strict=True):
-        assert pair[1] in right
-        assert not {*right[right >= 0]} & {*wrong}
+    found = read(tmp_path / "a.jsonl")
+    queries, answers, distractors = held_out(found)
+    used = decoded(found, found.phase1) | decoded(found, found.pairs)
+    used |= decoded(found, found.negatives)
+    assert len(queries | answers) > 60 and len(used) > 150
+    assert not (queries | answers) & used
+    assert not answers & distractors
+    assert not pairs_of(found) & wrong_of(found)
+    left_out = 4 * 130 - len(pairs_of(found))
+    assert left_out > 20
+    assert f"{left_out} pairs are left out, since a text of theirs is held out" in caplog.text
+
+
+def test_answers_in_other_rows_are_held_out(tmp_path):
+    """Of a held-out query, in other groups, too."""
+    rows = []
+    for i in range(60):
+        for part in ("a", "b"):
+            row = {"query": f"query {i}", "positive": f"document {i} {part}"}
+            rows.append({**row, "group": f"group {i} {part}"})
+    write(tmp_path / "a.jsonl", lines(rows))
+    found = read(tmp_path / "a.jsonl")
+    queries, answers, _ = held_out(found)
+    numbers = {text.split()[1] for text in queries}
+    assert answers == {f"document {i} {part}" for i in numbers for part in "ab"}
+    assert len(found.eval_pairs) == 2 * len(queries)
 
 
 def test_negatives_that_are_positives(tmp_path, caplog):
@@ -282,110 +307,76 @@ def test_negatives_that_are_positives(tmp_path, caplog):
     rows[3]["negative"] = "document 3"
     rows.append({"query": "query 4", "positive": "other 4", "negative": "x"})
     write(tmp_path / "a.jsonl", lines(rows))
-    read(tmp_path / "a.jsonl")
+    read(tmp_path / "a.jsonl", "--eval_fraction=0.1")
     assert "2 negatives are left out: they are also positives of their query" in caplog.text
 
 
 def test_the_split(tmp_path):
-    """The same in any order; each source has its held-out rows; distractors as many as asked for;
-    a group is held out together."""
-    options = ["--eval_fraction=0.5", "--eval_samples=20"]
+    """The same in any order; distractors as many as asked for, those first that are said to be
+    wrong; a group is held out together; texts of phase 1 are not held out if there are queries."""
+    options = ["--eval_fraction=0.5", "--eval_samples=20", "--eval_distractors=30"]
     write(tmp_path / "a.jsonl", lines(two_answers()))
     write(tmp_path / "a.txt", "\n".join(f"text {i}" for i in range(2000)))
     found = read(tmp_path / "a.jsonl", *options, f"--phase1_data={tmp_path}/a.txt")
-    assert len(found.eval_queries) == 20
-    assert found.eval_answers == 20 + 2 * 20
-    assert len(found.eval_documents) == 2 * found.eval_answers
+    assert found.eval_counts.tolist() == [20, 40, 30]
+    queries, _, distractors = held_out(found)
+    assert "nothing" in distractors
     assert len(found.pairs) == 2 * 110
+    assert len(found.phase1) == 2000
 
     write(tmp_path / "other.jsonl", lines(reversed(two_answers())))
     other = read(tmp_path / "other.jsonl", *options, "--eval_distractors=0")
-    assert decoded(other, other.eval_queries) == decoded(found, found.eval_queries)
-    assert len(other.eval_documents) == 40
-    every = read(tmp_path / "other.jsonl", *options, "--eval_distractors=1e9")
-    assert len(every.eval_documents) == (~every.is_query).sum()
+    assert held_out(other)[0] == queries
+    assert other.eval_counts.tolist() == [20, 40, 0]
 
     write(tmp_path / "groups.jsonl", lines(two_answers(group=lambda i: i // 10)))
     found = read(tmp_path / "groups.jsonl", *options)
-    groups = {int(text.split()[1]) // 10 for text in decoded(found, found.eval_queries)}
-    assert len(found.eval_queries) == 10 * len(groups) == 20
+    groups = {int(text.split()[1]) // 10 for text in held_out(found)[0]}
+    assert found.eval_counts[0] == 10 * len(groups) == 20
 
 
-def test_queries_among_the_texts_of_phase_1_are_queries(tmp_path):
-    """Held out as documents, they would be found before those that answer them."""
-    write(tmp_path / "a.jsonl", lines(records()))
-    write(tmp_path / "a.txt", "\n".join([*QUERIES, "another text"]))
-    found = read(tmp_path / "a.jsonl", f"--phase1_data={tmp_path}/a.txt")
-    queries = set(QUERIES)
-    assert not decoded(found, found.eval_documents) & queries
-    held = decoded(found, found.eval_queries)
-    assert held
-    assert decoded(found, found.phase1) & queries == queries - held
-
-
-def test_texts_beside_a_query_in_a_list_are_documents(tmp_path):
-    rows = [{"text": [query, f"beside {query}"]} for query in QUERIES]
-    write(tmp_path / "a.jsonl", lines(records()))
-    write(tmp_path / "lists.jsonl", lines(rows))
-    found = read(tmp_path / "a.jsonl", f"--phase1_data={tmp_path}/lists.jsonl")
-    beside = {text for text in found.texts(range(len(found))) if text.startswith("beside")}
-    assert beside == {f"beside {query}" for query in QUERIES}
-    assert not decoded(found, found.eval_documents) & set(QUERIES)
-    assert pairs_of(found) == PAIRS
+def test_a_query_with_many_answers(tmp_path):
+    """What is kept grows with the rows, not with their square."""
+    rows = records()
+    for i in range(3000):
+        rows.append({"query": "sports", "positive": f"news {i}", "negative": f"other {i}"})
+    write(tmp_path / "a.jsonl", lines(rows))
+    found = read(tmp_path / "a.jsonl", "--eval_samples=20")
+    assert len(found.pairs) > 3000
+    arrays = [value for value in vars(found).values() if isinstance(value, np.ndarray)]
+    assert sum(map(len, arrays)) < 6 * len(rows)
 
 
 def test_ms_marco(tmp_path, monkeypatch):
-    """Selected passages are positives, the validation rows are held out."""
+    """Selected passages are positives. Its training rows are split as others are."""
+    from datasets import Dataset
 
     def load_dataset(path, config, split):
-        assert (path, config) == ("microsoft/ms_marco", "v1.1")
+        assert (path, config, split) == ("microsoft/ms_marco", "v1.1", "train")
         rows = []
-        for i in range(6):
-            name = f"{split} {i}"
-            passages = {"passage_text": [f"{name} wrong", f"{name} right"]}
+        for i in range(60):
+            passages = {"passage_text": [f"wrong {i}", f"right {i}"]}
             passages["is_selected"] = [0, int(i % 5 > 0)]
-            rows.append({"query": name, "passages": passages})
-        return rows
+            rows.append({"query": f"query {i}", "passages": passages})
+        return Dataset.from_list(rows)
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     found = read(tmp_path / "a", "--phase1_data=ms_marco", "--phase2_data=ms_marco")
-    assert decoded(found, found.eval_queries) == {f"validation {i}" for i in range(1, 5)}
-    numbers = range(1, 5)  # nothing is selected for queries 0 and 5
-    assert {tuple(found.texts(pair)) for pair in found.pairs} == {
-        (f"train {i}", f"train {i} right") for i in numbers
-    }
-    assert decoded(found, found.negatives) == {f"train {i} wrong" for i in numbers}
+    numbers = [i for i in range(60) if i % 5 > 0]  # nothing is selected for the others
+    assert pairs_of(found) == {(f"query {i}", f"right {i}") for i in numbers}
+    assert 5 < found.eval_counts[0] < 30
+    wrong = wrong_of(found)
+    assert len(wrong) == len(found.pairs)
+    assert wrong <= {(f"query {i}", f"wrong {i}") for i in numbers}
 
 
-def test_a_path_in_another_form(tmp_path, monkeypatch, caplog):
-    """Rows with line breaks are said, however the path is written."""
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "breaks.csv", READ["breaks.csv"])
-    phases = ["--phase1_data=./breaks.csv", "--phase2_data=./breaks.csv"]
-    script.prepare_texts(parse_arguments(script, *phases, "--eval_fraction=0.3"))
-    notes = json.loads(next(tmp_path.glob("cache/*/meta.json")).read_text())["notes"]
-    assert notes == ["1 rows have line breaks within quotes, such as breaks.csv lines 42 to 43"]
+def test_without_the_hub(tmp_path, monkeypatch):
+    def load_dataset(*args, **options):
+        raise ConnectionError("no route to the hub")
 
-
-def test_an_answer_is_no_distractor(tmp_path):
-    """A query may have answers in a row that is held out and in others: here in two groups."""
-    rows = []
-    for i in range(60):
-        for part in ("a", "b"):
-            row = {"query": f"query {i}", "positive": f"document {i} {part}"}
-            rows.append({**row, "group": f"group {i} {part}"})
-    write(tmp_path / "a.jsonl", lines(rows))
-    found = read(tmp_path / "a.jsonl", "--eval_distractors=1e9")
-    assert len(found.eval_pairs) < len(found.eval_documents)
-    documents = decoded(found, found.eval_documents)
-    answers = {document for _, document in pairs_of(found)}
-    for query in decoded(found, found.eval_queries):
-        number = query.split()[1]
-        shown = {text for text in documents if text.split()[1] == number}
-        assert len(shown) == 1 or shown <= answers
-    held = {text.split()[1] for text in decoded(found, found.eval_queries)}
-    of_held = [text for text in documents if text.split()[1] in held]
-    assert len(of_held) == len(found.eval_pairs)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(script.InputError, match="ms_marco cannot.*no route.*download: pydocs"):
+        read(tmp_path / "a", "--phase1_data=ms_marco", "--phase2_data=ms_marco")
 
 
 def test_rows_without_answers(tmp_path):
@@ -396,9 +387,9 @@ def test_rows_without_answers(tmp_path):
 
 
 def test_rows_above_the_limit_are_said(tmp_path, caplog):
+    caplog.set_level("INFO")
     write(tmp_path / "a.jsonl", lines(records()))
-    read(tmp_path / "a.jsonl", "--max_samples_phase1=30", "--max_samples_phase2=30")
-    assert "a.jsonl: 30 rows are read, and it has more: see --max_samples" in caplog.text
-    caplog.clear()
-    read(tmp_path / "a.jsonl", "--max_samples_phase1=40", "--max_samples_phase2=40")
-    assert "it has more" not in caplog.text
+    found = read(tmp_path / "a.jsonl", "--max_samples_phase1=20", "--max_samples_phase2=30")
+    assert "a.jsonl: 30 of 40 rows are read" in caplog.text
+    assert len(pairs_of(found)) == 30
+    assert len(found.phase1) <= 2 * 20

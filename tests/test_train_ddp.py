@@ -3,21 +3,15 @@
 import contextlib
 import itertools
 import json
-import os
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, call_script, environment, on_small_disk, parse_arguments, rank_variables
+from helpers import ROOT, call_script, parse_arguments, rank_variables
 from runs import Run
 from test_accelerator import META, Copies
 
@@ -47,7 +41,7 @@ def work(tmp_path_factory):
 def small(work, *options):
     """Options of a run of seconds."""
     data = [f"--phase{phase}_data={work}/pairs.jsonl" for phase in (1, 2)]
-    common = """--teacher_model=builtin:lsa:16 --student_model=builtin:bert:2x32 --device=cpu
+    common = """--teacher_model=builtin:lsa --student_model=builtin:bert --device=cpu
         --student_max_length=24 --projection_hidden=32 --eval_fraction=0.3 --phase1_epochs=3
         --phase2_epochs=3 --phase1_lr=5e-3 --phase2_lr=2e-3 --num_negatives=1
         --global_batch_size=24 --batch_size=8 --log_every=1 --student_query_prompt=find:"""
@@ -59,8 +53,9 @@ def trained(work):
     """A run of both phases, with a head; its texts, and the folder of its untrained student."""
     options = [f"--output_dir={work}/out", "--save_to_artifacts", f"--artifacts_dir={work}/models"]
     trained = Run(work / "out", text=run(*small(work, *options)))
-    trained.corpus = script.Corpus(next(work.glob("cache/texts-*")))
-    trained.student = str(next(work.glob("cache/bert-*")))
+    trained.read = next(work.glob("cache/texts-*"))  # the folder with texts and builtin models
+    trained.corpus = script.load_corpus(trained.read)
+    trained.texts = json.loads((trained.read / "texts.json").read_text())
     return trained
 
 
@@ -69,12 +64,23 @@ def step(trained, work, tmp_path, group):
     """What a step needs: args, a student, and the data of both phases with some vectors."""
     args = arguments(*small(work, f"--output_dir={tmp_path}"))
     torch.manual_seed(0)
-    model = script.load_student(args, trained.student)
-    tokens = script.Tokens(args, trained.corpus, model, CPU)
-    phases = script.make_phases(args, trained.corpus, tokens)
-    for phase in phases:
-        phase.data.use(unit(len(trained.corpus), 32).numpy().astype(np.float16), 32)
+    model = script.load_student(args, trained.read)
+    vectors = Vectors(len(trained.texts), 128)
+    phases = script.make_phases(args, trained.corpus, vectors)
     return SimpleNamespace(args=args, student=script.Student(model), phases=phases)
+
+
+class Vectors:
+    """Random unit vectors; it counts what is read."""
+
+    def __init__(self, count, dimensions):
+        self.rows = unit(count, dimensions).numpy().astype(np.float16)
+        self.dimensions = dimensions
+        self.read = []
+
+    def __getitem__(self, rows):
+        self.read.extend(rows)
+        return self.rows[rows]
 
 
 def unit(*shape, seed=0):
@@ -92,8 +98,18 @@ def test_the_distance_is_a_sum_over_dimensions():
         s = unit(5, dim, seed=1)
         t = unit(5, dim, seed=2)
         cosine = F.cosine_similarity(s, t)
-        assert torch.allclose(script.distance(s, t, 1.0, 0.0), 2 * (1 - cosine))
-        assert torch.allclose(script.distance(s, t, 0.4, 0.6), 1.4 * (1 - cosine))
+        assert torch.allclose(script.distance(s, t), 2 * (1 - cosine))
+
+
+def test_the_loss_of_phase_1():
+    """As it is written; of longer vectors of the teacher the first dimensions are the target."""
+    vectors = unit(5, 8, seed=1).float()
+    targets = unit(5, 20, seed=2)
+    batch = script.Batch([], [], None, None, targets, total=50)
+    first = F.normalize(targets[:, :8], dim=1)
+    terms = 0.4 * (vectors - first).square().sum(1) + 0.6 * (1 - (vectors * first).sum(1))
+    found = script.text_loss(arguments(), batch, vectors)
+    assert found.item() == pytest.approx(terms.sum().item() / 50, rel=1e-6)
 
 
 def test_infonce_is_multiple_negatives_ranking_loss(group):
@@ -104,19 +120,20 @@ def test_infonce_is_multiple_negatives_ranking_loss(group):
     theirs = losses.MultipleNegativesRankingLoss(None, scale=50.0)
     expected = theirs.compute_loss_from_embeddings([q, d], None).item()
     vectors = torch.cat([q, d])
-    numbers = torch.arange(12)
-    batch = script.PairBatch(None, vectors, numbers, numbers[6:, None], torch.ones(12), 6)
+    batch = script.Batch([], [], None, torch.arange(12), vectors, total=6, n=6, most=2)
     args = arguments("--infonce_weight=0.5", "--false_negative_margin=2")
-    loss, infonce, far = script.pair_loss(args, [batch], [vectors])
+    (loss, infonce, far), _ = script.pair_loss(args, [batch], vectors)
     assert infonce.item() == pytest.approx(expected, rel=1e-5)
     assert loss.item() == pytest.approx(0.5 * expected, rel=1e-5)
     assert far.item() == pytest.approx(0, abs=1e-10)
 
 
-QUERIES = 7  # of a step; query q is answered by the documents 10 + q and 20 + q
-ANSWERS = torch.tensor([[10 + q, 20 + q] for q in range(QUERIES)])
-# what each brings: its positive, an answer to the next query, one that is nobody's
-DOCUMENTS = torch.tensor([[10 + q, 20 + (q + 1) % QUERIES, 30 + q] for q in range(QUERIES)])
+# Pairs of a step: the first two are of one query, the next two have one document. Each has two
+# documents that do not answer it, of which one is the positive of another pair.
+PAIRS = torch.tensor([[1, 11], [1, 12], [2, 13], [3, 13], [4, 14], [5, 15], [6, 16]])
+QUERIES = len(PAIRS)
+WRONG = torch.tensor([[20 + q, int(PAIRS[(q + 4) % QUERIES, 1])] for q in range(QUERIES)])
+DOCUMENTS = torch.cat([PAIRS[:, 1:], WRONG], dim=1)
 
 
 def tensors_of_a_step():
@@ -138,8 +155,10 @@ def expected_step(margin):
     masked = torch.zeros_like(scores, dtype=torch.bool)
     for q in range(QUERIES):
         for k, number in enumerate(DOCUMENTS.flatten()):
-            is_false = number in ANSWERS[q] or teacher[q, k] > teacher[q, 3 * q] + margin
-            masked[q, k] = is_false and k != 3 * q
+            pair, place = divmod(k, 3)
+            is_other = place == 0 and PAIRS[pair, 0] == PAIRS[q, 0]  # answers it in another pair
+            is_better = teacher[q, k] > teacher[q, 3 * q] + margin
+            masked[q, k] = (is_other or number == PAIRS[q, 1] or is_better) and k != 3 * q
     infonce = F.cross_entropy(scores.masked_fill(masked, -1e9), 3 * torch.arange(QUERIES))
     squares = (vectors - targets).square().sum(2)
     far = 0.5 * squares[:, 0].mean() + 0.5 * squares[:, 1:].mean()
@@ -148,29 +167,26 @@ def expected_step(margin):
 
 
 def found_step(margin):
-    """The same, summed over the ranks, to whom the queries are dealt in micro-batches of two."""
+    """The same, summed over the ranks, to whom the pairs are dealt in micro-batches of two."""
     weight, texts, targets = tensors_of_a_step()
     args = arguments("--batch_size=2", f"--global_batch_size={QUERIES}", "--temperature=0.1")
     args.false_negative_margin = margin
     batches = []
     vectors = []
-    sampler = script.GlobalBatchSampler(np.arange(QUERIES), args)
+    sampler = script.GlobalBatchSampler(np.arange(QUERIES), args, np.ones(QUERIES))
     for (_, whole, places), _ in zip(sampler, range(sampler.accumulation), strict=False):
         ids = torch.from_numpy(whole[places])
         n = len(ids)
         order = [0] * n + [1] * n + [2, 3] * n
         rows = torch.cat([ids, ids, ids.repeat_interleave(2)])
-        numbers = torch.cat([ids, DOCUMENTS[ids, 0], DOCUMENTS[ids, 1:].flatten()])
-        pull = torch.full((4 * n,), 0.5 / (3 * QUERIES))
-        pull[:n] = 0.5 / QUERIES
-        own = targets[rows, order]
-        batches.append(script.PairBatch(None, own, numbers, ANSWERS[ids], pull, QUERIES))
+        numbers = torch.cat([*PAIRS[ids].T, WRONG[ids].flatten()])
+        sizes = {"total": QUERIES, "n": n, "most": 4}
+        batches.append(script.Batch([], [], None, numbers, targets[rows, order], **sizes))
         vectors.append(F.normalize(texts[rows, order] @ weight, dim=1))
 
-    shares = script.pair_loss(args, batches, vectors)
-    with mock.patch.object(dist, "all_reduce", None):  # the backward pass is a reduce-scatter
-        shares[0].backward()
-    shares = shares.detach()
+    vectors = torch.cat(vectors)
+    shares, gradient = script.pair_loss(args, batches, vectors.detach())
+    vectors.backward(gradient)
     dist.all_reduce(shares)
     dist.all_reduce(weight.grad)
     return shares, weight.grad
@@ -219,11 +235,15 @@ def take_step(phase):
     return [phase.data[item] for item in items]
 
 
+def swap(samples, args):
+    ids, cost = samples
+    return ids, args, cost
+
+
 def batches_of(step, batch_size):
     """Those of phase 2."""
     step.args.batch_size = batch_size
-    data = step.phases[1].data
-    sampler = script.GlobalBatchSampler(data.ids(), step.args, data.cost())
+    sampler = script.GlobalBatchSampler(*swap(step.phases[1].data.samples(), step.args))
     return take_step(step.phases[1]._replace(sampler=sampler))
 
 
@@ -234,12 +254,11 @@ def gradient(step, batches, forward_backward=None):
     student.zero_grad()
     script.seed_step(step.args, 7)
     if forward_backward is None:
-        shares = script.pair_loss(step.args, batches, [student(batch.texts) for batch in batches])
-        shares[0].backward()
+        vectors = torch.cat([student(batch) for batch in batches])
+        shares, gradient = script.pair_loss(step.args, batches, vectors.detach())
+        vectors.backward(gradient)
     else:
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        common = (student, batches, contextlib.nullcontext, scaler, 7)
-        shares = forward_backward(step.args, *common)
+        shares = forward_backward(step.args, student, batches, contextlib.nullcontext, 7)
     found = [p.grad.flatten() for p in student.parameters() if p.grad is not None]
     return shares.detach(), torch.cat(found)
 
@@ -253,8 +272,6 @@ def test_micro_batches_have_the_gradient_of_the_whole_step(step):
     """Negatives come from all of them."""
     whole, parts = [batches_of(step, size) for size in (24, 5)]
     assert (len(whole), len(parts)) == (1, 5)
-    for pull in script.split_texts(parts, [batch.pull for batch in parts]):
-        assert pull.sum() == pytest.approx(0.5)  # of all queries, and of all documents
     assert_close(gradient(step, parts, script.pair_step), gradient(step, whole))
 
 
@@ -281,13 +298,12 @@ def test_a_step_of_each_phase_on_the_meta_device(step, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
     script.keep_masks_whole()
     step.student.to("meta")
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     for phase, function in zip(step.phases, (script.text_step, script.pair_step), strict=True):
         copies = Copies()
         with copies:
             batches = [batch.to(META) for batch in take_step(phase)]
         assert len(batches) == 3
-        shares = function(step.args, step.student, batches, contextlib.nullcontext, scaler, 0)
+        shares = function(step.args, step.student, batches, contextlib.nullcontext, 0)
         assert shares.device == META
         assert len(shares) == len(phase.data.parts)
         assert set(copies.found) == {True}, "the host waits for a copy"
@@ -297,19 +313,25 @@ def test_vectors_of_texts(step):
     """One by one or in groups, where they need little padding, they are the same; compared in full
     precision, whatever the network has."""
     seen = []
-    step.student.add_head(32, 16)
-    step.student.head[0].register_forward_hook(
+    model = step.student.model
+    script.add_head(model, 32, 16)
+    model[-4].register_forward_hook(
         lambda module, inputs, output: seen.append(output["sentence_embedding"].dtype)
     )
-    tokens = step.phases[0].data.tokens
-    rows = np.arange(40)
-    texts = script.lay_out(tokens, rows)
-    assert len(texts.ids) == tokens.groups == 8
+    data = step.phases[0].data
+    rows = np.arange(0, 520, 13)
+
+    def batch_of(rows):
+        return script.make_batch(data.corpus, data.vectors, rows)
+
+    texts = batch_of(rows)
+    assert len(texts.ids) == script.GROUPS
     padded = sum(ids.numel() for ids in texts.ids)
-    assert tokens.lengths[rows].sum() <= padded < 0.9 * 40 * tokens.lengths[rows].max()
+    lengths = data.corpus.lengths[rows]
+    assert lengths.sum() <= padded < 0.9 * 40 * lengths.max()
     with torch.no_grad():
         expected = step.student.eval()(texts)
-        alone = [step.student(script.lay_out(tokens, rows[i : i + 1])) for i in range(40)]
+        alone = [step.student(batch_of(rows[i : i + 1])) for i in range(40)]
         with torch.autocast("cpu", torch.bfloat16):
             found = step.student(texts)
     assert torch.allclose(torch.cat(alone), expected, atol=1e-5)
@@ -317,50 +339,29 @@ def test_vectors_of_texts(step):
     assert 0 < (found - expected).norm() < 0.1 * expected.norm()
 
 
-def test_a_rank_reads_its_own_teacher_rows(step, monkeypatch):
-    """And sends no documents to others, only what it has of queries."""
-    read = []
-    sent = []
-    gather_rows = script.gather_rows
+def test_a_rank_reads_its_own_teacher_rows(step):
     data = step.phases[1].data
-    vectors = data.vectors
-
-    class Counted:
-        def __getitem__(self, rows):
-            read.extend(rows)
-            return vectors[rows]
-
-    def send(rows, *more, **options):
-        sent.append(len(rows))
-        return gather_rows(rows, *more, **options)
-
-    monkeypatch.setattr(script, "gather_rows", send)
-    data.use(Counted(), 32)
     batch = data[0, np.arange(24), np.arange(0, 24, 2)]
-    assert len(batch.positives) == 12
-    assert len(read) == len(batch.numbers) == 12 * 3
-    batch = batch._replace(total=12)
-    script.pair_loss(step.args, [batch], [step.student(batch.texts)])
-    assert max(sent) == 12
+    assert (batch.n, batch.total, batch.most) == (12, 24, 3)
+    assert len(data.vectors.read) == len(batch.numbers) == 12 * 3
 
 
 def test_negatives(step):
     """From those that are there, by (seed, step, place): on any number of ranks the same."""
     data = step.phases[1].data
-    negatives = np.arange(1000).reshape(-1, 10)
-    negatives[:20, 1:] = -1
-    data.corpus = SimpleNamespace(negatives=negatives)
+    negatives = np.arange(1000)
+    data.corpus = SimpleNamespace(negatives=negatives, negatives_ptr=np.array([0, 1, 11, 1000]))
     data.args.num_negatives = 4
-    assert data.draw(0, 0, 3).tolist() == [30]
-    drawn = data.draw(5, 2, 40)
-    assert len(set(drawn) & set(negatives[40])) == 4
-    assert np.array_equal(drawn, data.draw(5, 2, 40))
-    others = [data.draw(6, 2, 40), data.draw(5, 3, 40)]
+    assert data.draw(0, 0, 0).tolist() == [0]
+    drawn = data.draw(5, 2, 1)
+    assert len(set(drawn) & set(range(1, 11))) == 4
+    assert np.array_equal(drawn, data.draw(5, 2, 1))
+    others = [data.draw(6, 2, 1), data.draw(5, 3, 1)]
     data.args.seed = 1
-    others.append(data.draw(5, 2, 40))
+    others.append(data.draw(5, 2, 1))
     assert all(set(other) != set(drawn) for other in others)
-    order = np.random.default_rng([1, 5]).choice(negatives[40], 4, replace=False)
-    assert set(data.draw(5, 0, 40)) != set(order), "one stream for two things"
+    order = np.random.default_rng([1, 5]).choice(negatives[1:11], 4, replace=False)
+    assert set(data.draw(5, 0, 1)) != set(order), "one stream for two things"
 
 
 def test_learning_rates():
@@ -384,8 +385,9 @@ def test_embeddings_do_not_decay_under_any_name():
 
 def rank(queries, documents, answers):
     """Metrics of queries with these answers each."""
-    pairs = [(query, document) for query, own in enumerate(answers) for document in own]
-    corpus = SimpleNamespace(eval_queries=np.arange(len(queries)), eval_pairs=np.array(pairs))
+    count = len(queries)
+    pairs = [(query, count + document) for query, own in enumerate(answers) for document in own]
+    corpus = SimpleNamespace(eval_counts=[count], eval_pairs=np.array(pairs))
     return script.ranking_metrics(corpus, torch.cat([queries, documents]))
 
 
@@ -410,7 +412,8 @@ def test_ranking_metrics_against_counting():
     found = rank(torch.stack([d[0], d[3] - d[4]]), documents, [[0], [4]])
     assert found["ndcg@10"] == 0.5
     assert rank(torch.ones(1, 12), torch.ones(200, 12), [[7]])["recall@100"] == 0
-    assert script.ranking_metrics(SimpleNamespace(eval_queries=[]), documents) == {}
+    corpus = SimpleNamespace(eval_counts=[0], eval_pairs=np.empty((0, 2)))
+    assert script.ranking_metrics(corpus, documents) == {}
 
 
 def test_the_artifact(trained, work, group):
@@ -419,33 +422,32 @@ def test_the_artifact(trained, work, group):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import evaluation
 
-    base, whole = [SentenceTransformer(p, device="cpu") for p in trained.summary["artifacts"]]
-    assert "base-32d (without the head" in trained.text
+    (path,) = trained.summary["artifacts"]
+    whole = SentenceTransformer(path, device="cpu")
     for module in whole:
         assert type(module).__module__.startswith("sentence_transformers.")
 
     corpus = trained.corpus
-    args = arguments(*small(work))
-    model = script.load_student(args, trained.student)
+    model = script.load_student(arguments(*small(work)), trained.read)
+    script.add_head(model, 32, whole.get_embedding_dimension())
     student = script.Student(model)
-    student.add_head(args.projection_hidden, 16)
     student.load_state_dict(torch.load(trained.folder / "best.pt")["model"])
-    rows = np.concatenate([corpus.eval_queries[:20], corpus.eval_documents[:20]])
-    texts = script.lay_out(script.Tokens(args, corpus, model, CPU), rows)
-    for artifact, head in ((whole, True), (base, False)):
-        with torch.no_grad():
-            expected = student.eval()(texts, head).numpy()
-        found = artifact.encode(corpus.texts(rows[:20]), prompt_name="query")
-        assert np.allclose(found, expected[:20], atol=1e-5)
-        found = artifact.encode(corpus.texts(rows[20:]))
-        assert np.allclose(found, expected[20:], atol=1e-5)
+    queries, answers, distractors = np.split(corpus.eval_texts, np.cumsum(corpus.eval_counts)[:2])
+    rows = np.concatenate([queries[:20], answers[:20]])
+    with torch.no_grad():
+        vectors = Vectors(len(trained.texts), 8)
+        expected = student.eval()(script.make_batch(corpus, vectors, rows)).numpy()
+    texts = [trained.texts[row] for row in rows]
+    found = whole.encode(texts[:20], prompt_name="query")
+    assert np.allclose(found, expected[:20], atol=1e-5)
+    assert np.allclose(whole.encode(texts[20:]), expected[20:], atol=1e-5)
 
     texts_of = [{}, {}]  # {number as a text: text} of queries and of documents
-    for texts, rows in zip(texts_of, (corpus.eval_queries, corpus.eval_documents), strict=True):
-        texts.update({str(i): text for i, text in enumerate(corpus.texts(rows))})
+    for texts, rows in zip(texts_of, (queries, [*answers, *distractors]), strict=True):
+        texts.update({str(i): trained.texts[row] for i, row in enumerate(rows)})
     relevant = {}
-    for query, document in corpus.eval_pairs.tolist():
-        relevant.setdefault(str(query), set()).add(str(document))
+    for query, place in corpus.eval_pairs.tolist():
+        relevant.setdefault(str(query), set()).add(str(place - len(queries)))
     assert len(relevant) > 20
     evaluator = evaluation.InformationRetrievalEvaluator(
         *texts_of, relevant, query_prompt_name="query"
@@ -459,73 +461,52 @@ def test_the_artifact(trained, work, group):
     assert best["ndcg@10"] > summary["baselines"]["untrained"]["ndcg@10"] + 0.05
 
 
-def test_a_full_disk_at_the_end(step, tmp_path):
-    """It costs no more than the artifact."""
-    step.args.artifacts_dir = str(tmp_path / "disk")
-    (tmp_path / "disk").mkdir()
-    with on_small_disk(tmp_path / "disk", "8k"):
-        with pytest.raises(script.RunError, match="no artifact: .*No space.* the same command"):
-            script.save_artifacts(step.args, step.student)
-
-
-def test_where_no_artifact_can_be_written(step):
-    """That is said before the teacher reads."""
-    step.args.save_to_artifacts = True
-    step.args.artifacts_dir = "/proc/nothing"
-    with pytest.raises(script.InputError, match="cannot be saved in /proc/nothing: "):
-        script.check_student(step.args, step.student, step.phases[0].data.tokens)
-
-
 def test_which_checkpoints_are_the_best():
-    """What could not be saved is not noted."""
+    """A figure that is not finite ends the run, and takes no weights."""
     saved = []
-
-    def save(name):
-        saved.append(name)
-        return True
-
     loop = {"step": 9, "best": {"phase 1": {"value": 0.54}}}
-    for value in (float("nan"), 0.40, 0.55):
-        script.keep_best(loop, 2, {"ndcg@10": value}, save)
+    for value in (0.40, 0.55, 0.55):
+        script.keep_best(loop, 2, {"ndcg@10": value}, saved.append)
     assert saved == ["phase2_best.pt", "phase2_best.pt", "best.pt"]
-    for lost in ("phase2_best.pt", "best.pt"):
-        script.keep_best(loop, 2, {"ndcg@10": 0.60}, lambda name, lost=lost: name != lost)
-        assert loop["best"]["phase 2"]["value"] == 0.55
+    with pytest.raises(RuntimeError, match="held-out figures are"):
+        script.keep_best(loop, 2, {"ndcg@10": 0.6, "teacher_cosine": float("nan")}, saved.append)
+    assert loop["best"]["phase 2"]["value"] == 0.55
 
 
-def test_the_last_word_warns(trained, caplog):
-    """Values of the untrained student and of both phases, and what is said of them."""
-    cases = {
-        (0.53, 0.54, 0.40): ["phase 2 made the student worse"],
-        (0.56, 0.54, 0.55): ["training did not make the student better"],
-        (0.53, 0.54, 0.55): [],
-    }
-    for (untrained, *values), expected in cases.items():
-        loop = {"best": {}, "untrained": {"ndcg@10": untrained}, "teacher": {}}
-        for phase, value in enumerate(values, start=1):
-            loop["best"][f"phase {phase}"] = {"metric": "ndcg@10", "value": value, "metrics": {}}
+def test_the_last_word_warns(caplog):
+    """Values of the untrained student and of both phases."""
+    for untrained, is_warned in [(0.56, True), (0.53, False)]:
+        loop = {"best": {}}
+        for phase, value in enumerate([0.54, 0.55], start=1):
+            metrics = {"ndcg@10": value}
+            best = {"metric": "ndcg@10", "value": value, "metrics": metrics}
+            loop["best"][f"phase {phase}"] = best
         caplog.clear()
-        assert script.compare(trained.corpus, loop)["value"] == max(values)
-        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert [text.split(":")[0] for text in said] == expected
-    with pytest.raises(script.RunError, match="no best weights could be saved"):
-        script.compare(trained.corpus, {"best": {}})
+        baselines = {"untrained": {"ndcg@10": untrained}, "teacher": {}}
+        summary = script.finish(arguments(), None, loop, baselines)
+        assert summary["best"] == {"metric": "ndcg@10", "value": 0.55}
+        assert ("did not make the student better" in caplog.text) == is_warned
 
 
 # --------------------------------------------------------------------------------------------------
 # Runs
 
 
-def test_mrl(work, trained):
-    """The target is the first part of the teacher's vectors; those of another run are found."""
-    options = [f"--output_dir={work}/mrl", "--use_projection=False", "--skip_phase2"]
-    options += ["--student_model=builtin:bert:1x32", "--max_steps=3"]
-    said = run(*small(work, *options, "--teacher_model=builtin:bert:1x64"))
+def test_mrl(work, trained, tmp_path):
+    """The target is the first part of the teacher's vectors. Those of another run are found, also
+    by another student."""
+    teacher = save_network(tmp_path / "teacher", trained, "Bert", width=64, truncate=None)
+    student = save_network(tmp_path / "student", trained, "Bert")
+    options = [f"--teacher_model={teacher}", "--use_projection=False", "--skip_phase2"]
+    options += [f"--output_dir={tmp_path}/mrl", "--max_steps=3"]
+    said = run(*small(work, *options), status=2)
+    assert "--use_projection False needs 128 teacher dimensions" in said
+    said = run(*small(work, *options, f"--student_model={student}"))
     assert "The teacher reads" in said
-    assert "learns 32 of them: its vectors have 32 dimensions, the teacher's 64" in said
+    assert "The student, of 32 dimensions, learns 32 of the teacher's 64" in said
     said = run(*small(work, *options, "--fresh"), status=2)
-    assert "no teacher is needed" in said
-    assert "--use_projection False needs 32 teacher dimensions" in said
+    assert "The teacher reads" not in said
+    assert "--use_projection False needs 128 teacher dimensions" in said
 
 
 def test_skip_phase1(work, tmp_path, trained, step, caplog):
@@ -534,96 +515,94 @@ def test_skip_phase1(work, tmp_path, trained, step, caplog):
     options = small(work, f"--output_dir={tmp_path}/out", "--skip_phase1", "--max_steps=2")
     said = run(*options, f"--phase1_weights={path}").split("phase=2")[0]
     assert f"Loading {path}" in said
+    assert "held out here may have been" not in said
     assert {row["phase"] for row in Run(tmp_path / "out").rows} == {2}
-    assert "has begun from others" in run(*options, "--phase1_weights=b.pt", status=2)
+    said = run(*options, "--phase1_weights=b.pt", status=2)
+    assert "phase1_weights is b.pt, and" in said  # phase 2 has begun from others
 
-    step.student.add_head(32, 16)
-    args = arguments(*options)
     state = torch.load(path)
-    args.data_hash = state["args"]["data_hash"]
+    dimensions = len(state["model"][dense_bias(state)])
+    script.add_head(step.student.model, 32, dimensions)
+    args = arguments(*options)
+    args.data_hash = "other data"
     script.begin_phase2(args, step.student, 0)
     assert "phase 2 starts from the untrained student" in caplog.text
-    with pytest.raises(script.InputError, match=f"phase1_weights {tmp_path}/out/latest.pt takes"):
+    with pytest.raises(script.InputError, match="there are no such weights of phase 1"):
         script.begin_phase2(args, step.student, 9)  # of phase 1, not evaluated yet
     args.output_dir = str(trained.folder)
     script.begin_phase2(args, step.student, 9)
+    assert "what is held out here may have been trained on" in caplog.text
     expected = state["model"]
     assert all(value.equal(expected[key]) for key, value in step.student.state_dict().items())
-    args.data_hash = "other data"
-    with pytest.raises(script.InputError, match="on other data, .* makes its words of the data"):
-        script.begin_phase2(args, step.student, 9)
-    args.student_model = "another"
-    with pytest.raises(script.InputError, match="was trained with --student_model builtin:bert"):
-        script.begin_phase2(args, step.student, 9)
-    torch.save({"a": 1}, tmp_path / "a.pt")
-    args.phase1_weights = f"{tmp_path}/a.pt"
-    with pytest.raises(script.InputError, match="a.pt: expected phase1_best.pt, or another"):
-        script.begin_phase2(args, step.student, 9)
-    args.phase1_weights = "nowhere.pt"
-    with pytest.raises(script.InputError, match="--phase1_weights nowhere.pt: the file is missing"):
-        script.begin_phase2(args, step.student, 9)
+
+
+def dense_bias(state):
+    """The name of the last bias, that of the head's second layer."""
+    return [name for name in state["model"] if name.endswith("linear.bias")][-1]
 
 
 def test_phases_one_after_the_other(work, tmp_path):
-    """Where both runs are given the data of both, they have one split, and the second goes on.
-    Artifacts that are there are kept."""
+    """Options of phase 2 are free until it has begun, and phase 1 is kept. Where both runs are
+    given the data of both, they have one split. Artifacts that are there are kept."""
     rows = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
     (tmp_path / "texts.txt").write_text("\n".join(row["positive"][0] for row in rows))
     options = small(work, f"--output_dir={tmp_path}/out", f"--phase1_data={tmp_path}/texts.txt")
     options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
     run(*options, "--skip_phase2")
-    said = run(*options)
+    more = ["--skip_phase1", "--phase2_lr=1e-4", "--num_negatives=0"]
+    said = run(*options, *more)
     assert "resuming" in said and "at step 2" in said
+    assert f"Loading {tmp_path}/out/phase1_best.pt" in said
     assert "step=4 phase=2 " in said
-    assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 2
-    (tmp_path / "out" / "best.pt").unlink()  # the last weights are not saved in its place
-    assert f"error: no artifact: {tmp_path}/out/best.pt is missing" in run(*options, status=1)
-    assert len([*tmp_path.glob("models/*")]) == 4
+    assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 1
+    said = run(*options, "--skip_phase1", status=2)
+    assert "has a run with 0.0001" in said or "has a run with 0:" in said
+    assert "is in phase 2: go on without it" in run(*options, *more[1:], "--skip_phase2", status=2)
 
 
-def test_few_pairs(work, tmp_path, group, caplog):
-    """Too few are refused before phase 1. The teacher has no more dimensions than texts."""
+def test_the_sources_are_said(work, tmp_path):
+    """Also of the phase that was not thought of."""
+    options = small(work, f"--output_dir={tmp_path}/out", "--phase2_data=ms_marco")
+    said = run(*options, status=2)
+    assert f"--phase1_data {work}/pairs.jsonl, --phase2_data ms_marco" in said
+    assert "error: ms_marco cannot be read" in said
+
+
+def test_few_pairs(work, tmp_path):
+    """Too few are refused before phase 1."""
     few = (work / "pairs.jsonl").read_text().splitlines(keepends=True)[:12]
     (tmp_path / "few.jsonl").write_text("".join(few))
     options = small(work, f"--output_dir={tmp_path}/out", f"--phase2_data={tmp_path}/few.jsonl")
-    options += ["--global_batch_size=64", f"--cache_dir={tmp_path}/cache"]
-    said = run(*options, status=2)
-    assert "64 samples a step: must be from 8 (ranks x micro-batches) to " in said
-    assert "making builtin:lsa" not in said
-
-    args = arguments(*options, f"--phase1_data={tmp_path}/few.jsonl", "--teacher_model=builtin:lsa")
-    corpus = script.Corpus(script.prepare_texts(args))
-    assert 4 < len(corpus.pairs) < 24
-    vectors = script.teacher_vectors(args, "key", "builtin:lsa", corpus, 8, CPU)
-    assert vectors.dimensions == len(corpus.pairs)
-    assert f"builtin:lsa has {len(corpus.pairs)} dimensions" in caplog.text
-
-
-def test_without_a_hub_it_is_said_in_seconds(tmp_path):
-    began = time.monotonic()
-    env = environment(HF_HOME=tmp_path, HF_ENDPOINT="http://localhost:9")
-    command = [sys.executable, ROOT / "train_ddp.py", f"--output_dir={tmp_path}/out"]
-    command.append("--trust_remote_code")
-    command.append(f"--cache_dir={tmp_path}/cache")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert time.monotonic() - began < 45  # 10 s on an idle machine
-    assert "no model hub" in done.stdout
-    assert "microsoft/ms_marco is no file here, and not on this machine" in done.stderr
-    assert "pydocs" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    said = run(*options, "--global_batch_size=64", f"--cache_dir={tmp_path}/cache", status=2)
+    assert "--global_batch_size 64: must be from 8 (ranks x micro-batches) to " in said
+    assert "step=1 " not in said
 
 
 # --------------------------------------------------------------------------------------------------
-# Teacher vectors
+# Teachers
+
+
+def test_lsa_is_a_truncated_svd_of_tfidf(tmp_path):
+    """The vectors of scikit-learn's own pipeline."""
+    from sentence_transformers import SentenceTransformer
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.pipeline import make_pipeline
+
+    texts = [f"word{i % 17} and_other{i % 5} Third {i}" for i in range(60)]
+    script.make_lsa(tmp_path / "lsa", texts)
+    found = SentenceTransformer(str(tmp_path / "lsa"), device="cpu").encode(texts)
+    tfidf = TfidfVectorizer(token_pattern=r"[^\W\d_]+|\d+", dtype=np.float32).fit(texts)
+    tfidf.idf_ = tfidf.idf_**1.5
+    svd = TruncatedSVD(min(60, len(tfidf.vocabulary_)), n_iter=3, random_state=0)
+    expected = make_pipeline(tfidf, svd.fit(tfidf.transform(texts))).transform(texts)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    assert np.allclose(found, expected, atol=1e-4)
 
 
 class Teacher:
     prompts = {"query": "q: ", "document": ""}
     encoded = 0
-
-    def get_embedding_dimension(self):
-        return 3
 
     def encode(self, texts, *, prompt, **options):
         assert prompt == ""
@@ -635,60 +614,51 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
     """A stopped run's blocks are not computed again, whichever they are: with other ranks they are
     not the first ones."""
     monkeypatch.setattr(script, "load_teacher", lambda *args: Teacher())
-    corpus = trained.corpus
-    args = arguments(f"--cache_dir={tmp_path}")
-    wishes = mock.Mock(side_effect=["", "", "SIGTERM"])
-    monkeypatch.setattr(script, "wish_to_stop", wishes)
-    options = [args, "key", "name", corpus, 3, CPU]
-    assert script.teacher_vectors(*options) is None
-    assert Teacher.encoded == 2 * 64
-
-    monkeypatch.setattr(script, "wish_to_stop", lambda args: "")
+    monkeypatch.setattr(script, "BLOCK", 64)
+    texts = trained.texts
+    args = arguments(f"--cache_dir={tmp_path}", "--teacher_model=name")
+    options = [args, trained.read, trained.corpus, 3, CPU]
     vectors = script.teacher_vectors(*options)
-    assert Teacher.encoded == len(corpus)
-    texts = corpus.texts(range(len(corpus)), Teacher.prompts)
+    assert Teacher.encoded == len(texts)
+    texts = script.with_prompts(Teacher, texts, trained.corpus.num_queries)
     expected = [[len(t), t.startswith("q: "), 1.0] for t in texts]
     expected = F.normalize(torch.tensor(expected), dim=1).numpy()
-    found = vectors[np.arange(len(corpus))]
+    found = vectors[np.arange(len(texts))]
     assert found.dtype == np.float16
     assert np.allclose(found, expected, atol=1e-3)
 
-    for number, size in enumerate([300, 0], start=1):  # a full disk, or a program; a crash
-        os.truncate(tmp_path / "teacher-key-cpu" / f"{64:010}.npy", size)
-        assert np.array_equal(script.teacher_vectors(*options)[np.arange(len(corpus))], found)
-        assert Teacher.encoded == len(corpus) + 64 * number
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == f"{vectors.name}-cpu"
+    for number in (0, 2):
+        (folder / f"{64 * number:010}.npy").unlink()
+    assert np.array_equal(script.teacher_vectors(*options)[np.arange(len(texts))], found)
+    assert Teacher.encoded == len(texts) + 2 * 64
 
-
-def test_what_teacher_vectors_depend_on(trained):
-    """Without its own code a teacher may be another network."""
-    keys = set()
-    for options in ([], ["--trust_remote_code"], ["--teacher_query_prompt=q"]):
-        keys.add(script.teacher_key(arguments(*options), trained.corpus, "name"))
-    assert len(keys) == 3
-    # a folder that the script has made is known by its name, wherever and whenever it was made
-    bert = [arguments("--teacher_model=builtin:bert"), trained.corpus]
-    other = script.teacher_key(*bert, f"/elsewhere/{Path(trained.student).name}")
-    assert script.teacher_key(*bert, trained.student) == other
+    # without its own code, or with another prompt, a teacher has other vectors
+    for name, value in {"trust_remote_code": True, "teacher_query_prompt": "x"}.items():
+        setattr(args, name, value)
+        script.teacher_vectors(*options)
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 # --------------------------------------------------------------------------------------------------
 # Students
 
 
-def save_network(folder, trained, kind, pooling="mean", limit=64, spare=0, **config):
+def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, truncate=8, **config):
     """A small random network with the tokenizer of another student."""
     import transformers
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.student)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.read / "student")
     tokenizer.model_max_length = limit
     if kind == "GPT2":
         tokenizer.pad_token = config.pop("pad_token", None)
     sizes = {
-        "vocab_size": len(tokenizer) + spare,
-        "hidden_size": 32,
-        "num_hidden_layers": 6,
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "num_hidden_layers": 3,
         "intermediate_size": 64,
         "num_attention_heads": 2,
         "max_position_embeddings": 66,
@@ -700,8 +670,8 @@ def save_network(folder, trained, kind, pooling="mean", limit=64, spare=0, **con
     network = transformers.AutoModel.from_config(getattr(transformers, f"{kind}Config")(**sizes))
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    modules = [Transformer(str(folder)), Pooling(32, pooling)]
-    more = {"prompts": {"passage": "p: "}, "truncate_dim": 8}
+    modules = [Transformer(str(folder)), Pooling(width, pooling)]
+    more = {"prompts": {"passage": "p: "}, "truncate_dim": truncate}
     model = SentenceTransformer(modules=modules, device="cpu", **more)
     model.save(str(folder), create_model_card=False)
     return str(folder)
@@ -724,81 +694,108 @@ SAVED = {  # kind of network: its pooling, more of its configuration
 
 @pytest.mark.parametrize("kind", SAVED)
 def test_students(kind, trained, tmp_path, group, caplog):
-    """Cut to 3 layers, in groups of texts of similar length, saved and loaded: the same vectors."""
+    """Trained in groups of texts of similar length, saved and loaded: the same vectors."""
     from sentence_transformers import SentenceTransformer
 
     pooling, config = SAVED[kind]
     folder = save_network(tmp_path / "student", trained, kind, pooling, **config)
-    options = [f"--cache_dir={tmp_path}", f"--student_model={folder}", "--student_query_prompt=q:"]
-    if kind != "Albert":
-        options.append("--student_layers=3")
-    args = arguments(*options)
-    model = script.load_student(args, folder)
+    options = [f"--student_model={folder}", "--student_query_prompt=q:", "--student_max_length=24"]
+    args = arguments(*options, f"--artifacts_dir={tmp_path}")
+    model = script.load_student(args, tmp_path)
     assert "prompts that are not used here: passage" in caplog.text
     assert "truncate_dim 8 is not used" in caplog.text
-    config = model[0].model.config
-    assert config.num_hidden_layers == (6 if kind == "Albert" else 3)
-    assert len(getattr(config, "layer_types", None) or "abc") == 3
-    places = {getattr(part, "layer_idx", None) for part in model.modules()}
-    assert places <= {None, 0, 1, 2}
-    student = script.Student(model).eval()
-    tokens = script.Tokens(args, trained.corpus, model, CPU)
-    script.check_student(args, student, tokens)
-    rows = np.arange(0, len(trained.corpus), 15)
-    script.save_student(student, tmp_path / "saved", head=True)
-    saved = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    student = script.Student(model).train()
+    texts = trained.texts[::15]
+    num_queries = sum(number % 15 == 0 for number in range(trained.corpus.num_queries))
+    fields = script.tokenize(model, script.with_prompts(model, texts, num_queries))
+    corpus = trained.corpus._replace(**fields)
+    batch = script.make_batch(corpus, Vectors(len(texts), 4), np.arange(len(texts)))
+    script.check_gradients(args, student, batch)
+    path = script.save_artifact(args, model)
+    saved = SentenceTransformer(path, device="cpu")
     assert saved.prompts["passage"] == "p: "
     with torch.no_grad():
-        found = student(script.lay_out(tokens, rows)).numpy()
-    expected = saved.encode(trained.corpus.texts(rows, model.prompts), prompt="")
+        found = student.eval()(batch).numpy()
+    expected = saved.encode(script.with_prompts(model, texts, num_queries), prompt="")
     assert np.allclose(found, expected, atol=1e-5)
     assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
 
 
-def with_head_for_scores(folder):
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["architectures"] = ["BertForSequenceClassification"]
-    path.write_text(json.dumps(config))
+def test_texts_that_are_cut_are_counted(trained, group, caplog):
+    model = script.load_student(arguments("--student_model=builtin:bert"), trained.read)
+    model.max_seq_length = 5
+    fields = script.tokenize(model, ["where is", "where is item 3 of house 7 in hall 5"])
+    assert fields["lengths"].tolist()[1] == 5
+    assert "5 tokens: 1 of 2 texts are cut, such as 'where is item 3" in caplog.text
 
 
-UNFIT = {  # kind of network, more of it, options, what is said
-    "no limit": ("Roberta", {"limit": int(1e30)}, [], "fails on a text of 66 tokens, "),
-    "no length": (
+UNFIT = {  # kind of network, more of it, what is said
+    "no maximum": (
         "T5",
         {"limit": int(1e30), "max_position_embeddings": None},
-        [],
-        "it has no maximum length",
+        "it has no maximum length|has no maximum length",
     ),
-    "no padding token": ("GPT2", {}, [], "its tokenizer has no padding token"),
-    "tokens": ("Bert", {"spare": -50}, [], "its tokenizer is another model's"),
-    "layers": ("Bert", {}, ["--student_layers=7"], "the student has 6 layers"),
-    "one layer": ("Albert", {"embedding_size": 32}, ["--student_layers=3"], "no list of 6 layers"),
-    "longer": ("Bert", {}, ["--student_max_length=90"], "fails on a text of 90 tokens, "),
-    "scores": ("Bert", {}, [], "is a cross-encoder"),
-    "frozen": ("Bert", {}, [], "all its weights are frozen"),
+    "without prompts": ("Bert", {}, "pools without its prompts"),
+    "a branch": ("Bert", {}, "no gradient reaches 1 of its parameters: 0.model.spare"),
 }
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_students_that_are_refused(case, trained, tmp_path, group, monkeypatch):
-    """In one line, before the teacher reads."""
-    kind, more, options, said = UNFIT[case]
+def test_students_that_are_refused(case, trained, tmp_path, group):
+    """In one line, before the teacher reads, or before the first step."""
+    kind, more, said = UNFIT[case]
     folder = save_network(tmp_path / "student", trained, kind, **more)
-    args = arguments(f"--cache_dir={tmp_path}", f"--student_model={folder}", *options)
-    if case == "scores":
-        with_head_for_scores(tmp_path / "student")
-        with pytest.raises(script.InputError, match=said):
-            script.load_teacher(args, folder, CPU)
-    if case == "frozen":  # as an adapter's network is when it is loaded
-        model = script.load_model(args, folder, "student", "").requires_grad_(False)
-        monkeypatch.setattr(script, "load_model", lambda *args, **options: model)
+    args = arguments(f"--student_model={folder}", "--student_query_prompt=q:")
+    if case == "without prompts":
+        (config,) = (tmp_path / "student").glob("*Pooling/config.json")
+        config.write_text(
+            config.read_text().replace('"include_prompt": true', '"include_prompt": false')
+        )
     with pytest.raises(script.InputError, match=said) as caught:
-        model = script.load_student(args, folder)
-        tokens = script.Tokens(args, trained.corpus, model, CPU)
-        script.check_student(args, script.Student(model), tokens)
-    assert f"--student_model {folder}" in str(caught.value) or case in ("layers", "one layer")
+        model = script.load_student(args, tmp_path)
+        model[0].model.spare = torch.nn.Parameter(torch.zeros(2))
+        corpus = trained.corpus
+        batch = script.make_batch(corpus, Vectors(len(trained.texts), 4), corpus.eval_texts[:4])
+        script.check_gradients(args, script.Student(model), batch)
+    assert f"--student_model {folder}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def run_guide(title, folder, monkeypatch, **replaced):
+    """Run the lines of the guide that follow `title`."""
+    text = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text().partition(title)[2]
+    lines = text.partition("```python\n")[2].partition("```")[0]
+    for old, new in replaced.items():
+        lines = lines.replace(old, new)
+    monkeypatch.chdir(folder)
+    exec(lines, {})
+
+
+def test_a_student_of_some_layers(trained, tmp_path, monkeypatch):
+    network = save_network(tmp_path / "six", trained, "Bert", num_hidden_layers=6)
+    name = "sentence-transformers/all-MiniLM-L6-v2"
+    run_guide("A student of some layers", tmp_path, monkeypatch, **{name: network})
+    six = script.load_student(arguments(f"--student_model={network}"), tmp_path)
+    three = script.load_student(arguments(f"--student_model={tmp_path}/my_student"), tmp_path)
+    all_layers = six[0].model.encoder.layer
+    layers = three[0].model.encoder.layer
+    assert len(layers) == three[0].model.config.num_hidden_layers == 3
+    for own, place in zip(layers, (0, 3, 5), strict=True):
+        for ours, theirs in zip(own.parameters(), all_layers[place].parameters(), strict=True):
+            assert ours.equal(theirs)
+
+
+def test_rows_of_a_beir_folder(tmp_path, monkeypatch):
+    (tmp_path / "qrels").mkdir()
+    documents = [{"_id": f"d{i}", "title": "t", "text": f"document {i}"} for i in range(4)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "query"}')
+    judged = "query-id\tcorpus-id\tscore\nq\td1\t1\nq\td2\t0\nq\td3\t2\n"
+    (tmp_path / "qrels" / "train.tsv").write_text(judged)
+    run_guide("A BEIR folder", tmp_path, monkeypatch)
+    row = json.loads((tmp_path / "pairs.jsonl").read_text())
+    assert row["positive"] == ["t document 1", "t document 3"]
+    assert row["negative"] == ["t document 2"]
 
 
 def test_a_teacher_with_code_of_its_own(tmp_path):
@@ -814,10 +811,9 @@ def test_a_teacher_with_code_of_its_own(tmp_path):
     "words",
     [
         "--false_negative_margin=-3",
-        "--phase2_data=texts.txt.gz",
         "--phase1_lr=nan",
         "--student_model=builtin:lsa",
-        "--teacher_model=builtin:bert:0x8",
+        "--teacher_model=builtin:lsa:16",
         "--phase1_weights=a.pt",
         "--skip_phase1 --skip_phase2",
         "--teacher_max_length=9 --teacher_model=builtin:lsa",

@@ -29,7 +29,7 @@ IGNORED = """config output_dir fresh num_workers save_every log_every max_minute
 # options that decide what is measured, and on what
 MEASURED = """tasks split split_seed val_fraction val_ratio max_protein_len eval_sequences
     eval_draws eval_fraction eval_samples eval_distractors base_model_name loss_type beta
-    temperature image_shape indist_attack_clf_eps indist_attack_clf_norm""".split()
+    temperature size grey indist_attack_clf_eps indist_attack_clf_norm""".split()
 
 # endings of the metrics that should fall; all others should rise
 FALLING = ("loss", "nelbo", "perplexity", "ece")

@@ -1,25 +1,24 @@
 """Draw sequences for a structure with a network of run_dpo_ddp.py, beside the one it came from.
 
-    python tools/design_dpo.py outputs/dpo_ddp/best.pt complex.cif --design_chains B
+    python tools/design_dpo.py outputs/dpo_ddp/best_model.pt complex.cif --design_chains B
     python tools/design_dpo.py best_model.pt complex.pdb --design_chains B --fixed_chains A \\
         --mutable_ranges 6-17 --num_samples 20 --temperature 0.2
-    python tools/design_dpo.py v_48_020.pt complex.pdb --num_samples 48 --out designs.csv
+    python tools/design_dpo.py v_48_020.pt complex.pdb --num_samples 48 --out designs
 
-The network: best.pt or latest.pt of a run, or ProteinMPNN's own format, as best_model.pt and the
-released weights have it. If the weights that training began with are there (--reference, or
-reference_model.pt beside the network), they draw as many, for comparison.
+The network: best_model.pt or latest.pt of a run, or released weights of ProteinMPNN. Its reference,
+that of the run or --reference, draws as many, for comparison.
 
-Writes FASTA: the structure's own sequence, then those drawn, with '/' between chains; or, if --out
-ends in .csv, a table for tools/make_dpo_pairs.py (of the design chains alone, without '/'), to
-which you can add a column with your own score. Positions count from 0 on over the design chains.
+Writes designs.fasta: the structure's own sequence, then those drawn, with '/' between chains; and
+designs.csv, a table for tools/make_dpo_pairs.py (the design chains alone, without '/'), to which
+you can add a column with your own score. Positions count from 0 on over the design chains.
 
 Prints of each network's sequences: recovery (share of the designed residues with the structure's
-letter), net charge per 100 designed residues (K + R - D - E), and the perplexity under either
-network, at temperature 1, in one decoding order. Warns of a collapse, where one letter has more
-than half of the designed positions.
+letter), net charge per 100 designed residues (K + R - D - E), and their perplexity, under itself
+and under the reference, at temperature 1.
 """
 
-import csv
+import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -28,64 +27,76 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
+import pandas
 import torch
 import torch.nn.functional as F
 from make_dpo_pairs import net_charge
-from score_dpo import load_network, load_reference
+from score_dpo import check_new, load_networks
 from tqdm import tqdm
 
 import run_dpo_ddp as script
 from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, InputError
 
-TOGETHER = 8  # sequences that are scored at once
-
 
 def span(text):
     """[first, last] of first-last."""
-    return [int(end) for end in text.split("-")]
+    first, last = text.split("-")
+    return [int(first), int(last)]
 
 
 def parse_args():
-    parser = script.Parser(description=__doc__)
+    parser = script.Parser(description=__doc__, formatter_class=script.HelpFormatter)
     add = parser.add_argument
     add("checkpoint", help="the network")
     add("pdb_file", help="PDB or mmCIF, also .gz")
-    add("--reference", help="weights to compare with; None: reference_model.pt beside the network")
-    add("--design_chains", nargs="+", help="None: the first chain with protein")
+    add("--reference", help="weights to compare with; None: those of the run")
+    add("--design_chains", nargs="+", default=[], help="none: the first chain with protein")
     add("--fixed_chains", nargs="+", default=[], help="context")
-    add("--mutable_positions", nargs="+", type=int, help="design these alone")
-    add("--mutable_ranges", nargs="+", type=span, help="and these, such as 6-17")
+    add("--mutable_positions", nargs="+", type=int, default=[], help="design these alone")
+    add("--mutable_ranges", nargs="+", type=span, default=[], help="and these, such as 6-17")
     add("--num_samples", type=script.COUNT, default=8, help="sequences to draw")
     text = "of the probabilities; 0: the likeliest"
     add("--temperature", type=script.number(0, 1e6), default=0.1, help=text)
-    add("--seed", type=int, default=42, help="of the decoding orders and the letters")
-    add("--out", default="designs.fasta", help="file to write, .fasta or .csv")
+    add("--seed", type=script.NATURAL, default=42, help="of the decoding orders and the letters")
+    add("--out", default="designs", help="writes OUT.fasta and OUT.csv")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    args = parser.parse_args()
-
-    if not Path(args.out).parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {Path(args.out).parent}")
-    if Path(args.out).exists():
-        parser.error(f"{args.out} exists: give another --out")
-    return args
+    return parser.parse_args()
 
 
-def read_complex(args):
-    """(Complex to design, the row of data that means it). Raises ValueError."""
-    structure = script.read_structure(args.pdb_file)
-    if structure.note:
-        print(structure.note)
-    names = ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges")
-    row = {name: getattr(args, name) for name in names if getattr(args, name)}
-    row.setdefault("design_chains", [next(iter(structure.chains))])
-    return script.join_chains(args.pdb_file, structure, row), row
+class Complex:
+    """The chains that the arguments name, in a structure: those to design come first."""
+
+    def __init__(self, args):
+        names = ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges")
+        self.fields = {name: getattr(args, name) for name in names if getattr(args, name)}
+        row = script.Row(args.pdb_file, "", "", **self.fields)
+        structure = script.read_structure(args.pdb_file)
+        for text, found in structure.notes.items():
+            print(f"{len(found)} residues {text}, such as {found[0]}")
+        joined, self.chain, self.length = script.join_chains(row, structure.chains)
+        self.native = joined.letters
+        self.whole = np.isfinite(joined.coords).all(axis=(1, 2))
+        self.designed = self.whole & script.choose_mutable(row, self.length, len(self.whole))
+        if not self.designed.any():
+            raise ValueError(f"{args.pdb_file}: no residue to design has N, CA, C and O")
+        self.backbone = [part[self.whole] for part in (joined.coords, joined.numbers, self.chain)]
+
+    def inputs(self, neighbours, device):
+        """What a network of so many neighbours wants of a backbone."""
+        k = min(neighbours, self.whole.sum())
+        return [tensor.to(device) for tensor in script.featurise(*self.backbone, k).values()]
+
+    def text(self, letters):
+        """The sequence, with '/' between chains."""
+        chains = np.split(letters, np.flatnonzero(np.diff(self.chain)) + 1)
+        return "/".join("".join(ALPHABET[letter] for letter in own) for own in chains)
 
 
-def decode(model, structures, native, designed, orders, temperature, generator):
+def decode(model, inputs, native, designed, orders, temperature, generator):
     """Letters (C, N), and log p of each (C, N) at temperature 1, residue by residue in the orders
     (C, N). Where `designed` (N,) is False, letters are `native` (N,)."""
-    nodes, edges = model.encode(structures)
-    neighbours = structures.neighbours  # as many of each residue
+    nodes, edges = model.encode(*inputs)
+    neighbours = inputs[2]  # as many of each residue
     near = torch.ones_like(neighbours)
     versions, residues = orders.shape
     rows = torch.arange(versions, device=native.device)
@@ -102,9 +113,9 @@ def decode(model, structures, native, designed, orders, temperature, generator):
         at = orders[:, step]
         around = neighbours[at]
         h = nodes[at]
-        inputs = []
+        before = []
         for layer, own, _, _, between, said in tables:
-            inputs.append(h)
+            before.append(h)
             x = between[at] + said[rows[:, None], around]
             h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), near[at])
 
@@ -112,7 +123,7 @@ def decode(model, structures, native, designed, orders, temperature, generator):
         drawn = torch.where(designed[at], draw(logits, temperature, generator), native[at])
         letters[rows, at] = drawn
         logp[rows, at] = logits.log_softmax(-1)[rows, drawn]
-        for (_, _, letter, other, _, said), h in zip(tables, inputs, strict=True):
+        for (_, _, letter, other, _, said), h in zip(tables, before, strict=True):
             said[rows, at] = F.linear(model.W_s(drawn), letter) + F.linear(h, other)
     return letters, logp
 
@@ -127,141 +138,77 @@ def draw(logits, temperature, generator):
     return (logits / temperature - (-uniform.log()).log().to(logits.device)).argmax(-1)
 
 
-def network_inputs(model, found, device):
-    """Structures, letters (N,), and which are designed (N,), of the N residues with all atoms."""
-    whole = found.chain.whole()
-    arrays = script.featurise(found, min(model.neighbours, int(whole.sum())))
-    tensors = [torch.from_numpy(arrays[name]) for name in script.Backbones._fields]
-    tensors[0] = tensors[0].long()
-    structures = script.Backbones(*[tensor.to(device) for tensor in tensors])
-    native = torch.from_numpy(found.chain.letters[whole]).long().to(device)
-    return structures, native, torch.from_numpy(found.designed[whole])
-
-
-def random_order(designed, generator):
-    """(N,) a decoding order: the context first."""
-    context = (~designed).nonzero().flatten()
-    places = designed.nonzero().flatten()
-    return torch.cat([context, places[torch.randperm(len(places), generator=generator)]])
-
-
 @torch.no_grad()
-def sample(args, model, found, device):
-    """Letters (C, L) of the whole Complex."""
-    structures, native, designed = network_inputs(model, found, device)
+def sample(args, model, reference, found, device):
+    """A table of the sequences that a network draws."""
+    designed = torch.from_numpy(found.designed[found.whole])
+    native = torch.from_numpy(found.native[found.whole]).long().to(device)
+    inputs = found.inputs(model.neighbours, device)
+    places = [script.decode_places(designed, [args.seed, i]) for i in range(args.num_samples)]
+    orders = torch.stack(places).argsort(1).to(device)
     generator = torch.Generator().manual_seed(args.seed)
-    orders = [random_order(designed, generator) for _ in range(args.num_samples)]
-    orders = torch.stack(orders).to(device)
-    inputs = (structures, native, designed.to(device), orders, args.temperature, generator)
-    drawn, _ = decode(model, *inputs)
-    letters = np.tile(found.chain.letters, (args.num_samples, 1))
-    letters[:, found.chain.whole()] = drawn.cpu().numpy()
-    return letters
+    own = designed.to(device)
+    drawn, logp = decode(model, inputs, native, own, orders, args.temperature, generator)
+    rows = []
+    for letters, mine, place in zip(drawn, logp, places, strict=True):
+        whole = found.native.copy()
+        whole[found.whole] = letters.cpu().numpy()
+        text = "".join(ALPHABET[letter] for letter in whole[found.designed])
+        row = {"sequence": found.text(whole)}
+        row["recovery"] = np.mean(whole[found.designed] == found.native[found.designed])
+        row["charge_per_100"] = 100 * net_charge(text) / len(text)
+        row["perplexity"] = math.exp(-mine[own].mean())
+        if reference is not None:
+            logits = reference(*inputs, letters[None], place.to(device))
+            losses = -script.log_probabilities(logits, letters[None])[0]
+            row["perplexity_reference"] = math.exp(losses[own].mean())
+        rows.append(row)
+    return pandas.DataFrame(rows)
 
 
-@torch.no_grad()
-def perplexities(args, model, found, letters, device):
-    """(C,) of letters (C, L), per designed residue, at temperature 1."""
-    structures, native, designed = network_inputs(model, found, device)
-    order = random_order(designed, torch.Generator().manual_seed(args.seed))
-    rank = order.argsort().to(device)
-    row = torch.arange(len(native), device=device)
-    encoded = model.encode(structures)
-    losses = []
-    for part in torch.from_numpy(letters[:, found.chain.whole()]).long().split(TOGETHER):
-        part = part.to(device)
-        logp = script.log_probabilities(model(structures, part, row, rank, encoded), part)
-        losses.append(-logp[:, designed.to(device)].cpu().double().mean(1))
-    return torch.cat(losses).exp().numpy()
-
-
-def text_of(found, letters):
-    """The sequence, with '/' between chains."""
-    starts = np.flatnonzero(np.diff(found.index)) + 1
-    chains = np.split(np.array(list(ALPHABET))[letters], starts)
-    return "/".join("".join(chain) for chain in chains)
-
-
-def warn_of_collapse(found, letters):
-    for number, row in enumerate(letters[:, found.designed]):
-        counts = np.bincount(row)
-        share = counts.max() / len(row)
-        if share > 0.5 and len(row) > 3:
-            text = f"{ALPHABET[counts.argmax()]} at {share:.0%} of the designed positions"
-            hint = "lower --lr, a larger --beta, or --sft_weight keep the network near its start"
-            print(f"warning: collapse: {text} of sequence {number}; {hint}")
-
-
-def describe(args, networks, found, letters, device):
-    """{name: (C,)} of sequences with these letters (C, L)."""
-    designed = letters[:, found.designed]
-    recovery = (designed == found.chain.letters[found.designed]).mean(1)
-    charges = np.array([net_charge("".join(np.array(list(ALPHABET))[row])) for row in designed])
-    columns = {"recovery": recovery, "charge_per_100": 100 * charges / designed.shape[1]}
-    for who, model in networks.items():
-        columns[f"perplexity_{who}"] = perplexities(args, model, found, letters, device)
-    return columns
-
-
-def fasta_lines(args, found, letters, columns):
+def write_designs(args, found, table):
+    """OUT.fasta and OUT.csv"""
     stem = Path(args.pdb_file).name.split(".")[0]
     title = f">{stem} designed_residues={found.designed.sum()} model={args.checkpoint}"
-    lines = [title, text_of(found, found.chain.letters)]
-    for number, row in enumerate(letters):
-        scores = " ".join(f"{name}={values[number]:.4f}" for name, values in columns.items())
+    lines = [title, found.text(found.native)]
+    for number, row in table.iterrows():
+        scores = " ".join(f"{name}={value:.4f}" for name, value in row.iloc[1:].items())
         lines.append(f">{stem}_{number} T={args.temperature:g} seed={args.seed} {scores}")
-        lines.append(text_of(found, row))
-    return lines
+        lines.append(row.sequence)
+    Path(f"{args.out}.fasta").write_text("\n".join(lines) + "\n")
 
-
-def as_field(value):
-    """A field of the data as a text in a CSV file, see make_dpo_pairs.py."""
-    if isinstance(value, str):
-        return value
-    words = []
-    for part in value:
-        words.append("-".join(map(str, part)) if isinstance(part, list) else str(part))
-    return " ".join(words)
-
-
-def write_designs(args, found, row, letters, columns):
-    with open(args.out, "x", newline="") as file:
-        if not args.out.lower().endswith(".csv"):
-            file.write("\n".join(fasta_lines(args, found, letters, columns)) + "\n")
-            return
-        path = os.path.relpath(args.pdb_file, Path(args.out).resolve().parent)
-        fields = {"pdb_file": path, **row}
-        writer = csv.writer(file)
-        writer.writerow([*fields, "sequence", *columns])
-        for number, own in enumerate(letters[:, : found.length]):
-            sequence = "".join(ALPHABET[letter] for letter in own)
-            scores = [f"{values[number]:.4f}" for values in columns.values()]
-            writer.writerow([*map(as_field, fields.values()), sequence, *scores])
+    path = os.path.relpath(args.pdb_file, Path(args.out).resolve().parent)
+    table = table.copy()
+    table["sequence"] = [text.replace("/", "")[: found.length] for text in table["sequence"]]
+    fields = {name: json.dumps(value) for name, value in found.fields.items()}
+    fields = pandas.DataFrame({"pdb_file": path, **fields}, index=table.index)
+    fields.join(table).to_csv(f"{args.out}.csv", index=False, float_format="%.4f")
 
 
 def run(args):
+    args.out = args.out.removesuffix(".csv").removesuffix(".fasta")
+    check_new(f"{args.out}.fasta")
+    check_new(f"{args.out}.csv")
     device = script.choose_device(args, local_rank=0)
-    networks = {"network": load_network(args.checkpoint)[0].to(device)}
-    reference = load_reference(args)
-    if reference is not None:
-        networks["reference"] = reference.to(device)
-    found, row = read_complex(args)
-    for who, model in networks.items():
-        letters = sample(args, model, found, device)
-        columns = describe(args, networks, found, letters, device)
-        means = ", ".join(f"{name} {values.mean():.4f}" for name, values in columns.items())
-        print(f"{who:10} {means}")
+    model, reference, _ = load_networks(args)
+    found = Complex(args)
+    reference = reference and reference.to(device)
+    for who, network in {"network": model, "reference": reference}.items():
+        if network is None:
+            continue
+        table = sample(args, network.to(device), reference, found, device)
+        means = table.drop(columns="sequence").mean()
+        print(f"{who:10} {', '.join(f'{name} {value:.4f}' for name, value in means.items())}")
         if who == "network":
-            warn_of_collapse(found, letters)
-            write_designs(args, found, row, letters, columns)
-    print(f"{args.out}: {args.num_samples} sequences")
+            write_designs(args, found, table)
+    print(f"{args.out}.fasta, {args.out}.csv: {args.num_samples} sequences")
 
 
 def main():
     try:
         run(parse_args())
     except (InputError, OSError, ValueError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
