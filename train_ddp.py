@@ -5,8 +5,8 @@ their documents by a contrastive loss (InfoNCE), and keeps the pull. The teacher
 once, before training. Its vectors stay in --cache_dir for the next run.
 
     ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml     # minutes, no download
-    python train_ddp.py --trust_remote_code    # MS MARCO; the default teacher needs this option,
-    torchrun --nproc_per_node=8 train_ddp.py --use_projection=False --trust_remote_code  # has code
+    python train_ddp.py --trust_remote_code    # MS MARCO; the default teacher comes with code
+    torchrun --nproc_per_node=8 train_ddp.py --use_projection=False --trust_remote_code
 
 --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as the
 teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalised.
@@ -83,7 +83,7 @@ def parse_args():
     add("--phase2_data", type=expanded, default="ms_marco", help=text)
     add("--max_samples_phase1", type=COUNT, default=100_000, help="rows read for phase 1")
     add("--max_samples_phase2", type=COUNT, default=500_000, help="rows read for phase 2")
-    text = "documents that do not answer it, for each query, drawn anew in every step"
+    text = "wrong documents for each query, drawn anew in every step"
     add("--num_negatives", type=number(0, 1000, int), default=7, help=text)
 
     add = parser.add_argument_group("held-out data").add_argument
@@ -117,7 +117,7 @@ def parse_args():
     add("--infonce_weight", type=number(0), default=0.8, help="of InfoNCE")
     add("--phase2_l2_weight", type=number(0), default=0.2, help="of the squared distance")
     add("--temperature", type=number(1e-4), default=0.02, help="divides all scores")
-    text = "a document that the teacher scores above positive + margin is no negative; 2: all are"
+    text = "a document that the teacher scores above positive + margin is no negative (2: all are)"
     add("--false_negative_margin", type=number(-1, 2), default=0.0, help=text)
 
     add = parser.add_argument_group("optimization").add_argument
@@ -167,8 +167,8 @@ class Corpus(NamedTuple):
     num_queries: int  # texts below this number are queries, the others documents
     phase1: np.ndarray  # (n,) texts to train on
     pairs: np.ndarray  # (n, 2) a query, a document that answers it
-    negatives: np.ndarray  # documents that are wrong for query q begin at negatives_ptr[q], and end
-    negatives_ptr: np.ndarray  # before negatives_ptr[q + 1]
+    negatives: np.ndarray  # wrong documents, query after query
+    negatives_ptr: np.ndarray  # those of query q: negatives[negatives_ptr[q]:negatives_ptr[q + 1]]
     eval_texts: np.ndarray  # held-out queries, the documents that answer them, distractors
     eval_counts: np.ndarray  # how many of each
     eval_pairs: np.ndarray  # (m, 2) places of a query and of its answer in eval_texts
@@ -188,7 +188,7 @@ class Batch(NamedTuple):
     numbers: torch.Tensor  # (B,) of the texts in the corpus
     targets: torch.Tensor  # (B, D) float16, the teacher's vectors
     total: int = 0  # texts, or queries, of the whole step, all ranks
-    n: int = 0
+    n: int = 0  # queries; 0 in phase 1
     most: int = 0  # texts that a query can have in a batch, itself among them
 
     def to(self, device):
@@ -267,7 +267,7 @@ class PairData(TextData):
         negatives = self.corpus.negatives[begin:end]
         if len(negatives) <= self.args.num_negatives:
             return negatives
-        # the 1: to numpy (seed, step, 0) is (seed, step), by which an epoch is shuffled
+        # numpy ignores zeros at the end: without the 1 place 0 would have an epoch's numbers
         rng = np.random.default_rng([self.args.seed, step, place, 1])
         return rng.choice(negatives, self.args.num_negatives, replace=False)
 
@@ -339,7 +339,7 @@ def keep_masks_whole():
 
 
 def check_gradients(args, student, batch):
-    """Refuse a student with parts that no gradient reaches, such as the other branch of a router:
+    """Refuse a student with parts that no gradient reaches, such as an unused branch:
     it would be saved half trained, and DDP would wait for them."""
     student(batch).sum().backward()
     unreached = []
@@ -410,7 +410,7 @@ def pair_loss(args, batches, vectors):
 
     queries = []  # places of this rank's queries among all texts
     positives = []  # and of the documents that answer them
-    answers = []  # the query that a text answers
+    answers = []  # the query that a text answers, or QUERY, NEGATIVE, FILLER
     for batch in batches:
         own = torch.arange(place, place + batch.n, device=vectors.device)
         queries.append(own)
@@ -429,7 +429,7 @@ def pair_loss(args, batches, vectors):
     everyone = gather_rows(vectors, most).requires_grad_()
 
     # No negatives of a query are documents that the teacher finds better than its positive, and
-    # that may well answer it, too (Solatorio 2024); nor those that answer it in another pair.
+    # that may well answer it, too (Solatorio 2024); nor its answers in other pairs of this step.
     teacher_scores = targets[queries] @ targets.T
     limits = teacher_scores.gather(1, positives[:, None]) + args.false_negative_margin
     masked = teacher_scores > limits + 1e-5  # equal scores may differ by rounding
@@ -670,6 +670,9 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         if reason or must_save:
             save("latest.pt", optimizer=optimizer)
     bar.close()
+    if not reason and f"phase {phase.number}" not in loop["best"]:
+        text = f"{done} steps of phase {phase.number} are made, and it is not evaluated: give more"
+        raise InputError(f"--max_steps {args.max_steps}: {text}")
     return reason
 
 
@@ -708,7 +711,7 @@ def find_phase(args):
 
 
 def begin_phase2(args, student, step):
-    """Load the best weights of phase 1, which has made so many steps. (all ranks)"""
+    """Load the best weights of phase 1. step: steps made so far. (all ranks)"""
     path = args.phase1_weights or f"{args.output_dir}/phase1_best.pt"
     if not on_rank0(os.path.exists, path):
         if args.phase1_weights or step > 0:
@@ -952,8 +955,8 @@ def texts_of(record, name, kind):
     texts = value if isinstance(value, list) else [value]
     texts = ["" if text is None else text for text in texts]
     for text in texts:
-        is_list = kind == "csv" and text[:1] == "[" and text[-1:] == "]"
-        if not isinstance(text, str) or is_list:
+        is_text = isinstance(text, str)
+        if not is_text or (kind == "csv" and text[:1] == "[" and text[-1:] == "]"):
             raise ValueError(f"{name} is {str(value)[:60]!r}, expected a text, or a list in .jsonl")
     return [text.strip() for text in texts]
 
