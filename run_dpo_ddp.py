@@ -616,7 +616,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 5  # raise it when you change what is read or kept: else an old cache is used
+READER = 6  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
 RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
     TYR""".split()
@@ -894,12 +894,12 @@ def write_pairs(folder, rows, args, k):
     backbones = []
     indices = {}  # of backbones
     pairs = []
-    clusters = {}  # of structures: the first pair on one decides
+    clusters = {}  # of structures
     numbers = {}  # of clusters
     trained_on = set()
     problems = []
     notes = {}  # {what is odd: [residue]}
-    rows_on = {}  # [where the first one stands, chains, Rows] of each backbone
+    rows_on = {}  # {file and chains to design: (where the first one stands, chains, Rows)}
     for is_valid, where, path, fields in tqdm(rows, "Reading", unit=" pairs", disable=None):
         try:
             row = Row(**fields)
@@ -908,8 +908,8 @@ def write_pairs(folder, rows, args, k):
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
-        design = design_chains(row, structure.chains)
-        key = (structure.digest, *design, "", *row.fixed_chains)
+        # what the network sees: the file may be a copy with other names of chains, or other numbers
+        key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
         content = (key, pair["letters"].numpy().tobytes())
         if not is_valid:
             trained_on.add(content)
@@ -919,12 +919,17 @@ def write_pairs(folder, rows, args, k):
         if structure.digest not in clusters:
             for text, found in structure.notes.items():
                 notes.setdefault(text, []).extend(found)
+        cluster = str(row.cluster) or structure.digest
+        if clusters.setdefault(structure.digest, cluster) != cluster:
+            problems.append(
+                f"{where}: pairs before on this structure have another cluster, or none"
+            )
+            continue
         if key not in indices:
             indices[key] = len(backbones)
             backbones.append(featurise(*backbone, k))
-            rows_on[key] = (where, structure.chains, [])
-        rows_on[key][2].append(row)
-        cluster = clusters.setdefault(structure.digest, str(row.cluster) or structure.digest)
+        order = (path, *design_chains(row, structure.chains))
+        rows_on.setdefault(order, (where, structure.chains, []))[2].append(row)
         pair["backbone"] = indices[key]
         pair["group"] = numbers.setdefault(cluster, len(numbers))
         pair["is_valid"] = is_valid
@@ -941,10 +946,13 @@ def write_pairs(folder, rows, args, k):
         logging.warning(f"{len(problems)} rows are left out:" + list_problems(problems))
     for text, found in notes.items():
         logging.warning(f"{len(found)} residues {text}, such as {found[0]}")
+    doubts = []
     for where, chains, own_rows in rows_on.values():
         doubt = check_order(own_rows, chains)
         if doubt:
-            logging.warning(f"{where}: {doubt}")
+            doubts.append(f"{where}: {doubt}")
+    if doubts:
+        logging.warning("these sequences may be of other chains:" + list_problems(doubts))
 
     kept = {name: torch.cat([one[name] for one in backbones]) for name in backbones[0]}
     kept["sizes"] = [len(one["atoms"]) for one in backbones]

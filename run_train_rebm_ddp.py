@@ -375,7 +375,14 @@ def read_weights(path):
         found = {}
         for name, tensor in state.items():
             found[re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)] = tensor
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError) as error:
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        AttributeError,
+        TypeError,
+    ) as error:
         text = " ".join(str(error).split())[:200]  # torch's errors have many lines
         raise InputError(f"{path}: expected a checkpoint or a state_dict; {text}") from None
     found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
@@ -791,8 +798,12 @@ def find_in_folder(root):
         folders = {root: TRAIN}
         unread = []
     parts = list(folders.values())
-    if TRAIN not in parts or len(set(parts)) < len(parts):
-        names = ", ".join(folder.name for folder in folders)
+    # without classes in it, and with other folders beside it, a "train" may be a class itself
+    beside = [path for path in unread if path.is_dir() and path.name[0] != "."]
+    classes = [path for folder in folders for path in folder.iterdir() if path.is_dir()]
+    is_doubtful = beside and not classes
+    if TRAIN not in parts or len(set(parts)) < len(parts) or is_doubtful:
+        names = ", ".join(folder.name for folder in [*folders, *beside])
         text = "one folder whose name begins with train, perhaps one with val, one with test"
         raise InputError(f"{root} has {names}: expected {text}; or all classes in train/")
 

@@ -836,7 +836,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's files and models, once. Training needs only Corpus and Vectors
 
-READER = 3  # raise it when you change what is read or kept: else an old cache is used
+READER = 4  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -1077,6 +1077,7 @@ def split_texts(args, rows1, rows2):
     if left_out:
         text = f"{len(left_out):,} pairs are left out, since a text of theirs is held out"
         logging.warning(f"{text}, such as {str(left_out[0])[:100]}")
+    rows1 = [row for row in rows1 if row.group not in groups]
     phase1_queries = dict.fromkeys(row.query for row in rows1 if row.query not in {"", *held})
     phase1_texts = dict.fromkeys(text for row in rows1 for text in row.right if text not in held)
     counts = {"held-out documents": len(answers)}

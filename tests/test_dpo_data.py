@@ -289,6 +289,29 @@ def test_sequences_in_another_order_of_the_chains(tmp_path, caplog):
     assert caplog.messages == []
 
 
+def test_files_that_differ_in_names_or_numbers_alone(tmp_path):
+    """Not one backbone: the chains are exchanged, or there is a gap. But one group of the split."""
+    two = residue("ALA", 1) + residue("CYS", 2)
+    other = residue("ASP", 1, "B") + residue("GLU", 2, "B")
+    (tmp_path / "a.pdb").write_text(two + "TER\n" + other)
+    lines = []
+    for line in (two + "TER\n" + other).splitlines():
+        name = {"A": "B", "B": "A"}.get(line[21:22], "")
+        lines.append(line[:21] + name + line[22:])
+    (tmp_path / "b.pdb").write_text("\n".join(lines) + "\n")
+    gap = two.replace("CYS A   2", "CYS A 102")
+    (tmp_path / "c.pdb").write_text(gap + "TER\n" + other)
+    rows = [row(f"{file}.pdb", "AC", "AW", chain_id="A") for file in "abc"]
+    rows[1].update(preferred_seq="DE", unpreferred_seq="DW")
+    data = load(tmp_path, rows)
+    atoms = [data.atoms[i] for i in data.backbone]
+    assert not torch.equal(atoms[0], atoms[1])
+    assert torch.equal(atoms[0], atoms[2])
+    numbers = [data.numbers[i][:, 0].diff().tolist() for i in data.backbone]
+    assert numbers == [[1], [1], [101]]
+    assert len(set(data.group)) == 1
+
+
 def test_forms_of_the_data_file(tmp_path):
     """An array, untidy lines; null is no value, nor is an empty list; paths are relative to it."""
     (tmp_path / "deep").mkdir()
@@ -450,6 +473,14 @@ def test_split_by_structure_and_cluster(tmp_path):
     for name in ("family {}".format, int):
         rows = [{**one, "cluster": name(i // 8)} for i, one in enumerate(rows[:24])]
         assert load(tmp_path, rows).group.tolist() == np.repeat([0, 1, 2], 8).tolist()
+
+
+def test_a_structure_is_in_one_cluster(tmp_path):
+    rows = some_rows(tmp_path, 2, pairs=2)
+    rows[1]["cluster"] = rows[2]["cluster"] = rows[3]["cluster"] = "x"
+    said = refused(tmp_path, rows)
+    assert "index 1: pairs before on this structure have another cluster, or none" in said
+    assert "1 bad pairs" in said
 
 
 def test_validation_data(tmp_path, caplog):

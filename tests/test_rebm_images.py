@@ -180,7 +180,16 @@ def no_part_to_train_on(root):
     (root / "train").rename(root / "test_images")
 
 
+def class_of_trains(root):
+    """Classes alone, and one is named train."""
+    for folder in ("train", "test"):
+        shutil.rmtree(root / folder)
+    for name in ("airplane", "bus", "train"):
+        picture(root / name / "0.png")
+
+
 REFUSED = {  # what is changed, what is said
+    "class of trains": (class_of_trains, "has train, airplane, bus: expected .* or all classes in"),
     "dangling image": (dangling_image, "No such file.*new.png"),
     "nested root": (nested_root, "has one class, set; expected two or more, as train/CLASS/ or in"),
     "val twice": (lambda root: photos(root, ["val", "validation"], 2), "has test, train, val, val"),

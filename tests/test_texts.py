@@ -333,6 +333,11 @@ def test_the_split(tmp_path):
     found = read(tmp_path / "groups.jsonl", *options)
     groups = {int(text.split()[1]) // 10 for text in held_out(found)[0]}
     assert found.eval_counts[0] == 10 * len(groups) == 20
+    # nor does phase 1 see other texts of these groups
+    pages = [{"text": f"page {i}", "group": i} for i in range(13)]
+    write(tmp_path / "pages.jsonl", lines(pages))
+    found = read(tmp_path / "groups.jsonl", *options, f"--phase1_data={tmp_path}/pages.jsonl")
+    assert len(found.phase1) == 13 - 2
 
 
 def test_a_query_with_many_answers(tmp_path):
