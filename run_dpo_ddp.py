@@ -639,7 +639,7 @@ class Row:
     fixed_chains: list = ()  # context
     mutable_positions: list = ()  # 0-based indices into the sequences: nothing else is designed
     mutable_ranges: list = ()  # of each range the first and the last
-    cluster: str | int = ""  # pairs of one cluster are held out together
+    cluster: str | int = ""  # held out together; all pairs on a structure have the same
     description: object = ""  # not read, like comment
     comment: object = ""
 
