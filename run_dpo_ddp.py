@@ -126,9 +126,9 @@ class Batch(NamedTuple):
     """P pairs, not padded but laid one after the other, each with its own copy of its backbone: M
     residues that have all atoms. The first five are what the network wants."""
 
-    atoms: torch.Tensor  # (M, 5, 3) float32: N, CA, C, O, and CB where glycine has none; Angstrom
+    atoms: torch.Tensor  # (M, 5, 3) float32: N, CA, C, O, and CB, for glycine, too; Angstrom
     numbers: torch.Tensor  # (M, 2) int64: number of the residue in its chain, number of the chain
-    neighbours: torch.Tensor  # (M, K) int64: the nearest residues, and itself; -1: there are few
+    neighbours: torch.Tensor  # (M, K) int64: the nearest residues, and itself; -1: no further one
     letters: torch.Tensor  # (2, M) int64: of the preferred and of the unpreferred sequence
     decode_place: torch.Tensor  # (M,) int64: place of the residue in the pair's decoding order
     pair: torch.Tensor  # (M,) int64: the residue's pair, from 0 to P - 1
@@ -171,7 +171,7 @@ class Pairs(Dataset):
         `seed` each step has its own, and all validations have the same."""
         which = [self.backbone[i] for i in ids]
         designed = [self.designed[i] for i in ids]
-        # not i: numpy takes [seed, step, 0] for the sampler's [seed, epoch]
+        # i + 1: [seed, step, 0] would draw as the sampler's [seed, epoch] does
         orders = [decode_places(self.designed[i], [*seed, i + 1]) for i in ids]
         lengths = torch.from_numpy(self.lengths[ids])
         pair = torch.arange(len(ids)).repeat_interleave(lengths)
@@ -233,9 +233,9 @@ DISTANCES = """11 00 22 33 44 10 12 13 14 02 03 04 42 43 32 01 21 31 41 20 30 40
 
 class Layer(nn.Module):
     """A layer of messages from neighbours, each made of `inputs` vectors. The names are those of
-    the released weights. edges: it also updates the edges."""
+    the released weights. has_edges: it also updates the edges."""
 
-    def __init__(self, inputs, edges):
+    def __init__(self, inputs, has_edges):
         super().__init__()
         self.W1 = nn.Linear(inputs * WIDTH, WIDTH)
         self.W2 = nn.Linear(WIDTH, WIDTH)
@@ -244,7 +244,7 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(WIDTH)
         wide = nn.Linear(WIDTH, 4 * WIDTH)
         self.dense = nn.ModuleDict({"W_in": wide, "W_out": nn.Linear(4 * WIDTH, WIDTH)})
-        if edges:
+        if has_edges:
             self.W11 = nn.Linear(inputs * WIDTH, WIDTH)
             self.W12 = nn.Linear(WIDTH, WIDTH)
             self.W13 = nn.Linear(WIDTH, WIDTH)
@@ -291,8 +291,8 @@ class ProteinMPNN(nn.Module):
         self.features["norm_edges"] = nn.LayerNorm(WIDTH)
         self.W_e = nn.Linear(WIDTH, WIDTH)
         self.W_s = nn.Embedding(len(ALPHABET), WIDTH)
-        self.encoder_layers = nn.ModuleList([Layer(3, edges=True) for _ in range(3)])
-        self.decoder_layers = nn.ModuleList([Layer(4, edges=False) for _ in range(3)])
+        self.encoder_layers = nn.ModuleList([Layer(3, has_edges=True) for _ in range(3)])
+        self.decoder_layers = nn.ModuleList([Layer(4, has_edges=False) for _ in range(3)])
         self.W_out = nn.Linear(WIDTH, len(ALPHABET))
 
         pairs = torch.tensor([[int(atom) for atom in pair] for pair in DISTANCES])
@@ -395,7 +395,7 @@ def pair_scores(args, logits, reference, batch):
     # The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
     # thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that.
     chosen, rejected = sum_by_pair(new - old, batch)
-    logp_chosen, logp_rejected = sum_by_pair(new, batch)
+    (likelier,) = sum_by_pair(new[:1] - new[1:], batch)
     ratio = chosen - rejected
     nll = -log_probabilities(logits[:1], batch.letters[:1])  # at temperature 1
     hits = (logits[:1].argmax(-1) == batch.letters[:1]).to(nll.dtype)
@@ -406,7 +406,7 @@ def pair_scores(args, logits, reference, batch):
         "rewards/margins": args.beta * ratio,
         "rewards/chosen": args.beta * chosen,
         "rewards/rejected": args.beta * rejected,
-        "likelihood_accuracy": (1 + (logp_chosen - logp_rejected).sign()) / 2,
+        "likelihood_accuracy": (1 + likelier.sign()) / 2,
         "nll": nll,
         "recovery": recovery,
     }
@@ -451,14 +451,6 @@ def evaluate(model, reference, data, args, autocast, device):
     return {name: total / len(ids) for name, total in totals.items()}
 
 
-def check_start(args, loss):
-    """The loss before training must be that of equal networks."""
-    expected = 1 / (2 * args.beta) ** 2 if args.loss_type == "ipo" else math.log(2)
-    if not abs(loss - expected) <= 1e-4 * max(1.0, expected):
-        text = f"the loss before training is {loss:.6f}, that of equal networks is {expected:.6f}"
-        raise RuntimeError(f"{text}: network and reference differ")
-
-
 # --------------------------------------------------------------------------------------------------
 # Train
 
@@ -466,7 +458,6 @@ def check_start(args, loss):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
     sampler = GlobalBatchSampler(data.train_ids, args, cost=data.lengths)
     steps = sampler.steps * args.num_epochs
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
@@ -479,12 +470,11 @@ def train(args, device, data, model, state, log):
         "before": {},  # metrics before training
         "best": {},
         "metrics": {},  # of the best
-        "loss_sum": 0.0,  # of the steps of this epoch, as far as they are logged
-        "good_steps": 0,  # of these, those whose gradient was finite
     }
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model_state_dict"])
+        reference.load_state_dict(state["reference"])
         optimizer.load_state_dict(state["optimizer"])
         state.clear()  # each rank has a copy: free it
     if args.compile:  # one program for batches of any number of residues: another takes minutes
@@ -499,7 +489,6 @@ def train(args, device, data, model, state, log):
     batches = make_loader(data, sampler, args, device)
     if not loop["before"]:
         loop["before"] = evaluate(model, reference, data, args, autocast, device)
-        check_start(args, loop["before"]["loss"])
         row = {f"val/{name}": value for name, value in loop["before"].items()}
         log.write({"step": 0, "epoch": 0, **row})
         save("latest.pt", optimizer=optimizer)
@@ -527,7 +516,7 @@ def train(args, device, data, model, state, log):
                 with torch.no_grad():
                     before = frozen(*batch[:5])
             loss, own_shares = share_of_loss(args, logits, before, batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             shares += own_shares
         norm = update_if_finite(args, optimizer)
         meter.add(shares, norm)
@@ -538,12 +527,7 @@ def train(args, device, data, model, state, log):
         must_evaluate = position == sampler.steps - 1
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
         row = {"step": loop["step"], "epoch": epoch + 1, "lr": lr}
-        steps_of_row = meter.steps
         reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
-        if "loss" in row:  # a log line was written, and has the mean of its good steps
-            good = steps_of_row - row["skipped"]
-            loop["loss_sum"] += float(row["loss"]) * good  # a checkpoint holds no numpy numbers
-            loop["good_steps"] += good
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
@@ -552,10 +536,6 @@ def train(args, device, data, model, state, log):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch + 1, **row})
-            logging.info(f"Epoch {epoch + 1} Summary:")
-            logging.info(f"  Train Loss: {loop['loss_sum'] / max(1, loop['good_steps']):.4f}")
-            logging.info(f"  Val Loss:   {metrics['loss']:.4f}")
-            loop.update(loss_sum=0.0, good_steps=0)
             if not loop["best"] or metrics["loss"] < loop["best"]["value"]:
                 value = metrics["loss"]
                 loop["best"] = {"metric": "loss", "value": value, "step": loop["step"]}
@@ -576,9 +556,6 @@ def train(args, device, data, model, state, log):
 
 def main(args):
     device = setup_ddp(args)
-    rank, world_size, local_rank = find_ranks()
-    logging.info(f"Initialized DDP: rank={rank}, world_size={world_size}, local_rank={local_rank}")
-    logging.info(f"Using device: {device}")
     model = on_rank0(load_network, args)
     data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
     if args.prepare_only:
@@ -588,15 +565,9 @@ def main(args):
     pairs = f"{len(data.train_ids):,} training and {len(data.valid_ids):,} validation pairs"
     logging.info(f"Loaded {pairs}")
 
-    may_change = """train_data val_data max_length skip_bad_data base_model_name base_model_dir
-        base_model_config_dir num_epochs accum""".split()
+    # what the data and the global batch are is compared by itself
+    may_change = "train_data val_data max_length skip_bad_data num_epochs accum".split()
     state = open_run(args, data.hash, may_change)
-    if state:
-        for name, weight in model.state_dict().items():
-            if not torch.equal(weight, state["reference"][name]):
-                text = f"{args.output_dir} has a run that started from other weights"
-                raise InputError(f"{text}: give the same, another --output_dir, or --fresh")
-
     log = RunLog(args, state)
     with logging_redirect_tqdm():
         reason, loop = train(args, device, data, model.to(device), state, log)
@@ -797,13 +768,13 @@ def join_chains(row, chains):
     return joined, index, np.count_nonzero(index < len(design))
 
 
-def read_pair(row, structure, max_length):
+def read_pair(row, chains, max_length):
     """(letters and what is designed of a pair; coords, numbers and chain of its backbone, as
     `featurise` wants them), of the residues with all atoms. In the design chains all letters are
     those of the sequences, also where nothing is designed; in the fixed chains those of the
     structure. Where the sequences have X nothing is designed: the network must not learn to say X.
     Raises ValueError."""
-    joined, chain, length = join_chains(row, structure.chains)
+    joined, chain, length = join_chains(row, chains)
     letters = np.stack([joined.letters, joined.letters])
     for own, name in zip(letters, ["preferred_seq", "unpreferred_seq"], strict=True):
         own[:length] = read_letters(name, getattr(row, name), joined.letters[:length])
@@ -850,16 +821,16 @@ def choose_mutable(row, length, total):
     return mutable
 
 
-def check_order(rows, chains):
-    """What to say of the sequences of Rows on one backbone if they hardly have letters of it: they
-    may stand in another order of the chains. "" if they have."""
-    design = design_chains(rows[0], chains)
-    letters = [[ALPHABET.find(letter) for letter in row.preferred_seq.upper()] for row in rows]
+def check_order(row, chains):
+    """What to say if preferred_seq hardly has letters of the structure: it may stand in another
+    order of the chains. "" if it has."""
+    letters = np.array([ALPHABET.find(letter) for letter in row.preferred_seq.upper()])
 
     def agreement(order):
         native = np.concatenate([chains[name].letters for name in order])
-        return np.mean(np.array(letters) == native)
+        return np.mean(letters == native)
 
+    design = design_chains(row, chains)
     share = agreement(design)
     if share >= 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
         return ""
@@ -893,43 +864,41 @@ def write_pairs(folder, rows, args, k):
     read = functools.cache(read_structure)  # each file once
     backbones = []
     indices = {}  # of backbones
-    pairs = []
     clusters = {}  # of structures
     numbers = {}  # of clusters
+    pairs = []
     trained_on = set()
     problems = []
     notes = {}  # {what is odd: [residue]}
-    rows_on = {}  # {file and chains to design: (where the first one stands, chains, Rows)}
+    doubts = []
     for is_valid, where, path, fields in tqdm(rows, "Reading", unit=" pairs", disable=None):
         try:
             row = Row(**fields)
             structure = read(path)
-            pair, backbone = read_pair(row, structure, args.max_length)
+            pair, backbone = read_pair(row, structure.chains, args.max_length)
+            # what the network sees: a copy of a file may have other names of chains, or numbers
+            key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
+            content = (key, pair["letters"].numpy().tobytes())
+            if is_valid and content in trained_on:
+                raise ValueError("this pair is in --train_data, too; expected others")
+            is_first = structure.digest not in clusters
+            cluster = str(row.cluster) or structure.digest
+            if clusters.setdefault(structure.digest, cluster) != cluster:
+                raise ValueError("pairs before on this structure have another cluster, or none")
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
-        # what the network sees: the file may be a copy with other names of chains, or other numbers
-        key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
-        content = (key, pair["letters"].numpy().tobytes())
-        if not is_valid:
-            trained_on.add(content)
-        elif content in trained_on:
-            problems.append(f"{where}: this pair is in --train_data, too; expected others")
-            continue
-        if structure.digest not in clusters:
+        if is_first:
             for text, found in structure.notes.items():
                 notes.setdefault(text, []).extend(found)
-        cluster = str(row.cluster) or structure.digest
-        if clusters.setdefault(structure.digest, cluster) != cluster:
-            problems.append(
-                f"{where}: pairs before on this structure have another cluster, or none"
-            )
-            continue
+        if not is_valid:
+            trained_on.add(content)
+        doubt = check_order(row, structure.chains)
+        if doubt:
+            doubts.append(f"{where}: {doubt}")
         if key not in indices:
             indices[key] = len(backbones)
             backbones.append(featurise(*backbone, k))
-        order = (path, *design_chains(row, structure.chains))
-        rows_on.setdefault(order, (where, structure.chains, []))[2].append(row)
         pair["backbone"] = indices[key]
         pair["group"] = numbers.setdefault(cluster, len(numbers))
         pair["is_valid"] = is_valid
@@ -946,11 +915,6 @@ def write_pairs(folder, rows, args, k):
         logging.warning(f"{len(problems)} rows are left out:" + list_problems(problems))
     for text, found in notes.items():
         logging.warning(f"{len(found)} residues {text}, such as {found[0]}")
-    doubts = []
-    for where, chains, own_rows in rows_on.values():
-        doubt = check_order(own_rows, chains)
-        if doubt:
-            doubts.append(f"{where}: {doubt}")
     if doubts:
         logging.warning("these sequences may be of other chains:" + list_problems(doubts))
 

@@ -106,7 +106,7 @@ def make_pairs(args):
                 path = os.path.abspath(Path(name).parent / fields.get("pdb_file", ""))
                 for better, worse in choose_pairs(part, args):
                     row = script.Row(**fields, preferred_seq=better, unpreferred_seq=worse)
-                    script.read_pair(row, read(path), max_length=math.inf)
+                    script.read_pair(row, read(path).chains, max_length=math.inf)
                     file = os.path.relpath(path, folder)
                     sequences = {"preferred_seq": better, "unpreferred_seq": worse}
                     made.append({**fields, "pdb_file": file, **sequences})
