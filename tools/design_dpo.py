@@ -30,7 +30,7 @@ import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
-from make_dpo_pairs import net_charge
+from make_dpo_pairs import LISTS, net_charge
 from score_dpo import check_new, load_networks
 from tqdm import tqdm
 
@@ -67,8 +67,7 @@ class Complex:
     """The chains that the arguments name, in a structure: those to design come first."""
 
     def __init__(self, args):
-        names = ("design_chains", "fixed_chains", "mutable_positions", "mutable_ranges")
-        self.fields = {name: getattr(args, name) for name in names if getattr(args, name)}
+        self.fields = {name: getattr(args, name) for name in LISTS if getattr(args, name)}
         row = script.Row(args.pdb_file, "", "", **self.fields)
         structure = script.read_structure(args.pdb_file)
         for text, found in structure.notes.items():
