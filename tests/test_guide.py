@@ -1,17 +1,11 @@
 """The changes of scripts shown in docs/DDP_TRAINING_GUIDE.md fit and work."""
 
-import importlib.util
 import re
 import subprocess
-import sys
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-import torch
 from helpers import ROOT, call_program
 from runs import Run
-from torch import nn
 
 SCRIPT = "run_train_quantumgrav_ddp.py"
 
@@ -61,7 +55,6 @@ def unchanged(causal_sets, tmp_path_factory):
 CHANGES = {  # its name in the guide: an option that it needs; whether the first loss is the same
     "Another network.": ([], False),
     "Another metric.": (["--stop_metrics=cls/balanced_accuracy"], True),
-    "Another term of the loss.": ([], False),
     "Another optimizer.": ([], True),
 }
 
@@ -73,29 +66,3 @@ def test_a_change_applies_and_trains(change, causal_sets, unchanged, tmp_path):
     assert len(losses) == len(unchanged)
     assert (losses[0] == unchanged[0]) == is_same
     assert (losses == unchanged) == (change == "Another metric.")
-
-
-def create_model(name, in_chans, num_classes):
-    """As timm's: without classes it gives vectors."""
-    assert (name, num_classes) == ("convnext_tiny", 0)
-    model = nn.Sequential(nn.Conv2d(in_chans, 6, 4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    model.num_features = 6
-    return model
-
-
-def test_network_of_timm(tmp_path):
-    path = tmp_path / "run_train_rebm_ddp.py"
-    path.write_text((ROOT / path.name).read_text())
-    apply_diff("A network of timm", tmp_path)
-    spec = importlib.util.spec_from_file_location("changed", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    timm = SimpleNamespace(create_model=create_model)
-    with mock.patch.dict(sys.modules, timm=timm):
-        with mock.patch.object(sys, "argv", ["changed", "--model_type=convnext_tiny"]):
-            model = script.make_network(script.parse_args(), 10, 3, 32)
-    x = torch.rand(2, 3, 32, 32)
-    y = torch.tensor([1, 7])
-    z = script.attack(model, script.label_logit, x, y, 5, 0.1)
-    assert model(x).shape == (2, 10)
-    assert (script.label_logit(model(z), y) > script.label_logit(model(x), y)).all()
