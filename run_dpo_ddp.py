@@ -14,12 +14,13 @@ Data (--train_data, --val_data): a JSON array of such rows, or a row per line, w
 the first chain, or of chain_id, or of all design_chains, one after the other. `class Row` has all
 fields. Whole structures are held out.
 
-Logged, means over pairs, of all ranks: loss (at the start ln 2; with ipo 1 / (2 beta)^2), rewards
-(beta times the log-ratio to the reference, nats): accuracies (share of the pairs with a margin
-above 0; a tie is a half) and margins (of the preferred less that of the other); lr, grad_norm,
-skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait (share of the time).
-Before training and after each epoch val/..., with likelihood_accuracy (the preferred is the
-likelier) and, of the preferred at temperature 1, nll and recovery per designed residue.
+Logged, means over pairs of all ranks: loss (without --sft_weight's part; at the start ln 2, with ipo
+1 / (2 beta)^2), rewards (beta times the log-ratio to the reference, nats): accuracies (share of the
+pairs with a margin above 0; a tie is a half) and margins (of the preferred less that of the other);
+lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
+(share of the time). Before training and after each epoch val/..., with likelihood_accuracy (the
+preferred is the likelier) and, of the preferred at temperature 1, nll and recovery per designed
+residue.
 
 Files in --output_dir: latest.pt and best_model.pt (lowest val/loss), which ProteinMPNN's own tools
 load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
@@ -99,7 +100,7 @@ def parse_args():
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
-    text = "micro-batches of a step, which has batch_size x accum x GPUs pairs"
+    text = "micro-batches of a step of batch_size x accum x GPUs pairs, unless its size is given"
     add("--accum", type=COUNT, default=1, help=text)
     add("--lr", "--learning_rate", type=number(0), default=3e-7, help="learning rate")
     add("--weight_decay", type=number(0), default=0.0, help="of AdamW")
@@ -343,7 +344,7 @@ class ProteinMPNN(nn.Module):
         others = neighbours.clamp(min=0)
         is_seen = decode_place[others] < decode_place.unsqueeze(1)
         # The table below has what each residue tells its neighbours once its letter is decoded, in
-        # each version, and then what it tells them before.
+        # each version, and then what it tells them before. told: rows of it.
         number = torch.arange(versions, device=letters.device).view(-1, 1, 1)
         told = torch.where(is_seen, number * residues + others, versions * residues + others)
 
@@ -416,7 +417,8 @@ LOGGED = ["loss", "rewards/accuracies", "rewards/margins"]  # of each step
 
 
 def share_of_loss(args, logits, reference, batch):
-    """What a micro-batch adds to the loss of the step; and (3,) to the numbers that are LOGGED.
+    """What a micro-batch adds to the loss of the step, of which --sft_weight is a part; and (3,) to
+    the numbers that are LOGGED.
 
     These are sums, each pair divided by the pairs of the whole global batch. Ranks may have
     different numbers of pairs, and a mean of their means is not the mean."""
@@ -565,7 +567,7 @@ def main(args):
     pairs = f"{len(data.train_ids):,} training and {len(data.valid_ids):,} validation pairs"
     logging.info(f"Loaded {pairs}")
 
-    # what the data and the global batch are is compared by itself
+    # data are compared by their content, and a run keeps its global batch
     may_change = "train_data val_data max_length skip_bad_data num_epochs accum".split()
     state = open_run(args, data.hash, may_change)
     log = RunLog(args, state)
