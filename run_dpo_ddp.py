@@ -14,7 +14,7 @@ Data (--train_data, --val_data): a JSON array of such rows, or a row per line, w
 the first chain, or of chain_id, or of all design_chains, one after the other. `class Row` has all
 fields. Whole structures are held out.
 
-Logged, means over pairs of all ranks: loss (without --sft_weight's part; at the start ln 2, with ipo
+Logged, means over pairs: loss (without --sft_weight's part; at the start ln 2, with ipo
 1 / (2 beta)^2), rewards (beta times the log-ratio to the reference, nats): accuracies (share of the
 pairs with a margin above 0; a tie is a half) and margins (of the preferred less that of the other);
 lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
