@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -78,15 +77,6 @@ def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
     before = Run(tmp_path / "out").summary["baselines"]["before"]
     assert before["loss"] == rows[0]["val/loss"]
     assert before["rewards/margins"] == 0
-
-
-def test_structures_are_read_once(data, tmp_path):
-    """Each by one run, and none by the next."""
-    for reads in (5, 0):
-        read = mock.patch.object(script, "read_structure", wraps=script.read_structure)
-        with read as readings:
-            run(data, tmp_path / f"{reads}", f"--cache_dir={tmp_path}/cache")
-        assert readings.call_count == reads
 
 
 def test_accumulation(data, tmp_path):
