@@ -460,6 +460,7 @@ def evaluate(model, reference, data, args, autocast, device):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
+    world_size = dist.get_world_size()
     sampler = GlobalBatchSampler(data.train_ids, args, cost=data.lengths)
     steps = sampler.steps * args.num_epochs
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
@@ -518,7 +519,7 @@ def train(args, device, data, model, state, log):
                 with torch.no_grad():
                     before = frozen(*batch[:5])
             loss, own_shares = share_of_loss(args, logits, before, batch)
-            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
+            (loss * world_size).backward()  # DDP takes the mean, we want the sum
             shares += own_shares
         norm = update_if_finite(args, optimizer)
         meter.add(shares, norm)
