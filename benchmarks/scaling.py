@@ -40,8 +40,7 @@ OPTIONS = {
     "train_ddp": """--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl
         --teacher_model=builtin:lsa --student_model=builtin:bert""",
     "run_train_uniref50_ddp": "--datafile=proteins.txt",
-    "run_dpo_ddp": """--train_data=pairs.json --val_fraction=0.02 --num_orders=1
-        --base_model_name=random""",
+    "run_dpo_ddp": "--train_data=pairs.json --val_fraction=0.02 --base_model_name=random",
     "run_train_quantumgrav_ddp": "--data=sets.npz --split 0.98 0.01 0.01",
     "run_train_rebm_ddp": """--data=images.npz --augm_type_classification=original
         --indist_attack_clf_max_steps=0""",
@@ -87,14 +86,11 @@ def load_data(module, args):
         return module.share_of_loss(model(batch), batch)
 
     def loss_of_pairs(batch):
-        # the meta device has no autocast
-        with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
-            return module.share_of_loss(args, model(*batch.inputs()), batch)[0]
+        return module.share_of_loss(args, model(*batch[:5]), model(*batch[:5]), batch)[0]
 
     def loss_of_images(batch):
         """A step of stage 2, without attacks."""
-        with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
-            return module.sums_of_losses(args, model, model, batch, 0)[0].sum()
+        return module.sums_of_losses(args, model, model, batch, 0)[0].sum()
 
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)
@@ -102,17 +98,16 @@ def load_data(module, args):
         return data, data.part("train"), data.cost, loss_of
 
     if module.__name__ == "run_train_uniref50_ddp":
-        proteins = module.Data(module.read_once(module.prepare, args), args).train
+        proteins = module.Proteins(module.read_once(module.prepare, args), args)
         model = module.Denoiser(args).to("meta")
         data = module.NoisyProteins(proteins, args.seed)
-        return data, np.arange(len(proteins)), proteins, loss_of
+        return data, proteins.train, proteins.residues, loss_of
 
     if module.__name__ == "run_dpo_ddp":
         model = module.ProteinMPNN().to("meta")
         read = functools.partial(module.prepare, neighbours=model.neighbours)
         data = module.Pairs(module.read_once(read, args), args)
         data.split()
-        data.reference = np.zeros((1, len(data.letters), 2), np.float32)
         return data, data.train_ids, data.lengths, loss_of_pairs
 
     folder = module.prepare(args, args.data)
@@ -156,6 +151,10 @@ def send_nothing(*tensors):
     pass
 
 
+def no_autocast(*settings, **more):
+    return contextlib.nullcontext()
+
+
 gathered = []  # bytes
 
 
@@ -163,10 +162,9 @@ def gather_nothing(rows, own):
     gathered.append(rows.nbytes)
 
 
-def attend_nothing(q, k, v, turns, owners, batch, is_last):
+def attend_nothing(q, k, v, batch):
     """On a GPU attention is one call. Elsewhere it is a loop, whose time would hide the rest."""
-    found = (q + k + v).flatten(1)
-    return found.index_select(0, batch.hidden) if is_last else found
+    return q + k + v
 
 
 def used_memory():
@@ -194,6 +192,7 @@ def measure(name, module, args, device, rounds, loaded):
                 mock.patch.object(dist, "get_world_size", return_value=ranks),
                 mock.patch.object(dist, "get_rank", return_value=ranks // 2),
                 mock.patch.object(dist, "all_reduce", send_nothing),
+                mock.patch.object(torch, "autocast", no_autocast),  # the meta device has none
                 mock.patch.multiple(module, create=True, **patches),
             ):
                 before = used_memory()
