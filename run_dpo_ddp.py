@@ -10,9 +10,11 @@ et al. 2022). The network is compared with the one that it starts from, the refe
 
     {"pdb_file": "1UBI.pdb", "preferred_seq": "MQIFVKT...", "unpreferred_seq": "MQAFVKT..."}
 
-Data (--train_data, --val_data): a JSON array of such rows, or a row per line, with sequences of
-the first chain, or of chain_id, or of all design_chains, one after the other. `class Row` has all
-fields. Whole structures are held out.
+Data (--train_data, --val_data): a JSON array of such rows, or a row per line. pdb_file (PDB or
+mmCIF) is relative to the data file; the sequences are of the first chain, or of chain_id, or of all
+design_chains ["B", "A"], one after the other. Other chains are not seen, unless they are in
+fixed_chains. mutable_positions [3, 7] and mutable_ranges [[6, 17]] (from 0 on, both ends included):
+nothing else is designed. cluster: a name; whole clusters, else whole structures, are held out.
 
 Logged, means over pairs: loss (without --sft_weight's part; at the start ln 2, with ipo
 1 / (2 beta)^2), rewards (beta times the log-ratio to the reference, nats): accuracies (share of the
@@ -80,8 +82,8 @@ def parse_args():
     add = parser.add_argument_group("data").add_argument
     default = "data/input/test_data_real.json"
     add("--train_data", type=expanded, default=default, help="preference pairs")
-    add("--val_data", type=expanded, help="pairs to validate on; None: a part of the others")
-    add("--val_fraction", type=number(0.001, 0.9), default=0.1, help="that part")
+    add("--val_data", type=expanded, help="pairs to validate on")
+    add("--val_fraction", type=number(0.001, 0.9), default=0.1, help="held out, if no --val_data")
     add("--max_length", type=COUNT, default=500, help="residues of the design chains at most")
     add("--skip_bad_data", **FLAG, help="leave out rows that are wrong, and list them")
 
@@ -89,11 +91,11 @@ def parse_args():
     add("--base_model_name", default="v_48_020", help="NAME.pt in --base_model_dir; or random")
     default = "data/dpo/soluble_model_weights"
     add("--base_model_dir", type=expanded, default=default, help="the weights to start from")
-    add("--base_model_config_dir", help="of the original; not read")
+    add("--base_model_config_dir", help="taken as in the original, but not read")
 
     add = parser.add_argument_group("preferences").add_argument
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
-    add("--temperature", type=number(1e-3), default=0.1, help="of the probabilities")
+    add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
     text = "of the preferred sequence's cross entropy"
     add("--sft_weight", type=number(0), default=0.0, help=text)
@@ -102,7 +104,7 @@ def parse_args():
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
     text = "micro-batches of a step of batch_size x accum x GPUs pairs, unless its size is given"
     add("--accum", type=COUNT, default=1, help=text)
-    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="learning rate")
+    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="after the warm-up")
     add("--weight_decay", type=number(0), default=0.0, help="of AdamW")
     add("--warmup_steps", type=NATURAL, default=0, help="steps in which the rate rises")
     add("--no_cuda", **FLAG, help="as --device cpu")
@@ -621,7 +623,7 @@ class Row:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default and not isinstance(value, field.type):
-                raise TypeError(f"{field.name} is {value!r:.80}; see class Row")
+                raise TypeError(f"{field.name} is {value!r:.80}; expected {field.type}")
 
 
 class Chain(NamedTuple):
@@ -788,10 +790,11 @@ def read_pair(row, chains, max_length):
     designed = whole & choose_mutable(row, length, len(whole)) & (letters != UNKNOWN).all(axis=0)
     differ = letters[0] != letters[1]
     if not (differ & designed).any():
-        raise ValueError("preferred_seq and unpreferred_seq are the same at the designed residues")
+        text = "which are mutable, have N, CA, C and O, and are X in neither"
+        raise ValueError(f"the sequences are the same at the designed residues, {text}")
     wrong = np.flatnonzero(differ & whole & ~designed)
     if len(wrong) > 0:
-        text = f"the sequences differ at residue {wrong[0]}, which is not designed"
+        text = f"the sequences differ at residue {wrong[0]}, which is X, or not mutable"
         raise ValueError(f"{text}; expected the same letter")
     pair = {"letters": torch.from_numpy(letters[:, whole].T)}
     pair["designed"] = torch.from_numpy(designed[whole])
@@ -1303,7 +1306,8 @@ class GlobalBatchSampler(DistributedSampler):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
             raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
-        logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
+        each = f"{each} x {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({each})")
 
     def __iter__(self):
         for step in itertools.count(self.start):
@@ -1543,6 +1547,7 @@ def open_run(args, data_hash, may_change=()):
         args.global_batch_size = args.batch_size * getattr(args, "accum", 1) * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
             args.global_batch_size = state["args"]["global_batch_size"]
+            logging.info(f"the run keeps its --global_batch_size {args.global_batch_size}")
     args.data_hash = data_hash
     for rank, theirs in enumerate(gather(vars(args))):
         others = [name for name in theirs if theirs[name] != vars(args).get(name)]
@@ -1558,7 +1563,8 @@ def open_run(args, data_hash, may_change=()):
     for name, value in vars(args).items():
         before = state["args"].get(name)
         if value != before and name not in [*MAY_CHANGE, *may_change]:
-            text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+            what = "data_hash, of all that was read," if name == "data_hash" else name
+            text = f"{what} is {value}, and {args.output_dir} has a run with {before}"
             raise InputError(f"{text}: {hint}")
     logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
     return state
@@ -1621,7 +1627,7 @@ class RunLog:
 
         rows = pandas.read_json(self.path, lines=True)
         if len(rows) > 0:  # a run that is stopped at once has none
-            rows = rows.set_index("step").interpolate(limit_area="inside")
+            rows = rows.set_index("step").interpolate("index", limit_area="inside")
             axes = rows.plot(subplots=True, figsize=(8, 2 * len(rows.columns)))
             axes[0].figure.savefig(self.path.with_name("curves.png"))
 

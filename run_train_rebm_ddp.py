@@ -1407,7 +1407,8 @@ class GlobalBatchSampler(DistributedSampler):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
             raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
         each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
-        logging.info(f"  Total batch size: {self.global_batch:,} ({each} x {self.accumulation})")
+        each = f"{each} x {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({each})")
 
     def __iter__(self):
         for step in itertools.count(self.start):
@@ -1647,6 +1648,7 @@ def open_run(args, data_hash, may_change=()):
         args.global_batch_size = args.batch_size * getattr(args, "accum", 1) * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
             args.global_batch_size = state["args"]["global_batch_size"]
+            logging.info(f"the run keeps its --global_batch_size {args.global_batch_size}")
     args.data_hash = data_hash
     for rank, theirs in enumerate(gather(vars(args))):
         others = [name for name in theirs if theirs[name] != vars(args).get(name)]
@@ -1662,7 +1664,8 @@ def open_run(args, data_hash, may_change=()):
     for name, value in vars(args).items():
         before = state["args"].get(name)
         if value != before and name not in [*MAY_CHANGE, *may_change]:
-            text = f"{name} is {value}, and {args.output_dir} has a run with {before}"
+            what = "data_hash, of all that was read," if name == "data_hash" else name
+            text = f"{what} is {value}, and {args.output_dir} has a run with {before}"
             raise InputError(f"{text}: {hint}")
     logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
     return state
@@ -1725,7 +1728,7 @@ class RunLog:
 
         rows = pandas.read_json(self.path, lines=True)
         if len(rows) > 0:  # a run that is stopped at once has none
-            rows = rows.set_index("step").interpolate(limit_area="inside")
+            rows = rows.set_index("step").interpolate("index", limit_area="inside")
             axes = rows.plot(subplots=True, figsize=(8, 2 * len(rows.columns)))
             axes[0].figure.savefig(self.path.with_name("curves.png"))
 

@@ -44,7 +44,7 @@ def parse_args():
 def check_new(path):
     """Raises InputError unless a file can be made there."""
     if Path(path).exists() or not Path(path).parent.is_dir():
-        raise InputError(f"--out {path}: expected a new file in a folder that exists")
+        raise InputError(f"--out {path} exists, or its folder does not: expected a new file")
 
 
 def load_networks(args):
