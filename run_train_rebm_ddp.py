@@ -12,20 +12,19 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
 Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/, or with the
-classes alone; an .npz file of uint8 arrays (N, S, S) or (N, S, S, 3), x_train with labels y_train
-(below 0: not known), perhaps x_val and x_test; cifar-10-batches-py or cifar-100-python; or a data
-set of the hub. Lengths of attacks are in the unit of pixels, which are in [0, 1].
+classes alone; an .npz file of uint8 arrays x_train (N, S, S) or (N, S, S, 3), perhaps x_val and
+x_test, with labels y_train (-1: none); cifar-10-batches-py or cifar-100-python; or a data set of
+the hub. Pixels are in [0, 1] where lengths of attacks are given.
 
-Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (its parts: clf_loss, cross
-entropy in nats, and bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
+Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss and its parts (clf_loss, cross
+entropy in nats; bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
 gradient was not finite), samples_per_s, data_wait (share of the time); in stage 2 T, and auc (real
 against attacked OOD images). val/STAGE/..., of averaged weights on held-out images: clean and
 robust (accuracy without and under attack), cross_entropy.
 
-Files in --output_dir: at_best.pt (stage 1), best.pt (of the last stage), latest.pt, metrics.jsonl;
-at the end summary.json, curves.png. The same command, given again, goes on from latest.pt. Below,
-"(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)" that
-only rank 0 does.
+Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl; at
+the end summary.json, curves.png. The same command, given again, goes on from latest.pt. Every rank
+must call a function that says "(all ranks)", in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -84,11 +83,11 @@ def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
     add("--data", type=expanded, default="digits", help="images: see above; digits need no file")
-    add("--outdist_data", type=expanded, default="noise", help="OOD images; also noise, blobs")
+    add("--outdist_data", type=expanded, default="noise", help="OOD images; or noise, or blobs")
     add("--size", type=NATURAL, default=0, help="pixels a side; 0: of arrays; files 32")
     add("--grey", **FLAG, help="make all images grey")
     kinds = ["none", "shift", "original"]
-    text = "of images to classify; original: shift twice as far, and mirror"
+    text = "images to classify are shifted; original: twice as far, and mirrored"
     add("--augm_type_classification", default="shift", choices=kinds, help=text)
     add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
@@ -123,13 +122,15 @@ def parse_args():
     add("--use_ddp", **{**FLAG, "default": True}, help="False: only one process, on one GPU")
 
     add_common_arguments(parser, output_dir="outputs/rebm", batch_size=128)
-    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    add("--ddp_backend", dest="backend", **hidden)  # the original's name of it
-    # the lines at the end of this file parse sys.argv, and hand it to torchrun
+    # the original's name of --backend
+    add("--ddp_backend", dest="backend", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    # parse_with_config reads sys.argv, and so does torchrun
     sys.argv[1:] = as_options(sys.argv[1:], parser)
     args = parse_with_config(parser)
     if args.at_epochs == 0 and not (args.ckpt_path and args.total_epochs):
         parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
+    if args.indist_attack_clf_norm == "Linf" and args.indist_attack_clf_eps >= 0.5:
+        parser.error("--indist_attack_clf_eps >= 0.5 in Linf makes any image grey; 0.03 is usual")
     return args
 
 
@@ -140,12 +141,10 @@ def as_options(words, parser):
     for word in words:
         key, equals, value = word.partition("=")
         section, dot, name = key.removeprefix("--").rpartition(".")
-        is_alone = not options or "=" in options[-1]  # else it may be the value of an option
-        is_ours = word.startswith("-") and not (equals and dot)
-        if equals and not is_ours:
+        if equals and (dot or not word.startswith("-")):
             prefix = f"--{section}_" if section else "--"
             options += config_words({name: value}, parser, prefix, f"{section}{dot}")
-        elif is_alone and not is_ours and word.endswith((".yaml", ".yml", ".json")):
+        elif word.endswith((".yaml", ".yml")) and not equals and options[-1:] != ["--config"]:
             options.append(f"--config={word}")
         else:
             options.append(word)
@@ -173,10 +172,10 @@ class Batch(NamedTuple):
 
 
 class Images:
-    """What `prepare` has written, mapped into memory that the ranks of a node share."""
+    """The images of a folder that `prepare` made, in memory that the ranks of a machine share."""
 
     def __init__(self, folder):
-        # (N, C, S, S) uint8. np.asarray: still mapped, and faster than np.memmap itself
+        # (N, C, S, S) uint8. It stays mapped as an array, which is faster than np.memmap
         self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
         self.shape = self.images.shape[1:3]  # (channels, pixels a side)
         rows = np.load(folder / "rows.npz")
@@ -184,23 +183,22 @@ class Images:
         self.split = rows["split"]  # (N,) TRAIN, VALID, TEST or UNUSED
         self.digests = rows["digests"]  # (N,) uint64, equal for equal images
         self.classes = rows["classes"].tolist()  # names; [] where images have no labels
-        digest = hashlib.sha256(repr([self.shape, self.classes]).encode())
-        for column in (self.labels, self.split, self.digests):
-            digest.update(column)
-        self.hash = digest.hexdigest()[:12]
+        columns = b"".join(map(bytes, [self.labels, self.split, self.digests]))
+        content = repr([self.shape, self.classes]).encode() + columns
+        self.hash = hashlib.sha256(content).hexdigest()[:12]
 
     def part(self, part):
-        """Numbers of the images to train on, to validate on or to test on."""
+        """The numbers of the images of a part: TRAIN, VALID or TEST."""
         return np.flatnonzero(self.split == part)
 
     def some(self, part, most):
-        """At most so many of them, from all places: files lie in the order of their classes."""
+        """`most` of them, drawn at random (the first ones would be of one class), in order."""
         ids = self.part(part)
         return np.sort(np.random.default_rng(0).permutation(ids)[:most])
 
 
 def augment(image, kind, rng):
-    """(C, S, S) uint8, moved along both axes, where black comes in, and perhaps mirrored."""
+    """A copy (C, S, S), shifted along both axes (the rim becomes black), and perhaps mirrored."""
     if kind == "none":
         return image
     size = image.shape[1]
@@ -231,8 +229,7 @@ class TrainingData(Dataset):
         in it of this micro-batch."""
         step, global_ids, places = item
         rows = [self.draw(step, place, global_ids[place]) for place in places]
-        columns = zip(*rows, strict=True)
-        return Batch(*[torch.from_numpy(np.stack(column)) for column in columns])
+        return Batch(*[torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)])
 
     def draw(self, step, place, i):
         """What a Batch has at this place, where image i is to be classified."""
@@ -278,10 +275,6 @@ class Network(nn.Module):
             return self.fc(features)
 
 
-def conv3x3(before, after, stride=1, bias=False):
-    return nn.Conv2d(before, after, 3, stride, 1, bias=bias)
-
-
 class SmallNet(Network):
     """Two or three pairs of convolutions, all but the first halve the image; then 128 features. It
     is smooth, without maxima or ReLUs."""
@@ -292,8 +285,8 @@ class SmallNet(Network):
         before = channels
         for after in (24, 48) if size < 16 else (24, 48, 96):
             for stride in (1 if after == 24 else 2, 1):
-                layers += [conv3x3(before, after, stride, bias=True), nn.GroupNorm(1, after)]
-                layers.append(nn.SiLU())
+                layers.append(nn.Conv2d(before, after, 3, stride, 1))
+                layers += [nn.GroupNorm(1, after), nn.SiLU()]
                 before = after
         layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(before * 16, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
@@ -306,9 +299,9 @@ class WideBlock(nn.Module):
     def __init__(self, before, after, stride):
         super().__init__()
         self.bn1 = nn.BatchNorm2d(before)
-        self.conv1 = conv3x3(before, after, stride)
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(after)
-        self.conv2 = conv3x3(after, after)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
         self.convShortcut = None
         if before != after:
             self.convShortcut = nn.Conv2d(before, after, 1, stride, bias=False)
@@ -323,7 +316,7 @@ class WideBlock(nn.Module):
 class WideResNet(Network):
     def __init__(self, depth, factor, classes, channels):
         super().__init__(channels)
-        self.conv1 = conv3x3(channels, 16)
+        self.conv1 = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
         before = 16
         for number, stride in ((1, 1), (2, 2), (3, 2)):
             after = 8 * factor * 2**number
@@ -363,9 +356,10 @@ def make_network(args, classes, channels, size):
     return model.to(memory_format=torch.channels_last) if size >= 16 else model
 
 
-def read_weights(path):
-    """{name: tensor}, without the prefixes of wrappers: the averaged weights of a checkpoint of
-    ours, those of the original's files, or a state_dict. InputError if there are none. (rank 0)"""
+def read_weights(path, model):
+    """{name: tensor}, which the model now has: the averaged weights of a checkpoint of ours, those
+    of the original's files, or a state_dict. Prefixes of wrappers may stand before the names of the
+    network. InputError if it has others. (rank 0)"""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
@@ -375,35 +369,18 @@ def read_weights(path):
         found = {}
         for name, tensor in state.items():
             found[re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)] = tensor
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        pickle.UnpicklingError,
-        AttributeError,
-        TypeError,
-    ) as error:
-        text = " ".join(str(error).split())[:200]  # torch's errors have many lines
-        raise InputError(f"{path}: expected a checkpoint or a state_dict; {text}") from None
-    found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
+        found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
+        model.load_state_dict(found)
+    except Exception as error:  # torch.load raises many kinds
+        text = " ".join(str(error).split())[:1000]  # torch's errors have many lines
+        raise InputError(f"{path}: expected weights of this --model_type; {text}") from None
     return found
-
-
-def load_weights(model, weights, path):
-    """The names must be those of the network."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:  # it lists what is missing, and what is too much
-        text = " ".join(str(error).split())[:1000]
-        raise InputError(f"{path} does not fit this network, is it --model_type? {text}") from None
 
 
 # --------------------------------------------------------------------------------------------------
 # Loss
 
-
-def cross_entropy(logits, labels):
-    return F.cross_entropy(logits, labels, reduction="none")
+cross_entropy = functools.partial(F.cross_entropy, reduction="none")  # (B,)
 
 
 def label_logit(logits, labels):
@@ -426,29 +403,27 @@ def attack(net, gain, x, labels, steps, size, eps=math.inf, norm="L2"):
             z = z + size * gradient.sign()
             move = (z - x).clamp(-eps, eps)
         else:
-            # first by the largest entry, so that even a gradient of 1e-30 gives a direction
+            # its largest entry becomes 1 first: the squares of a gradient of 1e-30 would be 0
             largest = gradient.abs().amax((1, 2, 3), keepdim=True)
             z = z + size * F.normalize(gradient / largest.clamp(min=1e-38), dim=(1, 2, 3))
             move = (z - x).renorm(2, 0, eps)
-        z = (x + move).clamp(0, 1)  # x is in [0, 1]: this leaves no ball
+        z = (x + move).clamp(0, 1)  # nearer to x, if it changes anything: still in the ball
     return z
 
 
 def auc(real, fake):
-    """The area () under the ROC curve of scores (n,) and (m,): the share of pairs in which the real
-    image has the higher one; ties count half."""
-    order = fake.sort().values
-    real = real.contiguous()
-    below = torch.searchsorted(order, real)
-    up_to = torch.searchsorted(order, real, right=True)
-    return (below + up_to).sum().double() / (2 * len(real) * len(fake))
+    """The area () under the ROC curve, of scores (n,) and (m,): the share of all pairs in which the
+    real image has the higher score; ties count half."""
+    fake = fake.sort().values
+    lower = torch.searchsorted(fake, real)  # how many fake images have a lower score
+    lower_or_equal = torch.searchsorted(fake, real, right=True)
+    return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
 
 
 def sums_of_losses(args, ddp_model, twin, batch, T):
-    """(2,) sums over a micro-batch: the cross entropy of attacked images; and in stage 2 the binary
-    cross entropy of real images and of OOD images after T steps of an attack, which count one half
-    each. Then f_y (2, B) of these two, for the labels y of the real ones, which the attack raises.
-    """
+    """(2,) sums over a micro-batch: the cross entropy of attacked images; and the binary cross
+    entropy, half of it each, of real images and of OOD images that an attack of T steps has moved
+    towards the labels y of the real ones. And f_y (2, B) of both. (Stage 1: no more than 0.)"""
     length = [args.indist_attack_clf_max_steps, args.indist_attack_clf_step_size]
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
     x = attack(twin, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
@@ -501,8 +476,7 @@ def note_best(loop, stage, metrics, T):
     # Networks that have seen longer attacks generate better images, and are hardly less robust: so
     # T counts first. Then accuracy under attack, which is 0 where training had none.
     rank = [T, metrics["robust"], metrics["clean"]]
-    best = loop["best"].get(stage)
-    if best and rank < best["rank"]:
+    if stage in loop["best"] and rank < loop["best"][stage]["rank"]:
         return False
     best = {"metric": f"{stage}/robust", "value": metrics["robust"], "step": loop["step"]}
     loop["best"][stage] = {**best, "rank": rank, "T": T, "metrics": metrics}
@@ -525,9 +499,9 @@ def make_optimizer(args, model, stage):
     decay = [p for p in model.parameters() if p.ndim > 1]
     no_decay = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": args.wd}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = kind(groups, lr=args.lr, fused=True, **settings)
+    optimizer = kind(groups, fused=True, **settings)
     if kind is torch.optim.SGD:
-        for p in model.parameters():  # else, if the first step is skipped, they are never set
+        for p in model.parameters():  # torch would leave them undefined if it skips the first step
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return optimizer
 
@@ -542,8 +516,8 @@ def update_average(average, model, decay, step):
 
 
 def train(args, device, stage, indist, outdist, nets, state, log, loop):
-    """One stage. state: the checkpoint to go on from, None where the stage begins. Returns why
-    training was stopped, "" if the stage has ended; loop says where training stands. (all ranks)"""
+    """One stage. state: the checkpoint to go on from, None or {} where a stage begins. Returns why
+    training was stopped, "" if the stage has ended; loop says where it stands. (all ranks)"""
     world_size = dist.get_world_size()
     model, average, twin, ddp_model = nets
     sampler = GlobalBatchSampler(indist.part(TRAIN), args, cost=np.zeros(len(indist.split)))
@@ -557,14 +531,13 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
         model.load_state_dict(state["model"])
         average.load_state_dict(state["average"])
         optimizer.load_state_dict(state["optimizer"])
-        state.clear()  # each rank has a copy: free it
+        state.clear()  # frees this rank's copy; the next stage has none to go on from
     else:
         if loop["phase"] == PHASES["at"]:  # stage 2 starts from the best weights of stage 1
-            path = Path(args.output_dir) / "at_best.pt"
-            load_weights(model, on_rank0(read_weights, path), path)
+            model.load_state_dict(on_rank0(read_weights, f"{args.output_dir}/at_best.pt", model))
         average.load_state_dict(model.state_dict())
         loop.update(phase=PHASES[stage], before=loop["step"])
-    # batch normalisation keeps stage 1's statistics: those of OOD images would harm the energy
+    # in stage 2 batch normalisation keeps stage 1's statistics, without those of OOD images
     model.train(stage == "at")
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop)
     sampler.start = loop["step"] - loop["before"]
@@ -575,9 +548,7 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
     reason = ""
     while loop["step"] - loop["before"] < steps and not reason:
         step = loop["step"] - loop["before"]
-        epoch, position = divmod(step, sampler.steps)
-        if position == 0:
-            logging.info(f"Starting training epoch {epoch}")
+        epoch = step // sampler.steps
         seed_step(args, loop["step"])
         lr = args.lr
         if stage == "at":
@@ -604,12 +575,12 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
         row = {"step": loop["step"] + 1, "phase": PHASES[stage], "epoch": epoch, "lr": lr}
         if stage == "dat":
             row["T"] = T
-            dist.all_reduce(scores)  # each image's are zero on all ranks but one
+            dist.all_reduce(scores)  # of an image they are zero on all ranks but its own
             value = auc(*scores)
-            # every rank has the whole AUC, and the meter adds up the ranks
+            # all ranks have the same AUC, and the meter sums over the ranks
             shares = torch.cat([shares, step_losses, value.float()[None] / world_size])
-            # T grows when the mean AUC of `window` steps with this T is high enough, which NaN, of
-            # a skipped step, never is. The host waits for the device here: for T + 10 passes.
+            # T grows when the mean AUC of the last `window` steps, all with this T, is high enough.
+            # (A skipped step has NaN: not high enough.) To read the AUC the host waits here.
             aucs = [*loop["aucs"], torch.where(norm.isfinite(), value, math.nan).item()]
             loop["aucs"] = aucs[-window:]
             is_easy = len(aucs) >= window and np.mean(loop["aucs"]) >= args.AUC_th
@@ -635,11 +606,11 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
                 for name in ["at_best.pt", "best.pt"] if stage == "at" else ["best.pt"]:
                     save(name, model=average)
-            meter.start()
 
         # save, with what the evaluation has changed
         if reason or must_save:
             save("latest.pt", model=model, average=average, optimizer=optimizer)
+            meter.start()  # neither counts as time of steps
     bar.close()
     return reason
 
@@ -649,13 +620,13 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
 
 
 def start_networks(args, device, indist, state):
-    """The network of this run in the forms that training needs: the weights that are trained; their
-    averages, which are validated, and kept in best.pt; for attacks the memory of the weights, but
-    frozen, and in evaluation mode; and the one that DDP has wrapped. (all ranks)"""
+    """The network in four forms: the one that is trained; that of averaged weights, which are
+    validated, and kept in best.pt; one for attacks, which shares the memory of the first, but is
+    frozen, and in evaluation mode; the first one within DDP. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
-        load_weights(model, on_rank0(read_weights, args.ckpt_path), args.ckpt_path)
+        model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model))
     has_batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
     if has_batch_norm and args.at_epochs > 0 and dist.get_world_size() > 1:
         if device.type == "cpu" or args.backend == "gloo":
@@ -677,17 +648,13 @@ def main(args):
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
-    has_more = "RANK" in os.environ or torch.accelerator.device_count() > 1
-    if args.use_ddp and world_size == 1 and has_more:
-        logging.warning("DDP with one process only: torchrun --nproc_per_node=N starts N of them")
     logging.info("Preparing data loaders...")
-    folder = read_once(functools.partial(prepare, name=args.data), args)
-    like = functools.partial(prepare, name=args.outdist_data, indist=folder)
-    indist = Images(folder)
+    indist = Images(read_once(functools.partial(prepare, name=args.data), args))
+    like = functools.partial(prepare, name=args.outdist_data, indist=indist)
     outdist = Images(read_once(like, args))
     for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
-        counts = f"{len(indist.part(part)):,} images, {len(outdist.part(part)):,} OOD images"
-        logging.info(f"  to {use} on: {counts}, {len(indist.classes)} classes")
+        counts = f"{len(indist.part(part)):,} images of {len(indist.classes)} classes"
+        logging.info(f"  to {use} on: {counts}, and {len(outdist.part(part)):,} OOD images")
     if args.prepare_only:
         return 0
 
@@ -710,8 +677,7 @@ def main(args):
         for stage, epochs in {"at": args.at_epochs, "dat": args.total_epochs}.items():
             if epochs == 0 or PHASES[stage] < loop["phase"]:
                 continue
-            own_state = state if PHASES[stage] == loop["phase"] else None
-            reason = train(args, device, stage, indist, outdist, nets, own_state, log, loop)
+            reason = train(args, device, stage, indist, outdist, nets, state, log, loop)
             if reason:
                 log.close(f"stopped by {reason}", steps=loop["step"], stages=loop["best"])
                 return exit_status(reason)
@@ -727,15 +693,15 @@ def main(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: the user's files, once, by rank 0. Of each image there is a row (file, class, part); the
-# file is what open_image takes, the class None where there is none.
+# Reading: the user's files, once, by rank 0. Of each image a row (file, class, part) is found: what
+# read_image opens, None where there is no class, and TRAIN, VALID or TEST.
 
 PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
-READER = 4  # raise it when you change what is read or kept: else an old cache is used
+READER = 5  # raise it when you change what is read or kept: else an old cache is used
 
 
 def find_images(name, shape):
-    """(rows of what `name` names, not opened yet; what changes where its content does)"""
+    """(rows of what `name` names, not opened yet; its version, which changes as files change)"""
     path = Path(name)
     if name == "digits":
         from sklearn.datasets import load_digits
@@ -746,121 +712,102 @@ def find_images(name, shape):
         parts[np.random.default_rng(0).permutation(len(images))[:360]] = TEST
         return list(zip(images, labels.tolist(), parts.tolist(), strict=True)), []
     if name in GENERATED and shape:
-        return draw_images(name, shape), []
+        return list(draw_images(name, shape)), []
     if not path.exists():
         return find_on_hub(name)
     if path.is_file():
-        rows = find_in_arrays(path)
+        rows = list(find_in_arrays(path))
         files = [path]
     elif (path / "batches.meta").is_file() or (path / "meta").is_file():
-        rows = find_in_pickles(path)
+        rows = list(find_in_pickles(path))
         files = sorted(path.iterdir())
     else:
-        rows = find_in_folder(path)
+        rows = list(find_in_folder(path))
         files = [file for file, _, _ in rows]
     stats = [file.stat() for file in files]
     return rows, [[*map(str, files)], [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
 
 
 def draw_images(kind, shape):
-    """OOD images that need no files: noise, or blobs, which are noise of 4 x 4 places scaled up."""
+    """Yields rows that need no files: noise; or blobs, which are noise of 4 x 4 scaled up."""
     channels, size = shape
     rng = np.random.default_rng(GENERATED.index(kind))
     side = size if kind == "noise" else 4
-    rows = []
     for part, count in ((TRAIN, 20_000), (VALID, EVAL_IMAGES), (TEST, 10_000)):
         images = torch.from_numpy(rng.integers(0, 256, (count, channels, side, side), np.uint8))
         if kind == "blobs":
             images = F.interpolate(images.float(), size, mode="bilinear").round().byte()
-        rows += [(image, None, part) for image in images.permute(0, 2, 3, 1).numpy()]
-    return rows
+        for image in images.permute(0, 2, 3, 1).numpy():
+            yield image, None, part
 
 
 def say(name, text, places):
-    """A line in the log on all these places, if there are any, with an example."""
-    if len(places) > 0:
-        example = "" if isinstance(places[0], np.ndarray) else f", such as {places[0]}"
+    """Logs how many places there are, if any, and the first of them, if it has a name."""
+    if places:
+        example = f", such as {places[0]}" if isinstance(places[0], (str, Path)) else ""
         logging.warning(f"{name}: {len(places)} {text}{example}")
 
 
 def find_in_folder(root):
-    """Rows of ROOT/train/CLASS/..., with val and test beside it, if they are there; their names may
-    be longer, such as training_set. Or of ROOT/CLASS/..."""
-    folders = {}  # {folder: its part}
-    unread = []
-    for path in sorted(root.iterdir()):
-        parts = [part for name, part in PARTS.items() if path.name.lower().startswith(name)]
-        if parts and path.is_dir():
-            folders[path] = parts[0]
-        else:
-            unread.append(path)
-    if not folders:
-        folders = {root: TRAIN}
-        unread = []
-    parts = list(folders.values())
-    # without classes in it, and with other folders beside it, a "train" may be a class itself
-    beside = [path for path in unread if path.is_dir() and path.name[0] != "."]
-    classes = [path for folder in folders for path in folder.iterdir() if path.is_dir()]
-    is_doubtful = beside and not classes
-    if TRAIN not in parts or len(set(parts)) < len(parts) or is_doubtful:
-        names = ", ".join(folder.name for folder in [*folders, *beside])
-        text = "one folder whose name begins with train, perhaps one with val, one with test"
-        raise InputError(f"{root} has {names}: expected {text}; or all classes in train/")
+    """Yields rows of ROOT/train/CLASS/..., with val and test beside it, if they are there; their
+    names may be longer, such as training_set. Or of ROOT/CLASS/..."""
+    parts = {}  # {name of a folder: its part}
+    for path in root.iterdir():
+        for name, part in PARTS.items():
+            if path.is_dir() and path.name.lower().startswith(name):
+                parts[path.name] = part
 
     kinds = Image.registered_extensions()
-    rows = []
-    for folder, part in folders.items():
-        for path in files_below(folder):
-            names = path.relative_to(folder).parts
-            if path.name[0] == "." or kinds.get(path.suffix.lower()) not in Image.OPEN:
-                unread.append(path)
-            else:
-                rows.append((path, names[0] if len(names) > 1 else None, part))
-        classes = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
-        known = {own for _, own, its_part in rows if its_part == part}
-        say(root, "folders have no images", [path for path in classes if path.name not in known])
+    unread = []
+    for path in files_below(root):
+        folders = list(path.relative_to(root).parts[:-1])
+        part = TRAIN
+        if parts:
+            part = parts.get(folders.pop(0)) if folders else None
+        is_image = path.name[0] != "." and kinds.get(path.suffix.lower()) in Image.OPEN
+        if is_image and part is not None:
+            yield path, folders[0] if folders else None, part
+        else:
+            unread.append(path)
     say(root, "files or folders are not read as images", unread)
-    return rows
 
 
 def files_below(folder):
-    """Yields all files, and hidden folders such as .ipynb_checkpoints."""
-    for path in sorted(folder.iterdir()):
+    """Yields all files; of hidden and of empty folders only the folder."""
+    paths = sorted(folder.iterdir())
+    for path in paths:
         if path.is_dir() and path.name[0] != ".":
             yield from files_below(path)
         else:
             yield path
+    if not paths:
+        yield folder
 
 
 def find_in_arrays(path):
-    """Rows of the arrays x_train, y_train, x_test, y_test, as Keras names them, or train_images,
+    """Yields rows of x_train, y_train, x_test, y_test, as Keras names arrays, or of train_images,
     train_labels, as MedMNIST does; images are uint8 (N, S, S), (N, S, S, C) or (N, C, S, S)."""
     try:
         arrays = dict(np.load(path))
     except Exception as error:  # those of zipfile and zlib, too
         raise InputError(f"{path}: {error}: expected an .npz file of arrays") from None
-    rows = []
-    for x in list(arrays):
-        part = PARTS.get(x.removeprefix("x_").removesuffix("_images"))
-        if part is None:
-            continue
-        images = arrays.pop(x)
-        if images.ndim == 4 and images.shape[1] in (1, 3):
-            images = images.transpose(0, 2, 3, 1)
-        is_square = images.ndim in (3, 4) and images.shape[1] == images.shape[2]
-        if images.dtype != np.uint8 or not is_square or images.shape[3:] not in ((), (1,), (3,)):
-            text = f"{x} is {images.dtype} {images.shape}"
-            raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, 3)")
-        y = x.replace("x_", "y_").replace("images", "labels")
-        labels = arrays.pop(y, np.full(len(images), -1)).ravel()
-        if labels.dtype.kind not in "iuU" or len(labels) != len(images):
-            text = f"{y} is {labels.dtype} ({len(labels)},)"
-            raise InputError(f"{path}: {text}; expected {len(images)} whole numbers, or names")
-        known = labels != "" if labels.dtype.kind == "U" else labels >= 0
-        names = np.where(known, labels, None).tolist()
-        rows += zip(images, names, [part] * len(images), strict=True)
+    for name, part in PARTS.items():
+        for x, y in ((f"x_{name}", f"y_{name}"), (f"{name}_images", f"{name}_labels")):
+            if x not in arrays:
+                continue
+            images = arrays.pop(x)
+            if images.ndim == 4 and images.shape[1] in (1, 3):
+                images = images.transpose(0, 2, 3, 1)
+            if images.dtype != np.uint8 or images.ndim not in (3, 4):
+                text = f"{x} is {images.dtype} {images.shape}"
+                raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, 3)")
+            labels = arrays.pop(y, np.full(len(images), -1)).ravel()
+            if labels.dtype.kind not in "iuU" or len(labels) != len(images):
+                text = f"{y} is {labels.dtype} ({len(labels)},)"
+                raise InputError(f"{path}: {text}; expected {len(images)} whole numbers, or names")
+            classes = [None if label in (-1, "") else label for label in labels.tolist()]
+            yield from zip(images, classes, [part] * len(images), strict=True)
     say(path, "arrays are not read", list(arrays))
-    return rows
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -868,36 +815,33 @@ class ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module, name):
         known = {"_reconstruct": np.zeros(0).__reduce__()[0], "ndarray": np.ndarray}
+        known["dtype"] = lambda kind, *flags: np.dtype(kind)
         if module.startswith("numpy") and name in known:
             return known[name]
-        if module == "numpy" and name == "dtype":
-            return lambda kind, *flags: np.dtype(kind)
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
 
 
 def find_in_pickles(root):
-    """Rows of CIFAR-10 or CIFAR-100 as its authors ship it, with their test set as the test."""
-    paths = [root / f"data_batch_{number}" for number in range(1, 6)]
-    paths = [root / "batches.meta", *paths, root / "test_batch"]
+    """Yields rows of CIFAR-10 or CIFAR-100 as its authors ship it; their test set is the test."""
+    names = ["batches.meta", *[f"data_batch_{number}" for number in range(1, 6)], "test_batch"]
     kind = "label"
     if (root / "meta").exists():
-        paths = [root / "meta", root / "train", root / "test"]
+        names = ["meta", "train", "test"]
         kind = "fine_label"
-    rows = []
-    for path in paths:
+    for name in names:
         try:
-            with open(path, "rb") as file:
+            with open(root / name, "rb") as file:
                 content = ArrayUnpickler(file, encoding="latin1").load()
-            if path == paths[0]:
-                classes = content[f"{kind}_names"]
+            if name == names[0]:
+                known = content[f"{kind}_names"]
                 continue
             images = content["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-            own = [classes[number] for number in content[f"{kind}s"]]
+            classes = [known[label] for label in content[f"{kind}s"]]
         except (pickle.UnpicklingError, EOFError, LookupError, ValueError) as error:
-            raise InputError(f"{path}: {error}; expected it as CIFAR's authors ship it") from None
-        part = TEST if path.name.startswith("test") else TRAIN
-        rows += zip(images, own, [part] * len(images), strict=True)
-    return rows
+            text = f"{root / name}: {error}; expected it as CIFAR's authors ship it"
+            raise InputError(text) from None
+        part = TEST if name.startswith("test") else TRAIN
+        yield from zip(images, classes, [part] * len(images), strict=True)
 
 
 def find_on_hub(name):
@@ -909,44 +853,38 @@ def find_on_hub(name):
     except Exception as error:  # no network, no such name, and many more
         text = "no such folder or file here, and not on the hub, or no way to it; digits need none"
         raise InputError(f"{name}: {text} ({' '.join(str(error).split())[:200]})") from None
-    rows = []
     say(name, "splits are not read", [split for split in tables if split not in PARTS])
-    for split, part in PARTS.items():
-        if split not in tables:
-            continue
+    rows = []
+    for split in [split for split in PARTS if split in tables]:
         table = tables[split]
         kinds = {type(kind): column for column, kind in reversed(table.features.items())}
         image = kinds.get(datasets.Image)
         label = kinds.get(datasets.ClassLabel)
-        logging.info(f"{name}, {split}: columns {image}, {label} of {', '.join(table.features)}")
+        columns = ", ".join(table.features)
+        logging.info(f"{name}, {split}: columns {image} and {label} are read, of {columns}")
         if image is None:
-            raise InputError(f"{name} has no column of images, but {', '.join(table.features)}")
+            raise InputError(f"{name} has no column of images, but {columns}")
         classes = [None] * len(table)
         if label:  # some keep those of the test secret: -1
-            names = [*table.features[label].names, None]
-            classes = [names[number] for number in table[label]]
+            known = [*table.features[label].names, None]
+            classes = [known[number] for number in table[label]]
         column = table[image]
-        rows += [((column, i), own, part) for i, own in enumerate(classes)]
+        rows += [((column, i), own, PARTS[split]) for i, own in enumerate(classes)]
     return rows, [table._fingerprint for table in tables.values()]
 
 
-def open_image(file):
-    """A Pillow image of a path, an array (S, S) or (S, S, C), or a place in a column of the hub."""
+def read_image(file, channels, size):
+    """(channels, size, size) uint8: the middle of an image, upright; what is transparent becomes
+    white. file: a path, an array (S, S) or (S, S, C), or a place in a column of the hub."""
     if isinstance(file, np.ndarray):
-        return Image.fromarray(np.ascontiguousarray(file.squeeze()))
-    if isinstance(file, tuple):
+        image = Image.fromarray(np.ascontiguousarray(file.squeeze()))
+    elif isinstance(file, tuple):
         column, i = file
         image = column[i]
     else:
         image = Image.open(file)
     if image.mode[0] in "IF":  # convert would clip their pixels at 255
         raise ValueError(f"mode {image.mode}: expected 8 bits a channel")
-    return image
-
-
-def square(image, channels, size):
-    """(channels, size, size) uint8: the middle of an image, upright; what is transparent becomes
-    white."""
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -973,6 +911,7 @@ def write_images(folder, name, rows, shape, indist):
     """Write images.npy (N, C, S, S) uint8; and rows.npz: labels, split and digests (N,), classes.
     indist: the images to classify, None if these are it. (rank 0)"""
     files, names, parts = zip(*rows, strict=True)
+    places = [file if isinstance(file, Path) else f"image {i}" for i, file in enumerate(files)]
     channels, size = shape
     shape = (len(rows), channels, size, size)
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
@@ -983,19 +922,17 @@ def write_images(folder, name, rows, shape, indist):
 
     def read(i):
         try:
-            images[i] = square(open_image(files[i]), channels, size)
+            images[i] = read_image(files[i], channels, size)
             digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
             digests[i] = int.from_bytes(digest, "little")
         except Exception as error:  # Pillow raises many kinds
-            place = files[i] if isinstance(files[i], Path) else f"image {i}"
-            bad.append(f"{place}: {' '.join(str(error).split())}")
+            bad.append(f"{places[i]}: {' '.join(str(error).split())}")
 
     with ThreadPool() as pool:
         done = pool.imap_unordered(read, range(len(rows)), chunksize=64)
         list(tqdm(done, total=len(rows), desc="reading", disable=None, leave=False))
     if bad:
-        text = f"{name}: {len(bad)} images cannot be read:"
-        raise InputError(text + list_problems(sorted(bad)))
+        raise InputError(f"{name}: {len(bad)} images cannot be read:{list_problems(sorted(bad))}")
 
     classes = []
     labels = np.zeros(len(rows), np.int64)
@@ -1003,8 +940,7 @@ def write_images(folder, name, rows, shape, indist):
         classes, labels = np.unique(names, return_inverse=True)
         classes = classes.astype(str).tolist()
         if len(classes) < 2:
-            text = f"{name} has one class, {classes[0]}"
-            raise InputError(f"{text}; expected two or more, as train/CLASS/ or in y_train")
+            raise InputError(f"{name} has one class, {classes[0]}; two are needed: see --help")
     split = np.array(parts, np.uint8)
     hold_out(split)
     # no image of one part may equal one of another, nor an OOD image one to classify
@@ -1013,7 +949,7 @@ def write_images(folder, name, rows, shape, indist):
         own = split == part
         split[own & np.isin(digests, seen)] = UNUSED
         seen = np.concatenate([seen, digests[own]])
-    copies = [files[i] for i in np.flatnonzero(split == UNUSED)]
+    copies = [places[i] for i in np.flatnonzero(split == UNUSED)]
     say(name, "images equal held-out ones, or those to classify: left out", copies)
     names = classes or ["OOD images"]
     for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
@@ -1026,29 +962,28 @@ def write_images(folder, name, rows, shape, indist):
 
 
 def prepare(args, name, indist=None):
-    """The folder with the images that `name` names, read once, and kept. indist: the folder of the
-    images to classify, of which OOD images have the shape. What there is to read is listed at every
-    start: so a changed folder is noticed. (rank 0)"""
-    like = Images(indist) if indist else None
+    """The folder with the images that `name` names, read once, and kept. indist: the images to
+    classify, if these are OOD images, which get the same shape. What there is to read is listed at
+    every start: so a changed folder is noticed. (rank 0)"""
     try:
-        rows, version = find_images(name, like and like.shape)
+        rows, version = find_images(name, indist and indist.shape)
     except OSError as error:  # a folder that may not be read, a link that leads nowhere
         raise InputError(f"{name}: {error}") from None
-    if like is None:
+    if indist is None:
         loose = [file for file, own, _ in rows if own is None]
         say(name, "images have no class, or one that is not known: left out", loose)
         rows = [row for row in rows if row[1] is not None]
     if not rows:
-        text = "no images there; expected files in train/CLASS/, or an array x_train"
-        raise InputError(f"{name}: {text}")
+        text = "no images there, or no classes"
+        raise InputError(f"{name}: {text}; expected train/CLASS/..., or x_train and y_train")
 
     first = rows[0][0]
     is_array = isinstance(first, np.ndarray)
-    is_grey = is_array and first.shape[2:] in ((), (1,))
+    is_grey = args.grey or (is_array and first.shape[2:] in ((), (1,)))
     size = args.size or (len(first) if is_array else 32)
-    shape = like.shape if like else (1 if args.grey or is_grey else 3, size)
-    key = [READER, name, indist and indist.name, shape, len(rows), version]
-    write = functools.partial(write_images, name=name, rows=rows, shape=shape, indist=like)
+    shape = indist.shape if indist else (1 if is_grey else 3, size)
+    key = [READER, name, indist and indist.hash, shape, len(rows), version]
+    write = functools.partial(write_images, name=name, rows=rows, shape=shape, indist=indist)
     return cached(args.cache_dir, "images", key, write)
 
 

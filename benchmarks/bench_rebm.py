@@ -2,6 +2,7 @@
 
     python benchmarks/bench_rebm.py
     python benchmarks/bench_rebm.py --rounds 1 --seconds 3 --works SmallNet
+    python benchmarks/bench_rebm.py --rounds 1 --works few --sides original --beside FOLDER
     python benchmarks/bench_rebm.py --device cuda --precision bf16 --works WideResNet34x10
 
 Images per second of whole training steps, one process, the same network, layout and precision, the
@@ -62,6 +63,7 @@ class Setting(NamedTuple):
 
 WORKS = {
     "SmallNet": Setting("SmallNet", 1, 8, 128),
+    "few": Setting("WideResNet28x2", 3, 16, 4),  # a round in a minute, without compiled sides
     "WideResNet28x2": Setting("WideResNet28x2", 3, 32, 8),
     "WideResNet34x10": Setting("WideResNet34x10", 3, 32, 128),  # for GPUs
 }

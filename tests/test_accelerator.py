@@ -208,11 +208,9 @@ def uniref50(script, args):
 
 def rebm(script, args):
     """The passes of a step of stage 2, with attacks of two steps, as one module."""
-    folder = script.prepare(args, args.data)
-    indist = script.Images(folder)
-    data = script.TrainingData(
-        args, indist, script.Images(script.prepare(args, "blobs", folder)), "dat"
-    )
+    indist = script.Images(script.prepare(args, args.data))
+    outdist = script.Images(script.prepare(args, "blobs", indist))
+    data = script.TrainingData(args, indist, outdist, "dat")
 
     class Step(torch.nn.Module):
         def __init__(self):
@@ -235,8 +233,8 @@ STEPS = {
     uniref50: ["", "--gradient_checkpointing"],
     rebm: [
         "",
-        "--model_type=WideResNet28x2 --augm_type_generation=original",
-        "--indist_attack_clf_norm=Linf --augm_type_classification=original",
+        "--model_type=WideResNet28x2 --augm_type_classification=original",
+        "--indist_attack_clf_norm=Linf --indist_attack_clf_eps=0.1",
     ],
 }
 # Options of a run of few steps; how often ranks meet in it: after step 1, and at log lines.

@@ -56,10 +56,12 @@ def counts(data):
 # 2 become validation; the parts that there are then, and what is said.
 
 
-def hidden(root):
+def not_read(root):
     picture(root / "train/.ipynb_checkpoints/0.png")
     picture(root / "train/cat/.thumb.png")
     picture(root / "__MACOSX/train/cat/0.png")
+    (root / "train/dog/e.heic").write_bytes(b"not read")
+    (root / "labels.csv").write_text("not read")
 
 
 def linked_class(root):
@@ -69,18 +71,8 @@ def linked_class(root):
 
 def other_endings(root):
     picture(root / "train/cat/a.JPG", format="JPEG")
-    picture(root / "train/cat/b.jpeg")
-    picture(root / "train/cat/c.webp")
-    picture(root / "train/cat/d.bmp")
-    picture(root / "train/dog/e.tiff")
-    (root / "train/dog/e.heic").write_bytes(b"not read")
-    (root / "train/dog/Thumbs.db").write_bytes(b"not read")
-
-
-def deeper(root):
-    (root / "train/cat").rename(root / "cats")
-    (root / "train/cat").mkdir()
-    (root / "cats").rename(root / "train/cat/of_all_kinds")
+    picture(root / "train/cat/b.webp")
+    picture(root / "train/dog/of/any/kind/e.tiff")
 
 
 def no_train(root):
@@ -88,15 +80,6 @@ def no_train(root):
     for path in (root / "train").iterdir():
         path.rename(root / path.name)
     (root / "train").rmdir()
-
-
-def beside_train(root):
-    (root / "labels.csv").write_text("not read")
-    picture(root / "extra/0.png")
-
-
-def class_not_tested(root):
-    shutil.rmtree(root / "test/dog")
 
 
 def copies(root):
@@ -112,18 +95,14 @@ def longer_names(root):
 
 
 FOLDERS = {  # what is changed, the parts, what is said
-    "hidden": (hidden, [22, 2, 24], "3 files or folders are not read .*__MACOSX"),
+    "not read": (not_read, [22, 2, 24], "5 files or folders are not read .*__MACOSX"),
     "linked class": (linked_class, [22, 2, 24], ""),
-    "other endings": (other_endings, [27, 2, 24], "2 files or folders are not read .*Thumbs.db"),
-    "deeper": (deeper, [22, 2, 24], ""),
+    "other endings": (other_endings, [25, 2, 24], ""),
     "Valid is the test": (lambda root: (root / "test").rename(root / "Valid"), [22, 2, 24], ""),
     "three parts": (lambda root: photos(root, ["validation"], count=4), [24, 8, 24], ""),
     "longer names": (longer_names, [22, 2, 24], ""),
-    "only train": (lambda root: shutil.rmtree(root / "test"), [19, 1, 4], "to validate on.* cat"),
     "no train": (no_train, [19, 1, 4], "1 of 2 classes have nothing to validate on"),
-    "beside train": (beside_train, [22, 2, 24], "2 files or folders are not read .*/extra"),
-    "class not tested": (class_not_tested, [22, 2, 12], "1 of 2 classes .* to test on.* dog"),
-    "empty class": (lambda root: (root / "train/owl").mkdir(), [22, 2, 24], "no images.*train/owl"),
+    "empty class": (lambda root: (root / "train/owl").mkdir(), [22, 2, 24], "not read .*train/owl"),
     "copies": (copies, [22, 2, 24], "3 images equal held-out ones.*copy0"),
     "loose": (lambda root: picture(root / "train/a.png"), [22, 2, 24], "1 images have no .*/a.png"),
 }
@@ -154,30 +133,15 @@ def nested_root(root):
         (root / part).rename(root / "set" / part)
 
 
-def no_images(root):
-    for path in root.rglob("*.png"):
-        path.rename(path.with_suffix(".txt"))
-
-
 def dangling_image(root):
     (root / "train/cat/new.png").symlink_to(root / "nowhere.png")
 
 
-def sixteen_bits(root):
-    Image.fromarray(np.full((20, 20), 40_000, np.uint16)).save(root / "train/cat/deep.png")
-
-
 def several_damaged(root):
     (root / "train/cat/0.png").write_bytes(b"")
-    (root / "train/cat/1.png").write_bytes(b"no image")
+    Image.fromarray(np.full((20, 20), 40_000, np.uint16)).save(root / "train/cat/1.png")
     whole = (root / "test/dog/2.png").read_bytes()
     (root / "test/dog/2.png").write_bytes(whole[: len(whole) // 2])
-
-
-def no_part_to_train_on(root):
-    """With names longer than expected; else they would be classes."""
-    (root / "test").rename(root / "val_images")
-    (root / "train").rename(root / "test_images")
 
 
 def class_of_trains(root):
@@ -189,14 +153,13 @@ def class_of_trains(root):
 
 
 REFUSED = {  # what is changed, what is said
-    "class of trains": (class_of_trains, "has train, airplane, bus: expected .* or all classes in"),
+    "class of trains": (class_of_trains, "no images there, or no classes; expected train/CLASS"),
     "dangling image": (dangling_image, "No such file.*new.png"),
-    "nested root": (nested_root, "has one class, set; expected two or more, as train/CLASS/ or in"),
-    "val twice": (lambda root: photos(root, ["val", "validation"], 2), "has test, train, val, val"),
-    "no train": (no_part_to_train_on, "has test_images, val_images: expected .* begins with train"),
-    "no images": (no_images, "no images there"),
-    "16 bits": (sixteen_bits, "cat/deep.png: mode I;16: expected 8 bits a channel"),
-    "damaged": (several_damaged, "(?s)3 images cannot.*/2.png: .*truncated.*/0.png: .*/1.png: "),
+    "nested root": (nested_root, "has one class, set; two are needed"),
+    "damaged": (
+        several_damaged,
+        "(?s)3 images cannot.*/2.png: .*truncated.*/0.png: .*/1.png: mode",
+    ),
 }
 
 
@@ -228,12 +191,10 @@ def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
 
 def test_many_small_classes(tmp_path):
     """A random share is held out, not one of each class, of which nothing would be left."""
-    for number in range(30):
-        for i in range(5):
-            picture(tmp_path / "photos" / f"class{number:02}" / f"{i}.png")
+    for i in range(150):
+        picture(tmp_path / "photos" / f"class{i % 30:02}" / f"{i}.png")
     data = read(tmp_path / "photos")
-    assert counts(data) == [119, 9, 22]
-    assert len(data.classes) == 30
+    assert counts(data) == [119, 9, 22] and len(data.classes) == 30
 
 
 # --------------------------------------------------------------------------------------------------
@@ -241,7 +202,7 @@ def test_many_small_classes(tmp_path):
 
 
 def read_one(path, channels=3, size=16):
-    return script.square(script.open_image(path), channels, size)
+    return script.read_image(path, channels, size)
 
 
 def test_orientation(tmp_path):
@@ -257,10 +218,7 @@ def test_orientation(tmp_path):
     assert found[:, 10:].max() < 15
 
 
-@pytest.mark.parametrize(
-    ("mode", "ending"),
-    [("L", "png"), ("P", "png"), ("1", "png"), ("CMYK", "jpg"), ("LA", "png"), ("RGBA", "webp")],
-)
+@pytest.mark.parametrize(("mode", "ending"), [("P", "png"), ("1", "png"), ("CMYK", "jpg")])
 def test_modes(tmp_path, mode, ending):
     """All become colours, or grey."""
     path = picture(tmp_path / f"a.{ending}", mode=mode, color=(200, 200, 200))
@@ -296,7 +254,7 @@ def test_arrays(tmp_path, caplog):
     path = tmp_path / "a.npz"
     wrong = {
         "x_train is float64": {"x_train": x / 256},
-        r"x_train is uint8 \(40, 8, 7\); expected uint8": {"x_train": x[:, :, :7]},
+        r"x_train is uint8 \(40, 64\); expected uint8": {"x_train": x.reshape(40, 64)},
         r"y_train is int64 \(3,\); expected 40 whole": {"y_train": y[:3]},
         "y_train is float64 .*; expected 40 whole numbers, or names": {"y_train": y / 2},
         "nothing to train on of 1, 2, 3": {"y_train": y % 1},
@@ -309,18 +267,26 @@ def test_arrays(tmp_path, caplog):
     with pytest.raises(script.InputError, match="a.npz: .*expected an .npz file of arrays"):
         read(path)
 
-    np.savez(path, **good, ids=y)
+    np.savez(path, **good, train=y)
     data = read(path)
-    assert counts(data) == [37, 3, 8]
-    assert data.shape == (1, 8)
+    assert counts(data) == [37, 3, 8] and data.shape == (1, 8)
     assert data.classes == ["0", "1", "2", "3"]
     assert np.array_equal(data.images[:, 0], np.concatenate([x, x[:8] // 2]))
     assert np.array_equal(data.labels, np.concatenate([y, y[:8]]))
-    assert "a.npz: 1 arrays are not read, such as ids" in caplog.text
+    assert "a.npz: 1 arrays are not read, such as train" in caplog.text
     assert read(path, "--size=16").shape == (1, 16)
     names = np.array(["d", "c", "", "a"])  # "" is not known, either
     np.savez(path, **{**good, "y_train": names[y], "y_test": names[y[:8]]})
     assert read(path).classes == ["a", "c", "d"]
+
+
+def test_arrays_of_other_names(tmp_path, caplog):
+    """Are named, with the names that are expected."""
+    x = np.random.default_rng(0).integers(0, 256, (60, 8, 8), np.uint8)
+    np.savez(tmp_path / "a.npz", train=x, y_train=np.arange(60) % 3)
+    with pytest.raises(script.InputError, match="or x_train and y_train"):
+        read(tmp_path / "a.npz")
+    assert "2 arrays are not read, such as train" in caplog.text
 
 
 def test_labels_below_0_are_not_known(tmp_path, caplog):
@@ -334,8 +300,7 @@ def test_labels_below_0_are_not_known(tmp_path, caplog):
     assert "a.npz: 20 images have no class, or one that is not known: left out" in caplog.text
     # of OOD images no label is asked for
     np.savez(tmp_path / "b.npz", x_train=x // 2, y_train=y)
-    (folder,) = tmp_path.glob("a.npz.cache/*")
-    assert sum(counts(read(tmp_path / "b.npz", indist=folder))) == 60
+    assert sum(counts(read(tmp_path / "b.npz", indist=data))) == 60
 
 
 @pytest.mark.parametrize("axis", [1, 3])
@@ -441,11 +406,10 @@ def test_pickles_that_are_not_cifar(tmp_path, monkeypatch):
 
 def test_digits_and_generated_images(tmp_path):
     args = parse_arguments(script, f"--cache_dir={tmp_path}")
-    folder = script.prepare(args, "digits")
-    indist = script.Images(folder)
+    indist = script.Images(script.prepare(args, "digits"))
     assert counts(indist) == [1336, 101, 360]
     for kind in script.GENERATED:
-        outdist = script.Images(script.prepare(args, kind, folder))
+        outdist = script.Images(script.prepare(args, kind, indist))
         assert outdist.shape == indist.shape == (1, 8)
         assert counts(outdist) == [20_000, 1000, 10_000]
         assert outdist.classes == []
@@ -456,14 +420,13 @@ def test_ood_images_are_none_to_classify(tmp_path, caplog):
     """An OOD folder may have any folders; pictures that are to be classified are left out."""
     root = photos(tmp_path / "photos")
     indist = read(root)
-    (folder,) = tmp_path.glob("photos.cache/*")
     others = tmp_path / "others"
     for i in range(30):
         picture(others / f"{i}.png")
     picture(others / "deep/er/0.png")
     for i in range(5):
         os.link(root / f"test/cat/{i}.png", others / f"same{i}.png")
-    data = read(others, indist=folder)
+    data = read(others, indist=indist)
     assert sum(counts(data)) == 31
     assert data.shape == indist.shape
     assert "5 images equal held-out ones, or those to classify" in caplog.text
@@ -550,11 +513,9 @@ def test_some_images_are_of_all_classes(tmp_path):
     """Files lie in the order of their classes."""
     data = read(photos(tmp_path / "photos", count=40))
     part = data.part(TRAIN)
-    some = data.some(TRAIN, len(part) // 4)
-    assert len(some) == len(part) // 4
-    assert np.isin(some, part).all()
+    some = data.some(TRAIN, 18)
+    assert len(some) == 18 and np.isin(some, part).all()
     assert set(data.labels[some]) == {0, 1}
-    assert data.some(TRAIN, len(part)).tolist() == part.tolist()
 
 
 def test_augmentations():

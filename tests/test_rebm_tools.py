@@ -100,7 +100,7 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
     words += [f"--cache_dir={tmp_path}", "--num_samples=20"]
     call = ["tools/generate_rebm", *words]
     text = call_script(*call, f"--out={tmp_path}/a.png")
-    assert "these images are not those of the run" in text
+    assert "other images than the run's" in text
     x = np.random.default_rng(0).integers(0, 256, (60, 8, 8), np.uint8)
     np.savez(tmp_path / "two.npz", x_train=x, y_train=np.arange(60) % 2)
     call += [f"--out={tmp_path}/b.png", f"--data={tmp_path}/two.npz"]
@@ -110,7 +110,7 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
 def test_files_that_are_no_checkpoints(tmp_path):
     torch.save({"script": "train_ddp.py"}, tmp_path / "other.pt")
     cases = {"other.pt": "expected best.pt or latest.pt of run_train_rebm_ddp.py"}
-    cases["none.pt"] = "expected a checkpoint or a state_dict; .*No such file"
+    cases["none.pt"] = ".*No such file"
     for name, said in cases.items():
         text = call_script("tools/evaluate_rebm", tmp_path / name, status=2)
         assert re.search(f"{name}: {said}", text)

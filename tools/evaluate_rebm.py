@@ -43,7 +43,7 @@ def classify(checkpoint, paths):
     channels, size = state["loop"]["shape"]
     found = []
     for path in paths:
-        image = script.square(script.open_image(Path(path)), channels, size)
+        image = script.read_image(Path(path), channels, size)
         logits = model(script.pixels(torch.from_numpy(image.copy())[None]))[0]
         share, number = logits.softmax(0).max(0)
         found.append((state["loop"]["classes"][number], share.item(), logits.logsumexp(0).item()))
@@ -96,40 +96,32 @@ def survivors(model, x, labels, steps, eps, norm):
     return alive
 
 
-def measure_accuracy(model, options, indist, device, args):
-    """{name: accuracy} without attacks, and under those of each radius"""
+def measure(model, options, indist, sources, device, args):
+    """{name: figure}. sources: {kind: OOD images}"""
     norm = options["indist_attack_clf_norm"]
-    radii = {f"robust@{eps:g}": eps for eps in args.radii or [options["indist_attack_clf_eps"]]}
+    usual = options["indist_attack_clf_eps"]
+    radii = {f"robust@{eps:g}": eps for eps in args.radii or [usual]}
     right = {name: [] for name in ["clean", *radii]}
+    real = []
     for x, labels in batches(indist, args.images, device, args):
-        right["clean"].append(model(x).argmax(1) == labels)
+        logits = model(x)
+        real.append(logits.logsumexp(1))
+        right["clean"].append(logits.argmax(1) == labels)
         for name, eps in radii.items():
             right[name].append(survivors(model, x, labels, args.attack_steps, eps, norm))
-    return {name: torch.cat(parts).double().mean().item() for name, parts in right.items()}
-
-
-def measure_detection(model, options, indist, sources, device, args):
-    """{name: AUROC} against each of sources: {kind: OOD images}"""
-    eps = OOD_RADIUS * options["indist_attack_clf_eps"]
-    norm = options["indist_attack_clf_norm"]
+    found = {name: torch.cat(parts).double().mean().item() for name, parts in right.items()}
 
     def logsumexp(logits, labels):
         return logits.logsumexp(1)
 
-    def scores(source, most, steps):
-        """(n,) logsumexp f(x) at the end of an attack of so many steps"""
-        found = []
-        for x, _ in batches(source, most, device, args):
-            z = script.attack(model, logsumexp, x, None, steps, eps / 4, eps, norm)
-            found.append(model(z).logsumexp(1))
-        return torch.cat(found)
-
-    real = scores(indist, args.images, 0)
-    found = {}
+    eps = OOD_RADIUS * usual
     for kind, source in sources.items():
         for name, steps in (("auroc", 0), ("adv_auroc", args.attack_steps)):
-            fake = scores(source, args.ood_images, steps)
-            found[f"{name} {kind}"] = script.auc(real, fake).item()
+            fake = []
+            for x, _ in batches(source, args.ood_images, device, args):
+                z = script.attack(model, logsumexp, x, None, steps, eps / 4, eps, norm)
+                fake.append(model(z).logsumexp(1))
+            found[f"{name} {kind}"] = script.auc(torch.cat(real), torch.cat(fake)).item()
     return found
 
 
@@ -147,12 +139,10 @@ def main():
                 args.outdist_data = name
                 _, sources[name] = load_images(args, state)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        found = measure_accuracy(model, options, indist, device, args)
-        found.update(measure_detection(model, options, indist, sources, device, args))
+        found = measure(model, options, indist, sources, device, args)
         tested = indist.labels[indist.some(TEST, args.images)]
         found["commonest class"] = np.bincount(tested).max() / len(tested)
-        content = {**found, "options": given}
-        args.out.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        args.out.write_text(json.dumps({**found, "options": given}, indent=1, default=str))
     except (InputError, OSError) as error:
         print(f"evaluate_rebm.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -28,8 +28,6 @@ from tqdm import tqdm
 import run_train_rebm_ddp as script
 from run_train_rebm_ddp import COUNT, TEST, HelpFormatter, InputError, Parser, expanded
 
-SCRIPT = "run_train_rebm_ddp.py"
-
 
 def add_network_arguments(parser):
     """What all tools that load a network of a run take."""
@@ -55,7 +53,7 @@ def parse_args():
     args = parser.parse_args()
 
     for path in (args.out, args.npz):
-        if path is not None and path.exists():
+        if path and path.exists():
             raise InputError(f"{path} exists: remove it, or give another name")
     if args.out.suffix not in (".png", ".jpg", ".webp"):
         raise InputError(f"--out {args.out}: expected a name that ends in .png, .jpg or .webp")
@@ -65,13 +63,15 @@ def parse_args():
 def load_network(checkpoint, device):
     """(network in evaluation mode, the checkpoint). InputError where that is of another script."""
     torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
-    weights = script.read_weights(checkpoint)
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)  # it can be read
-    if state.get("script") != SCRIPT:
-        raise InputError(f"{checkpoint}: expected best.pt or latest.pt of {SCRIPT}")
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds
+        raise InputError(f"{checkpoint}: {' '.join(str(error).split())[:200]}") from None
+    if state.get("script") != "run_train_rebm_ddp.py":
+        raise InputError(f"{checkpoint}: expected best.pt or latest.pt of run_train_rebm_ddp.py")
     options = argparse.Namespace(**state["args"])
     model = script.make_network(options, len(state["loop"]["classes"]), *state["loop"]["shape"])
-    script.load_weights(model, weights, checkpoint)
+    script.read_weights(checkpoint, model)
     return model.requires_grad_(False).eval().to(device), state
 
 
@@ -82,15 +82,13 @@ def load_images(args, state):
     channels, options.size = state["loop"]["shape"]
     options.grey = channels == 1
     name = args.data or options.data
-    folder = script.prepare(options, name)
-    indist = script.Images(folder)
+    indist = script.Images(script.prepare(options, name))
     if [*indist.shape] != state["loop"]["shape"] or indist.classes != state["loop"]["classes"]:
         text = f"{indist.shape} pixels, classes {', '.join(indist.classes)}"
         raise InputError(f"{name}: these images have {text}: not the network's")
     if indist.hash != options.data_hash.split()[0]:
-        text = "are not those of the run: what it was trained on may be among the test images"
-        print(f"warning: {name}: these images {text}")
-    outdist = script.prepare(options, args.outdist_data or options.outdist_data, folder)
+        print(f"warning: {name}: other images than the run's, which may have trained on some")
+    outdist = script.prepare(options, args.outdist_data or options.outdist_data, indist)
     return indist, script.Images(outdist)
 
 
@@ -102,13 +100,11 @@ def generate(model, state, outdist, device, args):
     """(--num_samples, C, S, S) uint8 images; number i is of class i % classes"""
     size = args.step_size or state["args"]["attack_step_size"]
     starts = outdist.part(TEST)
-    numbers = np.arange(args.num_samples)
     classes = len(state["loop"]["classes"])
     period = math.lcm(len(starts), classes)  # after which a start would get the same class again
-
     made = []
-    for first in tqdm(range(0, len(numbers), args.batch_size), desc="generating", disable=None):
-        some = numbers[first : first + args.batch_size]
+    for first in tqdm(range(0, args.num_samples, args.batch_size), desc="generating", disable=None):
+        some = np.arange(first, min(first + args.batch_size, args.num_samples))
         x = pictures(outdist, starts[(some + some // period) % len(starts)], device)
         labels = torch.from_numpy(some % classes).to(device)
         z = script.attack(model, script.label_logit, x, labels, args.steps, size)
