@@ -79,31 +79,24 @@ def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
     add("--phase1_data", type=expanded, default="ms_marco", help="texts of phase 1")
-    text = "queries and documents of phase 2"
-    add("--phase2_data", type=expanded, default="ms_marco", help=text)
+    add("--phase2_data", type=expanded, default="ms_marco", help="queries with documents")
     add("--max_samples_phase1", type=COUNT, default=100_000, help="rows read for phase 1")
     add("--max_samples_phase2", type=COUNT, default=500_000, help="rows read for phase 2")
-    text = "wrong documents for each query, drawn anew in every step"
-    add("--num_negatives", type=number(0, 1000, int), default=7, help=text)
-
-    add = parser.add_argument_group("held-out data").add_argument
-    add("--eval_fraction", type=number(0, 0.99), default=0.05, help="of the queries, at most")
+    add("--num_negatives", type=number(0, 1000, int), default=7, help="per query, drawn anew")
+    add("--eval_fraction", type=number(1e-6, 0.99), default=0.05, help="of the queries: held out")
     add("--eval_samples", type=COUNT, default=1000, help="rows held out, at most")
-    text = "documents to rank beside those that answer the held-out queries"
-    add("--eval_distractors", type=NATURAL, default=1000, help=text)
+    add("--eval_distractors", type=NATURAL, default=1000, help="to rank beside the answers")
     add("--eval_every", type=NATURAL, default=0, help="steps between evaluations; 0: every epoch")
 
     add = parser.add_argument_group("models").add_argument
-    default = "infly/inf-retriever-v1-pro"
     text = "hub name, folder, or builtin:lsa. The default needs --trust_remote_code"
-    add("--teacher_model", type=expanded, default=default, help=text)
+    add("--teacher_model", type=expanded, default="infly/inf-retriever-v1-pro", help=text)
     add("--teacher_batch_size", type=COUNT, default=64, help="texts per forward pass")
     add("--teacher_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--teacher_query_prompt", help="text before queries; None: the model's own")
     add("--teacher_document_prompt", help="text before documents; None: the model's own")
     default = "sentence-transformers/all-mpnet-base-v2"
-    text = "hub name, folder, or builtin:bert"
-    add("--student_model", type=expanded, default=default, help=text)
+    add("--student_model", type=expanded, default=default, help="or a folder, or builtin:bert")
     add("--student_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--student_query_prompt", help="text before queries; None: the model's own")
     add("--student_document_prompt", help="text before documents; None: the model's own")
@@ -111,7 +104,7 @@ def parse_args():
     add("--use_projection", **{**FLAG, "default": True}, help="a head; False: MRL")
     add("--projection_hidden", type=COUNT, default=1536, help="hidden width of the head, if any")
 
-    add = parser.add_argument_group("loss").add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--phase1_l2_weight", type=number(0), default=0.4, help="of the squared distance")
     add("--phase1_cosine_weight", type=number(0), default=0.6, help="of 1 - cosine")
     add("--infonce_weight", type=number(0), default=0.8, help="of InfoNCE")
@@ -119,25 +112,18 @@ def parse_args():
     add("--temperature", type=number(1e-4), default=0.02, help="divides all scores")
     text = "a document that the teacher scores above positive + margin is no negative (2: all are)"
     add("--false_negative_margin", type=number(-1, 2), default=0.0, help=text)
-
-    add = parser.add_argument_group("optimization").add_argument
     add("--phase1_epochs", type=COUNT, default=1, help="passes over the texts")
     add("--phase2_epochs", type=COUNT, default=3, help="passes over the queries")
     add("--max_steps", type=NATURAL, default=0, help="per phase at most; 0: all epochs")
     add("--phase1_lr", type=number(0), default=2e-5, help="peak learning rate")
     add("--phase2_lr", type=number(0), default=5e-6, help="peak learning rate")
     add("--warmup_ratio", type=number(0, 1), default=0.1, help="of a phase; then down to 0")
-    text = "of matrices; biases, norms and embeddings: 0"
-    add("--weight_decay", type=number(0), default=0.01, help=text)
+    add("--weight_decay", type=number(0), default=0.01, help="of matrices, embeddings excepted")
     add("--skip_phase1", **FLAG, help="start phase 2 from --phase1_weights")
-    text = "for --skip_phase1; None: OUTPUT_DIR/phase1_best.pt, if it is there"
-    add("--phase1_weights", type=expanded, help=text)
+    add("--phase1_weights", type=expanded, help="None: phase1_best.pt, if --output_dir has it")
     add("--skip_phase2", **FLAG, help="stop after phase 1")
-
-    add = parser.add_argument_group("artifacts").add_argument
     add("--save_to_artifacts", **FLAG, help="save a SentenceTransformer at the end")
-    text = "folder of the saved students"
-    add("--artifacts_dir", type=expanded, default="./artifacts", help=text)
+    add("--artifacts_dir", type=expanded, default="./artifacts", help="where it is saved")
     add_common_arguments(parser, output_dir="./checkpoints", batch_size=64)
     args = parse_with_config(parser)
 
@@ -145,10 +131,9 @@ def parse_args():
         parser.error("--skip_phase1 and --skip_phase2 together leave nothing to train")
     if args.phase1_weights and not args.skip_phase1:
         parser.error("--phase1_weights is for --skip_phase1")
-    for option, builtin in {"teacher": "builtin:lsa", "student": "builtin:bert"}.items():
-        name = getattr(args, f"{option}_model")
-        if name.startswith("builtin:") and name != builtin:
-            parser.error(f"--{option}_model {name}: expected {builtin}")
+    weights = Path(args.output_dir) / "phase1_best.pt"
+    if args.skip_phase1 and args.fresh and not args.phase1_weights and weights.exists():
+        parser.error(f"--fresh moves {weights} aside: give another --output_dir")
     if args.teacher_model == "builtin:lsa" and args.teacher_max_length:
         parser.error("--teacher_max_length: builtin:lsa reads whole texts")
     return args
@@ -159,9 +144,8 @@ def parse_args():
 
 
 class Corpus(NamedTuple):
-    """What `prepare` has written. Texts are numbered, each distinct one once, queries first. (A
-    text that is a query and a document is two.) Arrays are int64, and those that grow with the data
-    are mapped into memory that the ranks of a machine share."""
+    """What `prepare` has written, in memory that the ranks of a machine share. Texts are numbered,
+    each distinct one once, queries first. (A text that is a query and a document is two.)"""
 
     hash: str  # of the texts, and of what they are used for
     num_queries: int  # texts below this number are queries, the others documents
@@ -185,11 +169,11 @@ class Batch(NamedTuple):
     ids: list  # of tokens (b, L) int64 of each group
     masks: list  # (b, L) int64, 0 where there is padding
     order: torch.Tensor  # (B,) place of each text among those of all groups
-    numbers: torch.Tensor  # (B,) of the texts in the corpus
+    rows: torch.Tensor  # (B,) numbers of the texts in the corpus
     targets: torch.Tensor  # (B, D) float16, the teacher's vectors
     total: int = 0  # texts, or queries, of the whole step, all ranks
     n: int = 0  # queries; 0 in phase 1
-    most: int = 0  # texts that a query can have in a batch, itself among them
+    per_query: int = 0  # texts that come with a query at most, itself among them
 
     def to(self, device):
         ids = [part.to(device, non_blocking=True) for part in self.ids]
@@ -201,7 +185,7 @@ class Batch(NamedTuple):
 GROUPS = 4  # of a batch: with more there is less padding, but each is a pass through the network
 
 
-def make_batch(corpus, vectors, rows, **numbers):
+def make_batch(corpus, vectors, rows, **counts):
     """The texts with the numbers `rows` (B,) as a Batch, with the teacher's vectors of them."""
     by_length = np.argsort(corpus.lengths[rows], kind="stable")
     ids = []
@@ -216,8 +200,8 @@ def make_batch(corpus, vectors, rows, **numbers):
         masks.append(torch.from_numpy(mask.astype(np.int64)))
     order = torch.from_numpy(np.argsort(by_length))
     targets = torch.from_numpy(vectors[rows])
-    numbers_of = torch.from_numpy(rows.copy())  # of a mapped array torch would warn
-    return Batch(ids, masks, order, numbers_of, targets, **numbers)
+    rows = torch.from_numpy(rows.copy())  # of a mapped array torch would warn
+    return Batch(ids, masks, order, rows, targets, **counts)
 
 
 class TextData(Dataset):
@@ -248,21 +232,20 @@ class PairData(TextData):
 
     def __init__(self, args, corpus, vectors):
         super().__init__(args, corpus, vectors)
-        available = np.diff(corpus.negatives_ptr)  # of each query
-        self.drawn = np.minimum(available, args.num_negatives)
-        self.most = 2 + int(self.drawn.max(initial=0))
+        # of each query: how many negatives are drawn
+        self.drawn = np.minimum(np.diff(corpus.negatives_ptr), args.num_negatives)
+        self.per_query = 2 + int(self.drawn.max(initial=0))
 
     def samples(self):
         corpus = self.corpus
-        ptr = corpus.negatives_ptr
         tokens = np.concatenate([[0], np.cumsum(corpus.lengths[corpus.negatives])])
-        mean = (tokens[ptr[1:]] - tokens[ptr[:-1]]) / np.maximum(1, np.diff(ptr))
+        available = np.diff(corpus.negatives_ptr)
+        mean = np.diff(tokens[corpus.negatives_ptr]) / np.maximum(1, available)
         cost = (mean * self.drawn)[corpus.pairs[:, 0]] + corpus.lengths[corpus.pairs].sum(1)
         return np.arange(len(corpus.pairs)), cost
 
     def draw(self, step, place, query):
-        """Negatives of a query, drawn by (seed, step, place). So a step has the same ones on any
-        number of ranks, and a rank draws for its own queries only."""
+        """Negatives of a query, drawn by (seed, step, place): the same on any number of ranks."""
         begin, end = self.corpus.negatives_ptr[query : query + 2]
         negatives = self.corpus.negatives[begin:end]
         if len(negatives) <= self.args.num_negatives:
@@ -274,12 +257,10 @@ class PairData(TextData):
     def __getitem__(self, item):
         step, global_ids, places = item
         queries, positives = self.corpus.pairs[global_ids[places]].T
-        negatives = []
-        for place, query in zip(places, queries, strict=True):
-            negatives.append(self.draw(step, place, query))
+        negatives = [self.draw(step, *both) for both in zip(places, queries, strict=True)]
         rows = np.concatenate([queries, positives, *negatives])
-        numbers = {"total": len(global_ids), "n": len(places), "most": self.most}
-        return make_batch(self.corpus, self.vectors, rows, **numbers)
+        counts = {"total": len(global_ids), "n": len(places), "per_query": self.per_query}
+        return make_batch(self.corpus, self.vectors, rows, **counts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,18 +277,15 @@ class Student(nn.Module):
     def forward(self, batch):
         """Unit vectors (B, D) in float32, in the order in which the texts were asked for."""
         network, pooling, *others = self.model
-        states = []
+        pooled = []
         for ids, mask in zip(batch.ids, batch.masks, strict=True):
             features = network({"input_ids": ids, "attention_mask": mask})
-            states.append(features["token_embeddings"].float())
-
-        # bf16 has three digits: enough within the network, not for vectors that are compared
+            # bf16 has three digits: enough within the network, not for vectors that are compared
+            states = features["token_embeddings"].float()
+            features = pooling({"token_embeddings": states, "attention_mask": mask})
+            pooled.append(features["sentence_embedding"])
+        features = {"sentence_embedding": torch.cat(pooled).index_select(0, batch.order)}
         with torch.autocast(batch.order.device.type, enabled=False):
-            pooled = []
-            for group, mask in zip(states, batch.masks, strict=True):
-                features = pooling({"token_embeddings": group, "attention_mask": mask})
-                pooled.append(features["sentence_embedding"])
-            features = {"sentence_embedding": torch.cat(pooled).index_select(0, batch.order)}
             for module in others:
                 features = module(features)
         return features["sentence_embedding"]
@@ -342,16 +320,13 @@ def check_gradients(args, student, batch):
     """Refuse a student with parts that no gradient reaches, such as an unused branch:
     it would be saved half trained, and DDP would wait for them."""
     student(batch).sum().backward()
-    unreached = []
-    for name, parameter in student.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            unreached.append(name.removeprefix("model."))
+    parameters = [(name, p) for name, p in student.model.named_parameters() if p.requires_grad]
+    unreached = [name for name, parameter in parameters if parameter.grad is None]
     student.zero_grad()
     if unreached:
-        text = f"no gradient reaches {len(unreached)} of its parameters"
+        text = f"no gradient reaches {len(unreached)} of its parameters: {unreached[0]} ..."
         hint = "freeze them (requires_grad), save it, and give the folder"
-        names = ", ".join(unreached[:5])
-        raise InputError(f"--student_model {args.student_model}: {text}: {names}; {hint}")
+        raise InputError(f"--student_model {args.student_model}: {text}; {hint}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,16 +356,15 @@ def text_loss(args, batch, vectors):
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
 
 
-def gather_rows(rows, most, filler=0):
-    """The rows (n, ...) of all ranks (W most, ...), those of each rank filled up to `most`.
-    (all ranks)"""
-    filling = rows.new_full((most - len(rows), *rows.shape[1:]), filler)
-    gathered = rows.new_empty(dist.get_world_size() * most, *rows.shape[1:])
+def gather_rows(rows, room, filler=0):
+    """Rows (n, ...) of all W ranks (W room, ...), each rank's filled up to `room`. (all ranks)"""
+    filling = rows.new_full((room - len(rows), *rows.shape[1:]), filler)
+    gathered = rows.new_empty(dist.get_world_size() * room, *rows.shape[1:])
     all_gather(gathered, torch.cat([rows, filling]))
     return gathered
 
 
-QUERY = -1  # in place of the query that a document answers
+QUERY = -1  # these stand for the query that a document answers
 NEGATIVE = -2
 FILLER = -3
 
@@ -403,9 +377,9 @@ def pair_loss(args, batches, vectors):
     documents of the whole step. So the vectors of all ranks are gathered, and each rank scores its
     own queries. A rank's vectors are in the scores of others, too: their gradients are added up."""
     total = batches[0].total
-    most = len(batches) * math.ceil(total / len(batches) / dist.get_world_size())
-    most *= batches[0].most  # texts that a rank can have
-    place = dist.get_rank() * most  # where this rank's texts begin among all
+    queries_of_rank = len(batches) * math.ceil(total / len(batches) / dist.get_world_size())
+    room = queries_of_rank * batches[0].per_query  # for the texts of a rank
+    place = dist.get_rank() * room  # where this rank's texts begin among all
     mine = slice(place, place + len(vectors))
 
     queries = []  # places of this rank's queries among all texts
@@ -415,26 +389,26 @@ def pair_loss(args, batches, vectors):
         own = torch.arange(place, place + batch.n, device=vectors.device)
         queries.append(own)
         positives.append(own + batch.n)
-        kinds = torch.full_like(batch.numbers, NEGATIVE)
+        kinds = torch.full_like(batch.rows, NEGATIVE)
         kinds[: batch.n] = QUERY
-        kinds[batch.n : 2 * batch.n] = batch.numbers[: batch.n]
+        kinds[batch.n : 2 * batch.n] = batch.rows[: batch.n]
         answers.append(kinds)
-        place += len(batch.numbers)
+        place += len(batch.rows)
     queries = torch.cat(queries)
     positives = torch.cat(positives)
-    answers = gather_rows(torch.cat(answers), most, FILLER)
-    numbers = gather_rows(torch.cat([batch.numbers for batch in batches]), most)
+    answers = gather_rows(torch.cat(answers), room, FILLER)
+    rows = gather_rows(torch.cat([batch.rows for batch in batches]), room)
     targets = torch.cat([batch.targets[:, : vectors.shape[1]] for batch in batches])
-    targets = unit_targets(gather_rows(targets, most), vectors.shape[1])
-    everyone = gather_rows(vectors, most).requires_grad_()
+    targets = unit_targets(gather_rows(targets, room), vectors.shape[1])
+    everyone = gather_rows(vectors, room).requires_grad_()
 
-    # No negatives of a query are documents that the teacher finds better than its positive, and
-    # that may well answer it, too (Solatorio 2024); nor its answers in other pairs of this step.
+    # No negatives of a query are documents that the teacher finds better than its positive, which
+    # may well answer it, too (Solatorio 2024), and those that answer it in other pairs of the step.
     teacher_scores = targets[queries] @ targets.T
     limits = teacher_scores.gather(1, positives[:, None]) + args.false_negative_margin
     masked = teacher_scores > limits + 1e-5  # equal scores may differ by rounding
-    masked |= answers == numbers[queries][:, None]
-    masked |= numbers == numbers[positives][:, None]
+    masked |= answers == rows[queries][:, None]
+    masked |= rows == rows[positives][:, None]
     masked |= (answers == QUERY) | (answers == FILLER)
     masked = masked.scatter(1, positives[:, None], False)
     scores = everyone[queries] @ everyone.T / args.temperature
@@ -489,19 +463,17 @@ def ranking_metrics(corpus, vectors):
     held-out queries; nothing if there are none. vectors: of corpus.eval_texts. (rank 0)
 
     The place of an answer is after all other documents that have its score or a higher one, and
-    after the query's better answers. So one vector for all texts does not look good, and a query's
-    answers do not count against each other."""
+    after the query's better answers. So one vector for all texts does not look good."""
     count = int(corpus.eval_counts[0])
-    answers = defaultdict(list)
-    for query, place in corpus.eval_pairs.tolist():
-        answers[query].append(place - count)
+    queries, documents = corpus.eval_pairs.T - [[0], [count]]
     discounts = 1 / np.log2(np.arange(2, 12))
     figures = defaultdict(list)
     for start in range(0, count, 64):
         scores = vectors[start : min(start + 64, count)] @ vectors[count:].T
         for query, row in enumerate(scores.cpu().numpy(), start):
-            own = -np.sort(-row[answers[query]])
-            row[answers[query]] = -math.inf
+            answers = documents[queries == query]
+            own = -np.sort(-row[answers])
+            row[answers] = -math.inf
             # equal scores may differ by rounding
             places = np.array([1 + k + (row >= score - 1e-6).sum() for k, score in enumerate(own)])
 
@@ -530,16 +502,14 @@ def make_phases(args, corpus, vectors):
     for number, kind in {1: TextData, 2: PairData}.items():
         if getattr(args, f"skip_phase{number}"):
             continue
-        data = kind(args, corpus, vectors)
         logging.info(f"Phase {number}:")
+        data = kind(args, corpus, vectors)
         ids, cost = data.samples()
         sampler = GlobalBatchSampler(ids, args, cost)
-        steps = sampler.steps * getattr(args, f"phase{number}_epochs")
-        if args.max_steps > 0:
-            steps = min(steps, args.max_steps)
-        lr = getattr(args, f"phase{number}_lr")
-        logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch, learning rate up to {lr:g}")
-        phases.append(Phase(number, data, sampler, steps, lr))
+        epochs = getattr(args, f"phase{number}_epochs")
+        steps = min(sampler.steps * epochs, args.max_steps or math.inf)
+        logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
+        phases.append(Phase(number, data, sampler, steps, getattr(args, f"phase{number}_lr")))
     return phases
 
 
@@ -555,15 +525,9 @@ def make_optimizer(args, model, lr):
     """Weight decay pulls towards zero. That helps matrices. But a bias or a norm's scale needs its
     size, and the vector of a rare word would fade."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decay = []
-    no_decay = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim > 1 and id(parameter) not in embeddings:
-            decay.append(parameter)
-        else:
-            no_decay.append(parameter)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decay = [p for p in parameters if p.ndim > 1 and id(p) not in embeddings]
+    no_decay = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
     groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, weight_decay=args.weight_decay, fused=True)
 
@@ -589,25 +553,22 @@ def pair_step(args, ddp_model, batches, autocast, step):
     The graphs of several micro-batches are not kept: each is made again for its backward pass (Gao
     et al. 2021), with the same seed, so that dropout hits the same places."""
     is_whole = len(batches) == 1
-    vectors = []
+    found = []
     for batch in batches:
         ddp_model.require_backward_grad_sync = is_whole
         with autocast():
-            own = ddp_model(batch)
-        vectors.append(own if is_whole else own.detach())
-    shares, gradient = pair_loss(args, batches, torch.cat(vectors).detach())
+            vectors = ddp_model(batch)
+        found.append(vectors if is_whole else vectors.detach())
+    shares, gradient = pair_loss(args, batches, torch.cat(found).detach())
     gradient = gradient * dist.get_world_size()  # DDP takes the mean, we want the sum
-    gradients = gradient.split([len(part) for part in vectors])
-    if is_whole:
-        vectors[0].backward(gradients[0])
-        return shares
-
+    gradients = gradient.split([len(part) for part in found])
     seed_step(args, step)
     for micro, batch in enumerate(batches, start=1):
         ddp_model.require_backward_grad_sync = micro == len(batches)
-        with autocast():
-            own = ddp_model(batch)
-        own.backward(gradients[micro - 1])
+        if not is_whole:
+            with autocast():
+                vectors = ddp_model(batch)
+        vectors.backward(gradients[micro - 1])
     return shares
 
 
@@ -671,8 +632,7 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
             save("latest.pt", optimizer=optimizer)
     bar.close()
     if not reason and f"phase {phase.number}" not in loop["best"]:
-        text = f"{done} steps of phase {phase.number} are made, and it is not evaluated: give more"
-        raise InputError(f"--max_steps {args.max_steps}: {text}")
+        raise InputError(f"--max_steps {args.max_steps}: {done} are made, none is evaluated")
     return reason
 
 
@@ -685,7 +645,6 @@ def keep_best(loop, number, metrics, save):
     values = {phase: best["value"] for phase, best in loop["best"].items()}
     if value <= values.get(f"phase {number}", -math.inf):
         return
-    logging.info(f"Saving phase{number}_best.pt, the best so far")
     best = {"metric": metric, "value": value, "step": loop["step"], "metrics": metrics}
     loop["best"][f"phase {number}"] = best
     save(f"phase{number}_best.pt")
@@ -696,18 +655,12 @@ def keep_best(loop, number, metrics, save):
 # --------------------------------------------------------------------------------------------------
 # Main
 
-# options of phase 2, which may change until it has begun
+# Options that may differ when a run is resumed, and those that may until phase 2 has begun
+OF_BOTH = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 phase1_epochs
+    phase2_epochs max_steps eval_every skip_phase1 teacher_batch_size save_to_artifacts
+    artifacts_dir""".split()
 OF_PHASE2 = """phase2_lr num_negatives infonce_weight phase2_l2_weight temperature
-    false_negative_margin phase1_weights""".split()
-
-
-def find_phase(args):
-    """The phase in which the run in --output_dir stands; 0 if there is none. (rank 0)"""
-    latest = Path(args.output_dir) / "latest.pt"
-    if not latest.exists():
-        return 0
-    state = torch.load(latest, map_location="cpu", mmap=True, weights_only=True)
-    return state["loop"].get("phase", 0)
+    false_negative_margin phase1_weights skip_phase2""".split()
 
 
 def begin_phase2(args, student, step):
@@ -733,8 +686,7 @@ def save_artifact(args, model):
     name = f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
     path = Path(args.artifacts_dir) / name
     if path.exists():  # it may be another run's
-        old = path.rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-        logging.info(f"what was in {path} is now in {old}")
+        path.rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
     model.save(str(path), create_model_card=False)
     logging.info(f"Saved {path}")
     return str(path)
@@ -744,18 +696,17 @@ def finish(args, student, loop, baselines):
     """Show the best of each phase beside the untrained student and the teacher, and save the best
     one of all. Returns figures for the summary. (all ranks)"""
     phases = {name: best["metrics"] for name, best in loop["best"].items()}
-    after = {f"after {name}": metrics for name, metrics in phases.items()}
     logging.info("Held-out figures, the best of each phase:")
+    after = {f"after {name}": metrics for name, metrics in phases.items()}
     for who, metrics in {**baselines, **after}.items():
         text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         logging.info(f"  {who:14} {text}")
     best = max(loop["best"].values(), key=lambda record: record["value"])
     if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
         logging.warning("training did not make the student better: look at the rates and the data")
-    best = {name: value for name, value in best.items() if name != "metrics"}
     summary = {"best": best, "baselines": baselines, "phases": phases}
     if args.save_to_artifacts:
-        path = Path(args.output_dir) / "best.pt"
+        path = f"{args.output_dir}/best.pt"
         student.load_state_dict(on_rank0(torch.load, path, "cpu")["model"])
         summary["artifacts"] = [on_rank0(save_artifact, args, student.model)]
     return summary
@@ -764,21 +715,22 @@ def finish(args, student, loop, baselines):
 def main(args):
     device = setup_ddp(args)
     if "inf-retriever" in args.teacher_model and not args.trust_remote_code:
-        # without its code transformers would take it for another, causal model
-        text = f"--teacher_model {args.teacher_model} comes with code of its own"
-        hint = "look at it, then give --trust_remote_code; without a download: builtin:lsa"
-        raise InputError(f"{text}: {hint}")
+        # without it transformers would take the model for another, causal one
+        text = "comes with code of its own: look at it, then give --trust_remote_code"
+        raise InputError(f"--teacher_model {args.teacher_model} {text}")
     logging.info("Preparing data loaders...")
     logging.info(f"  --phase1_data {args.phase1_data}, --phase2_data {args.phase2_data}")
     folder = read_once(prepare, args)
     corpus = load_corpus(folder)
+    if args.prepare_only:
+        return 0
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, folder)
-    if args.prepare_only:
-        logging.info(f"texts and tokens are ready: {args.cache_dir}")
-        return 0
     width = model.get_embedding_dimension()
-    vectors = teacher_vectors(args, folder, corpus, width, device)
+    vectors = teacher_vectors(args, folder, corpus, device)
+    if not args.use_projection and vectors.dimensions < width:
+        text = f"needs {width} teacher dimensions for this student, there are {vectors.dimensions}"
+        raise InputError(f"--use_projection False {text}")
 
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # slow where each batch has another shape
@@ -797,25 +749,22 @@ def main(args):
     dimensions = f"{model.get_embedding_dimension()} of the teacher's {vectors.dimensions}"
     logging.info(f"The student, of {width} dimensions, learns {dimensions}")
 
-    may_change = """phase1_data phase2_data phase1_epochs phase2_epochs max_steps max_samples_phase1
-        max_samples_phase2 eval_every skip_phase1 skip_phase2 teacher_batch_size save_to_artifacts
-        artifacts_dir""".split()
-    if on_rank0(find_phase, args) < 2:
-        may_change += OF_PHASE2
-    state = open_run(args, f"{corpus.hash} {vectors.name}", may_change)
+    state = open_run(args, f"{corpus.hash} {vectors.name}", OF_BOTH + OF_PHASE2)
     loop = {"step": 0, "phase": 0, "before": 0, "best": {}}  # before: steps before this phase
     if state:
         loop = state["loop"]
-    if args.skip_phase2 and loop["phase"] == 2:
-        text = f"--skip_phase2: {args.output_dir} is in phase 2"
-        raise InputError(f"{text}: go on without it, or give --fresh")
+    fixed = OF_PHASE2 if loop["phase"] == 2 else []
+    for name in fixed:
+        if getattr(args, name) != state["args"][name]:
+            text = f"{name} was {state['args'][name]} when phase 2 began"
+            raise InputError(f"{text}: give the same again, another --output_dir, or --fresh")
     phases = make_phases(args, corpus, vectors)
     log = RunLog(args, state)
     ddp_model = wrap_ddp(student, args, device)
     with logging_redirect_tqdm():
         for phase in phases:
             if phase.number < loop["phase"]:
-                logging.info("Phase 2 has begun before: phase 1 is not made, or made longer")
+                logging.info("Phase 1 has ended: it is not made longer")
                 continue
             if phase.number > loop["phase"]:
                 if phase.number == 2:
@@ -839,13 +788,12 @@ def main(args):
 READER = 4  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-FORMATS[".txt"] = "text"
+FORMATS = {"jsonl": "json", "json": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet"}
+FORMATS["txt"] = "text"
 # other names of columns; if there are several, the first is read
 ALIASES = {"anchor": "query", "question": "query", "answer": "positive", "pos": "positive"}
 ALIASES.update(text="positive", neg="negative")
 NEGATIVES = re.compile(r"negatives?(_\d+)?")  # columns that are all read
-GRADES = ["label", "labels"]  # a column of right and wrong answers
 
 
 class Row(NamedTuple):
@@ -856,20 +804,12 @@ class Row(NamedTuple):
 
 
 def files_of(name):
-    """The files behind the name of data, or of a model's folder; none if it is on the hub."""
-    paths = [PYDOCS] if name == "pydocs" else [Path(name)]
-    if not paths[0].exists():
-        paths = [Path(path) for path in sorted(glob.glob(name))]
-    files = []
-    for path in paths:
-        files += sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [file for file in files if file.is_file()]
-
-
-def file_states(name):
-    """Names, sizes and dates of these files, which tell a new version."""
-    states = [(file.resolve(), file.stat()) for file in files_of(name)]
-    return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in states]
+    """{file: (size, date)} behind the name of data or of a model; empty if it is on the hub."""
+    name = str(PYDOCS) if name == "pydocs" else name
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    found = glob.glob(pattern) + glob.glob(f"{pattern}/**", recursive=True)
+    files = [os.path.abspath(path) for path in sorted(found) if os.path.isfile(path)]
+    return {file: (os.path.getsize(file), os.path.getmtime(file)) for file in files}
 
 
 def load_table(name, cache_dir):
@@ -877,32 +817,30 @@ def load_table(name, cache_dir):
     import datasets
 
     path = PYDOCS if name == "pydocs" else Path(name)
-    ending = Path(path.name.lower().removesuffix(".gz")).suffix
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix[1:]
+    files = list(files_of(name))
     options = {"split": "train"}
     if ending in FORMATS:
         kind = FORMATS[ending]
-        files = files_of(name)
-        if not files:
-            raise InputError(f"{name}: there is no such file")
-        if kind == "json" and has_arrays(files[0]):
-            kind = "arrays"
-        options.update(data_files=[str(file) for file in files], cache_dir=str(cache_dir))
+        source = [kind]
+        options.update(data_files=files, cache_dir=str(cache_dir))
         if kind == "csv":  # "NA" is a text, too; files such as MS MARCO's .tsv have no quoting
             options["keep_default_na"] = False
-            options.update({"sep": "\t", "quoting": 3} if ending == ".tsv" else {})
-        source = ("text" if kind == "arrays" else kind, None)
+            options.update({"sep": "\t", "quoting": 3} if ending == "tsv" else {})
+        if not files:
+            raise InputError(f"{name}: there is no such file")
     elif path.exists():
-        raise InputError(f"{path}: its ending must be one of {' '.join(FORMATS)}, each also .gz")
+        raise InputError(f"{path}: expected an ending of {' '.join(FORMATS)}, each also with .gz")
     else:
         kind = name
-        hub = "microsoft/ms_marco:v1.1" if name == "ms_marco" else name
-        source = (hub.partition(":")[0], hub.partition(":")[2] or None)
+        source = ("microsoft/ms_marco:v1.1" if name == "ms_marco" else name).split(":")
     try:
+        if kind == "json" and has_arrays(files[0]):
+            kind = "arrays"
+            source = ["text"]
         return datasets.load_dataset(*source, **options), kind
-    except StopIteration:
-        raise InputError(f"{name} has no rows") from None
     except Exception as error:  # of a dozen kinds; the cause has the row
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
         hint = "" if ending in FORMATS else "; without a download: pydocs, or FILE.jsonl"
         rows = " (rows count from 0)" if " row " in reason else ""
         raise InputError(f"{name} cannot be read: {reason}{rows}{hint}") from None
@@ -910,13 +848,9 @@ def load_table(name, cache_dir):
 
 def has_arrays(path):
     """Whether the lines of a file are [query, positive, negative ...]."""
-    opener = gzip.open if path.suffix == ".gz" else open
+    opener = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        line = file.readline()
-    try:
-        return isinstance(json.loads(line)[0], str)
-    except (ValueError, LookupError, TypeError):
-        return False
+        return re.match(r'\s*\[\s*"', file.readline()) is not None
 
 
 def from_array(record):
@@ -935,28 +869,33 @@ def from_ms_marco(record):
     return {"query": record["query"], "positive": texts[1], "negative": texts[0]}
 
 
-def check_columns(args, name, columns):
-    """Refuse what would be read wrong."""
-    found = f"{name}: found the columns {', '.join(columns)}"
+def check_columns(args, name, table, limit):
+    """Refuse what would be read wrong, and say what is not read."""
+    columns = table.column_names
     needs_query = name == args.phase2_data and not args.skip_phase2
-    if any(column.startswith("__index_level") for column in columns):
-        raise InputError(f"{name}: its rows have more fields than the header: quote texts with , ?")
-    if "positive" not in columns or (needs_query and "query" not in columns):
-        hint = " (is ; the separator? expected a comma)" if any(";" in c for c in columns) else ""
+    has_all = "positive" in columns and ("query" in columns or not needs_query)
+    if not has_all or any(column.startswith("__index_level") for column in columns):
         wanted = "query and positive" if needs_query else "text, or query and positive"
-        raise InputError(f"{found}; expected {wanted}{hint}")
-    if set(columns) & {*GRADES}:
-        raise InputError(f"{found}; expected wrong answers in the column negative, and no labels")
+        hint = "in a .csv separated by commas, and texts with commas in quotes"
+        raise InputError(f"{name}: found the columns {columns}; expected {wanted}, {hint}")
+    known = {"query", "positive", "group"}
+    unread = [c for c in columns if c not in known and not NEGATIVES.fullmatch(c)]
+    for column in unread:
+        values = set(map(str, table[column][:limit]))
+        has_zeros = values & {"0", "0.0", "False"} and len(values) < min(limit, len(table))
+        if "query" in columns and (has_zeros or column in ("label", "labels")):
+            text = f"{name}: does the column {column} grade the pairs?"
+            raise InputError(f"{text} Put wrong answers into the column negative, and leave it out")
+    if unread:
+        logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
 
 
 def texts_of(record, name, kind):
     """The texts of a record in a column, which may have a list of them, or be missing."""
     value = record.get(name)
-    texts = value if isinstance(value, list) else [value]
-    texts = ["" if text is None else text for text in texts]
+    texts = value if isinstance(value, list) else [value or ""]
     for text in texts:
-        is_text = isinstance(text, str)
-        if not is_text or (kind == "csv" and text[:1] == "[" and text[-1:] == "]"):
+        if not isinstance(text, str) or (kind == "csv" and re.fullmatch(r"(?s)\[.*\]", text)):
             raise ValueError(f"{name} is {str(value)[:60]!r}, expected a text, or a list in .jsonl")
     return [text.strip() for text in texts]
 
@@ -979,15 +918,24 @@ def parse_row(record, kind):
     return Row(query[0], right, wrong, str(group))
 
 
+CONVERT = {"arrays": from_array, "ms_marco": from_ms_marco}
+
+
+def warn(found, text):
+    """Say how many were found, and one of them."""
+    if found:
+        logging.warning(f"{len(found):,} {text}, such as {str(found[0])[:100]}")
+
+
 def read_rows(args, name, limit, cache_dir):
     """At most `limit` rows of a source."""
     table, kind = load_table(name, cache_dir)
-    for old, new in ALIASES.items():
-        if old in table.column_names and new not in table.column_names and kind not in CONVERT:
-            table = table.rename_column(old, new)
+    if kind not in CONVERT:
+        for old, new in ALIASES.items():
+            if old in table.column_names and new not in table.column_names:
+                table = table.rename_column(old, new)
+        check_columns(args, name, table, limit)
     rows = []
-    zeros = Counter()
-    unread = []
     breaks = []
     unanswered = []
     for number, record in enumerate(itertools.islice(table, limit), start=1):
@@ -995,15 +943,9 @@ def read_rows(args, name, limit, cache_dir):
             continue  # an empty line
         where = f"{name} row {number}"
         try:
-            record = CONVERT.get(kind, dict)(record)
-            if not rows:
-                check_columns(args, name, list(record))
-                known = {"query", "positive", "group"}
-                unread = [c for c in record if c not in known and not NEGATIVES.fullmatch(c)]
-            row = parse_row(record, kind)
+            row = parse_row(CONVERT.get(kind, dict)(record), kind)
         except ValueError as error:
             raise InputError(f"{where}: {error}") from None
-        zeros.update(c for c in unread if str(record[c]) in ("0", "0.0", "False"))
         if kind == "csv" and "\n" in "".join([row.query, *row.right, *row.wrong]):
             breaks.append(where)
         if not row.right:
@@ -1012,23 +954,10 @@ def read_rows(args, name, limit, cache_dir):
 
     if not rows:
         raise InputError(f"{name} has no rows")
-    graded = [c for c in zeros if len(set(table[c])) < len(table)]  # else it numbers the rows
-    if graded and rows[0].query:
-        text = f"{name}: the column {graded[0]} is 0 in {zeros[graded[0]]:,} rows"
-        hint = "put wrong answers into the column negative, and leave out this one"
-        raise InputError(f"{text}: does it grade the pairs? {hint}")
     logging.info(f"{name}: {len(rows):,} of {len(table):,} rows are read")
-    if unread and kind not in CONVERT:
-        logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
-    if breaks:
-        text = "rows have line breaks within quotes (stray quotes would swallow rows)"
-        logging.warning(f"{len(breaks):,} {text}, such as {breaks[0]}")
-    if unanswered:
-        logging.warning(f"{len(unanswered):,} rows have no answer, such as {unanswered[0]}")
+    warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
+    warn(unanswered, "rows have no answer")
     return rows
-
-
-CONVERT = {"arrays": from_array, "ms_marco": from_ms_marco}
 
 
 def choose_held_out(args, rows):
@@ -1054,6 +983,12 @@ def split_texts(args, rows1, rows2):
     for row in rows1 + rows2:
         right[row.query].update(dict.fromkeys(row.right))
         wrong[row.query].update(dict.fromkeys(row.wrong))
+    both = []
+    for query, texts in wrong.items():
+        both += [(query, text) for text in texts if text in right[query]]
+    for query, text in both:
+        del wrong[query][text]
+    warn(both, "negatives are left out: they are also positives of their query")
 
     # held out are queries, with all documents that answer them in any row; else single texts
     source = [row for row in rows2 or rows1 if row.right]
@@ -1074,9 +1009,7 @@ def split_texts(args, rows1, rows2):
                 pairs.append((query, text))
             elif query not in eval_queries:
                 left_out.append((query, text))
-    if left_out:
-        text = f"{len(left_out):,} pairs are left out, since a text of theirs is held out"
-        logging.warning(f"{text}, such as {str(left_out[0])[:100]}")
+    warn(left_out, "pairs are left out, since a text of theirs is held out")
     rows1 = [row for row in rows1 if row.group not in groups]
     phase1_queries = dict.fromkeys(row.query for row in rows1 if row.query not in {"", *held})
     phase1_texts = dict.fromkeys(text for row in rows1 for text in row.right if text not in held)
@@ -1104,52 +1037,43 @@ def split_texts(args, rows1, rows2):
     number = {text: number for number, text in enumerate(documents, start=len(queries))}
     negatives = []
     ends = []
-    both = []
     for query in queries:
         if query in pair_queries:
-            both += [(query, text) for text in wrong[query] if text in right[query]]
-            texts = [text for text in wrong[query] if text not in right[query]]
-            negatives += [number[text] for text in texts if text not in held]
+            negatives += [number[text] for text in wrong[query] if text not in held]
         ends.append(len(negatives))
-    if both:
-        text = f"{len(both):,} negatives are left out: they are also positives of their query"
-        logging.warning(f"{text}, such as {str(both[0])[:100]}")
     place = {text: place for place, text in enumerate(answers, start=len(eval_queries))}
     eval_pairs = []
     for query_place, query in enumerate(eval_queries):
         eval_pairs += [(query_place, place[text]) for text in right[query]]
     eval_numbers = [number[text] for text in [*answers, *distractors]]
     phase1 = [query_number[query] for query in phase1_queries]
+    pairs = [(query_number[query], number[text]) for query, text in pairs]
     arrays = {
         "phase1": phase1 + [number[text] for text in phase1_texts],
-        "pairs": [(query_number[query], number[text]) for query, text in pairs],
+        "pairs": np.reshape(pairs, (-1, 2)),  # also where there are none
         "negatives": negatives,
         "negatives_ptr": [0, *ends],
         "eval_texts": [*range(len(eval_queries)), *eval_numbers],
         "eval_counts": [len(eval_queries), len(answers), len(distractors)],
-        "eval_pairs": eval_pairs,
+        "eval_pairs": np.reshape(eval_pairs, (-1, 2)),
     }
     arrays = {name: np.array(values, np.int64) for name, values in arrays.items()}
-    for name in ("pairs", "eval_pairs"):
-        arrays[name] = arrays[name].reshape(-1, 2)  # also without pairs
     return [*queries, *documents], len(queries), arrays
 
 
 def read_sources(args, cache_dir):
     """The rows of both phases. Those of a skipped phase are read, too, if they are here: what is
     held out is then the same for both phases, and a later run without the option goes on."""
-    names = {1: args.phase1_data, 2: args.phase2_data}
     limits = {1: args.max_samples_phase1, 2: args.max_samples_phase2}
-    if names[1] != names[2]:
-        for phase in (1, 2):
-            if getattr(args, f"skip_phase{phase}") and not files_of(names[phase]):
-                del names[phase]
-    found = {}
-    for name in names.values():
-        limit = max(limits[phase] for phase in names if names[phase] == name)
-        found[name] = found.get(name) or read_rows(args, name, limit, cache_dir)
-    rows = [found[names[phase]][: limits[phase]] if phase in names else [] for phase in (1, 2)]
-    return rows[0], [row for row in rows[1] if row.query]
+    rows = {}
+    if args.phase1_data == args.phase2_data:
+        both = read_rows(args, args.phase1_data, max(limits.values()), cache_dir)
+        rows = {phase: both[:limit] for phase, limit in limits.items()}
+    else:
+        for phase, name in {1: args.phase1_data, 2: args.phase2_data}.items():
+            is_read = not getattr(args, f"skip_phase{phase}") or files_of(name)
+            rows[phase] = read_rows(args, name, limits[phase], cache_dir) if is_read else []
+    return rows[1], [row for row in rows[2] if row.query]
 
 
 def prepare(args):
@@ -1158,8 +1082,7 @@ def prepare(args):
         eval_fraction eval_samples eval_distractors teacher_model student_model student_max_length
         student_query_prompt student_document_prompt seed""".split()
     key = [READER, [getattr(args, name) for name in names]]
-    for name in (args.phase1_data, args.phase2_data, args.student_model):
-        key.append(file_states(name))
+    key += [files_of(name) for name in (args.phase1_data, args.phase2_data, args.student_model)]
 
     def write(folder):
         rows1, rows2 = read_sources(args, folder.parent / "tables")
@@ -1188,18 +1111,14 @@ def prepare(args):
 def tokenize(student, texts):
     """The fields of a Corpus with the student's tokens of all texts. (rank 0)"""
     pieces = []
-    cut = []
-    options = {"truncation": True, "max_length": student.max_seq_length}
+    most = student.max_seq_length
     for start in tqdm(range(0, len(texts), 1024), "tokens", disable=None, leave=False):
-        found = student.tokenizer(texts[start : start + 1024], **options)
-        pieces += [np.array(ids, np.int32) for ids in found.input_ids]
-        for i, encoding in enumerate(found.encodings or [], start):
-            if encoding.overflowing:
-                cut.append(texts[i])
-    if cut:
-        text = f"the student reads {student.max_seq_length} tokens: {len(cut):,} of"
-        logging.warning(f"{text} {len(texts):,} texts are cut, such as {cut[0][:60]!r}")
+        part = texts[start : start + 1024]
+        found = student.tokenizer(part, truncation=True, max_length=most).input_ids
+        pieces += [np.array(ids, np.int32) for ids in found]
     lengths = np.array([len(ids) for ids in pieces])
+    full = [texts[i] for i in np.flatnonzero(lengths == most)]
+    warn(full, f"texts fill the student's {most} tokens: what is beyond is not read")
     offsets = np.cumsum(lengths) - lengths
     return {"ids": np.concatenate(pieces), "offsets": offsets, "lengths": lengths}
 
@@ -1209,11 +1128,10 @@ def load_corpus(folder):
     for name in set(Corpus._fields) - set(fields):
         fields[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
     corpus = Corpus(**fields)
+    queries, answers, others = corpus.eval_counts
     logging.info("Data split complete:")
-    logging.info(f"  phase 1:   {len(corpus.phase1):,} texts")
-    logging.info(f"  phase 2:   {len(corpus.pairs):,} pairs of a query and a document")
-    held_out = zip(corpus.eval_counts, ["queries", "documents", "distractors"], strict=True)
-    logging.info("  held out:  " + ", ".join(f"{count:,} {what}" for count, what in held_out))
+    logging.info(f"  training: {len(corpus.phase1):,} texts, {len(corpus.pairs):,} pairs")
+    logging.info(f"  held out: {queries:,} queries, {answers:,} answers, {others:,} distractors")
     return corpus
 
 
@@ -1243,8 +1161,7 @@ def load_model(args, kind, folder, **options):
         hint = "without a download: builtin:lsa teaches builtin:bert"
         raise InputError(f"--{kind}_model {name} cannot be loaded; {hint} ({reason})") from None
     others = {role for role, text in model.prompts.items() if text} - {"query", "document"}
-    if others:
-        logging.warning(f"The {kind}'s prompts that are not used here: {', '.join(others)}")
+    warn(list(others), f"prompts of the {kind} are not used")
     for role in ("query", "document"):
         given = getattr(args, f"{kind}_{role}_prompt")
         own = model.prompts.get(role) or ""
@@ -1301,14 +1218,14 @@ class Vectors:
 BLOCK = 1024
 
 
-def teacher_vectors(args, folder, corpus, width, device):
-    """Let the teacher read all texts, of which a student needs `width` dimensions. The texts are
-    dealt to the ranks in blocks, a file each. A block that is there is not computed again: a
-    stopped run goes on, on any number of ranks. Returns Vectors. (all ranks)"""
+def teacher_vectors(args, folder, corpus, device):
+    """Let the teacher read all texts. They are dealt to the ranks in blocks, a file each. A block
+    that is there is not computed again: a stopped run goes on, on any number of ranks. Returns
+    Vectors. (all ranks)"""
     texts = json.loads((folder / "texts.json").read_text())
     names = """teacher_model teacher_max_length teacher_query_prompt teacher_document_prompt
         trust_remote_code""".split()
-    key = [READER, [getattr(args, name) for name in names], file_states(args.teacher_model), texts]
+    key = [READER, [getattr(args, name) for name in names], files_of(args.teacher_model), texts]
     # builtin:lsa is made of the pairs, too
     key.append(corpus.hash if args.teacher_model == "builtin:lsa" else corpus.num_queries)
     digest = on_rank0(lambda: hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
@@ -1316,7 +1233,7 @@ def teacher_vectors(args, folder, corpus, width, device):
     blocks = [place / f"{start:010}.npy" for start in range(0, len(texts), BLOCK)]
     missing = on_rank0(lambda: [i for i, path in enumerate(blocks) if not path.exists()])
     if missing:
-        teacher = load_teacher(args, folder, width, device)
+        teacher = load_teacher(args, folder, device)
         texts = with_prompts(teacher, texts, corpus.num_queries)
         place.mkdir(exist_ok=True)
     own = missing[dist.get_rank() :: dist.get_world_size()]
@@ -1333,26 +1250,17 @@ def teacher_vectors(args, folder, corpus, width, device):
             np.save(file, vectors.astype(np.float16))
         new.replace(blocks[i])  # which is never half written
     dist.barrier()
-    vectors = Vectors(place, blocks)
-    check_dimensions(args, width, vectors.dimensions)
-    return vectors
+    return Vectors(place, blocks)
 
 
-def check_dimensions(args, width, dimensions):
-    if not args.use_projection and dimensions < width:
-        text = f"needs {width} teacher dimensions for this student, there are {dimensions}"
-        raise InputError(f"--use_projection False {text}")
-
-
-def load_teacher(args, folder, width, device):
+def load_teacher(args, folder, device):
     options = {}
     if device.type != "cpu":
         options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
     if "inf-retriever" in args.teacher_model:
         options.update(config_kwargs={"use_cache": False}, prompts={"query": INFLY_PROMPT})
     teacher = load_model(args, "teacher", folder, **options)
-    check_dimensions(args, width, teacher.get_embedding_dimension())
-    text = f"prompts {teacher.prompts}, of each at most {teacher.max_seq_length} tokens"
+    text = f"at most {teacher.max_seq_length} tokens of each, prompts {teacher.prompts}"
     logging.info(f"The teacher reads all texts, {text}")
     return teacher.to(device).eval()
 

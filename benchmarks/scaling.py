@@ -130,7 +130,7 @@ def load_texts(module, args, device):
 
     folder = module.read_once(module.prepare, args)
     corpus = module.load_corpus(folder)
-    vectors = module.teacher_vectors(args, folder, corpus, 0, device)
+    vectors = module.teacher_vectors(args, folder, corpus, device)
     phases = {}
     for phase, kind in {1: module.TextData, 2: module.PairData}.items():
         data = kind(args, corpus, vectors)
