@@ -546,11 +546,11 @@ def train(args, device, data, model, state, log):
                 loop["best"] = {"metric": "loss", "value": value, "step": loop["step"]}
                 loop["metrics"] = metrics
                 save("best_model.pt")
-            meter.start()
 
         # save, with what the evaluation has changed
         if reason or must_save:
             save("latest.pt", optimizer=optimizer)
+            meter.start()  # neither counts as time of steps
     bar.close()
     return reason, loop
 

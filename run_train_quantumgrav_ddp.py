@@ -553,11 +553,11 @@ def train(args, device, data, model, state, log):
             if note_epoch(loop, metrics, epoch, args):
                 logging.info(f"Found better model at epoch {epoch}.")
                 save("best.pt")
-            meter.start()
 
         # save, with what the evaluation has changed
         if reason or must_save:
             save("latest.pt", optimizer=optimizer)
+            meter.start()  # neither counts as time of steps
     bar.close()
     return reason, loop
 

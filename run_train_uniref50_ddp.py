@@ -519,11 +519,11 @@ def train(args, device, proteins, model, state, log):
                 loop["best"] = {"metric": "nelbo", "value": value, "step": loop["step"]}
                 loop["metrics"] = metrics
                 save("best.pt")
-            meter.start()
 
         # save, with what the evaluation has changed
         if reason or must_save:
             save("latest.pt", optimizer=optimizer)
+            meter.start()  # neither counts as time of steps
     bar.close()
     return reason, loop
 

@@ -625,11 +625,11 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "phase": phase.number, "epoch": epoch, **row})
             keep_best(loop, phase.number, metrics, save)
-            meter.start()
 
         # save, with what the evaluation has changed
         if reason or must_save:
             save("latest.pt", optimizer=optimizer)
+            meter.start()  # neither counts as time of steps
     bar.close()
     if not reason and f"phase {phase.number}" not in loop["best"]:
         raise InputError(f"--max_steps {args.max_steps}: {done} are made, none is evaluated")
