@@ -17,15 +17,14 @@ NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NCC
 NAMES += "HF_ENDPOINT HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE".split()
 
 
-def unwanted_variables():
-    """Variables of the environment that change what is tested."""
-    return [name for name in os.environ if name in NAMES or name.startswith(tuple(PREFIXES))]
+def forget_variables():
+    """Those of the environment that change what is tested."""
+    for name in list(os.environ):
+        if name in NAMES or name.startswith(tuple(PREFIXES)):
+            del os.environ[name]
 
 
-# now: before the hub's libraries are imported, and before fixtures of a module start processes
-for variable in unwanted_variables():
-    del os.environ[variable]
-
+forget_variables()  # now: before the hub's libraries are imported, or a fixture starts a process
 
 # A shell lets what it starts in the background ignore SIGINT, and nohup SIGHUP. What we start is to
 # notice them, and it starts with the default where this process has a handler.
@@ -37,18 +36,17 @@ for stop in (signal.SIGINT, signal.SIGHUP):
 def pytest_addoption(parser):
     text = "every script x every fault, and all runs on two hosts"
     parser.addoption("--all-faults", action="store_true", help=text)
-    text = "write the table of faults of this session to FILE (markdown)"
-    parser.addoption("--matrix", metavar="FILE", help=text)
+    parser.addoption("--matrix", metavar="FILE", help="write the table of faults to FILE")
 
 
 HEAD = """# Every script x every fault
 
-`python -m pytest tests/test_contract.py tests/test_faults.py tests/test_two_hosts.py --all-faults
---matrix FILE` writes this table; here on {cores} CPU cores with torch {torch}, gloo, Linux, as
-root. Seconds are from the (last) fault to the end of the last rank, or of the whole run where it
-goes on. In every row no process is left; "the same bits" means that, after a restart where the run
-has ended, weights, optimizer, losses, and the samples of every step are those of the run that
-nothing happened to.
+`python -m pytest --dist worksteal tests/test_contract.py tests/test_faults.py
+tests/test_two_hosts.py --all-faults --matrix FILE` writes this table; here on {cores} CPU cores
+with torch {torch}, gloo, Linux, as root. Seconds are from the (last) fault to the end of the last
+rank, or of the whole run where it goes on. In every row no process is left; "the same bits" means
+that, after a restart where the run has ended, weights, optimizer, losses, and the samples of every
+step are those of the run that nothing happened to.
 
 Not tested here, for want of the machines: faults of GPUs and of their networks (NCCL, xccl; a
 device that is lost), file systems over a network (stale handles), the signals of a real batch queue
@@ -69,8 +67,7 @@ def matrix(record_property):
 
 
 def pytest_runtest_logreport(report):
-    """Rows travel with the report of their test, also from a worker of xdist. A failed test is a
-    row, too."""
+    """Rows travel with the report of their test. A failed test is a row, too."""
     if report.when == "teardown":
         for name, value in report.user_properties:
             if name == "fault":
@@ -85,7 +82,6 @@ def pytest_terminal_summary(config):
     import torch
 
     text = HEAD.format(cores=os.cpu_count(), torch=torch.__version__)
-    # sorted, as workers end in any order
     for row in [("script", "fault", "outcome", "seconds"), ("---",) * 4, *sorted(ROWS)]:
         cells = [str(cell).replace("|", "/") for cell in row]
         text += f"| {' | '.join(cells)} |\n"
@@ -137,9 +133,8 @@ def group():
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in unwanted_variables():  # what an earlier test left
-        monkeypatch.delenv(name)
+def clean_process():
+    forget_variables()  # that an earlier test left
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in numbers]
     yield

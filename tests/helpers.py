@@ -55,9 +55,8 @@ def free_port():
 
 def rank_variables(count, **more):
     """The environment variables of each of `count` ranks on this machine."""
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost"}
-    common = {**common, "MASTER_PORT": free_port(), **more}
-    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+    more.update(WORLD_SIZE=count, MASTER_ADDR="localhost", MASTER_PORT=free_port())
+    return [{**more, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
 
 
 def run_program(argv, env, output):
@@ -333,10 +332,10 @@ def write_digits(path, train, test):
 
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
-    end = train + test
-    parts = {"x_train": images[:train], "y_train": labels[:train]}
-    parts.update(x_test=images[train:end], y_test=labels[train:end])
-    np.savez(path, **parts)
+    parts = {"train": slice(train), "test": slice(train, train + test)}
+    arrays = {f"x_{name}": images[part] for name, part in parts.items()}
+    arrays.update({f"y_{name}": labels[part] for name, part in parts.items()})
+    np.savez(path, **arrays)
 
 
 RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()

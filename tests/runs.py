@@ -111,38 +111,25 @@ DROPOUT = {
 PLAIN_BACKWARD = torch.Tensor.backward
 
 
-def this_script():
-    return sys.modules[Path(sys.argv[0]).stem]
-
-
 def send_signal(number):
     os.kill(os.getpid(), number)
 
 
-def signal_in_evaluation(number):
-    """This process gets the signal as soon as the next evaluation has begun."""
-    script = this_script()
-    plain = script.evaluate
+def in_next_evaluation(do):
+    """A fault that does this as soon as the next evaluation of this process has begun."""
 
-    def begin(*args, **options):
-        script.evaluate = plain
-        os.kill(os.getpid(), number)
-        return plain(*args, **options)
+    def wait_for_it(number):
+        script = sys.modules[Path(sys.argv[0]).stem]
+        plain = script.evaluate
 
-    script.evaluate = begin
+        def evaluate(*args, **options):
+            script.evaluate = plain
+            do(number)
+            return plain(*args, **options)
 
+        script.evaluate = evaluate
 
-def slow_evaluation(seconds):
-    """The next evaluation of this process takes so long."""
-    script = this_script()
-    plain = script.evaluate
-
-    def begin(*args, **options):
-        script.evaluate = plain
-        time.sleep(seconds)
-        return plain(*args, **options)
-
-    script.evaluate = begin
+    return wait_for_it
 
 
 def nan_loss(number):
@@ -165,18 +152,15 @@ def wait_to_go_on(number):
 
 
 def fill_disk(number):
-    """No byte is left where the output folder is."""
+    """Where the output folder is, so many bytes are left: enough for rows, not for a checkpoint."""
     with open(Path(os.environ["OUTPUT"]) / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
+        for size in (1 << 20, 1 << 12):
             try:
                 while file.write(bytes(size)) == size:
                     pass
             except OSError:
                 continue
-
-
-def free_disk(number):
-    (Path(os.environ["OUTPUT"]) / "filler").unlink()
+        file.truncate(file.tell() - number)
 
 
 def find_checkpoint(number):
@@ -189,14 +173,13 @@ def find_checkpoint(number):
 
 DO = {
     "signal": send_signal,
-    "evaluation": signal_in_evaluation,
-    "slow evaluation": slow_evaluation,
+    "evaluation": in_next_evaluation(send_signal),
+    "slow evaluation": in_next_evaluation(time.sleep),
     "sleep": time.sleep,
     "wait": wait_to_go_on,
     "nan": nan_loss,
     "sound": sound_loss,
     "fill": fill_disk,
-    "free": free_disk,
     "checkpoint": find_checkpoint,
 }
 
@@ -289,9 +272,10 @@ class Run:
     @property
     def figures(self):
         """The rows without what depends on the machine's speed."""
-        found = []
-        for row in self.rows:
-            found.append({name: value for name, value in row.items() if name not in CLOCKS})
+        found = self.rows
+        for row in found:
+            for name in CLOCKS & row.keys():
+                del row[name]
         return found
 
     @property
@@ -311,7 +295,8 @@ class Run:
         """{step: ids over all ranks}; of a step that was made twice the last time counts."""
         steps = {}
         for trace in sorted(self.folder.parent.glob(f"{self.folder.name}.trace-*-of-{world_size}")):
-            for step, ids in dict(map(json.loads, trace.read_text().splitlines())).items():
+            own = dict(map(json.loads, trace.read_text().splitlines()))
+            for step, ids in own.items():
                 steps.setdefault(step, []).extend(ids)
         return steps
 
@@ -348,10 +333,7 @@ def assert_same_end(run, whole):
         states.append({key: state[key] for key in state.keys() - NOT_COMPARED})
     assert not differences(*states)
     assert run.trained_on() == whole.trained_on()
-    summaries = []
-    for summary in (run.summary, whole.summary):
-        summaries.append({key: summary[key] for key in summary.keys() - RUN_OWN})
-    assert summaries[0] == summaries[1]
+    assert {**run.summary, **dict.fromkeys(RUN_OWN)} == {**whole.summary, **dict.fromkeys(RUN_OWN)}
 
 
 class Server(Ranks):
@@ -373,8 +355,8 @@ class Server(Ranks):
         begin = float(self.fault.read_text()) if self.fault.exists() else self.began_at
         return Run(self.run_folder, statuses, self.text, self.ended_at - begin)
 
-    def run(self, *job, **more):
-        self.begin(*job, **more)
+    def run(self, *job):
+        self.begin(*job)
         return self.end()
 
 

@@ -10,10 +10,7 @@ import subprocess
 import sys
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-import torch
 from helpers import ROOT, environment, write_causal_sets, write_proteins, write_structures
 from PIL import Image
 from runs import Run
@@ -26,39 +23,15 @@ def npz(folder):
     return ["--data=mine.npz"]
 
 
-def zarr_of_arrays(folder):
-    """The first axis of each array counts the sets. (Other stores: test_causal_set_tools.py)"""
-    zarr = pytest.importorskip("zarr")
-    npz(folder)
-    store = zarr.open_group(folder / "mine.zarr", mode="w", zarr_format=3)
-    for name, array in np.load(folder / "mine.npz").items():
-        store.create_array(name, data=array)
-    (folder / "mine.npz").unlink()
-    return ["--data=mine.zarr"]
-
-
-def pairs():
-    """Rows of queries with a document and one that is wrong."""
-    rows = []
-    for i in range(40):
-        row = {"query": f"where is item {i}", "positive": f"item {i} is in hall {i % 7}"}
-        rows.append({**row, "negative": f"nothing is in room {i}"})
-    return rows
-
-
-def csv_pairs(folder):
-    with open(folder / "pairs.csv", "w") as file:
-        writer = csv.DictWriter(file, ["query", "positive", "negative"])
-        writer.writeheader()
-        writer.writerows(pairs())
-    return ["--phase1_data=pairs.csv", "--phase2_data=pairs.csv"]
-
-
-def texts_and_parquet(folder):
+def texts_and_csv(folder):
     (folder / "texts.txt").write_text("\n".join(f"item {i} is heavy" for i in range(60)))
-    table = pyarrow.Table.from_pylist(pairs())
-    pyarrow.parquet.write_table(table, folder / "pairs.parquet")
-    return ["--phase1_data=texts.txt", "--phase2_data=pairs.parquet"]
+    with open(folder / "pairs.csv", "w") as file:
+        writer = csv.writer(file)
+        writer.writerow(["query", "positive", "negative"])
+        for i in range(40):
+            texts = [f"where is item {i}", f"item {i} is in hall {i % 7}"]
+            writer.writerow([*texts, f"nothing is in room {i}"])
+    return ["--phase1_data=texts.txt", "--phase2_data=pairs.csv"]
 
 
 def image_folder(folder):
@@ -73,28 +46,12 @@ def image_folder(folder):
     return ["--data=photos", "--size=16"]
 
 
-def digits(folder):
-    return []
-
-
-def proteins(folder):
-    """[sequence, ...]"""
-    write_proteins(folder / "proteins.fasta", SETS)
-    lines = (folder / "proteins.fasta").read_text().splitlines()
-    (folder / "proteins.fasta").unlink()
-    return lines[1::2]
-
-
 def packed_fasta(folder):
-    with bz2.open(folder / "mine.fasta.bz2", "wt") as file:
-        file.writelines(f">{i}\n{text}\n" for i, text in enumerate(proteins(folder)))
+    write_proteins(folder / "mine.fasta", SETS)
+    packed = bz2.compress((folder / "mine.fasta").read_bytes())
+    (folder / "mine.fasta").unlink()
+    (folder / "mine.fasta.bz2").write_bytes(packed)
     return ["--datafile=mine.fasta.bz2"]
-
-
-def list_of_proteins(folder):
-    rows = [{"protein_seq": text, "length": len(text)} for text in proteins(folder)]
-    torch.save(rows, folder / "processed.pt")
-    return ["--datafile=processed.pt"]
 
 
 def pdb(folder):
@@ -135,59 +92,49 @@ def check_uniref50(folder, summary):
 
 def check_dpo(folder, summary):
     assert summary["best"]["metric"] == "loss"
-    assert summary["baselines"]["before"]["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert len(summary["held_out"]) == 6
-    saved = torch.load(folder / "run" / "best_model.pt", weights_only=True)
-    released = torch.load(folder / "weights" / "v_48_020.pt", weights_only=True)
-    assert saved["num_edges"] == released["num_edges"]
-    assert saved["model_state_dict"].keys() == released["model_state_dict"].keys()
+    assert (folder / "run" / "best_model.pt").exists()
 
 
-SCRIPTS = {  # options of a tiny run, what is looked at
+SCRIPTS = {  # the data, options of a tiny run, what is looked at
     "run_train_quantumgrav_ddp": (
+        npz,
         "--hidden_dim=8 --head_dim=8 --num_layers=1 --num_epochs=2 --batch_size=15",
         check_quantumgrav,
     ),
     "run_train_rebm_ddp": (
+        image_folder,
         """--at_epochs=5 --total_epochs=1 --at_lr=1e-2 indist_attack_clf.max_steps=2
         --batch_size=15 --min_imgs_per_threshold=30 attack.max_steps=2""",
         check_rebm,
     ),
     "train_ddp": (
+        texts_and_csv,
         """--teacher_model=builtin:lsa --student_model=builtin:bert --projection_hidden=16
         --eval_fraction=0.3 --batch_size=10 --max_steps=3 --save_to_artifacts""",
         check_train_ddp,
     ),
     "run_train_uniref50_ddp": (
+        packed_fasta,
         """--val_ratio=0.2 --hidden_size=16 --n_blocks_prot=1 --n_heads=2
         --max_protein_len=48 --batch_size=8 --n_iters=5 --accum=1""",
         check_uniref50,
     ),
     "run_dpo_ddp": (
+        pdb,
         "--num_epochs=2 --batch_size=6 --lr=1e-5 --val_fraction=0.25",
         check_dpo,
     ),
 }
-CASES = [
-    ("run_train_quantumgrav_ddp", npz),
-    ("run_train_quantumgrav_ddp", zarr_of_arrays),
-    ("run_train_rebm_ddp", image_folder),
-    ("run_train_rebm_ddp", digits),
-    ("train_ddp", csv_pairs),
-    ("train_ddp", texts_and_parquet),
-    ("run_train_uniref50_ddp", packed_fasta),
-    ("run_train_uniref50_ddp", list_of_proteins),
-    ("run_dpo_ddp", pdb),
-]
 
 
 def files_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("name", "write"), CASES)
-def test_alone(name, write, tmp_path):
-    options, check = SCRIPTS[name]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_alone(name, tmp_path):
+    write, options, check = SCRIPTS[name]
     shutil.copy(ROOT / f"{name}.py", tmp_path)
     command = [sys.executable, f"{name}.py", *options.split(), *write(tmp_path)]
     env = environment(PYTHONPATH="", HF_HUB_OFFLINE=1)
@@ -200,11 +147,9 @@ def test_alone(name, write, tmp_path):
         assert ("completed successfully!" in done.stdout) == ("--prepare_only" not in more)
         return {path.name for path in set(tmp_path.iterdir()) - before}
 
-    read = {}
-    if write in (npz, image_folder, csv_pairs, packed_fasta, pdb):  # one of each script is enough
-        assert call("--prepare_only") == {"cache"}
-        read = files_of(tmp_path / "cache")
-        assert read
+    assert call("--prepare_only") == {"cache"}
+    read = files_of(tmp_path / "cache")
+    assert read
     made = {"cache", "run", "artifacts"} if name == "train_ddp" else {"cache", "run"}
     assert call("--output_dir=run") == made
     assert read.items() <= files_of(tmp_path / "cache").items(), "read once more"

@@ -3,7 +3,6 @@ file."""
 
 import copy
 import math
-import os
 
 import networkx as nx
 import numpy as np
@@ -29,11 +28,11 @@ def assert_near(values, expected):
     assert abs(np.mean(values) - expected) < 5 * error
 
 
-@pytest.mark.parametrize("d, draws", [(2, 1000), (3, 2500), (4, 5000)])
-def test_sprinklings_have_the_expected_chains(d, draws):
+@pytest.mark.parametrize("d", [2, 3, 4])
+def test_sprinklings_have_the_expected_chains(d):
     n = 40
     rng = np.random.default_rng(d)
-    orders = [tool.sprinkle(rng, n, d) for _ in range(draws)]
+    orders = [tool.sprinkle(rng, n, d) for _ in range(1250 * (d - 1))]
     fractions = [tool.ordering_fraction(order) for order in orders]
     assert_near(fractions, 2 * expected_chains(2, d))
     chains = [(order.sum(0) * order.sum(1)).sum() for order in orders]
@@ -52,7 +51,7 @@ def test_percolation():
     """Related are the pairs that are drawn first, and what follows from them: so many that the
     share of related pairs is that of a sprinkling, on average to .003."""
     errors = []
-    for seed in range(500):
+    for seed in range(200):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(32, 65))
         again = copy.deepcopy(rng)
@@ -124,18 +123,12 @@ def test_the_file(path):
     assert not np.array_equal(tool.make_set(args, 249)[0], order)
 
 
-def test_as_many_workers_as_cores_of_the_job(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
-    assert tool.parse_args(["--out=new.npz"]).workers == 3
-
-
 def test_bad_options(path, tmp_path):
     """One line, status 2. A file that is there is left alone."""
     before = path.read_bytes()
     for option in ("--max_size=40000", "--min_size=17", "--kinds=mink5", f"--out={path}"):
-        said = call_script(
-            "tools/make_causal_sets", f"--out={tmp_path}/a", *OPTIONS, option, status=2
-        )
+        words = [f"--out={tmp_path}/a", *OPTIONS, option]
+        said = call_script("tools/make_causal_sets", *words, status=2)
         assert len(said.splitlines()) == 1 and option.partition("=")[2] in said
     assert path.read_bytes() == before
     assert not list(tmp_path.iterdir())

@@ -1,22 +1,15 @@
-"""What happens to long runs, done to every script: how the run ends, in how many seconds, that it
-leaves no process behind, and that the same command afterwards ends, bit for bit, where the
-undisturbed run does.
+"""What happens to long runs: how the run ends, in how many seconds, that it leaves no process
+behind, and that the same command afterwards ends, bit for bit, where the undisturbed run does.
 
-The test command has most faults with one script. This has every script x every fault, and writes
-the table, also of the faults of two other files:
-
-    python -m pytest --dist worksteal tests/test_contract.py tests/test_faults.py
-        tests/test_two_hosts.py --all-faults --matrix FILE
+The test command has most faults with one script; --all-faults has every script x every fault.
 """
 
-import contextlib
 import functools
 import json
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +35,10 @@ class Case:
         self.task = task
         self.server = task.server
         self.folder = folder / "run"
-        self.seconds = 0.0  # from the fault to the end
+        self.seconds = 0.0  # from the (last) fault to the end
 
     def run(self, *faults, more=(), statuses=(0,), within=30):
-        """A run with faults, of which all ranks end with one of `statuses`, `within` so many
-        seconds of the last fault."""
+        """All ranks end with one of `statuses`, `within` so many seconds."""
         run = self.task.run(self.folder, *more, faults=faults, statuses=statuses)
         assert run.seconds < within, run.text[-3000:]
         self.seconds = max(self.seconds, run.seconds)
@@ -57,36 +49,17 @@ class Case:
         argv = [*self.task.argv, *more]
         self.server.begin(self.task.name, argv, self.folder, 2, faults, **env)
 
-    def refusal(self, *more):
-        """The one error of one process that cannot work."""
-        begin = time.monotonic()
-        text = call_script(self.task.name, *self.task.argv, *more, status=2)
-        self.seconds = max(self.seconds, time.monotonic() - begin)
-        return refusal(text)
-
-    def job(self, command, **env):
-        """A Job, with the imports of a real interpreter."""
-        return Job(command, self.folder.with_name("job.txt"), environment(**env))
-
-    def check_same(self, figures=True):
-        """As the run that nothing happened to. (A full disk takes some rows.)"""
+    def check_same(self):
+        """As the run that nothing happened to."""
         run = Run(self.folder)
         assert_same_end(run, self.task.whole)
-        assert not figures or run.figures == self.task.whole.figures
+        assert run.figures == self.task.whole.figures
 
-    def restart(self, figures=True):
+    def restart(self):
         """The same command, nothing in its way."""
         run = self.task.run(self.folder)
         assert "resuming" in run.text, run.text[-3000:]
-        self.check_same(figures)
-
-    @contextlib.contextmanager
-    def small_disk(self):
-        """The run's folder has room for the files of a run, and for some more."""
-        size = 6 * (self.task.whole.folder / "latest.pt").stat().st_size + (2 << 20)
-        self.folder.mkdir(exist_ok=True)
-        with on_small_disk(self.folder, size):
-            yield
+        self.check_same()
 
     def copy_task(self):
         """(the same task, path of its data): a copy, which may be damaged."""
@@ -140,13 +113,15 @@ def limit_in_an_evaluation(case):
 
 
 def disk_full(case):
-    """From step 9 on: step 12 cannot be saved."""
-    with case.small_disk():
-        run = case.run([0, 9, "fill", 0], statuses={1})
+    """From step 10 on: step 12 cannot be saved."""
+    size = 6 * (case.task.whole.folder / "latest.pt").stat().st_size + (2 << 20)
+    case.folder.mkdir()
+    with on_small_disk(case.folder, size):
+        run = case.run([0, 10, "fill", 1 << 14], statuses={1})
         assert "No space left" in run.text
-        assert run.step == 8
+        assert run.step in (8, 9)  # quantumgrav has an evaluation after step 9
         (case.folder / "filler").unlink()
-        case.restart(figures=False)
+        case.restart()
     return "status 1, the checkpoint before is whole; the same bits after a restart"
 
 
@@ -170,8 +145,7 @@ def data_changed(case):
     assert (case.folder / "latest.pt").read_bytes() == before
 
     case.restart()
-    outcome = "an error that says so, status 2, the run is untouched"
-    return f"{outcome}; with the old data the same bits"
+    return "one line, status 2, the run is untouched; with the old data the same bits"
 
 
 def damaged_row(case):
@@ -199,8 +173,7 @@ def nan_on_one_rank(case):
     run = case.run([0, 12, "nan", 0], [1, 12, "nan", 0], statuses={1})
     assert "10 steps in a row without a finite gradient" in run.text
     assert run.step < 30  # a phase that begins counts anew
-    outcome = "skipped on all ranks; 10 in a row: one line, status 1"
-    return f"once: {outcome}"
+    return "once: skipped on all ranks; 10 in a row: one line, status 1"
 
 
 def stuck_rank(case):
@@ -214,8 +187,7 @@ def stuck_rank(case):
     assert run.seconds < 6 + 10
     assert "imed out" in run.text
     case.restart()
-    outcome = "--timeout_minutes 0.1: the others end within 6 + 10 s, status 1"
-    return f"{outcome}; the same bits after a restart"
+    return "--timeout_minutes 0.1: the others end within 6 + 10 s; the same bits after a restart"
 
 
 def started_twice(case):
@@ -225,7 +197,9 @@ def started_twice(case):
     link = case.folder.with_name("link")
     link.symlink_to(case.folder)
     for name in (case.folder, link):
-        assert f"another run is at work in {name}" in case.refusal(f"--output_dir={name}")
+        argv = [*case.task.argv, f"--output_dir={name}"]
+        said = refusal(call_script(case.task.name, *argv, status=2))
+        assert f"another run is at work in {name}" in said
     Path(f"{case.folder}.go").touch()
     assert case.server.end().statuses == [0, 0]
     case.check_same()
@@ -263,7 +237,8 @@ def full_shared_memory(case):
     script = str(ROOT / f"{case.task.name}.py")
     command = [sys.executable, script, *case.task.argv, "--num_workers=2"]
     shell = ["unshare", "-m", "sh", "-ec", f'{mount}; exec "$@"', "sh", *command]
-    with case.job([*shell, f"--output_dir={case.folder}"]) as job:
+    shell.append(f"--output_dir={case.folder}")
+    with Job(shell, case.folder.with_name("job.txt"), environment()) as job:
         assert job.wait(100) == 0, job.text[-3000:]
     assert Run(case.folder).summary["status"] == "finished"
     return "trains, status 0"

@@ -109,7 +109,7 @@ def list_commands():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working folder of a user: configs, data, files of his own, what the cell in the guide
-    writes; and on PATH a machine of 64 GPUs whose torchrun prints its words."""
+    writes; and on PATH stand-ins: python finds 64 GPUs, torchrun prints its words."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "data").symlink_to(ROOT / "data")
     for name in ("uniref50.fasta.gz", "motifs.fasta"):
@@ -173,10 +173,12 @@ UNIREF50 = "./run_train_uniref50_ddp.sh"
 DOCUMENTED = {  # what differs from the plain command of that script
     "./run_ddp.sh 8 True": {},
     "./run_ddp.sh 8 False": {"use_projection": False},
-    f"{TORCHRUN} train_ddp.py --use_projection=False": {"use_projection": False},
-    "torchrun --nproc_per_node=4 train_ddp.py --batch_size=128": {"batch_size": 128},
-    f"{TORCHRUN} train_ddp.py --skip_phase1": {"skip_phase1": True},
-    f"{TORCHRUN} train_ddp.py --phase1_lr=3e-5 --phase2_lr=1e-5": {
+    f"{TORCHRUN} --master_port=29501 train_ddp.py --use_projection=False --batch_size=128": {
+        "use_projection": False,
+        "batch_size": 128,
+    },
+    f"{TORCHRUN} {NODES} train_ddp.py --skip_phase1 --phase1_lr=3e-5 --phase2_lr=1e-5": {
+        "skip_phase1": True,
         "phase1_lr": 3e-5,
         "phase2_lr": 1e-5,
     },
@@ -184,14 +186,11 @@ DOCUMENTED = {  # what differs from the plain command of that script
         "save_to_artifacts": True,
         "artifacts_dir": "./my_models",
     },
-    f"{TORCHRUN} --master_port=29501 train_ddp.py": {},
-    f"{TORCHRUN} {NODES} train_ddp.py": {},
-    f"{UNIREF50} --fresh --project my_ddp_experiment --name ddp_test_20250918": {
+    f"{UNIREF50} --fresh --project my_ddp_experiment --method simple": {
         "fresh": True,
         "wandb_project": "my_ddp_experiment",
-        "wandb_name": "ddp_test_20250918",
+        "sampling_method": "simple",
     },
-    f"{UNIREF50} --method simple": {"sampling_method": "simple"},
     f"{UNIREF50} --config configs/my_ddp_config.yaml": {
         "batch_size": 12,
         "lr": 3e-4,

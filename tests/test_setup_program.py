@@ -37,27 +37,24 @@ def test_two_processes(tmp_path):
 
     results = json.loads(path.read_text())
     assert {check["name"]: check["status"] for check in results["checks"]} == checks
-    assert results["host"] == os.uname().nodename and results["torch"] == torch.__version__
     measured = results["measured"]
-    assert [measured[name] for name in ("ranks", "backend", "device")] == [2, "gloo", "cpu"]
-    assert measured["tflop_per_s"].keys() == {"fp32", "bf16"}
     assert [row["bytes"] for row in measured["all_reduce"]] == program.SIZES
     speedup = 2 * measured["step"]["alone"] / measured["step"]["together"]
     assert f"2 ranks do {speedup:.2f} times the work of one" in output
 
 
-@pytest.mark.parametrize("option", ["--json=none/out.json", f"--json={ROOT}", "--nproc=2"])
-def test_options_that_cannot_work(option):
+def test_options_that_cannot_work():
     """One line, before anything is checked or started."""
-    output = call_program(PATH, option, status=2)
-    assert re.fullmatch(r"test_ddp_setup.py: error: .+\n", output)
+    for option in ("--json=none/out.json", f"--json={ROOT}", "--nproc=2"):
+        output = call_program(PATH, option, status=2)
+        assert re.fullmatch(r"test_ddp_setup.py: error: .+\n", output)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_under_slurm(server, n):
     """Rank 0 speaks. One rank, as on a machine with one GPU, has nothing to exchange."""
-    common = {"MASTER_PORT": rank_variables(n)[0]["MASTER_PORT"]}
-    common.update(SLURM_NTASKS=n, SLURM_STEP_ID=0)
+    common = {"SLURM_NTASKS": n, "SLURM_STEP_ID": 0}
+    common["MASTER_PORT"] = rank_variables(n)[0]["MASTER_PORT"]
     variables = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(n)]
     server.start(variables, [str(PATH), "--nproc_per_node=1"])
     assert server.wait() == [0] * n, server.text

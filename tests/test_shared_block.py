@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-BANNER = "# " + "=" * 98 + "\n"
+BANNER = f"# {'=' * 98}\n# Distributed training. These lines "
 SETUP = "test_ddp_setup.py"
 SCRIPTS = f"""run_train_quantumgrav_ddp.py train_ddp.py run_dpo_ddp.py run_train_uniref50_ddp.py
     run_train_rebm_ddp.py {SETUP}""".split()
-BANNER += "# Distributed training. These lines "
 
 
 def definitions(text):
@@ -66,31 +65,20 @@ def test_all_blocks_are_equal():
     assert repaired(ROOT, SCRIPTS[0]) == {}
 
 
-CHANGES = [  # the script and the function that is changed, the script that is right
-    ("run_train_quantumgrav_ddp.py", "run_dpo_ddp.py"),
-    ("test_ddp_setup.py", "run_train_quantumgrav_ddp.py"),
-]
-
-
-@pytest.mark.parametrize(("name", "right"), CHANGES)
-def test_a_change_is_found_and_repaired(tmp_path, name, right):
+@pytest.mark.parametrize("name", ["run_train_quantumgrav_ddp.py", SETUP])
+def test_a_change_is_found_and_repaired(tmp_path, name):
     """The rest of a file stays, and so do the files of a user."""
     own = "def own():\n    return 1\n\n\n"
-    shared = "def shared():\n    return 1\n\n\n"
-    block = f"{BANNER}\n\nLIMIT = 5\n\n\n{shared}"
-    texts = {
-        "run_dpo_ddp.py": f"{own}{block}launch()\n",
-        "run_train_quantumgrav_ddp.py": f"{own}{block}launch()\n",
-        "test_ddp_setup.py": f"{own}LIMIT = 5\n{shared}launch()\n",
-        "my_run.py": f"{own}{block.replace('1', '2')}launch()\n",
-    }
+    shared = "LIMIT = 5\n\n\ndef shared():\n    return 1\n\n\n"
+    texts = dict.fromkeys(SCRIPTS, f"{own}{BANNER}\n\n{shared}launch()\n")
+    texts[SETUP] = own + shared
+    texts["my_run.py"] = texts["run_dpo_ddp.py"].replace("1", "2")
     for script, text in texts.items():
         (tmp_path / script).write_text(text)
-    assert repaired(tmp_path, right) == {}
-
-    text = texts[name].replace("shared():\n    return 1", "shared():\n    return 3")
-    (tmp_path / name).write_text(text.replace("LIMIT = 5", "LIMIT = 6"))
-    assert repaired(tmp_path, right) == {name: texts[name]}
+    assert repaired(tmp_path, "run_dpo_ddp.py") == {}
+    changed = texts[name].replace("shared():\n    return 1", "shared():\n    return 3")
+    (tmp_path / name).write_text(changed.replace("LIMIT = 5", "LIMIT = 6"))
+    assert repaired(tmp_path, "run_dpo_ddp.py") == {name: texts[name]}
 
 
 if __name__ == "__main__":

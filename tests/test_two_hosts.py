@@ -1,9 +1,8 @@
 """Every training script on two hosts: equal to one host, and what a cut link or a dead host leaves.
 
 The hosts are network namespaces of this machine with a cable between them, each with its own
-address, host name and /etc/hosts. They share the file system, but host b can only read the output
-folder, or sees an empty one in its place, where the script needs it on the first host alone. Needs
-root and `ip`.
+address, host name and /etc/hosts. They share the file system, but host b sees an empty folder in
+place of the output folder, which the script needs on the first host alone. Needs root and `ip`.
 """
 
 import itertools
@@ -52,19 +51,17 @@ class Hosts:
         self.b = f"ddp-b-{number}"
         self.both = [self.a, self.b]
         self.ports = itertools.count(29500)
-        net = f"10.{64 + number // 256 % 64}.{number % 256}"
-        self.addresses = {self.a: f"{net}.1", self.b: f"{net}.2"}
+        self.net = f"10.{64 + number // 256 % 64}.{number % 256}"
         self.names = folder / "hosts"
-        lines = ["127.0.0.1 localhost"]
-        lines += [f"{address} {name}" for name, address in self.addresses.items()]
-        self.names.write_text("\n".join(lines) + "\n")
+        addresses = f"{self.net}.1 {self.a}\n{self.net}.2 {self.b}\n"
+        self.names.write_text(f"127.0.0.1 localhost\n{addresses}")
 
     def build(self):
         for name in self.both:
             ip(f"netns add {name}")
         ip(f"link add eth0 netns {self.a} type veth peer name eth0 netns {self.b}")
-        for name, address in self.addresses.items():
-            ip(f"-n {name} addr add {address}/24 dev eth0")
+        for number, name in enumerate(self.both, 1):
+            ip(f"-n {name} addr add {self.net}.{number}/24 dev eth0")
             ip(f"-n {name} link set lo up")
             ip(f"-n {name} link set eth0 up")
 
@@ -138,7 +135,6 @@ class Launch:
         return "\n".join(job.text for job in self.jobs)
 
     def wait(self, seconds=100.0):
-        """The exit statuses."""
         return [job.wait(seconds) for job in self.jobs]
 
     def wait_until(self, is_true, seconds):
@@ -150,13 +146,9 @@ class Launch:
         return time.monotonic() - begin
 
     def ranks(self):
-        """Process ids of the living ranks and of their workers."""
-        found = []
-        for job in self.jobs:
-            for pid, variables in job.processes().items():
-                if any(variable.startswith("RANK=") for variable in variables):
-                    found.append(pid)
-        return found
+        """The variables of each living rank, and of each of their workers."""
+        found = [variables for job in self.jobs for variables in job.processes().values()]
+        return [own for own in found if any(word.startswith("RANK=") for word in own)]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,24 +94,18 @@ def refused(result):
 def local(request, run):
     """local(count, *arguments, **environment): a wrapper that starts so many processes."""
     flag = ["--gpus"] if "uniref50" in request.param else []
-
-    def call(count, *arguments, **environment):
-        return run(request.param, *flag, count, *arguments, **environment)
-
-    call.script = ROOT / LOCAL[request.param]
-    call.folder = run.folder
-    return call
+    return partial(run, request.param, *flag)
 
 
-def test_one_machine(local):
+def test_one_machine(local, request, run):
     """The process becomes torchrun, which gets its signals, in the user's folder. Those that nohup
     ignores torchrun must not handle: it would end the run."""
     record = started(local(2, "--lr=1", "--a b", GPUS="8"))
     where = ["--standalone", "--local-addr=127.0.0.1"]
     assert record["argv"] == [*where, "--nproc_per_node=2", SIGNALS]
-    assert record["script"] == local.script
+    assert record["script"] == ROOT / LOCAL[request.node.callspec.params["local"]]
     assert record["options"][-2:] == ["--lr=1", "--a b"]
-    assert record["cwd"] == str(local.folder.resolve())  # the user's relative paths stay valid
+    assert record["cwd"] == str(run.folder.resolve())  # the user's relative paths stay valid
     assert record["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert int(record["env"]["OMP_NUM_THREADS"]) >= 1
     assert record["parent"] == os.getpid()
@@ -132,26 +127,24 @@ def test_several_machines(local):
 
 def test_count(local):
     """GPUs limit it, and where there are none the cores, whatever the number of threads."""
-    for count in ("0", "two", "99999999999999999999", ""):
+    for count in ("0", "two", ""):
         assert f"not '{count}'" in refused(local(count))
     assert "--nproc_per_node=2" in started(local(2, GPUS="2"))["argv"]
     assert re.search(r"is 3 but .*2 GPU\(s\)", refused(local(3, GPUS="2")))
 
     for arguments, gpus in (([], "0"), (["--device", "cpu"], "99"), (["device=cpu"], "99")):
-        environment = {"GPUS": gpus, "OMP_NUM_THREADS": "1"}
-        record = started(local(CORES, *arguments, **environment))
+        record = started(local(CORES, *arguments, GPUS=gpus, OMP_NUM_THREADS="1"))
         assert f"--nproc_per_node={CORES}" in record["argv"]
         assert record["env"]["OMP_NUM_THREADS"] == "1"
-        line = refused(local(CORES + 1, *arguments, **environment))
+        line = refused(local(CORES + 1, *arguments, GPUS=gpus))
         assert re.search(rf"is {CORES + 1} but .*{CORES} CPU core\(s\)", line)
 
 
-@pytest.mark.parametrize("wrapper", [*LOCAL, "scripts/run_ddp_slurm.sh"])
-def test_help(run, wrapper):
-    result = run(wrapper, "--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "\nUsage" in result.stdout
-    assert not any(line.startswith(("#", "set ")) for line in result.stdout.splitlines())
+def test_help(run):
+    for wrapper in (*LOCAL, "scripts/run_ddp_slurm.sh"):
+        result = run(wrapper, "--help")
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "\nUsage" in result.stdout and "\nset " not in result.stdout
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,24 +185,24 @@ def test_flags(run):
     import run_train_uniref50_ddp as script
 
     (run.folder / "mine.yaml").write_text("n_iters: 3\n")
-    flags = {  # its short form, a value, and the option of the script
-        "--config": ("-c", str(run.folder / "mine.yaml"), "config"),
-        "--work-dir": ("-w", "out", "output_dir"),
-        "--datafile": ("-d", "mine.fasta", "datafile"),
-        "--project": ("-p", "proteins", "wandb_project"),
-        "--name": ("-n", "a b", "wandb_name"),
-        "--seed": ("-s", "7", "seed"),
-        "--method": ("-m", "simple", "sampling_method"),
+    flags = {  # a value, and the option of the script
+        "--config": (str(run.folder / "mine.yaml"), "config"),
+        "--work-dir": ("out", "output_dir"),
+        "--datafile": ("mine.fasta", "datafile"),
+        "--project": ("proteins", "wandb_project"),
+        "--name": ("a b", "wandb_name"),
+        "--seed": ("7", "seed"),
+        "--method": ("simple", "sampling_method"),
     }
     forms = [[], [], []]
-    for flag, (short, value, _) in flags.items():
+    for flag, (value, _) in flags.items():
         forms[0] += [flag, value]
-        forms[1] += [short, value]
+        forms[1] += [flag[1:3], value]
         forms[2].append(f"{flag}={value}")
     for arguments in forms:
         args = parse_arguments(script, *started(run(UNIREF50, *arguments))["options"])
         assert args.n_iters == 3
-        for flag, (_, value, name) in flags.items():
+        for flag, (value, name) in flags.items():
             assert str(getattr(args, name)) == value, flag
 
 
@@ -255,9 +248,9 @@ def aurora(run):
 
     def call(**environment):
         result = run("scripts/run_dpo_ddp_aurora.sh", **job, **environment)
-        log = run.folder / "logs" / "dpo_ddp_1234567.aurora"
-        assert log.with_suffix(".aurora.err").exists()
-        return result.returncode, records(log.with_suffix(".aurora.out").read_text())
+        logs = run.folder / "logs"
+        assert (logs / "dpo_ddp_1234567.aurora.err").exists()
+        return result.returncode, records((logs / "dpo_ddp_1234567.aurora.out").read_text())
 
     return call
 
