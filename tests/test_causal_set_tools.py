@@ -308,6 +308,7 @@ def test_copies_lie_in_one_part(tmp_path, caplog):
         assert np.array_equal(parts[:10], parts[40:])
         assert np.bincount(parts[10:40]).tolist() == [12, 9, 9]  # the shares are of the originals
     assert f"20 sets are copies, such as {tmp_path}/all.zarr set 0" in caplog.text
+    assert "10 matrices have ones below the diagonal alone, and are read transposed" in caplog.text
 
 
 def test_data_are_read_once(tmp_path, monkeypatch):
