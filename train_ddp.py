@@ -182,7 +182,8 @@ class Batch(NamedTuple):
         return Batch(ids, masks, *tensors, *self[5:])
 
 
-GROUPS = 4  # of a batch: with more there is less padding, but each is a pass through the network
+# Groups of a batch: more of them have less padding, but each is a pass, which a GPU must be told.
+GROUPS = 4 if torch.accelerator.is_available() else 8
 
 
 def make_batch(corpus, vectors, rows, **counts):
