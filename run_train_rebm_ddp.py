@@ -1341,9 +1341,9 @@ class GlobalBatchSampler(DistributedSampler):
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
             raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
-        each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
-        each = f"{each} x {self.accumulation} micro-batches"
-        logging.info(f"  Total batch size: {self.global_batch:,} ({each})")
+        each = self.global_batch / parts
+        text = f"{each:g} per GPU x {self.num_replicas} GPUs x {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({text})")
 
     def __iter__(self):
         for step in itertools.count(self.start):

@@ -182,7 +182,8 @@ class Batch(NamedTuple):
         return Batch(ids, masks, *tensors, *self[5:])
 
 
-# Groups of a batch: more of them have less padding, but each is a pass, which a GPU must be told.
+# Groups of a batch. With more there is less padding, but each is a pass through the network, and a
+# GPU waits until the host has started it.
 GROUPS = 4 if torch.accelerator.is_available() else 8
 
 
@@ -1683,9 +1684,9 @@ class GlobalBatchSampler(DistributedSampler):
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
             raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
-        each = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
-        each = f"{each} x {self.accumulation} micro-batches"
-        logging.info(f"  Total batch size: {self.global_batch:,} ({each})")
+        each = self.global_batch / parts
+        text = f"{each:g} per GPU x {self.num_replicas} GPUs x {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({text})")
 
     def __iter__(self):
         for step in itertools.count(self.start):

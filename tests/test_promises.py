@@ -254,7 +254,8 @@ def test_a_log_that_is_shorter_than_the_checkpoint_says(group, tmp_path):
 
 
 def test_curves(group, tmp_path, monkeypatch):
-    """A panel for each column. None where a run was stopped before its first row."""
+    """A panel for each column, in which lines lead straight from one measured value to the next.
+    None where a run was stopped before its first row."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *more, **options: drawn.append(figure))
     log = script.RunLog(make_args(tmp_path), None)
@@ -263,14 +264,17 @@ def test_curves(group, tmp_path, monkeypatch):
     assert not drawn
 
     log = script.RunLog(make_args(tmp_path), None)
-    for step in (1, 2):
+    log.write({"step": 0, "val/loss": 4.0})
+    for step in (1, 2, 4):
         log.write({"step": step, "loss": 2.0 / step})
-    log.write({"step": 2, "val/loss": 1.2})
-    log.close("finished", steps=2)
+    log.write({"step": 4, "val/loss": 0.0})
+    log.close("finished", steps=4)
     (figure,) = drawn
     lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
     assert lines.keys() == {"loss", "val/loss"}
-    assert lines["loss"].get_xydata()[:2].tolist() == [[1, 2], [2, 1]]
+    assert lines["loss"].get_xydata()[1:3].tolist() == [[1, 2], [2, 1]]
+    steps, values = lines["val/loss"].get_xydata().T
+    assert values.tolist() == (4 - steps).tolist()
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])

@@ -454,6 +454,7 @@ def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_gpus(folder, tmp_pa
         options = ended.summary["args"]
         assert (options["gpu_factor"], options["global_batch_size"]) == (2, 16)
         rates.append(rates_of(output))
+    assert "the run keeps its --global_batch_size 16" in ended.text
     assert rates[0] == pytest.approx([0.01 * script.lr_factor(step, 3, 0) for step in range(3)])
     assert rates[1][3:] == pytest.approx([0.01 * script.lr_factor(s, 5, 0) for s in (3, 4)])
 
