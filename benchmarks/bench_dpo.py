@@ -85,9 +85,8 @@ def port(side, seed, device, precision, batch, every):
         """Of a group of pairs, which have as many residues: inputs of all structures twice; all
         preferred sequences, then the others; and what the reference says of them."""
         parts = [read(i) for i in groups[number]]
-        inputs = [
-            torch.cat(2 * list(some)) for some in zip(*[part[0] for part in parts], strict=True)
-        ]
+        arrays = zip(*[part[0] for part in parts], strict=True)
+        inputs = [torch.cat(2 * list(some)) for some in arrays]
         ids = torch.stack([part[1] for part in parts], 1).flatten(0, 1)
         with torch.no_grad():
             return inputs, ids, log_probability(reference, inputs, ids)
@@ -130,12 +129,11 @@ def prepare(folder, residues):
 def start(folder, residues, side, seed):
     batch, every = SIZES[sides.chosen.device]
     if side in NAMES:
-        where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
-        settings = {"side": side, "seed": seed, **where, "batch": batch, "every": every}
+        settings = {"side": side, "seed": seed, "batch": batch, "every": every}
         return sides.port_job(__file__, side, folder, settings, batch)
     options = f"{OPTIONS} --seed={seed} --batch_size={batch} --log_every={every}"
     return sides.script_job("run_dpo_ddp.py", side, folder, options, batch)
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, seconds=15.0, any_device=True)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, seconds=15.0)

@@ -8,12 +8,10 @@ Sets per second, of whole training steps with their loading: batches of 64 sets 
 elements, one process, the same sets and the same network.
 
 ours         the script. Where an epoch ends, its validation and its checkpoint are measured, too
-in files     torch_geometric's layers, pooling and DataLoader in the loop of the original program
-             (ssciwr/QuantumGrav): AdamW with its defaults, the loss read in each step. A set is a
-             file that is read when it is needed, as there
-in memory    the same at its best: all sets in a list, AdamW fused, no loss read, the C library
-             keeps all memory that was freed. On a GPU four more processes make the batches, in
-             pinned memory (on two cores they take more than they give)
+in memory    torch_geometric's layers, pooling and DataLoader in the loop of the original program
+             (ssciwr/QuantumGrav) at its best: all sets in a list, AdamW fused, no loss read, the C
+             library keeps all memory that was freed. On a GPU four more processes make the
+             batches, in pinned memory (on two cores they take more than they give)
 ready        as in memory, but batches are made only once, and stay on the device: what the loop
              takes without its loader. No training would have the same batches in each epoch
 
@@ -28,7 +26,6 @@ import argparse
 import importlib.util
 import itertools
 import sys
-from pathlib import Path
 
 import numpy as np
 import sides
@@ -47,7 +44,6 @@ WORKS = {
     "1x32": {"features": FEATURES[:2], "hidden_dim": 32, "num_layers": 1, "dropout": 0.3},
 }
 NAMES = {
-    "files": "torch_geometric's loop, sets in files",
     "memory": "torch_geometric's loop, sets in memory",
     "ready": "torch_geometric's loop, batches ready",
 }
@@ -99,54 +95,36 @@ class PortNet(nn.Module):
 
 
 def port(side, network, seed, device, precision):
-    from torch_geometric.data import Data, Dataset
+    from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader
 
     import run_train_quantumgrav_ddp as script
-
-    class Files(Dataset):
-        def len(self):
-            return len(graphs)
-
-        def get(self, i):
-            return torch.load(f"files/{i}.pt", weights_only=False)
 
     graphs = []
     for columns, edges, label in torch.load("sets.pt"):
         # of the script's features these are the first
         x = columns[:, : len(network["features"])].log1p()
         graphs.append(Data(x, edges, y=label))
-    data = graphs
-    if side == "files":
-        Path("files").mkdir(exist_ok=True)
-        for i, graph in enumerate(graphs):
-            torch.save(graph, f"files/{i}.pt")
-        data = Files()
 
     torch.manual_seed(seed)
-    is_best = side != "files"
-    if is_best:
-        sides.keep_freed_memory()
+    sides.keep_freed_memory()
     model = PortNet(**network).to(device)
-    options = {"lr": 1e-3, "weight_decay": 5e-5, "fused": is_best}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=5e-5, fused=True)
     args = argparse.Namespace(precision=precision)
     autocast = script.choose_precision(args, torch.device(device))
     options = {"pin_memory": device == "cuda"}
     if side == "memory" and device == "cuda":
         options.update(num_workers=4, persistent_workers=True)
-    loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, **options)
+    loader = DataLoader(graphs, BATCH, shuffle=True, drop_last=True, **options)
     if side == "ready":
         loader = [batch.to(device) for batch in loader]
     while True:
         for batch in loader:
             if side != "ready":
-                batch = batch.to(device, non_blocking=is_best)
+                batch = batch.to(device, non_blocking=True)
             optimizer.zero_grad()
             with autocast():
                 loss = F.cross_entropy(model(batch), batch.y)
-            if not is_best:
-                loss.item()
             loss.backward()
             optimizer.step()
             sides.note_step(LOG_EVERY)
@@ -176,7 +154,6 @@ def prepare(folder, network):
 def start(folder, network, side, seed):
     if side in NAMES:
         settings = {"side": side, "network": network, "seed": seed}
-        settings.update(device=sides.chosen.device, precision=sides.chosen.precision)
         return sides.port_job(__file__, side, folder, settings, BATCH)
     options = f"{OPTIONS} --seed={seed}"
     for name, value in network.items():
@@ -187,4 +164,4 @@ def start(folder, network, side, seed):
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, any_device=True)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port)

@@ -151,9 +151,8 @@ def port(setting=None, seed=0, options=None, compiled=False, device="cpu", preci
     plain = make_network(setting).to(device)
     average = copy.deepcopy(plain)
     script = load_script()
-    autocast = script.choose_precision(
-        argparse.Namespace(precision=precision), torch.device(device)
-    )
+    args = argparse.Namespace(precision=precision)
+    autocast = script.choose_precision(args, torch.device(device))
     dist.init_process_group("gloo")
     model = torch.compile(plain) if compiled else plain
     model = DistributedDataParallel(model, broadcast_buffers=False)
@@ -204,8 +203,7 @@ def prepare(folder, setting):
 
 def start(folder, setting, side, seed):
     setting = sized(setting)
-    where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
-    settings = {"setting": setting, "seed": seed, "compiled": side == "fast", **where}
+    settings = {"setting": setting, "seed": seed, "compiled": side == "fast"}
     if side not in ("original", "fast"):
         options = f"""{sides.common()} {OPTIONS} --model_type={setting.model} --seed={seed}
             --batch_size={setting.batch} --output_dir=run-{side} --cache_dir=cache-{side}
@@ -217,4 +215,4 @@ def start(folder, setting, side, seed):
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, any_device=True)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port)

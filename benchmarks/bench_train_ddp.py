@@ -162,8 +162,7 @@ def start(folder, phase, side, seed):
     found = sizes()
     amount = found["batch"] * found["processes"]
     if side in NAMES:
-        where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
-        settings = {"side": side, "phase": phase, "seed": seed, **where, **found}
+        settings = {"side": side, "phase": phase, "seed": seed, **found}
         return sides.port_job(__file__, side, folder, settings, amount, found["processes"])
     options = f"""{OPTIONS} --skip_phase{3 - phase} --seed={seed} --batch_size={found["batch"]}
         --log_every={found["every"]}"""
@@ -171,4 +170,4 @@ def start(folder, phase, side, seed):
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, 24.0, any_device=True)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, 24.0)

@@ -12,15 +12,13 @@ processes of one thread each, 4 micro-batches of 16 sequences per process; on a 
 network, one process, batches of 64.
 
 ours      the script: sequences are packed, no token is padding. It averages its weights, too
-padded    rows of 512 tokens, as in the original program; gradients are exchanged and the loss is
-          read in each micro-batch, as there; AdamW not fused
 best      sequences of similar length share a batch, which is padded to its longest; attention by
           scaled_dot_product_attention, AdamW fused, no loss read; gradients are exchanged once in a
           step, without copies of them and without buffers; the C library keeps all memory that was
           freed
 compiled  as best, by torch.compile with dynamic shapes
 
-In the last three residues are drawn at random where they are needed, also on a GPU: to load and to
+In the last two residues are drawn at random where they are needed, also on a GPU: to load and to
 move batches costs them nothing.
 
 Lengths: drawn from a log-normal law whose mean is 286, that of UniRef50.
@@ -37,7 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 UNIT = "real residues/s"
 NAMES = {
-    "padded": "ESM-2, rows of 512",
     "best": "ESM-2, at its best",
     "compiled": "ESM-2, at its best and compiled",
 }
@@ -70,7 +67,7 @@ def residues_seen():
     return np.minimum(draw_lengths(), LENGTH - 2).mean()
 
 
-def micro_batches(is_sorted, batch, seed):
+def micro_batches(batch, seed):
     """For ever, the lengths of the sequences of this rank's next micro-batch."""
     lengths = torch.from_numpy(np.minimum(draw_lengths(), LENGTH - 2))
     generator = torch.Generator().manual_seed(seed)
@@ -80,15 +77,15 @@ def micro_batches(is_sorted, batch, seed):
         order = torch.randperm(len(lengths), generator=generator)
         batches = []
         for part in order.split(50 * together):
-            if is_sorted:
-                part = part[lengths[part].argsort()]
+            part = part[lengths[part].argsort()]
             batches += [rows for rows in part.split(together) if len(rows) == together]
         for i in torch.randperm(len(batches), generator=generator).tolist():
             yield lengths[batches[i][rank::world_size]]
 
 
-def make_rows(lengths, longest, device):
+def make_rows(lengths, device):
     """(tokens with some hidden, labels), each (B, longest); label -100: not asked."""
+    longest = int(lengths.max()) + 2
     lengths = lengths.to(device, non_blocking=True)
     place = torch.arange(longest, device=device)
     ends = lengths[:, None] + 1
@@ -132,34 +129,28 @@ def port(side, seed, device, precision, width, blocks, heads, batch, accum, ever
 
     dist.init_process_group("gloo")
     torch.manual_seed(seed)
-    is_best = side != "padded"
-    if is_best:
-        sides.keep_freed_memory()
+    sides.keep_freed_memory()
     model = make_model(width, blocks, heads).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.01, fused=is_best)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.01, fused=True)
     if side == "compiled":
         model = torch.compile(model, dynamic=True)
     no_sync = contextlib.nullcontext
     if dist.get_world_size() > 1:
-        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False} if is_best else {}
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
         model = DistributedDataParallel(model, **options)
-        no_sync = model.no_sync if is_best else no_sync
+        no_sync = model.no_sync
     args = argparse.Namespace(precision=precision)
     autocast = script.choose_precision(args, torch.device(device))
-    batches = micro_batches(is_best, batch, seed)
+    batches = micro_batches(batch, seed)
     torch.manual_seed(seed + dist.get_rank())
     while True:
         for micro in range(1, accum + 1):
-            lengths = next(batches)
-            longest = int(lengths.max()) + 2 if is_best else LENGTH
-            tokens, labels = make_rows(lengths, longest, device)
+            tokens, labels = make_rows(next(batches), device)
             with no_sync() if micro < accum else contextlib.nullcontext():
                 with autocast():
                     is_real = (tokens != PAD).long()
                     loss = model(tokens, attention_mask=is_real, labels=labels).loss
                 (loss / accum).backward()
-            if not is_best:
-                loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -174,8 +165,7 @@ def start(folder, settings, side, seed):
     found, processes = sizes()
     amount = found["batch"] * found["accum"] * processes * residues_seen()  # of a step
     if side in NAMES:
-        where = {"device": sides.chosen.device, "precision": sides.chosen.precision}
-        settings = {"side": side, "seed": seed, **where, **found}
+        settings = {"side": side, "seed": seed, **found}
         return sides.port_job(__file__, side, folder, settings, amount, processes)
     options = f"""--hidden_size={found["width"]} --n_blocks_prot={found["blocks"]}
         --n_heads={found["heads"]} --dropout=0.1 --max_protein_len={LENGTH}
@@ -187,4 +177,4 @@ def start(folder, settings, side, seed):
 
 
 if __name__ == "__main__":
-    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, 24.0, any_device=True)
+    sides.run(__doc__, UNIT, WORKS, NAMES, prepare, start, port, 24.0)

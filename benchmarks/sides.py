@@ -206,7 +206,8 @@ def script_job(script, name, folder, options, amount=1, processes=1):
 
 
 def port_job(file, name, folder, settings, amount, processes=1):
-    """port(**settings) of the program `file` of this folder."""
+    """port(device, precision, **settings) of the program `file` of this folder."""
+    settings = {"device": chosen.device, "precision": chosen.precision, **settings}
     command = [home(name) / "benchmarks" / Path(file).name, f"--port={json.dumps(settings)}"]
     return Job(command, folder / f"run-{name}", amount, processes)
 
@@ -277,11 +278,10 @@ def spread(values):
     return f"{middle:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
-def run(doc, unit, works, names, prepare, start, port, seconds=12.0, any_device=False):
+def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
     """A benchmark. works: {name: its settings}; names: {side: what the table calls it} of all but
     ours. Before a work prepare(folder, settings) makes its data, and start(folder, settings, side,
-    seed) returns the job of a side. In a run of a port (each rank) it is port(**settings).
-    any_device: the ports heed chosen.device and chosen.precision."""
+    seed) returns the job of a side. In a run of a port (each rank) it is port(**settings)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     add = parser.add_argument
@@ -298,8 +298,6 @@ def run(doc, unit, works, names, prepare, start, port, seconds=12.0, any_device=
     if args.port is not None:
         port(**args.port)
         return
-    if not any_device and (args.device, args.precision) != ("cpu", "fp32"):
-        parser.error("this benchmark runs on a CPU in fp32 only")
     names = {side: names[side] for side in args.sides}
     if args.beside:
         args.beside = args.beside.resolve()
