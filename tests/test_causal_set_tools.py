@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from helpers import call_script, import_tool, parse_arguments
 from runs import Run
 
@@ -301,6 +302,9 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
     (tmp_path / "text.pt").write_text("no network")
     (tmp_path / "there.csv").touch()
     best = trained / "best.pt"
+    state = torch.load(best, weights_only=True)
+    state["args"]["data_hash"] = "of other data"
+    torch.save(state, tmp_path / "changed.pt")
     wrong = {
         "text.pt: expected best.pt or latest.pt of": [tmp_path / "text.pt", new],
         "there.csv: expected a new file": [best, new, "--out", tmp_path / "there.csv"],
@@ -309,6 +313,7 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
         "knows 3, 7, but not 10": [best, other, "--labels", "kind"],
         "bad.npz: set 0: kind is 0.5": [best, bad, "--labels", "kind"],
         "transposed.npz: the network was trained on it": [best, stores["transposed.npz"]],
+        "changed since the network was trained": [tmp_path / "changed.pt"],
         "a copy of what": [best, stores["gaps.zarr"], new],
     }
     for text, words in wrong.items():

@@ -63,7 +63,7 @@ def own_sets(options):
     """The test sets of the run: (data, the numbers of the sets, (source, name) of each)"""
     source = " ".join(options.data)
     data = script.CausalSets(script.prepare(options), options)
-    if data.hash != options.data_hash:
+    if data.hash.split()[0] != options.data_hash.split()[0]:
         raise InputError(f"{source}: it has changed since the network was trained on it")
     ids = data.part("test")
     return data, ids, [(source, i) for i in ids]
