@@ -30,11 +30,10 @@ for number in range(SETS):
     draws = np.random.default_rng(number)
     name = "layered" if number % 2 else "mink2"
     ORDERS.append(make.make_order(name, draws, int(draws.integers(10, 15))))
-MATRICES = np.array([np.pad(order, (0, 15 - len(order))) for order in ORDERS])
+MATRICES = np.array([np.pad(order, (0, 15 - len(order))) for order in ORDERS])  # bool
 LINKS = np.array([script.links_of(matrix) for matrix in MATRICES])
 SIZES = np.array([len(order) for order in ORDERS])
-MATRIX = "adjacency_matrix"
-ALL = {MATRIX: MATRICES.astype(np.uint8), "atomcount": SIZES, "kind": KIND, "flat": FLAT}
+ALL = {"adjacency_matrix": MATRICES, "atomcount": SIZES, "kind": KIND, "flat": FLAT}
 BAD = np.ones((10, 10), np.uint8)  # a cycle
 
 
@@ -79,11 +78,10 @@ def stores(tmp_path_factory):
     more = {name: np.concatenate([array, array[:3]]) for name, array in ALL.items()}
     more["cset_size"] = more.pop("atomcount").astype(float)
     write(folder / "more.zarr", 3, **more, atomcount=None, num_samples=np.array([SETS]))
-    within = write(folder / "without_suffix" / "all", **{MATRIX: None, "link_matrix": LINKS}).parent
-    (within / "README").write_text("another file")
-    unknown = within / "all" / "not_needed"
-    unknown.mkdir()
-    (unknown / ".zarray").write_text("no array that zarr can open")
+    within = write(folder / "no_suffix" / "all", adjacency_matrix=None, link_matrix=LINKS)
+    (within.parent / "README").write_text("another file")
+    (within / "not_needed").mkdir()
+    (within / "not_needed" / ".zarray").write_text("no array that zarr can open")
     write(folder / "transposed.npz", adjacency_matrix=MATRICES.transpose(0, 2, 1))
     return {path.name: path for path in folder.iterdir()}
 
