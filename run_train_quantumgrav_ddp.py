@@ -628,7 +628,7 @@ def save_predictions(args, data, ids, logp):
             labels=range(len(names)),
             display_labels=[name.replace("$", r"\$") for name in names],  # no formula
             normalize="true",
-            include_values=len(names) <= 30,  # more numbers take minutes, and nobody reads them
+            include_values=len(names) <= 30,  # more are slow to draw, and nobody reads them
             xticks_rotation="vertical",
         )
         plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
