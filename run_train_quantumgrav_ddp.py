@@ -21,12 +21,11 @@ tasks), grad_norm (before clipping), skipped (steps whose gradient was not finit
 data_wait (share of the time). After every epoch: val/loss, and val/TASK/... loss, accuracy,
 f1_macro, f1_weighted, ece (calibration error in 15 bins).
 
-Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end predictions.npz
-and confusion_TASK.png (of the test set), summary.json, curves.png. The same command, given again,
-goes on from latest.pt.
+Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end summary.json, curves.png, and
+of the test set predictions.npz and confusion_TASK.png. The same command goes on from latest.pt.
 
 Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
-that only rank 0 does. The task comes first, then the reading of files, then what all scripts share.
+that only rank 0 does.
 """
 
 # /// script
@@ -115,8 +114,6 @@ def parse_args():
     add_common_arguments(parser, output_dir="outputs/quantumgrav", batch_size=64, precision="fp32")
     args = parse_with_config(parser)
 
-    if len(set(args.tasks)) < len(args.tasks):
-        parser.error("--tasks: one is given twice")
     metrics = ["loss"]
     for task in args.tasks:
         metrics += [f"{task}/{name}" for name in METRICS]
@@ -631,19 +628,10 @@ def save_predictions(args, data, ids, logp):
             labels=range(len(names)),
             display_labels=[name.replace("$", r"\$") for name in names],  # no formula
             normalize="true",
-            include_values=len(names) <= 30,  # more numbers take minutes, and nobody reads them
+            include_values=len(names) <= 30,  # more are slow to draw, and nobody reads them
             xticks_rotation="vertical",
         )
         plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
-
-
-def test(args, device, data, model):
-    """Metrics of the best weights on the test set, and baselines. (all ranks)"""
-    best = Path(args.output_dir) / "best.pt"
-    model.load_state_dict(on_rank0(torch.load, best, "cpu")["model"])
-    ids = data.part("test")
-    metrics, logp = evaluate(model, data, ids, args, device)
-    return metrics, on_rank0(report, args, data, ids, metrics, logp)
 
 
 def main(args):
@@ -675,7 +663,11 @@ def main(args):
     logging.info("Starting testing phase...")
     for stop in STOP_SIGNALS:  # all is saved: from here on they end the process
         signal.signal(stop, signal.SIG_DFL)
-    metrics, baselines = test(args, device, data, model)
+    best = Path(args.output_dir) / "best.pt"
+    model.load_state_dict(on_rank0(torch.load, best, "cpu")["model"])
+    ids = data.part("test")
+    metrics, logp = evaluate(model, data, ids, args, device)
+    baselines = on_rank0(report, args, data, ids, metrics, logp)
     log.close("finished", **figures, test=metrics, baselines=baselines)
     logging.info("Training and testing completed successfully!")
     return 0
@@ -689,7 +681,7 @@ ADJACENCY = ["adjacency_matrix", "adj"]  # all related pairs
 LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
 SIZES = ["atomcount", "cset_size"]
 COUNTS = ["num_samples", "num_causal_sets"]  # how many sets of a larger store are there
-READER = 7  # raise it when you change what is read or kept: else an old cache is used
+READER = 8  # raise it when you change what is read or kept: else an old cache is used
 
 
 def choose(arrays, *names):
@@ -726,12 +718,7 @@ def read_sets(path, tasks):
     path is an .npz file or a zarr store whose arrays hold all sets, counted by the first axis, in
     the store itself or in a group; or a zarr store with a group for each set."""
     if path.is_file():
-        try:
-            arrays = dict(np.load(path))
-        except ValueError:
-            text = "pad matrices of different sizes with zeros, and give atomcount"
-            raise ValueError(f"no .npz file, or one with arrays of objects: {text}") from None
-        yield from read_flat(arrays, tasks)
+        yield from read_flat(np.load(path), tasks)
         return
     groups = [group for group in path.glob("cset_*") if group.name[5:].isdigit()]
     lost = []
@@ -917,6 +904,12 @@ def find_copies(sets):
     return original
 
 
+def hash_of_orders(arrays):
+    digest = hashlib.sha256(arrays["features"])
+    digest.update(arrays["past"])
+    return digest.hexdigest()[:12]
+
+
 def classes_of(values):
     """(labels (sets,), -1 where there is none; the names of the classes) of the values of a task"""
     known = {value for value in values if value != "" and (isinstance(value, str) or value >= 0)}
@@ -956,7 +949,8 @@ def write_sets(folder, args):
     for name, array in sorted(arrays.items()):
         np.save(folder / f"{name}.npy", array)
         digest.update(array)
-    meta = {"classes": classes, "hash": digest.hexdigest()[:12]}
+    # the second one is of the sets alone, whatever their labels and the names of their files
+    meta = {"classes": classes, "hash": f"{digest.hexdigest()[:12]} {hash_of_orders(arrays)}"}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
@@ -965,10 +959,8 @@ def prepare(args):
     key = [READER, args.tasks, args.skip_bad_data]
     for path in map(Path, args.data):
         if not path.exists():
-            raise InputError(
-                f"--data {path}: no such file or store (tools/make_causal_sets.py "
-                "makes the default)"
-            )
+            text = "is not there (tools/make_causal_sets.py makes the default)"
+            raise InputError(f"--data {path}: {text}")
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         stats = [file.stat() for file in files]
         key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])

@@ -3,7 +3,6 @@
 import copy
 import math
 import os
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -33,91 +32,60 @@ def load(path, *options):
     return script.CausalSets(script.prepare(args), args)
 
 
-# --------------------------------------------------------------------------------------------------
-# Network
-
-
-def edges_of(batch):
-    """(E, 2): each link, the earlier element first. Both directions of a batch must hold it."""
-    elements = np.arange(len(batch.features))
-    ends = np.repeat(elements, np.diff(batch.past_ptr))
-    edges = np.stack([batch.past.numpy(), ends], axis=1)
-    begins = np.repeat(elements, np.diff(batch.future_ptr))
-    again = np.stack([begins, batch.future.numpy()], axis=1)
-    assert sorted(edges.tolist()) == sorted(again.tolist())
-    return edges
-
-
-def public_network(model, args, batch):
-    """What `model`, in float64, makes of a batch, with the messages of torch_geometric."""
-    SimpleConv = pytest.importorskip("torch_geometric.nn").SimpleConv
-    x = batch.features.double()
-    edges = torch.from_numpy(edges_of(batch).T)
+def with_matrices(model, args, order):
+    """The logits of one set, in float64: sums over neighbours are products with its links."""
+    x = torch.from_numpy(script.describe(order)["features"][:, :4]).double().log1p()
+    links = torch.from_numpy(script.links_of(order)).double()
     for layer in model.layers:
         parts = [x]
         if args.messages != "none":
-            conv = SimpleConv(aggr=args.messages)
-            parts = [conv(x, edges), conv(x, edges.flip(0)), x]
+            parts = [links.T @ x, links @ x, x]
+        if args.messages == "mean":
+            parts[0] = parts[0] / links.sum(0).clamp(min=1)[:, None]
+            parts[1] = parts[1] / links.sum(1).clamp(min=1)[:, None]
         x = layer.norm(layer.linear(torch.cat(parts, dim=1))).relu() + layer.skip(x)
-
-    pooled = []
-    for rows in x.split(batch.sizes.tolist()):
-        size = torch.tensor([math.log(len(rows))])
-        pooled.append(torch.cat([rows.mean(0), rows.amax(0), rows.sum(0), size]))
-    x = model.norm(torch.stack(pooled))
-    return {task: head(x) for task, head in zip(CLASSES, model.heads, strict=True)}
+    size = torch.tensor([math.log(len(x))])
+    pooled = model.norm(torch.cat([x.mean(0), x.amax(0), x.sum(0), size]))
+    return [head(pooled) for head in model.heads]
 
 
 @pytest.mark.parametrize("messages", ["mean", "sum", "none"])
-def test_network_and_gradient_against_a_public_one(data, messages):
-    """Sets do not see each other. Elements that tie share the gradient of a maximum, as those of
-    torch.amax do."""
+def test_network_and_gradient_set_by_set(causal_sets, data, messages):
+    """Of a batch of any sets in any order, one of them twice. Elements that tie share the gradient
+    of a maximum, as those of torch.amax do."""
     args = arguments(*SMALL, f"--messages={messages}")
     torch.manual_seed(0)
     model = script.CausalSetNet(args, CLASSES)
     with torch.no_grad():
         for p in model.parameters():  # norms and biases are not what they start as
             p.add_(0.1 * torch.randn(p.shape))
-    public = copy.deepcopy(model).double()
+    plain = copy.deepcopy(model).double()
 
-    batch = data[0, np.array([4, 40, 11, 0, 23]), np.arange(5)]
-    found = model(batch)
-    expected = public_network(public, args, batch)
-    for task, logits in expected.items():
-        assert torch.allclose(found[task].double(), logits, rtol=1e-4, atol=1e-4)
-        gradient = torch.randn(logits.shape)
-        found[task].backward(gradient, retain_graph=True)
-        logits.backward(gradient.double(), retain_graph=True)
-    for p, q in zip(model.parameters(), public.parameters(), strict=True):
+    raw = np.load(causal_sets)
+    ids = np.array([5, 100, 7, 239, 7])
+    found = model(data[0, ids, np.arange(5)])
+    for row, i in enumerate(ids):
+        n = raw["atomcount"][i]
+        order = raw["adjacency_matrix"][i, :n, :n].astype(bool)
+        for task, logits in zip(CLASSES, with_matrices(plain, args, order), strict=True):
+            assert torch.allclose(found[task][row].double(), logits, rtol=1e-4, atol=1e-4)
+            gradient = torch.randn(logits.shape)
+            found[task][row].backward(gradient, retain_graph=True)
+            logits.backward(gradient.double(), retain_graph=True)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(p.grad.double(), q.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_dropout():
-    """In training alone."""
-    layer = script.MessageLayer(4, arguments(*SMALL, "--messages=none", "--dropout=0.5"))
-    x = torch.randn(50, 4)
-    assert 0.4 < (layer(x, None) == 0).float().mean() < 0.6
-    assert (layer.eval()(x, None) == 0).float().mean() == 0
-
-
 def test_shares_of_the_loss_add_up_to_the_mean():
-    """With missing labels; and so do their gradients."""
-    torch.manual_seed(0)
     labels = torch.randint(-1, 3, (11, 2))
     labels[3:8, 1] = -1  # a whole part may have no label of a task
-    logits = [torch.randn(11, k, dtype=torch.float64, requires_grad=True) for k in (3, 4)]
+    logits = [torch.randn(11, k) for k in (3, 4)]
     losses = [F.cross_entropy(logits[i], labels[:, i], ignore_index=-1) for i in range(2)]
-    expected = torch.autograd.grad(sum(losses), logits)
-
     total = 0.0
     for rows in torch.arange(11).tensor_split(5):
         batch = SimpleNamespace(labels=labels[rows], counts=(labels >= 0).sum(0))
-        share = script.share_of_loss({"a": logits[0][rows], "b": logits[1][rows]}, batch)
-        share.backward()
-        total += share.item()
-    assert total == pytest.approx(sum(losses).item(), abs=1e-12)
-    for x, gradient in zip(logits, expected, strict=True):
-        assert torch.allclose(x.grad, gradient, atol=1e-12)
+        total += script.share_of_loss({"a": logits[0][rows], "b": logits[1][rows]}, batch)
+    assert total.item() == pytest.approx(sum(losses).item(), abs=1e-5)
 
 
 def test_metrics_by_hand():
@@ -133,62 +101,51 @@ def test_metrics_by_hand():
 
 
 def test_evaluation(data, group):
-    """Each set once. The loss is the sum of the tasks' means over the sets that have a label."""
+    """Each set once, without dropout. The loss is the sum of the tasks' means over the sets that
+    have a label."""
     ids = data.part("train")[::-1].copy()
     labels = torch.from_numpy(data.labels[ids])
     assert (labels[:, 1] < 0).any()
-    model = script.CausalSetNet(arguments(*SMALL), CLASSES)
+    model = script.CausalSetNet(arguments(*SMALL, "--dropout=0.5"), CLASSES)
+    whole = data[0, ids, np.arange(len(ids))]
+    outputs = model.eval()(whole)
+    assert not torch.allclose(model.train()(whole)["cls"], outputs["cls"])
     seen = []
     model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0].sizes)))
-    with torch.no_grad():
-        outputs = model(data[0, ids, np.arange(len(ids))])
-    pairs = zip(outputs.values(), labels.T, strict=True)
-    losses = [F.cross_entropy(x, known, ignore_index=-1).item() for x, known in pairs]
-    seen.clear()
     metrics, logp = script.evaluate(model, data, ids, arguments("--batch_size=7"), CPU)
+    assert model.training
     assert max(seen) == 7 and sum(seen) == len(ids)
-    for task, output in outputs.items():
-        assert np.allclose(logp[task], output.log_softmax(1), rtol=0, atol=1e-5)
+    losses = []
+    for (task, output), own in zip(outputs.items(), labels.T, strict=True):
+        assert np.allclose(logp[task], output.log_softmax(1).detach(), rtol=0, atol=1e-5)
+        losses.append(F.cross_entropy(output, own, ignore_index=-1).item())
     assert metrics["loss"] == pytest.approx(sum(losses), abs=1e-5)
     assert metrics["dim/loss"] == pytest.approx(losses[1], abs=1e-5)
-    known = data.labels[ids, 1] >= 0
-    guess = logp["dim"].argmax(1)
-    assert metrics["dim/accuracy"] == (guess == data.labels[ids, 1])[known].mean()
 
 
-TWO = "--stop_metrics loss cls/f1_macro"
 PATIENCE = {  # options of early stopping, as in the original; metrics until the epoch that ends it
-    "--stop_metrics loss --patience 2": [[5], [4], [4], [3], [3], [3]],
-    "--stop_metrics loss --patience 2 --grace 4": [[5], [5], [5], [5], [5], [5]],
-    "--stop_metrics cls/f1_macro --patience 1 --delta 1": [[1], [3], [6], [7]],
-    "--stop_metrics cls/f1_macro --patience 2": [[1], [math.nan], [2], [math.nan], [2]],
-    f"{TWO} --patience 2": [[5, 1], [5, 2], [5, 2], [4, 2], [4, 2], [4, 2]],
+    "loss --patience 2": [[5], [4], [4], [3], [3], [3]],
+    "loss --patience 2 --grace 4": [[5], [5], [5], [5], [5], [5]],
+    "cls/f1_macro --patience 1 --delta 1": [[1], [3], [6], [7]],
+    "loss cls/f1_macro --patience 2": [[5, 1], [6, 2], [5, 2], [5, 2]],
     # one metric that gets better alone keeps its old best value: then 4 is better than 5, too
-    f"{TWO} --patience 2 --stop_mode all": [[5, 1], [3, 1], [4, 2], [3, 2], [2, 2]],
+    "loss cls/f1_macro --patience 2 --stop_mode all": [[5, 1], [3, 1], [4, 2], [3, 2], [2, 2]],
 }
 
 
 @pytest.mark.parametrize(("options", "epochs"), PATIENCE.items())
 def test_patience(options, epochs):
-    args = arguments(*options.split())
-    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0}
-    for epoch, values in enumerate(epochs):
+    """The best epoch needs no --delta: weights that are better by less are better still."""
+    args = arguments("--stop_metrics", *options.split())
+    loop = {"best_values": {}, "best": {}, "waited": 0}
+    for loop["step"], values in enumerate(epochs):
         assert not script.is_stopped_early(loop, args)
-        script.note_epoch(loop, dict(zip(args.stop_metrics, values, strict=True)), epoch, args)
+        metrics = dict(zip(args.stop_metrics, values, strict=True))
+        script.note_epoch(loop, metrics, loop["step"], args)
     assert script.is_stopped_early(loop, args)
-
-
-def test_the_best_epoch_needs_no_delta():
-    """--delta is for patience: weights that are better by less are better still. Without patience
-    nothing stops."""
-    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0}
-    args = arguments("--delta=0.5", "--stop_metrics", "cls/f1_macro", "loss")
-    scores = [(0.1, True), (0.2, True), (0.15, False), (math.nan, False)]
-    for loop["step"], (score, is_best) in enumerate(scores, start=1):
-        metrics = {"loss": 1.0, "cls/f1_macro": score}
-        assert script.note_epoch(loop, metrics, loop["step"], args) == is_best
-    assert loop["best"] == {"metric": "cls/f1_macro", "value": 0.2, "step": 2}
-    assert not script.is_stopped_early(loop, args)
+    values = [row[0] for row in epochs]
+    best = min(values) if args.stop_metrics[0] == "loss" else max(values)
+    assert loop["best"]["step"] == values.index(best)
 
 
 def test_learning_rates():
@@ -200,37 +157,7 @@ def test_learning_rates():
     fall = [0.5 + 0.5 * math.cos(math.pi * i / 3) for i in range(3)]
     assert factors(6, 0.5) == pytest.approx(rise + fall)
     assert factors(3, 0) == pytest.approx(fall)
-    for steps in (1, 2, 50):
-        assert all(0 < factor <= 1 for factor in factors(steps, 0.3) + factors(steps, 1))
-
-
-# --------------------------------------------------------------------------------------------------
-# Data
-
-
-def test_a_batch_against_its_sets_one_by_one(causal_sets, data):
-    """Any sets in any order, one of them twice; the edges are the links of the file's orders."""
-    raw = np.load(causal_sets)
-    whole = np.array([5, 100, 7, 239, 7, *range(20, 60)])
-    batch = data[0, whole, np.arange(5)]
-    first = 0
-    features = []
-    edges = []
-    for i in whole[:5]:
-        n = raw["atomcount"][i]
-        order = raw["adjacency_matrix"][i, :n, :n].astype(bool)
-        features.append(np.log1p(script.describe(order)["features"][:, :4]))
-        edges.append(np.argwhere(script.links_of(order)) + first)
-        first += n
-
-    assert np.allclose(batch.features, np.concatenate(features))
-    assert sorted(edges_of(batch).tolist()) == sorted(np.concatenate(edges).tolist())
-    assert batch.sizes.tolist() == [len(rows) for rows in features]
-    names = np.array(data.classes["cls"])
-    assert names[batch.labels[:, 0]].tolist() == raw["cls"][whole[:5]].tolist()
-    dims = [2, 3, 4, -1]
-    assert [dims[i] for i in batch.labels[:, 1]] == raw["dim"][whole[:5]].tolist()
-    assert batch.counts.tolist() == [45, (raw["dim"][whole] > 0).sum()]
+    assert factors(3, 1) == pytest.approx(rise)
 
 
 def test_the_split():
@@ -238,9 +165,8 @@ def test_the_split():
     first = np.arange(101)
     split = script.split_sets(first, [0.75, 0.1, 0.15], 0)
     assert np.bincount(split).tolist() == [76, 10, 15]
-    assert np.array_equal(split, script.split_sets(first, [0.75, 0.1, 0.15], 0))
     assert not np.array_equal(split, script.split_sets(first, [0.75, 0.1, 0.15], 1))
-    for shares in ([0.9, 0.1, 0.1], [1, 0, 0], [0.98, 0.015, 0.005]):
+    for shares in ([0.9, 0.1, 0.1], [0.98, 0.015, 0.005]):
         with pytest.raises(script.InputError, match="--split"):
             script.split_sets(first, shares, 0)
 
@@ -303,25 +229,22 @@ def run(path, out, *options, **more):
 def test_a_run_learns_and_says_so(causal_sets, tmp_path):
     """Better than the commonest class; the figures are those of the predictions."""
     out = tmp_path / "out"
-    run(causal_sets, out, "--num_epochs=20", "--lr=1e-2", "--batch_size=15", "--seed=0")
+    run(causal_sets, out, "--num_epochs=10", "--lr=1e-2", "--batch_size=15", "--seed=0")
     summary = Run(out).summary
     data = load(causal_sets)
-    baselines = script.measure_baselines(data)
-    assert summary["baselines"] == baselines
+    assert summary["baselines"] == script.measure_baselines(data)
     found = summary["test"]
-    assert found["cls/accuracy"] > baselines["cls"]["majority"] + 0.1
+    assert found["cls/accuracy"] > summary["baselines"]["cls"]["majority"] + 0.1
 
     predictions = np.load(out / "predictions.npz")
     ids = data.part("test")
-    labels = data.labels[ids]
+    labels = data.labels[ids, 0]
     assert np.array_equal(predictions["ids"], ids)
-    assert np.array_equal(predictions["labels"], labels)
+    assert np.array_equal(predictions["labels"][:, 0], labels)
     logp = predictions["logp_cls"]
     assert np.allclose(np.exp(logp).sum(1), 1)
-    assert found["cls/accuracy"] == (logp.argmax(1) == labels[:, 0]).mean()
-    assert found["loss"] == pytest.approx(-logp[np.arange(len(logp)), labels[:, 0]].mean())
-    for name in ("curves.png", "confusion_cls.png"):
-        assert (out / name).read_bytes()[1:4] == b"PNG"
+    assert found["cls/accuracy"] == (logp.argmax(1) == labels).mean()
+    assert found["loss"] == pytest.approx(-logp[np.arange(len(logp)), labels].mean())
 
 
 def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path):
@@ -332,7 +255,7 @@ def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path)
     assert "no gain in 2 epochs" in said
     for task in ("cls", "dim"):
         assert f"WARNING: {task}: the network is worse than what needs no network" in said
-    assert (tmp_path / "out" / "confusion_dim.png").exists()
+        assert (tmp_path / "out" / f"confusion_{task}.png").exists()
     summary = Run(tmp_path / "out").summary
     assert summary["steps"] == 3 * (180 // 64) and summary["best"]["step"] == 180 // 64
 
@@ -343,12 +266,9 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(causal_sets, tmp_path)
     assert not (tmp_path / "out" / "best.pt").exists()
 
 
-def test_confusion_of_odd_and_of_many_classes(tmp_path):
-    """A class may look like a formula. Numbers in 100 x 100 cells would take minutes."""
+def test_confusion_of_a_class_that_looks_like_a_formula(tmp_path):
     labels = np.zeros((9, 1), np.int64)
-    many = SimpleNamespace(classes={"cls": ["$\\fracx$", *map(str, range(99))]}, labels=labels)
-    logp = {"cls": np.tile(np.arange(100.0), (9, 1))}
-    began = time.process_time()
-    script.save_predictions(arguments(f"--output_dir={tmp_path}"), many, labels[:, 0], logp)
-    assert (tmp_path / "confusion_cls.png").stat().st_size > 10_000
-    assert time.process_time() - began < 20
+    sets = SimpleNamespace(classes={"cls": ["$\\fracx$", "b"]}, labels=labels)
+    args = arguments(f"--output_dir={tmp_path}")
+    script.save_predictions(args, sets, labels[:, 0], {"cls": np.zeros((9, 2))})
+    assert (tmp_path / "confusion_cls.png").exists()

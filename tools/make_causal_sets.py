@@ -61,11 +61,8 @@ def ordering_fraction(order):
 
 
 def sprinkle(rng, n, dim):
-    """The order of n uniform points of a causal diamond in `dim`-dimensional Minkowski space.
-
-    The diamond has height 2. At time t it is a ball of radius 1 - |t|, so that its volume beyond
-    radius r is proportional to r^dim, and 1 - |t| is distributed as U^(1/dim).
-    """
+    """The order of n uniform points of a causal diamond of height 2 in `dim`-dimensional Minkowski
+    space. At time t it is a ball of radius 1 - |t|: so 1 - |t| is distributed as U^(1/dim)."""
     radius = rng.random(n) ** (1 / dim)
     time = (1 - radius) * rng.choice([-1.0, 1.0], n)
     place = rng.standard_normal((n, dim - 1))
@@ -83,8 +80,7 @@ def percolate(rng, n, fraction):
     """Transitive percolation with about this ordering fraction: the closure of pairs that are drawn
     with probability p. Of the same draws a larger p relates more pairs, so we find p by halving."""
     draws = np.ones((n, n))  # never drawn
-    pairs = np.triu_indices(n, 1)
-    draws[pairs] = rng.random(len(pairs[0]))
+    draws[np.triu_indices(n, 1)] = rng.random(n * (n - 1) // 2)
     tried = []  # the last one need not be the closest
     p = 0.5
     for halving in range(2, 16):
@@ -118,31 +114,29 @@ def make_set(args, i):
     kind = args.kinds[i % len(args.kinds)]
     rng = np.random.default_rng([args.seed, i])
     n = int(rng.integers(args.min_size, args.max_size + 1))
-    order = make_order(kind, rng, n)
-    while not order.any():  # the script takes a set without any pair for a damaged one
+    while True:
         order = make_order(kind, rng, n)
-    return order, kind
+        if order.any():  # the script takes a set without any pair for a damaged one
+            return order, kind
 
 
 def main(words=None):
     args = parse_args(words)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     matrices = np.zeros((args.samples, args.max_size, args.max_size), np.uint8)
-    sizes = np.zeros(args.samples, np.int64)
+    sizes = []
     kinds = []
     with ProcessPoolExecutor(args.workers) as pool:
         sets = pool.map(functools.partial(make_set, args), range(args.samples), chunksize=100)
         for i, (order, kind) in enumerate(tqdm(sets, total=args.samples, disable=None)):
-            sizes[i] = len(order)
+            sizes.append(len(order))
             matrices[i, : len(order), : len(order)] = order
             kinds.append(kind)
-    dim = [SPRINKLINGS.get(kind, -1) for kind in kinds]
-    manifold = [int(kind in SPRINKLINGS) for kind in kinds]
-    labels = {"cls": kinds, "dim": dim, "manifold": manifold}
-
-    # --out is there whole, or not at all
-    unfinished = args.out.with_suffix(".tmp.npz")
-    np.savez_compressed(unfinished, adjacency_matrix=matrices, atomcount=sizes, **labels)
+    arrays = {"adjacency_matrix": matrices, "atomcount": sizes, "cls": kinds}
+    arrays["dim"] = [SPRINKLINGS.get(kind, -1) for kind in kinds]
+    arrays["manifold"] = [int(kind in SPRINKLINGS) for kind in kinds]
+    unfinished = args.out.with_suffix(".tmp.npz")  # --out is there whole, or not at all
+    np.savez_compressed(unfinished, **arrays)
     unfinished.rename(args.out)
     print(f"{args.out}: {args.samples} sets")
 

@@ -38,10 +38,8 @@ def parse_args():
     add("--skip_bad_data", action="store_true", help="leave out damaged sets of SETS")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
-    if args.out.exists():
-        parser.error(f"{args.out} exists: give another --out")
+    if args.out.exists() or not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: expected a new file, in a folder that is there")
     if not args.sets and (args.labels or args.skip_bad_data):
         parser.error("--labels and --skip_bad_data are of SETS, and none are given")
     return args
@@ -65,7 +63,7 @@ def own_sets(options):
     """The test sets of the run: (data, the numbers of the sets, (source, name) of each)"""
     source = " ".join(options.data)
     data = script.CausalSets(script.prepare(options), options)
-    if data.hash != options.data_hash:
+    if data.hash.split()[0] != options.data_hash.split()[0]:
         raise InputError(f"{source}: it has changed since the network was trained on it")
     ids = data.part("test")
     return data, ids, [(source, i) for i in ids]
@@ -92,26 +90,30 @@ def new_sets(args, options, classes):
     for path in args.sets:
         if path.resolve() in used:
             raise InputError(f"{path}: the network was trained on it; without SETS: its test sets")
+    source = " ".join(map(str, args.sets))
     sets, values, origins, bad = script.read_all(args.sets, args.labels)
-    if bad and not args.skip_bad_data:
-        text = f"{len(bad)} sets are bad (--skip_bad_data leaves them out):"
-        raise InputError(text + script.list_problems(bad))
     if bad:
-        print(f"{len(bad)} bad sets are left out:{script.list_problems(bad)}")
+        text = f"{len(bad)} sets are bad (--skip_bad_data leaves them out):"
+        if not args.skip_bad_data:
+            raise InputError(text + script.list_problems(bad))
+        print(text + script.list_problems(bad))
     if not sets:
-        raise InputError(f"no sets in {' '.join(map(str, args.sets))}")
-
+        raise InputError(f"{source}: no sets")
     labels = np.full((len(sets), len(classes)), -1)
+    data = NewSets(sets, labels, classes, options.features)
+    if script.hash_of_orders(vars(data)) in options.data_hash:
+        raise InputError(f"{source}: a copy of what the network was trained on")
+
     for label, column in zip(args.labels, zip(*values, strict=True), strict=True):
         own, names = script.classes_of(column)
-        for name in names:
-            if name not in classes[label]:
-                known = ", ".join(classes[label])
-                raise InputError(f"{label}: the network knows {known}, but not {name}")
+        unknown = set(names) - set(classes[label])
+        if unknown:
+            known = ", ".join(classes[label])
+            raise InputError(f"{label}: the network knows {known}, but not {min(unknown)}")
         numbers = [classes[label].index(name) for name in names]
         # a set without a label has number -1 also in `own`, and finds the last entry
         labels[:, list(classes).index(label)] = np.array([*numbers, -1])[own]
-    return NewSets(sets, labels, classes, options.features), np.arange(len(sets)), origins
+    return data, np.arange(len(sets)), origins
 
 
 def report(out, origins, logp, labels, classes):
