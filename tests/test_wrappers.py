@@ -126,6 +126,11 @@ def test_count(local):
         assert f"{CORES} CPU core(s)" in refused(local(CORES + 1, *arguments, GPUS="99"))
 
 
+def test_help(run):
+    for wrapper in (*LOCAL, "scripts/run_ddp_slurm.sh"):
+        assert "\nUsage" in run(wrapper, "--help").stdout
+
+
 # --------------------------------------------------------------------------------------------------
 # What each has of its own
 
