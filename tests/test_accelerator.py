@@ -172,9 +172,8 @@ METHODS = ["tolist", "numpy", "cpu", "__array__"]  # no operations, where a tens
 
 
 @contextlib.contextmanager
-def counted_reads(file):
-    """{"function: what": times} of the functions in a file."""
-    found = Counter()
+def counted_reads(file, found):
+    """Adds to found["function: what"] for the functions in a file."""
     # what is not part of every step may wait (the start, checkpoints, validation), and so may what
     # works on the CPU: it makes the next batch, and sends what is no tensor
     allowed = {"make_loader", "wrap_ddp", "evaluate", "measure", "save_checkpoint"}
@@ -197,7 +196,7 @@ def counted_reads(file):
 
     methods = {name: noted(name) for name in METHODS}
     with Operations(note), mock.patch.multiple(torch.Tensor, **methods):
-        yield found
+        yield
 
 
 # Options of a run of few steps; how often ranks meet in it: after step 1, and at log lines; at how
@@ -226,10 +225,8 @@ def test_steps_read_nothing(name, tmp_path, monkeypatch):
     found = Counter()
 
     def counted_train(*args):  # called for each phase
-        with counted_reads(script.__file__) as own:
-            reason = train(*args)
-        found.update(own)
-        return reason
+        with counted_reads(script.__file__, found):
+            return train(*args)
 
     monkeypatch.setattr(script, "train", counted_train)
     clock = itertools.count()  # no meeting because of the time
@@ -244,13 +241,15 @@ def test_steps_read_nothing(name, tmp_path, monkeypatch):
 
 
 def test_compiled_steps_of_uniref50(tmp_path, monkeypatch):
-    """Each step has other numbers of tokens, and all use the programs of the first two."""
+    """Each step has other numbers of tokens, and all use the programs of the first two. What sees
+    the length of each sequence is left out of them."""
     quick = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", quick)
     limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": True}  # one for evaluations
     with torch._dynamo.config.patch(**limits):
         run_short(importlib.import_module("run_train_uniref50_ddp"), tmp_path, "--compile")
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert any("function attend" in reason for reason in breaks)
 
 
 WAITS = [
@@ -273,6 +272,7 @@ GOES_ON = [
 def test_what_is_counted(step):
     x = torch.ones(4, requires_grad=True)
     x.sum().backward()
-    with counted_reads(__file__) as found:
+    found = Counter()
+    with counted_reads(__file__, found):
         step(x)
     assert bool(found) == (step in WAITS)

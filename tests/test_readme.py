@@ -4,7 +4,6 @@ that it runs, as its launcher or wrapper would start it. Links and the files tha
 
 import importlib
 import re
-import shutil
 import subprocess
 import textwrap
 from pathlib import Path
@@ -22,7 +21,7 @@ DOCUMENTS = [README, GUIDE, *ROOT.glob("configs/*.yaml"), *ROOT.glob("*.sh")]
 DOCUMENTS += [*ROOT.glob("scripts/run_*.sh"), *ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 
 # Files of users that commands name.
-USER_PATHS = """ddp_config.json my.yaml texts.txt pairs.jsonl pairs.json scored.json swapped.json
+USER_PATHS = """ddp_config.json my.yaml texts.txt pairs.jsonl pairs.json swapped.json
     check.json""".split()
 # Commands that users of the original scripts have.
 DOCUMENTED = """
@@ -87,15 +86,16 @@ def list_commands():
 def folder(tmp_path, monkeypatch):
     """The working folder of a user: configs, data, what the cell in the guide writes; and on PATH
     stand-ins: python finds 64 GPUs, torchrun prints its words."""
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (tmp_path / "data").symlink_to(ROOT / "data")
+    for name in ("configs", "data"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my.yaml").write_text(UNIREF50_YAML)
     for program, text in {"torchrun": 'printf "%s\\n" "$@"', "python": "echo 64"}.items():
         (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    exec(re.search(r"^```python\n(.*ddp_config.*?)^```$", GUIDE.read_text(), re.M | re.S)[1], {})
+    cells = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
+    exec(next(cell for cell in cells if "ddp_config.json" in cell), {})
 
 
 def after_wrapper(path, words):
