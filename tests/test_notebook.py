@@ -15,21 +15,21 @@ nbformat = pytest.importorskip("nbformat")
 @pytest.mark.timeout(900)  # it starts four trainings; a cell has 300 s
 def test_notebook_runs(tmp_path, monkeypatch):
     """On a machine without a GPU. What a cell with the tag `same` prints is as it was written."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     docs = ROOT / "docs"
     notebook = nbformat.read(docs / "quantumgrav_example.ipynb", as_version=4)
-    written = copy.deepcopy(notebook)
+    # the check of the machine has tests of its own
+    notebook.cells = [cell for cell in notebook.cells if "test_ddp_setup.py --" not in cell.source]
+    for cell in notebook.cells:
+        cell.source = cell.source.replace('"num_epochs": 20', '"num_epochs": 3')
+    (same,) = [cell for cell in notebook.cells if "same" in cell.metadata.get("tags", [])]
+    written = copy.deepcopy(same.outputs)
     place = {"metadata": {"path": str(docs)}}
     nbclient.NotebookClient(notebook, timeout=300, resources=place).execute()
-    pairs = zip(notebook.cells, written.cells, strict=True)
-    same = [(new, old) for new, old in pairs if "same" in old.metadata.get("tags", [])]
-    assert len(same) == 1
-    assert same[0][0].outputs == same[0][1].outputs
-    left = {path.name.split("_")[0] for path in temporary.iterdir()}
+    assert same.outputs == written
+    left = {path.name.split("_")[0] for path in (tmp_path / "TMPDIR").iterdir()}
     assert left <= {"torchelastic", "torchinductor"}  # PyTorch leaves empty folders of these names
