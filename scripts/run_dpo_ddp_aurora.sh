@@ -47,6 +47,10 @@ bind=4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79
 
 time_limit=$(qstat -f "$PBS_JOBID" | awk -F '[ =:]+' '/Resource_List.walltime/ {print $3 * 60 + $4}')
 minutes=$((time_limit - 5)) # what is left for loading modules, and for saving
+if ((minutes < 1)); then
+    echo "a walltime of $time_limit minutes leaves no time to train" >&2
+    exit 2
+fi
 output=${OUTPUT_DIR:-outputs/dpo_ddp_$PBS_JOBNAME}
 IFS=' ' read -ra options <<<"${OPTIONS:-}"
 status=0

@@ -9,14 +9,9 @@ from helpers import ROOT, call_program
 from runs import Run
 
 SCRIPT = "run_train_quantumgrav_ddp.py"
-CHANGES = {  # the bold words before each in the guide: an option that it needs
-    "Another network.": "--seed=1",
-    "Another metric.": "--stop_metrics=cls/balanced_accuracy",
-    "Another optimizer.": "--seed=1",
-}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["Another network.", "Another optimizer."])
 def test_a_change_applies_and_trains(change, causal_sets, tmp_path):
     """It is a diff, or the last line of make_optimizer."""
     shown = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text().split(f"\n**{change}**")[1]
@@ -35,5 +30,5 @@ def test_a_change_applies_and_trains(change, causal_sets, tmp_path):
 
     argv = f"""--data={causal_sets} --cache_dir={causal_sets.parent}/cache --num_epochs=1
         --batch_size=12 --hidden_dim=8 --head_dim=8 --device=cpu --output_dir={tmp_path}/run"""
-    call_program(script, *argv.split(), CHANGES[change])
+    call_program(script, *argv.split())
     assert Run(tmp_path / "run").summary["status"] == "finished"
