@@ -37,7 +37,7 @@ echo "prepared: $RANK of $WORLD_SIZE at $MASTER_ADDR $*" >&2
 exit "${PREPARED-0}"
 """
 STUBS = {**dict.fromkeys(["torchrun", "srun", "mpiexec", "qsub"], RECORD), "python": PYTHON}
-STUBS["qstat"] = "#!/bin/sh\necho '    Resource_List.walltime = 02:00:00'\n"
+STUBS["qstat"] = '#!/bin/sh\necho "    Resource_List.walltime = ${WALLTIME-02:00:00}"\n'
 STUBS["scontrol"] = '#!/bin/sh\n[ "$1" = show ] && printf "n7\\nn8\\n" || echo "scontrol $*"\n'
 
 
@@ -234,6 +234,8 @@ def test_aurora(run):
     assert again["argv"][-1].endswith("scripts/run_dpo_ddp_aurora.sh")
     assert "OUTPUT_DIR=outputs/dpo_ddp_mine" in again["argv"][-2]
     assert "--fresh=False" in again["argv"][-2], "it would start anew each time"
+    # a limit of 0 minutes would be none
+    assert run("scripts/run_dpo_ddp_aurora.sh", WALLTIME="00:05:00", **job).returncode == 2
 
 
 def test_slurm(run):
