@@ -29,8 +29,8 @@ run = partial(call_script, "train_ddp", HF_HUB_OFFLINE=1)  # what a run says
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     """Of a run of seconds."""
-    more = ["--student_query_prompt=find:", "--student_max_length=16"]
-    return [*COMMON, *TINY["train_ddp"](tmp_path_factory.mktemp("work")), *more]
+    own = TINY["train_ddp"](tmp_path_factory.mktemp("work"))
+    return [*COMMON, *own, "--student_query_prompt=find:"]
 
 
 @pytest.fixture(scope="module")
@@ -299,11 +299,11 @@ def test_the_artifact(trained):
     for name in ("ndcg@10", "mrr@10"):
         assert found[f"cosine_{name}"] == pytest.approx(best[name], abs=1e-3)
     baselines = trained.summary["baselines"]
-    assert best["ndcg@10"] > baselines["untrained"]["ndcg@10"] + 0.05
-    assert baselines["teacher"]["ndcg@10"] > 0.9  # builtin:lsa
+    for metrics in (best, baselines["teacher"]):  # builtin:lsa
+        assert metrics["ndcg@10"] > baselines["untrained"]["ndcg@10"] + 0.05
     assert "did not make the student better" not in trained.text
-    full = (corpus.lengths == 16).sum()
-    assert f"{full} texts fill the student's 16 tokens: what is beyond is not read" in trained.text
+    full = (corpus.lengths == 24).sum()
+    assert f"{full} texts fill the student's 24 tokens: what is beyond is not read" in trained.text
 
 
 def test_which_checkpoints_are_the_best():
