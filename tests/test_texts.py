@@ -12,16 +12,13 @@ from helpers import parse_arguments
 import train_ddp as script
 
 COUNT = 40
-QUERIES = [f"query {i}" for i in range(COUNT)]
 PAIRS = {(f"query {i}", f"document {i}") for i in range(COUNT)}
 WRONG = {(f"query {i}", f"other {i}") for i in range(COUNT)}
 
 
 def read(path, *options):
-    """The split of what is read, with its texts. Both phases have the file; a .txt the first."""
+    """The split of what is read, with its texts."""
     phases = [f"--phase1_data={path}", f"--phase2_data={path}"]
-    if ".txt" in path.name:
-        phases[1] = "--skip_phase2"
     args = parse_arguments(script, *phases, "--eval_fraction=0.3", *options)
     rows = script.read_sources(args, path.parent / "tables")
     texts, num_queries, arrays = script.split_texts(args, *rows)
@@ -151,14 +148,6 @@ def test_several_files(tmp_path, caplog):
     assert "shard*.jsonl: 30 of 40 rows are read" in caplog.text
     assert len(pairs_of(found)) == 30
     assert len(found.phase1) <= 2 * 20
-
-
-def test_texts_for_phase_1(tmp_path):
-    write(tmp_path / "a.txt.gz", packed("\n\n".join(QUERIES)))
-    found = read(tmp_path / "a.txt.gz")
-    assert set(found.texts) == set(QUERIES)
-    assert len(found.phase1) + found.eval_counts[1] == COUNT
-    assert len(found.pairs) == 0
 
 
 def test_ms_marco(tmp_path, monkeypatch):

@@ -16,8 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from helpers import call_script, parse_arguments, rank_variables
 from runs import COMMON, TINY, Run
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from test_accelerator import META, Copies
 
 import train_ddp as script
@@ -276,8 +279,7 @@ def test_ranking_metrics_against_counting():
 def test_the_artifact(trained):
     """As anybody loads it: by sentence-transformers' own evaluator the figures of the run. (Its
     vectors: test_students.) Texts that were cut are counted."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import evaluation
+    from sentence_transformers.sentence_transformer import evaluation  # takes seconds
 
     (path,) = trained.summary["artifacts"]
     whole = SentenceTransformer(path, device="cpu")
@@ -325,7 +327,7 @@ def test_which_checkpoints_are_the_best():
 def test_mrl(options, trained, tmp_path):
     """The target is the first part of the teacher's vectors. Those of another run are found, also
     by another student. A run that brings nothing says so."""
-    teacher = save_network(tmp_path / "teacher", trained, "Bert", width=64)
+    teacher = save_network(tmp_path / "teacher", trained, "Bert", width=64, truncate=None)
     student = save_network(tmp_path / "student", trained, "Bert")
     own = [f"--teacher_model={teacher}", "--use_projection=False", "--skip_phase2"]
     own += [f"--output_dir={tmp_path}/mrl", "--max_steps=3", "--phase1_lr=0"]
@@ -358,7 +360,7 @@ def test_begin_phase2(trained, step, caplog):
 def test_phases_one_after_the_other(options, trained, tmp_path):
     """Options of phase 2 are free until it has begun, and phase 1 is kept. Where both runs are
     given the data of both, they have one split. Artifacts that are there are kept."""
-    (tmp_path / "texts.txt").write_text("\n".join(trained.texts))
+    (tmp_path / "texts.txt").write_text("\n\n".join(trained.texts))
     options = [*options, f"--output_dir={tmp_path}/out", f"--phase1_data={tmp_path}/texts.txt"]
     options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
     run(*options, "--skip_phase2")
@@ -444,14 +446,8 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
 # Students
 
 
-def save_network(
-    folder, trained, kind, pooling="mean", limit=64, width=32, truncate=None, **config
-):
+def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, truncate=8, **config):
     """A small random network with the tokenizer of another student."""
-    import transformers
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained.read / "student")
     tokenizer.model_max_length = limit
     sizes = {
@@ -485,10 +481,8 @@ SAVED = {  # kind of network: its pooling, more of its configuration
 @pytest.mark.parametrize("kind", SAVED)
 def test_students(kind, trained, tmp_path, group, caplog):
     """Trained in groups of texts of similar length, saved and loaded: the same vectors."""
-    from sentence_transformers import SentenceTransformer
-
     pooling, config = SAVED[kind]
-    folder = save_network(tmp_path / "student", trained, kind, pooling, truncate=8, **config)
+    folder = save_network(tmp_path / "student", trained, kind, pooling, **config)
     options = [f"--student_model={folder}", "--student_query_prompt=q:", "--student_max_length=24"]
     args = arguments(*options, f"--artifacts_dir={tmp_path}")
     model = script.load_student(args, tmp_path)
@@ -499,7 +493,6 @@ def test_students(kind, trained, tmp_path, group, caplog):
     texts = script.with_prompts(model, trained.texts[::15], 9)
     corpus = trained.corpus._replace(**script.tokenize(model, texts))
     batch = script.make_batch(corpus, teacher_vectors(texts), np.arange(len(texts)))
-    script.check_gradients(args, student, batch)
     saved = SentenceTransformer(script.save_artifact(args, model), device="cpu")
     assert saved.prompts["passage"] == "p: "
     with torch.no_grad():
@@ -509,21 +502,11 @@ def test_students(kind, trained, tmp_path, group, caplog):
 
 
 def test_students_that_are_refused(trained, tmp_path, group):
-    """In one line, before the teacher reads, or before the first step."""
+    """In one line, before the teacher reads."""
     folder = save_network(tmp_path / "student", trained, "Bert")
     args = arguments(f"--student_model={folder}", "--student_query_prompt=q:")
-    model = script.load_student(args, tmp_path)
-    model[0].model.spare = torch.nn.Parameter(torch.zeros(2))
-    vectors = teacher_vectors(trained.texts)
-    batch = script.make_batch(trained.corpus, vectors, trained.corpus.eval_texts[:4])
-    said = f"--student_model {folder}: no gradient reaches 1 of its parameters: 0.model.spare"
-    with pytest.raises(script.InputError, match=said):
-        script.check_gradients(args, script.Student(model), batch)
-
     (config,) = (tmp_path / "student").glob("*Pooling/config.json")
-    config.write_text(
-        config.read_text().replace('"include_prompt": true', '"include_prompt": false')
-    )
+    config.write_text(config.read_text().replace('prompt": true', 'prompt": false'))
     with pytest.raises(script.InputError, match=f"{folder} pools without its prompts"):
         script.load_student(args, tmp_path)
 
