@@ -33,7 +33,7 @@ run = partial(call_script, "train_ddp", HF_HUB_OFFLINE=1)  # what a run says
 def options(tmp_path_factory):
     """Of a run of seconds."""
     own = TINY["train_ddp"](tmp_path_factory.mktemp("work"))
-    return [*COMMON, *own, "--student_query_prompt=find:"]
+    return [*COMMON, *own, "--student_query_prompt=find:", "--eval_distractors=20"]
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,8 @@ def test_the_artifact(trained):
     found = kind(queries, documents, relevant, query_prompt_name="query")(whole)
     best = trained.summary["best"]["metrics"]
     for name in ("ndcg@10", "mrr@10"):
-        assert found[f"cosine_{name}"] == pytest.approx(best[name], abs=1e-3)
+        # of two documents with nearly the same score the last bit ranks one first
+        assert found[f"cosine_{name}"] == pytest.approx(best[name], abs=0.5 / len(relevant))
     baselines = trained.summary["baselines"]
     for metrics in (best, baselines["teacher"]):  # builtin:lsa
         assert metrics["ndcg@10"] > baselines["untrained"]["ndcg@10"] + 0.05
