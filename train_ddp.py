@@ -606,7 +606,8 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
             metrics = evaluate(args, student, phase.data.corpus, phase.data.vectors, device)
-            log.write({**row, **{f"val/{name}": value for name, value in metrics.items()}})
+            figures = {f"val/{name}": value for name, value in metrics.items()}
+            log.write({**row, **figures})
             keep_best(loop, phase.number, metrics, save)
 
         # save, with what the evaluation has changed
