@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from helpers import call_script, parse_arguments, rank_variables
-from runs import COMMON, TINY, Run
+from runs import Run
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from test_accelerator import META, Copies
@@ -31,9 +31,20 @@ run = partial(call_script, "train_ddp", HF_HUB_OFFLINE=1)  # what a run says
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    """Of a run of seconds."""
-    own = TINY["train_ddp"](tmp_path_factory.mktemp("work"))
-    return [*COMMON, *own, "--student_query_prompt=find:", "--eval_distractors=20"]
+    """Of a run of seconds, on queries with two documents each, and a negative of all rows."""
+    folder = tmp_path_factory.mktemp("work")
+    with open(folder / "pairs.jsonl", "w") as file:
+        for i in range(130):
+            place = f"item {i} of house {i % 13}"
+            hall = f"{place} is in hall {i % 7}" + " indeed" * (i % 9)
+            row = {"query": f"where is {place}", "positive": [hall, f"see shelf {i} for {place}"]}
+            row["negatives"] = [f"nothing is known about room {i * 7 % 130}", "nothing"]
+            file.write(json.dumps(row) + "\n")
+    return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
+        --cache_dir={folder}/cache --teacher_model=builtin:lsa --student_model=builtin:bert
+        --student_max_length=16 --projection_hidden=32 --eval_fraction=0.3 --phase1_epochs=3
+        --phase2_epochs=3 --phase1_lr=5e-3 --phase2_lr=2e-3 --num_negatives=1 --device=cpu
+        --global_batch_size=24 --batch_size=8 --student_query_prompt=find:""".split()
 
 
 @pytest.fixture(scope="module")
@@ -299,14 +310,13 @@ def test_the_artifact(trained):
     found = kind(queries, documents, relevant, query_prompt_name="query")(whole)
     best = trained.summary["best"]["metrics"]
     for name in ("ndcg@10", "mrr@10"):
-        # of two documents with nearly the same score the last bit ranks one first
-        assert found[f"cosine_{name}"] == pytest.approx(best[name], abs=0.5 / len(relevant))
+        assert found[f"cosine_{name}"] == pytest.approx(best[name], abs=1e-3)
     baselines = trained.summary["baselines"]
     for metrics in (best, baselines["teacher"]):  # builtin:lsa
         assert metrics["ndcg@10"] > baselines["untrained"]["ndcg@10"] + 0.05
     assert "did not make the student better" not in trained.text
-    full = (corpus.lengths == 24).sum()
-    assert f"{full} texts fill the student's 24 tokens: what is beyond is not read" in trained.text
+    full = (corpus.lengths == 16).sum()
+    assert f"{full} texts fill the student's 16 tokens: what is beyond is not read" in trained.text
 
 
 def test_which_checkpoints_are_the_best():
@@ -379,9 +389,9 @@ def test_phases_one_after_the_other(options, trained, tmp_path):
 
 
 def test_too_few_pairs_are_refused_before_phase_1(options, tmp_path):
-    few = ["--max_samples_phase2=20", "--global_batch_size=64", f"--output_dir={tmp_path}/out"]
+    few = ["--max_samples_phase2=12", "--global_batch_size=64", f"--output_dir={tmp_path}/out"]
     said = run(*options, *few, status=2)
-    assert "--global_batch_size 64: must be from 11 (ranks x micro-batches) to " in said
+    assert "--global_batch_size 64: must be from 8 (ranks x micro-batches) to " in said
     assert "step=1 " not in said
 
 
