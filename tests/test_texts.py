@@ -171,6 +171,15 @@ def test_ms_marco(tmp_path, monkeypatch):
     assert wrong_of(found) <= {(f"query {i}", f"wrong {i}") for i in numbers}
 
 
+def test_without_the_hub(tmp_path, monkeypatch):
+    def load_dataset(*args, **options):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(script.InputError, match="ms_marco cannot.*no route.*download: pydocs"):
+        read(tmp_path / "a", "--phase1_data=ms_marco", "--phase2_data=ms_marco")
+
+
 # --------------------------------------------------------------------------------------------------
 # Files that are refused
 
