@@ -134,8 +134,6 @@ def parse_args():
     weights = Path(args.output_dir) / "phase1_best.pt"
     if args.skip_phase1 and args.fresh and not args.phase1_weights and weights.exists():
         parser.error(f"--fresh moves {weights} aside: give another --output_dir")
-    if args.teacher_model == "builtin:lsa" and args.teacher_max_length:
-        parser.error("--teacher_max_length: builtin:lsa reads whole texts")
     return args
 
 
@@ -316,19 +314,6 @@ def keep_masks_whole():
         return sdpa_mask(*args, **options)
 
     AttentionMaskInterface.register("sdpa", whole)
-
-
-def check_gradients(args, student, batch):
-    """Refuse a student with parts that no gradient reaches, such as an unused branch:
-    it would be saved half trained, and DDP would wait for them."""
-    student(batch).sum().backward()
-    parameters = [(name, p) for name, p in student.model.named_parameters() if p.requires_grad]
-    unreached = [name for name, parameter in parameters if parameter.grad is None]
-    student.zero_grad()
-    if unreached:
-        text = f"no gradient reaches {len(unreached)} of its parameters: {unreached[0]} ..."
-        hint = "freeze them (requires_grad), save it, and give the folder"
-        raise InputError(f"--student_model {args.student_model}: {text}; {hint}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -596,9 +581,6 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
     reason = ""
     while done < phase.steps and not reason:
         step = loop["step"]
-        epoch, position = divmod(done, sampler.steps)
-        if position == 0:
-            logging.info(f"Starting training epoch {epoch}")
         seed_step(args, step)
         lr = phase.lr * lr_factor(args, done, phase.steps)
         for group in optimizer.param_groups:
@@ -618,14 +600,14 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         # log, and agree whether to stop
         must_evaluate = done % (args.eval_every or sampler.steps) == 0 or done == phase.steps
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
-        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
+        row = {"step": loop["step"], "phase": phase.number, "epoch": (done - 1) // sampler.steps}
+        reason = meter.log_and_agree(log, {**row, "lr": lr}, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
             metrics = evaluate(args, student, phase.data.corpus, phase.data.vectors, device)
-            row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": loop["step"], "phase": phase.number, "epoch": epoch, **row})
+            figures = {f"val/{name}": value for name, value in metrics.items()}
+            log.write({**row, **figures})
             keep_best(loop, phase.number, metrics, save)
 
         # save, with what the evaluation has changed
@@ -738,7 +720,6 @@ def main(args):
         torch.backends.cuda.enable_cudnn_sdp(False)  # slow where each batch has another shape
     keep_masks_whole()
     student = Student(model).to(device)
-    check_gradients(args, student, make_batch(corpus, vectors, corpus.eval_texts[:4]).to(device))
     teacher = F.normalize(torch.from_numpy(vectors[corpus.eval_texts]).float(), dim=1)
     baselines = {  # a head with random weights would make the student look worse than it is
         "untrained": evaluate(args, student, corpus, vectors, device),
