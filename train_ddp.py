@@ -85,7 +85,7 @@ def parse_args():
     add("--num_negatives", type=number(0, 1000, int), default=7, help="per query, drawn anew")
     add("--eval_fraction", type=number(1e-6, 0.99), default=0.05, help="of the queries: held out")
     add("--eval_samples", type=COUNT, default=1000, help="rows held out, at most")
-    add("--eval_distractors", type=NATURAL, default=1000, help="to rank beside the answers")
+    add("--eval_distractors", type=NATURAL, default=1000, help="training texts to rank, too")
     add("--eval_every", type=NATURAL, default=0, help="steps between evaluations; 0: every epoch")
 
     add = parser.add_argument_group("models").add_argument
@@ -134,6 +134,8 @@ def parse_args():
     weights = Path(args.output_dir) / "phase1_best.pt"
     if args.skip_phase1 and args.fresh and not args.phase1_weights and weights.exists():
         parser.error(f"--fresh moves {weights} aside: give another --output_dir")
+    if args.teacher_model == "builtin:lsa" and args.teacher_max_length:
+        parser.error("--teacher_max_length: builtin:lsa reads whole texts")
     return args
 
 
@@ -581,6 +583,9 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
     reason = ""
     while done < phase.steps and not reason:
         step = loop["step"]
+        epoch, position = divmod(done, sampler.steps)
+        if position == 0:
+            logging.info(f"Starting training epoch {epoch}")
         seed_step(args, step)
         lr = phase.lr * lr_factor(args, done, phase.steps)
         for group in optimizer.param_groups:
@@ -600,14 +605,14 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         # log, and agree whether to stop
         must_evaluate = done % (args.eval_every or sampler.steps) == 0 or done == phase.steps
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "phase": phase.number, "epoch": (done - 1) // sampler.steps}
-        reason = meter.log_and_agree(log, {**row, "lr": lr}, sampler.global_batch, must_save)
+        row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
+        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
             metrics = evaluate(args, student, phase.data.corpus, phase.data.vectors, device)
-            figures = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({**row, **figures})
+            row = {f"val/{name}": value for name, value in metrics.items()}
+            log.write({"step": loop["step"], "phase": phase.number, "epoch": epoch, **row})
             keep_best(loop, phase.number, metrics, save)
 
         # save, with what the evaluation has changed
@@ -656,11 +661,15 @@ def begin_phase2(args, student, step):
         logging.warning(f"there is no {path}: phase 2 starts from the untrained student")
         return
     logging.info(f"Loading {path}")
-    state = on_rank0(torch.load, path, "cpu")
+    try:
+        state = on_rank0(torch.load, path, "cpu")
+        student.load_state_dict(state["model"])
+    except Exception as error:  # torch.load raises many kinds
+        text = " ".join(str(error).split())[-300:]
+        raise InputError(f"{path}: expected phase1_best.pt of such a student; {text}") from None
     if state["args"]["data_hash"] != args.data_hash:
         text = f"{path} is of a run on other data, or with another tokenizer or teacher"
         logging.warning(f"{text}: what is held out here may have been trained on")
-    student.load_state_dict(state["model"])
 
 
 def save_artifact(args, model):
@@ -720,11 +729,15 @@ def main(args):
         torch.backends.cuda.enable_cudnn_sdp(False)  # slow where each batch has another shape
     keep_masks_whole()
     student = Student(model).to(device)
-    teacher = F.normalize(torch.from_numpy(vectors[corpus.eval_texts]).float(), dim=1)
-    baselines = {  # a head with random weights would make the student look worse than it is
-        "untrained": evaluate(args, student, corpus, vectors, device),
-        "teacher": on_rank0(ranking_metrics, corpus, teacher),
-    }
+    # a head with random weights would make the student look worse than it is
+    baselines = {"untrained": evaluate(args, student, corpus, vectors, device)}
+    teacher = torch.from_numpy(vectors[corpus.eval_texts])
+    sizes = {"teacher": vectors.dimensions}
+    if not args.use_projection:
+        sizes[f"its first {width}"] = width
+    for name, dimensions in sizes.items():
+        found = unit_targets(teacher, dimensions)
+        baselines[name] = on_rank0(ranking_metrics, corpus, found)
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         add_head(model, args.projection_hidden, vectors.dimensions)
