@@ -6,6 +6,7 @@ python tests/test_train_ddp.py OUT    a rank, which writes its losses into the f
 import contextlib
 import itertools
 import json
+import re
 import sys
 from collections import defaultdict
 from functools import partial
@@ -345,6 +346,7 @@ def test_mrl(options, trained, tmp_path):
     said = run(*options, *own, f"--student_model={student}")
     assert "The teacher reads" in said
     assert "The student, of 32 dimensions, learns 32 of the teacher's 64" in said
+    assert re.search(r"  teacher  .*\n.*  its first 32 ", said)
     assert "training did not make the student better" in said
     said = run(*options, *own, "--fresh", status=2)
     assert "The teacher reads" not in said
@@ -366,6 +368,9 @@ def test_begin_phase2(trained, step, caplog):
     script.begin_phase2(step.args, step.student, 0)
     assert "what is held out here may have been trained on" in caplog.text
     assert all(value.equal(expected[key]) for key, value in step.student.state_dict().items())
+    step.args.phase1_weights = __file__
+    with pytest.raises(script.InputError, match="expected phase1_best.pt"):
+        script.begin_phase2(step.args, step.student, 0)
 
 
 def test_phases_one_after_the_other(options, trained, tmp_path):
