@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import os
 import tracemalloc
 from functools import partial
 from itertools import islice
@@ -13,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import call_script, parse_arguments, run_here, write_proteins
-from runs import Run
+from helpers import parse_arguments, run_here, write_proteins
 from scipy.stats import bootstrap, chisquare
 from torch import nn
 
@@ -164,27 +164,22 @@ def test_crops():
 
 
 def test_six_million_sequences_take_little_memory(tmp_path):
-    """Of each a rank holds where it begins, its number, its place in the epoch's order, 8 bytes
-    each, and how many residues are used, 4 bytes. (The files are sparse.)"""
+    """Of each: where it begins, its number, how many residues are used. (The tokens are mapped.)"""
     count = 6_000_000
-    with open(tmp_path / "tokens", "wb") as file:
-        file.truncate(1_700_000_000)
-    np.lib.format.open_memmap(tmp_path / "offsets.npy", "w+", np.int64, (count + 1,))
+    (tmp_path / "tokens").write_bytes(b"0")
+    os.truncate(tmp_path / "tokens", 1_700_000_000)
+    np.save(tmp_path / "offsets.npy", np.zeros(count + 1, np.int64))
     np.save(tmp_path / "held_out.npy", np.zeros(count, bool))
     (tmp_path / "meta.json").write_text('{"counts": [1], "hash": ""}')
     tracemalloc.start()
-    args = arguments("--global_batch_size=64")
-    with as_rank(0, 1):
-        proteins = script.Proteins(tmp_path, args)
-        sampler = script.GlobalBatchSampler(proteins.train, args, cost=proteins.residues)
-        next(iter(sampler))
-    most = tracemalloc.get_traced_memory()[1]
+    proteins = script.Proteins(tmp_path, arguments())
+    assert tracemalloc.get_traced_memory()[1] < 32 * count
     tracemalloc.stop()
-    assert most < 32 * count
+    assert len(proteins.train) == count
 
 
 # --------------------------------------------------------------------------------------------------
-# Network
+# Network, loss, evaluation
 
 
 @torch.no_grad()
@@ -240,10 +235,6 @@ def test_gradient_checkpointing():
     assert len(calls) == 2
 
 
-# --------------------------------------------------------------------------------------------------
-# Loss and evaluation
-
-
 def test_the_loss_is_the_score_entropy_of_sedd():
     """Averaged over the masks of four residues, each with any prediction. SEDD's: of the absorbing
     graph, as its published code has it, weighted by sigma', with scores that are probabilities
@@ -289,20 +280,22 @@ def test_standard_error():
     assert error == pytest.approx(found.standard_error, rel=0.15)
 
 
-def measured(folder, model, *options):
-    args, proteins = read(folder, "--max_protein_len=62", *options)
-    return script.evaluate(model, proteins, args, contextlib.nullcontext, torch.device("cpu"))
-
-
 def test_evaluation_of_known_predictions(folder, group):
     """A network that knows nothing, as before training, needs log 26 nats, one that knows the
     shares the unigram: the mean over all residues that are held out."""
-    metrics = measured(folder, script.Denoiser(arguments(*SMALL)).eval())
+    args, proteins = read(folder, "--max_protein_len=62", "--eval_draws=40")
+    measure = partial(
+        script.evaluate,
+        proteins=proteins,
+        args=args,
+        autocast=contextlib.nullcontext,
+        device=torch.device("cpu"),
+    )
+    metrics = measure(script.Denoiser(arguments(*SMALL)).eval())
     assert metrics["nelbo"] == pytest.approx(math.log(26), rel=1e-6)
     assert metrics["nelbo_se"] < 1e-6
     assert metrics["perplexity"] == pytest.approx(26, rel=1e-5)
 
-    _, proteins = read(folder)
     pieces = np.split(proteins.tokens, proteins.offsets[1:-1])
     counts = np.array([np.bincount(piece, minlength=28)[:26] for piece in pieces])
     shares = counts[proteins.train].sum(0) + 0.5
@@ -314,24 +307,7 @@ def test_evaluation_of_known_predictions(folder, group):
     def unigram(batch):
         return torch.from_numpy(logp).float().expand(len(batch.noisy), -1)
 
-    metrics = measured(folder, unigram, "--eval_draws=40")
-    assert abs(metrics["nelbo"] - expected) < 0.02 * expected
-
-
-def test_each_rank_evaluates_its_share(folder):
-    """Of three. (That the sums are those of one rank: test_contract.py.)"""
-    model = network()
-    shares = []
-    for rank in range(3):
-        replaced = mock.patch.object(dist, "all_reduce", shares.append)
-        with as_rank(rank, 3), replaced, mock.patch.object(script, "on_rank0"):
-            measured(folder, model, "--eval_sequences=30", "--eval_batch_size=7")
-    done = [int((share > 0).sum()) for share in shares[::2]]
-    assert sum(done) == 60 and max(done) - min(done) <= 7  # a batch more or less
-
-
-# --------------------------------------------------------------------------------------------------
-# Options
+    assert measure(unigram)["nelbo"] == pytest.approx(expected, rel=0.02)
 
 
 def test_learning_rate():
@@ -365,24 +341,21 @@ def test_wrong_options():
 # --------------------------------------------------------------------------------------------------
 # A user's runs
 
-RUN = """--accum=1 --batch_size=8 --lr=5e-3 --warmup=2 --log_every=1 --eval_sequences=10
-    --val_ratio=0.2 --device=cpu""".split()
-
 
 def options_of(folder, *options):
+    own = """--accum=1 --batch_size=8 --lr=5e-3 --warmup=2 --log_every=1 --eval_sequences=10
+        --val_ratio=0.2 --device=cpu""".split()
     words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache"]
-    return [*words, *SMALL, *RUN, *options]
+    return [*words, *SMALL, *own, *options]
 
 
-def test_a_run_learns_and_says_so(tmp_path):
+def test_a_run_learns_and_says_so(tmp_path, server):
     """Proteins of one kind of residue each: what is seen tells what is hidden."""
     lines = [kind * length for kind in "DEFH" for length in range(10, 60)]
     (tmp_path / "proteins.fasta").write_text("\n".join(lines))
-    options = ["--n_iters=60", "--eval_freq=30", "--ema=0.9", "--epochs=100"]
-    options = options_of(tmp_path, *options, f"--output_dir={tmp_path}/run")
-    said = call_script("run_train_uniref50_ddp", *options)
-    assert "best at step 60" in said and "WARNING" not in said
-    ended = Run(tmp_path / "run")
+    options = options_of(tmp_path, "--n_iters=60", "--eval_freq=30", "--ema=0.9")
+    ended = server.run("run_train_uniref50_ddp", options, tmp_path / "run", 1)
+    assert "best at step 60" in ended.text and "WARNING" not in ended.text
     best = ended.summary["val"]
     rows = [row for row in ended.rows if "val/nelbo" in row]
     assert [row["step"] for row in rows] == [30, 60]
