@@ -170,7 +170,7 @@ def test_six_million_sequences_take_little_memory(tmp_path):
     os.truncate(tmp_path / "tokens", 1_700_000_000)
     np.save(tmp_path / "offsets.npy", np.zeros(count + 1, np.int64))
     np.save(tmp_path / "held_out.npy", np.zeros(count, bool))
-    (tmp_path / "meta.json").write_text('{"counts": [1], "hash": ""}')
+    (tmp_path / "meta.json").write_text('{"counts": {}, "hash": ""}')
     tracemalloc.start()
     proteins = script.Proteins(tmp_path, arguments())
     assert tracemalloc.get_traced_memory()[1] < 32 * count
@@ -303,6 +303,11 @@ def test_evaluation_of_known_predictions(folder, group):
     found = counts[proteins.valid].sum(0)
     expected = -(found @ logp) / found.sum()
     assert metrics["unigram"] == pytest.approx(expected, rel=1e-9)
+    # of a long sequence as much counts as training sees of it
+    _, proteins = read(folder, "--max_protein_len=32")
+    parts = np.minimum(1, 30 / counts.sum(1))
+    seen = parts[proteins.train] @ counts[proteins.train]
+    assert proteins.counts == pytest.approx(seen)
 
     def unigram(batch):
         return torch.from_numpy(logp).float().expand(len(batch.noisy), -1)

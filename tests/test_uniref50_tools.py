@@ -96,7 +96,8 @@ def test_every_form(tmp_path, name):
     found, meta = prepare(tmp_path / name)
     assert found == SEQUENCES
     train = "".join(s for s in SEQUENCES if not is_valid(s))
-    assert meta["counts"] == [train.count(letter) for letter in LETTERS]
+    counts = np.sum([*meta["counts"].values()], axis=0)
+    assert counts.tolist() == [train.count(letter) for letter in LETTERS]
     assert not [*tmp_path.glob("*.cache/unfinished-*")]
 
 
@@ -131,10 +132,11 @@ def test_bad_entries_of_lists_and_lines(tmp_path, caplog):
     would pass as residues."""
     good = some_sequences(60, seed=3)
     bad = ["", 5, None, math.nan, {"protein_seq": None}, {"name": "MKV"}]
-    torch.save([*bad, "ALBU\tMKV", *good], tmp_path / "x.pt")
+    torch.save([*bad, "MK-V", *good], tmp_path / "x.pt")
     assert prepare(tmp_path / "x.pt", "--skip_bad_data")[0] == good
     for number in range(6):
         assert f"\n  entry {number}: no residues" in caplog.text
+    assert "\n  entry 6: '-' among the residues" in caplog.text
     (tmp_path / "x").write_text("\n".join(["ALBU\tMKV", *good]))
     assert prepare(tmp_path / "x", "--skip_bad_data")[0] == good
     assert "\n  line 1: '\\t' among the residues" in caplog.text
@@ -154,6 +156,9 @@ HOSTILE = {  # name: bytes, and a part of what is said
     "dna.fasta": (b">c\nACCATGTAGATTACAGATCATG\n" * 50, "expected proteins; 0% .* 50 records DNA"),
     "words.txt": (WORDS_OF_TEXT.replace(" ", "\n").encode(), "[12].% of the letters are X B"),
     "banner.fasta": (b"; release 2024_01\n>a\nMKV\n", "line 2 begins with >; expected FASTA from"),
+    "packed": (gzip.compress(PLAIN), r"expected FASTA.* it looks like gzip: .* end with \.gz"),
+    "utf16.txt": (fasta(SEQUENCES).encode("utf-16"), "it looks like UTF-16; expected UTF-8"),
+    "table.csv": (b"id,sequence\na,MKV\n", r"it looks like a table \(.csv\)"),
     "equal.fasta": (b">a\nMKV\n" * 9, "9 proteins to train on, 0 held out; expected more"),
     "cut.fasta.gz": (gzip.compress(PLAIN)[:999], "cannot be read: "),
     "pickle.pt": (b"cos\nsystem\n(S'true'\ntR.", "cannot be read: "),
@@ -352,18 +357,13 @@ def test_wrong_uses_of_the_sampler(trained, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def js(p, q):
-    """The Jensen-Shannon divergence in nats."""
-    p = np.array(p) / sum(p)
-    q = np.array(q) / sum(q)
-    return entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
-
-
 def test_metrics_by_hand():
     """Words within sequences. Likeness without gaps, at the best place, over the longer length."""
+    p = np.array([5, 3, 0, 0]) / 8  # of AA AC CA CC
+    q = np.array([7, 2, 2, 1]) / 12
+    expected = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2  # Jensen-Shannon
     texts = (["AAAAC", "AAC", "AAC"], ["ACAC", "CCAA", "AAAAAAA"])
-    # AA AC CA CC
-    assert sampler.divergence(*texts, 2) == pytest.approx(js([5, 3, 0, 0], [7, 2, 2, 1]))
+    assert sampler.divergence(*texts, 2) == pytest.approx(expected)
     assert math.isnan(sampler.divergence(["CAAAAC"], ["A"], 2))  # which has no pairs
     held_out = ["ACDEFGHIKL", "WWWW"]
     for text, expected in {"ACDEFGHIKL": 1, "DEFGH": 0.5, "MMACDEFGHIKL": 10 / 12}.items():
