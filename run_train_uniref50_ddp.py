@@ -19,7 +19,7 @@ Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats pe
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (sequences), data_wait (share of the time that the step waits for data). Of averaged
 weights, on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard
-error), val/perplexity; val/unigram is what the residues' shares in the training data give.
+error), val/perplexity; val/unigram is what the residues' shares in all that is trained on give.
 
 Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end summary.json, curves.png. The
 same command, given again, goes on from latest.pt.
@@ -207,14 +207,17 @@ class Proteins:
         self.valid = np.flatnonzero(held_out)
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
-        self.counts = np.array(meta["counts"])  # of each residue in the training part
         # residues of each sequence that are used: all, or as many as --max_protein_len takes
+        most = args.max_protein_len - 2
         whole = np.diff(self.offsets).astype(np.int32) - 2
-        self.residues = np.minimum(whole, args.max_protein_len - 2)
+        self.residues = np.minimum(whole, most)
+        # how often each residue occurs in the training part; of long sequences a part is seen
+        self.counts = np.zeros(KINDS)
+        for length, counts in meta["counts"].items():
+            self.counts += np.array(counts) * min(1, most / int(length))
         logging.info(f"  {len(self.train):,} sequences to train on, {len(self.valid):,} held out")
-        longer = np.count_nonzero(whole > self.residues)
+        longer = np.count_nonzero(whole > most)
         if longer > 0:
-            most = args.max_protein_len - 2
             logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
     def crop(self, row, generator):
@@ -578,11 +581,18 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's file, once, by rank 0
 
-READER = 5  # raise it when you change what is read or kept: else an old cache is used
+READER = 6  # raise it when you change what is read or kept: else an old cache is used
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(KINDS)))
 TO_LETTERS = bytes.maketrans(bytes(range(KINDS)), RESIDUES.encode())
 MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
+OTHER_FORMATS = {  # how they begin, when they are read as text
+    "\x1f\ufffd": "gzip: its name must end with .gz",
+    "BZh9": "bzip2: its name must end with .bz2",
+    "\ufffd7zXZ": "xz: its name must end with .xz",
+    "PK\x03": "a zip archive; the name of a list of torch.save must end with .pt",
+    "\ufffd\ufffd": "UTF-16; expected UTF-8",
+}
 NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
 
 
@@ -606,6 +616,8 @@ def read_text(path):
         place = ""
         lines = []
         for number, line in enumerate(file, 1):
+            if number == 1:
+                check_format(path, line)
             if line.startswith(">"):
                 if place and not is_fasta:
                     text = "expected FASTA from the first line on, or a sequence on each line"
@@ -622,6 +634,16 @@ def read_text(path):
                 yield place, line
         if is_fasta:
             yield place, "".join(lines)
+
+
+def check_format(path, line):
+    """By the first line: in a file of another format all records would be bad."""
+    found = [name for start, name in OTHER_FORMATS.items() if line.startswith(start)]
+    if "," in line and not line.startswith(">"):
+        found.append("a table (.csv)")
+    if found:
+        text = "expected FASTA, or a sequence on each line"
+        raise InputError(f"{path}: {text}; it looks like {found[0]}")
 
 
 def read_list(path):
@@ -657,7 +679,7 @@ def write_tokens(folder, args):
     """Read --datafile, and write the arrays of `Proteins`. (rank 0)"""
     offsets = array.array("q", [0])
     held_out = array.array("b")
-    counts = np.zeros((2, 256), np.int64)  # of each token in the training part, and in the other
+    counts = {}  # {length: how often each residue occurs in training sequences of this length}
     digest = hashlib.blake2b(digest_size=6)
     bad = []
     nucleic = []
@@ -672,11 +694,13 @@ def write_tokens(folder, args):
                 nucleic.append(place)
                 continue
             held_out.append(is_held_out(tokens, args.val_ratio))
+            if not held_out[-1]:
+                found = np.bincount(np.frombuffer(tokens, np.uint8), minlength=KINDS)
+                counts[len(tokens)] = counts.get(len(tokens), 0) + found
             tokens = b"%c%b%c" % (BEGIN, tokens, END)
             file.write(tokens)
             digest.update(tokens)
             offsets.append(offsets[-1] + len(tokens))
-            counts[held_out[-1]] += np.bincount(np.frombuffer(tokens, np.uint8), minlength=256)
 
     if bad and not args.skip_bad_data:
         text = f"{len(bad)} records are not proteins; expected FASTA, or a sequence on each line"
@@ -687,8 +711,8 @@ def write_tokens(folder, args):
     if nucleic:
         text = f"{len(nucleic)} records of A C G T U N alone are left out as DNA or RNA"
         logging.warning(f"{text}, such as {nucleic[0]}")
-    counts = counts[:, :KINDS]
-    rare = counts[:, 20:].sum() / max(1, counts.sum())
+    total = sum(counts.values(), np.zeros(KINDS))
+    rare = total[20:].sum() / max(1, total.sum())
     if rare > MOST_RARE or len(nucleic) > len(held_out):
         text = f"{rare:.0%} of the letters are X B U Z O J, {len(nucleic)} records DNA or RNA"
         raise InputError(f"{args.datafile}: expected proteins; {text}")
@@ -700,7 +724,8 @@ def write_tokens(folder, args):
         raise InputError(f"{args.datafile}: {text}; {hint}")
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "held_out.npy", np.array(held_out, bool))
-    meta = {"counts": counts[0].tolist(), "hash": digest.hexdigest()}
+    lists = {length: found.tolist() for length, found in counts.items()}
+    meta = {"counts": lists, "hash": digest.hexdigest()}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

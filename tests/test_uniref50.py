@@ -2,26 +2,23 @@
 
 import contextlib
 import itertools
-import json
 import math
-import tracemalloc
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import call_script, parse_arguments, refusal, run_here, write_proteins
-from runs import Run
-from scipy.stats import bootstrap, chisquare
+from helpers import parse_arguments, run_here, write_proteins
+from scipy.stats import chisquare, sem
 from torch import nn
 
 import run_train_uniref50_ddp as script
 
 SMALL = "--hidden_size=32 --n_blocks_prot=2 --n_heads=2 --max_protein_len=64 --dropout=0".split()
-CPU = torch.device("cpu")
 
 arguments = partial(parse_arguments, script)
 
@@ -35,54 +32,20 @@ def network(*options):
     return model.eval()
 
 
-def random_sequences(lengths):
-    """Tokens of sequences with so many residues, from BEGIN to END."""
+def batch_of(*lengths, share=0.4):
+    """Sequences of so many random residues, of which this share is hidden."""
     generator = np.random.default_rng(0)
-    found = []
+    sequences = []
     for length in lengths:
         residues = generator.integers(script.KINDS, size=length)
-        found.append(np.array([script.BEGIN, *residues, script.END], np.uint8))
-    return found
-
-
-def batch_of(sequences, share=0.4):
-    """With this share of the residues hidden."""
-    shares = np.full(len(sequences), share)
-    generators = [np.random.default_rng(number) for number in range(len(sequences))]
-    return script.make_batch(sequences, shares, generators, 4)
-
-
-def as_rank(rank, world_size):
-    """This process is one of several ranks, without a process group."""
-    replaced = {
-        "get_rank": lambda group=None: rank,
-        "get_world_size": lambda group=None: world_size,
-    }
-    return mock.patch.multiple(dist, **replaced)
-
-
-def proteins_of(folder, sequences, *options):
-    """These sequences, all to train on."""
-    np.concatenate(sequences).tofile(folder / "tokens")
-    np.save(folder / "offsets.npy", np.cumsum([0, *map(len, sequences)]))
-    write_parts(folder, len(sequences))
-    return script.Proteins(folder, arguments(*options))
-
-
-def write_parts(folder, count):
-    np.save(folder / "held_out.npy", np.zeros(count, bool))
-    (folder / "meta.json").write_text(json.dumps({"counts": [1] * 26, "hash": ""}))
-
-
-def lengths_of_uniref50(count):
-    """Log-normal, with the mean of UniRef50, 286 residues."""
-    draws = np.random.default_rng(0).lognormal(math.log(286) - 0.32, 0.8, count)
-    return np.clip(draws, 20, 4000).astype(int)
+        sequences.append(np.array([script.BEGIN, *residues, script.END], np.uint8))
+    shares = np.full(len(lengths), share)
+    return script.make_batch(sequences, shares, [generator] * len(lengths), 4)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """proteins.fasta and cache/, which has what was read of it."""
+    """300 sequences of 20 to 60 residues: proteins.fasta, and cache/ with what was read of it."""
     folder = tmp_path_factory.mktemp("uniref")
     write_proteins(folder / "proteins.fasta", 300)
     read(folder)
@@ -100,51 +63,48 @@ def read(folder, *options):
 # Steps
 
 
-def deal(proteins, *options, rank=0, world_size=1):
+def deal(cost, *options, rank=0, world_size=1):
     """(step, ids of the step, places of this rank) of the micro-batches of an epoch."""
-    with as_rank(rank, world_size):
-        args = arguments(*options)
-        sampler = script.GlobalBatchSampler(proteins.train, args, cost=proteins.residues)
-        return list(islice(sampler, sampler.steps * sampler.accumulation))
+    ranks = {"get_rank": lambda group=None: rank, "get_world_size": lambda group=None: world_size}
+    with mock.patch.multiple(dist, **ranks):
+        sampler = script.GlobalBatchSampler(np.arange(len(cost)), arguments(*options), cost)
+    return list(islice(sampler, sampler.steps * sampler.accumulation))
 
 
-def test_every_step_is_a_random_sample(tmp_path):
-    """No step is made of sequences of similar length: their means are as spread as of any 64."""
-    lengths = lengths_of_uniref50(20_000)
-    proteins = proteins_of(tmp_path, random_sequences(lengths))
-    steps = deal(proteins, "--global_batch_size=64", "--batch_size=64")
-    used = np.minimum(lengths, 510)
-    means = np.array([used[whole].mean() for _, whole, _ in steps])
-    expected = used.std() / math.sqrt(64)
+def test_steps_are_random_samples_and_ranks_have_equal_work():
+    """No step is made of sequences of similar length: their means are as spread as of any 64. The
+    lengths are log-normal, with the mean of UniRef50, 286 residues."""
+    draws = np.random.default_rng(0).lognormal(math.log(286) - 0.32, 0.8, 20_000)
+    lengths = draws.clip(20, 510).astype(int)
+    steps = deal(lengths, "--global_batch_size=64", "--batch_size=64")
+    means = np.array([lengths[whole].mean() for _, whole, _ in steps])
+    expected = lengths.std() / math.sqrt(64)
     assert means.std() == pytest.approx(expected, rel=5 / math.sqrt(2 * len(steps)))
     ids = np.concatenate([whole for _, whole, _ in steps])
     assert len(set(ids.tolist())) == len(ids) == len(steps) * 64
 
-
-def test_ranks_have_equal_work(tmp_path):
-    lengths = lengths_of_uniref50(3000)
-    proteins = proteins_of(tmp_path, random_sequences(lengths))
-    options = ["--global_batch_size=384", "--batch_size=16"]
     tokens = np.zeros((3, 7))  # of the ranks, in each step
     for rank in range(3):
-        for step, whole, places in deal(proteins, *options, rank=rank, world_size=3):
-            tokens[rank, step] += np.minimum(lengths[whole[places]], 510).sum()
+        options = ["--global_batch_size=384", "--batch_size=16"]
+        for step, whole, places in deal(lengths[:3000], *options, rank=rank, world_size=3):
+            tokens[rank, step] += lengths[whole[places]].sum()
     assert (tokens.max(0) < 1.06 * tokens.mean(0)).all()
 
 
-def test_hidden_residues_and_weights(tmp_path):
+def test_hidden_residues_and_weights(folder):
     """k of n residues are hidden, each of them equally often, with weight n / k; k / n is spread
     evenly over a step, also where the global batch comes sorted by length."""
-    residues = torch.arange(20, 420)
-    proteins = proteins_of(tmp_path, random_sequences(residues.tolist()))
+    _, proteins = read(folder)
     data = script.NoisyProteins(proteins, seed=42)
-    clean = torch.tensor(proteins.tokens).long()
-    owner = torch.arange(400).repeat_interleave(residues + 2)
-    rows = np.arange(400)
+    rows = proteins.residues.argsort()
+    residues = torch.from_numpy(proteins.residues[rows])
+    pieces = np.split(proteins.tokens, proteins.offsets[1:-1])
+    clean = torch.from_numpy(np.concatenate([pieces[row] for row in rows])).long()
+    owner = torch.arange(300).repeat_interleave(residues + 2)
     correlations = []
     middles = []
     for step in range(30):
-        batch = data[step, rows, rows]
+        batch = data[step, rows, np.arange(300)]
         assert batch.lengths == (residues + 2).tolist() and batch.residues == residues.sum()
         assert torch.equal(batch.starts[owner] + batch.positions, torch.arange(len(clean)).int())
         hidden = batch.noisy == script.MASK
@@ -152,77 +112,56 @@ def test_hidden_residues_and_weights(tmp_path):
         assert torch.equal(batch.targets, clean.where(hidden, -100))
         assert (clean[hidden] < script.KINDS).all()  # neither BEGIN nor END
 
-        counts = owner[hidden].bincount(minlength=400)
+        counts = owner[hidden].bincount(minlength=300)
         shares = counts / residues
         assert torch.allclose(batch.weights, torch.where(hidden, 1 / shares[owner], 0.0))
-        above = (shares.sort().values - torch.arange(1, 401) / 400).abs()
-        assert above.max() < 1 / 20 and counts.min() > 0  # rounded up to 1 / n
-        correlations.append(np.corrcoef(rows, shares)[0, 1])
-        sums = torch.zeros(400).index_add_(0, owner, batch.weights * batch.positions)
+        above = (shares.sort().values - torch.arange(1, 301) / 300).abs()
+        assert above.max() < 1 / 16 and counts.min() > 0  # rounded up to 1 / n
+        correlations.append(np.corrcoef(residues, shares)[0, 1])
+        sums = torch.zeros(300).index_add_(0, owner, batch.weights * batch.positions)
         middles.append((2 * sums / residues / (residues + 1)).mean())
-    assert abs(np.mean(correlations)) < 4 / math.sqrt(30 * 400)
+    assert abs(np.mean(correlations)) < 4 / math.sqrt(30 * 300)
     assert np.mean(middles) == pytest.approx(1, abs=0.02)
 
 
-def test_no_two_random_streams_are_one(tmp_path):
+def test_no_two_random_streams_are_one(folder):
     """Those of the sampler's epochs, of a step, and of its places."""
-    proteins = proteins_of(tmp_path, random_sequences([40] * 6))
+    data = script.NoisyProteins(read(folder)[1], seed=42)
     with mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as made:
-        deal(proteins, "--global_batch_size=6", "--batch_size=6")
+        deal(np.ones(6), "--global_batch_size=6", "--batch_size=6")
         for step in range(3):
-            script.NoisyProteins(proteins, seed=42)[step, np.arange(6), np.arange(6)]
+            data[step, np.arange(6), np.arange(6)]
     firsts = {np.random.default_rng(*call.args).random() for call in made.call_args_list}
     assert len(firsts) == 1 + 3 * (1 + 6)
 
 
-def test_crops(tmp_path):
+def test_crops():
     """Of a long sequence 40 residues from a random place on, the first and the last ones, too; with
     BEGIN or END where they reach it."""
-    whole = [np.arange(30, dtype=np.uint8), np.arange(100, 210, dtype=np.uint8)]
-    proteins = proteins_of(tmp_path, whole, "--max_protein_len=42")
+    parts = {"tokens": np.arange(140), "offsets": np.array([0, 30, 140]), "residues": [28, 40]}
+    crop = partial(script.Proteins.crop, SimpleNamespace(**parts))
     generator = np.random.default_rng(0)
-    assert proteins.crop(0, generator).tolist() == list(range(30))
+    assert crop(0, generator).tolist() == list(range(30))
     starts = np.zeros(69)  # of 108 residues 68 are left out
     for _ in range(4000):
-        tokens = proteins.crop(1, generator)
-        residues = tokens[(tokens > 100) & (tokens < 209)]
-        first = residues[0] - 101
-        expected = list(range(first + 101 - (first == 0), first + 141 + (first == 68)))
+        tokens = crop(1, generator)
+        residues = tokens[(tokens > 30) & (tokens < 139)]
+        first = residues[0] - 31
+        expected = list(range(first + 31 - (first == 0), first + 71 + (first == 68)))
         assert len(residues) == 40 and tokens.tolist() == expected
         starts[first] += 1
-    assert proteins.residues.tolist() == [28, 40]
     assert starts.min() > 0 and chisquare(starts).pvalue > 1e-4
 
 
-def test_sixty_million_sequences_take_little_memory(tmp_path):
-    """Of each a rank holds where it begins, its number, its place in the epoch's order, 8 bytes
-    each, and how many residues are used, 4 bytes. (The files are sparse.)"""
-    count = 60_000_000
-    with open(tmp_path / "tokens", "wb") as file:
-        file.truncate(17_000_000_000)
-    np.lib.format.open_memmap(tmp_path / "offsets.npy", "w+", np.int64, (count + 1,))
-    write_parts(tmp_path, count)
-    tracemalloc.start()
-    with as_rank(0, 1):
-        args = arguments("--global_batch_size=64")
-        proteins = script.Proteins(tmp_path, args)
-        sampler = script.GlobalBatchSampler(proteins.train, args, cost=proteins.residues)
-        step, whole, places = next(iter(sampler))
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(set(whole.tolist())) == 64 and step == 0
-    assert most < 1.9e9
-
-
 # --------------------------------------------------------------------------------------------------
-# Network
+# Network, loss, evaluation
 
 
 @torch.no_grad()
 def test_a_sequence_does_not_see_its_neighbours():
     """Other residues of the other sequences, and more hidden ones, change nothing for it."""
     model = network()
-    batch = batch_of(random_sequences([10, 38, 19, 7]))
+    batch = batch_of(10, 38, 19, 7)
     owner = torch.arange(4).repeat_interleave(torch.tensor(batch.lengths))
     logits = model(batch)
     for number in range(4):
@@ -234,23 +173,25 @@ def test_a_sequence_does_not_see_its_neighbours():
         assert not torch.allclose(changed[owner != number], logits[owner != number], atol=0.1)
 
 
-def test_the_default_network():
-    """As many parameters as its matrices, norms and biases have; uniform over the residues before
-    training."""
+def test_parameters():
+    """The default network has as many as its matrices, norms and biases have; of these only the
+    matrices decay."""
     with torch.device("meta"):
         model = script.Denoiser(arguments())
     assert sum(p.numel() for p in model.parameters()) == 56_716_032
-    logits = script.Denoiser(arguments(*SMALL))(batch_of(random_sequences([7, 28])))
-    assert torch.equal(logits, torch.zeros(7 + 28 + 4, 26))
+    model = network()
+    decayed, _ = script.make_optimizer(arguments(), model).param_groups  # which, the contract shows
+    decayed = {id(p) for p in decayed["params"]}
+    for name, p in model.named_parameters():
+        assert (id(p) in decayed) == (p.ndim == 2), name
 
 
 def test_rotary_embedding():
     """Pairs of numbers turned by position x frequency (Su et al.)."""
-    batch = batch_of(random_sequences([10, 20]))
     model = network()
     seen = []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
-    model(batch)
+    model(batch_of(10, 20))
     positions = torch.tensor([*range(12), *range(22)])
     angles = positions[:, None] * 1e4 ** (-torch.arange(8) / 8)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -265,28 +206,15 @@ def test_gradient_checkpointing():
     model = network("--gradient_checkpointing").train()
     calls = []
     model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    batch = batch_of(random_sequences([20, 30]))
-    script.share_of_loss(model(batch), batch).backward()
+    model(batch_of(20, 30)).sum().backward()
     assert len(calls) == 2
-
-
-def test_no_weight_decay_on_biases_and_norms():
-    model = network()
-    decayed, _ = script.make_optimizer(arguments(), model).param_groups  # which, the contract shows
-    decayed = {id(p) for p in decayed["params"]}
-    for name, p in model.named_parameters():
-        assert (id(p) in decayed) == (p.ndim == 2), name
-
-
-# --------------------------------------------------------------------------------------------------
-# Loss
 
 
 def test_the_loss_is_the_score_entropy_of_sedd():
     """Averaged over the masks of four residues, each with any prediction. SEDD's: of the absorbing
     graph, as its published code has it, weighted by sigma', with scores that are probabilities
     times 1 / (e^sigma - 1), and averaged over all times."""
-    batch = batch_of(random_sequences([4]), share=1.0)
+    batch = batch_of(4, share=1.0)
     nodes, node_weights = np.polynomial.legendre.leggauss(20)
     times = torch.from_numpy(nodes + 1) / 2
     sigma = -torch.log1p(-times)
@@ -313,163 +241,114 @@ def test_the_loss_is_the_score_entropy_of_sedd():
     assert float(ours) == pytest.approx(float(theirs), rel=1e-9)
 
 
-# --------------------------------------------------------------------------------------------------
-# Evaluation
-
-
 def test_standard_error():
-    """Of a ratio of sums, beside that of resampled sequences."""
-    generator = np.random.default_rng(0)
-    residues = generator.integers(20, 60, 500)
-    nats = residues * generator.normal(2.0, 0.3, 500)
-
-    def ratio(nats, residues, axis):
-        return nats.sum(axis) / residues.sum(axis)
-
-    metrics = script.summarize(nats, nats, residues)
-    assert metrics["nelbo"] == pytest.approx(ratio(nats, residues, 0))
-    found = bootstrap((nats, residues), ratio, paired=True, n_resamples=600, rng=generator)
-    assert metrics["nelbo_se"] == pytest.approx(found.standard_error, rel=0.15)
-    diverged = script.summarize(1e6 * residues, nats, residues)
-    assert diverged["nelbo"] == 1e6 and math.isfinite(diverged["perplexity"])
-
-
-def measured(folder, model, *options):
-    args, proteins = read(folder, "--max_protein_len=62", *options)
-    return script.evaluate(model, proteins, args, contextlib.nullcontext, CPU)
+    """Of sequences of one length that of a mean; of others by hand."""
+    nats = np.array([1.0, 2.0, 6.0])
+    error = script.summarize(10 * nats, nats, np.full(3, 10))["nelbo_se"]
+    assert error == pytest.approx(sem(nats))
+    # 10 nats by 4 residues: the sequences are 1.5 below and above
+    error = script.summarize(np.array([1.0, 9.0]), nats, np.array([1, 3]))["nelbo_se"]
+    assert error == pytest.approx(math.sqrt(2 * (1.5**2 + 1.5**2)) / 4)
 
 
 def test_evaluation_of_known_predictions(folder, group):
-    """A network that knows nothing needs log 26 nats, one that knows the shares the unigram: the
-    mean over all residues that are held out."""
-    metrics = measured(folder, script.Denoiser(arguments(*SMALL)).eval())
-    assert metrics["nelbo"] == pytest.approx(math.log(26), rel=1e-6)
-    assert metrics["nelbo_se"] < 1e-6
+    """A network that knows nothing, as before training, needs log 26 nats, one that knows the
+    shares the unigram: the mean over all residues that are held out."""
+    args, proteins = read(folder, "--max_protein_len=62")
+    rest = (proteins, args, contextlib.nullcontext, torch.device("cpu"))
+    metrics = script.evaluate(script.Denoiser(arguments(*SMALL)).eval(), *rest)
     assert metrics["perplexity"] == pytest.approx(26, rel=1e-5)
 
-    proteins = read(folder)[1]
-    counts = np.zeros((2, 26))
-    for part, rows in enumerate([proteins.train, proteins.valid]):
-        for row in rows:
-            tokens = proteins.tokens[slice(*proteins.offsets[row : row + 2])]
-            counts[part] += np.bincount(tokens[1:-1], minlength=26)
-    logp = np.log((counts[0] + 0.5) / (counts[0] + 0.5).sum())
-    expected = -(counts[1] @ logp) / counts[1].sum()
+    pieces = np.split(proteins.tokens, proteins.offsets[1:-1])
+    counts = np.array([np.bincount(piece, minlength=28)[:26] for piece in pieces])
+    shares = counts[proteins.train].sum(0) + 0.5
+    logp = np.log(shares / shares.sum())
+    found = counts[proteins.valid].sum(0)
+    expected = -(found @ logp) / found.sum()
     assert metrics["unigram"] == pytest.approx(expected, rel=1e-9)
+    # of a long sequence as much counts as training sees of it
+    _, proteins = read(folder, "--max_protein_len=32")
+    parts = np.minimum(1, 30 / counts.sum(1))
+    seen = parts[proteins.train] @ counts[proteins.train]
+    assert proteins.counts == pytest.approx(seen)
 
     def unigram(batch):
         return torch.from_numpy(logp).float().expand(len(batch.noisy), -1)
 
-    metrics = measured(folder, unigram, "--eval_draws=40")
-    assert abs(metrics["nelbo"] - expected) < 0.02 * expected
-
-
-def test_each_rank_evaluates_its_share(folder):
-    """Of three. (That the sums are those of one rank: test_contract.py.)"""
-    model = network()
-    shares = []
-    for rank in range(3):
-        replaced = mock.patch.object(dist, "all_reduce", shares.append)
-        with as_rank(rank, 3), replaced, mock.patch.object(script, "on_rank0"):
-            measured(folder, model, "--eval_sequences=30", "--eval_batch_size=7")
-    done = [int((share > 0).sum()) for share in shares[::2]]
-    assert sum(done) == 60 and max(done) - min(done) <= 7  # a batch more or less
-
-
-# --------------------------------------------------------------------------------------------------
-# Learning rate, batch
-
-
-def test_rate_and_warm_up_grow_with_the_gpus():
-    """Unless the batch does not, or an option says so."""
-    factors = {"": 8, "--lr_scaling=conservative": 6, "--lr_scaling=none": 1}
-    for option, factor in {**factors, "--global_batch_size=64": 1}.items():
-        args = arguments(*option.split())
-        assert script.gpu_factor(args, 8) == factor
-        assert script.gpu_factor(args, 1) == 1
+    args.eval_draws = 40
+    assert script.evaluate(unigram, *rest)["nelbo"] == pytest.approx(expected, rel=0.02)
 
 
 def test_learning_rate():
-    """A straight rise, then half a cosine."""
+    """A straight rise, then half a cosine. It grows with the GPUs, unless the batch does not, or an
+    option says so."""
     rates = [script.lr_factor(step, 1000, 100) for step in (0, 49, 100, 550, 999)]
     assert rates == pytest.approx([1 / 101, 0.5, 1, 0.505, 0.01], abs=6e-3)
+    factors = {"": 8, "--lr_scaling=conservative": 6, "--lr_scaling=none": 1}
+    for option, factor in {**factors, "--global_batch_size=64": 1}.items():
+        args = arguments(*option.split())
+        assert [script.gpu_factor(args, gpus) for gpus in (1, 8)] == [1, factor]
+
+
+def test_names_of_the_original(tmp_path):
+    (tmp_path / "c.yaml").write_text("work_dir: a\neval: {batch_size: 3}\n")
+    args = arguments(f"--config={tmp_path}/c.yaml", "--log_every=3", "--log_freq=5")
+    assert (args.output_dir, args.log_every, args.eval_batch_size) == ("a", 5, 3)
+
+
+def test_wrong_options():
+    # numbers of a head: no whole number, 12, and 4; limits of types; a folder
+    options = "--hidden_size=30 --hidden_size=144 --hidden_size=48 --dropout=1 --eval_sequences=1"
+    for option in f"{options} --max_memory_per_gpu=85 --datafile=.".split():
+        with pytest.raises(script.InputError, match=option[:4]):
+            script.prepare(arguments(option))
 
 
 # --------------------------------------------------------------------------------------------------
 # A user's runs
 
-RUN = """--accum=1 --batch_size=8 --lr=5e-3 --warmup=2 --log_every=1 --eval_sequences=10
-    --val_ratio=0.2 --device=cpu""".split()
-
 
 def options_of(folder, *options):
+    own = """--accum=1 --batch_size=8 --lr=5e-3 --warmup=2 --log_every=1 --eval_sequences=10
+        --val_ratio=0.2 --device=cpu""".split()
     words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache"]
-    return [*words, *SMALL, *RUN, *options]
+    return [*words, *SMALL, *own, *options]
 
 
-def run(folder, output, *options, **more):
-    """Output of a run on the CPU."""
-    options = options_of(folder, f"--output_dir={output}", *options)
-    return call_script("run_train_uniref50_ddp", *options, **more)
-
-
-def rates_of(output):
-    return [row["lr"] for row in Run(output).rows if "lr" in row]
-
-
-def test_a_run_learns_and_says_so(tmp_path):
+def test_a_run_learns_and_says_so(tmp_path, server):
     """Proteins of one kind of residue each: what is seen tells what is hidden."""
     lines = [kind * length for kind in "DEFH" for length in range(10, 60)]
     (tmp_path / "proteins.fasta").write_text("\n".join(lines))
-    options = ["--n_iters=60", "--eval_freq=30", "--ema=0.9", "--epochs=100"]
-    said = run(tmp_path, tmp_path / "run", *options)
-    assert "best at step 60" in said and "WARNING" not in said
-    ended = Run(tmp_path / "run")
+    options = options_of(tmp_path, "--n_iters=60", "--eval_freq=30", "--ema=0.9")
+    ended = server.run("run_train_uniref50_ddp", options, tmp_path / "run", 1)
+    assert "best at step 60" in ended.text and "WARNING" not in ended.text
     best = ended.summary["val"]
     rows = [row for row in ended.rows if "val/nelbo" in row]
-    assert [row["step"] for row in rows] == [30, 60]
     assert best == {name: rows[-1][f"val/{name}"] for name in best}
     assert best["nelbo"] < best["unigram"] - 0.5
     assert ended.summary["baselines"] == {"unigram": best["unigram"]}
 
 
-def test_a_long_warm_up_takes_half_the_steps(folder, tmp_path):
-    """And a run that would end before its first evaluation has nothing to report, which is said."""
-    options = ["--n_iters=9999", "--epochs=1000000", "--warmup=5000", "--lr=1"]
-    run(folder, tmp_path, *options, "--max_minutes=1e-6")
-    assert rates_of(tmp_path)[0] == 1 / 5000
-    said = run(folder, tmp_path, "--n_iters=1", "--warmup=5000", "--lr=1", status=2)
-    assert "--n_iters 1" in refusal(said)
-
-
 def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_gpus(folder, tmp_path, server):
-    """A step has batch_size x accum sequences on a GPU."""
-    output = tmp_path / "run"
+    """A step has batch_size x accum sequences on a GPU. A warm-up that is too long takes half the
+    steps."""
+    starts = {2: "--n_iters=3 --batch_size=4 --accum=2", 1: "--n_iters=7"}
     rates = []
-    starts = {2: "--n_iters=3 --batch_size=4 --accum=2", 1: "--n_iters=5"}
     for ranks, more in starts.items():
-        options = options_of(folder, *more.split(), "--warmup=0")
-        ended = server.run("run_train_uniref50_ddp", options, output, ranks)
+        options = options_of(folder, *more.split(), "--warmup=5000")
+        ended = server.run("run_train_uniref50_ddp", options, tmp_path / "run", ranks)
         assert set(ended.statuses) == {0}, ended.text
         options = ended.summary["args"]
         assert (options["gpu_factor"], options["global_batch_size"]) == (2, 16)
-        rates.append(rates_of(output))
+        rates.append([row["lr"] for row in ended.rows if "lr" in row])
     assert "the run keeps its --global_batch_size 16" in ended.text
-    assert rates[0] == pytest.approx([0.01 * script.lr_factor(step, 3, 0) for step in range(3)])
-    assert rates[1][3:] == pytest.approx([0.01 * script.lr_factor(s, 5, 0) for s in (3, 4)])
+    assert rates[0] == pytest.approx([0.01 * script.lr_factor(step, 3, 1) for step in range(3)])
+    assert rates[1][3:] == pytest.approx([0.01 * script.lr_factor(s, 7, 3) for s in range(3, 7)])
 
 
-def test_names_of_the_original(tmp_path):
-    """The later one counts, on a command line and in a file."""
-    text = "work_dir: a\ntraining: {log_freq: 7}\neval: {batch_size: 3}\n"
-    (tmp_path / "c.yaml").write_text(text)
-    args = arguments(f"--config={tmp_path}/c.yaml", "--output_dir=b")
-    assert (args.output_dir, args.log_every, args.eval_batch_size) == ("b", 7, 3)
-    assert arguments("--log_every=3", "--log_freq=5", "--work_dir=c").log_every == 5
-
-
-def test_a_first_evaluation_that_is_nan_is_never_best(folder, tmp_path, monkeypatch):
-    """The run says so and ends, also when it is started again; then, mended, it goes on."""
+def test_a_run_without_a_best_network(folder, tmp_path, monkeypatch):
+    """A first evaluation that is NaN ends it, also when it is started again; then, mended, it goes
+    on. One that is to end before its first evaluation has nothing to report, which is said."""
     options = options_of(folder, f"--output_dir={tmp_path}/run", "--n_iters=4")
     plain = script.summarize
     monkeypatch.setattr(script, "summarize", lambda nats, *rest: plain(nats * math.nan, *rest))
@@ -478,19 +357,8 @@ def test_a_first_evaluation_that_is_nan_is_never_best(folder, tmp_path, monkeypa
             run_here(script, *options)
         assert not (tmp_path / "run" / "best.pt").exists()
     monkeypatch.setattr(script, "summarize", plain)
+    run_here(script, *options, "--max_minutes=1e-6")
+    with pytest.raises(script.InputError, match="--n_iters 1"):
+        run_here(script, *options, "--n_iters=1")
     run_here(script, *options)
     assert (tmp_path / "run" / "best.pt").exists()
-
-
-def test_no_file(tmp_path):
-    for name in ("x", "."):
-        with pytest.raises(script.InputError, match="there is no such file. UniRef50: "):
-            script.prepare(arguments(f"--datafile={tmp_path}/{name}"))
-
-
-def test_wrong_options():
-    # numbers of a head: no whole number, 12, and 4
-    options = "--hidden_size=30 --hidden_size=144 --hidden_size=48 --dropout=1 --lr=-1"
-    for option in f"{options} --max_memory_per_gpu=85 --eval_sequences=1".split():
-        with pytest.raises(script.InputError, match=option[:4]):
-            arguments(option)

@@ -12,13 +12,12 @@ another law: too sharp. --temperature other than 1 changes the law, too.
 
 --infill FILE: FASTA, or a sequence on each line; each `?` is drawn, --count times, given the rest.
 
---compare FILE, of proteins, such as the training data (the first 2,000 of each part). 1mer_js,
-2mer_js, 3mer_js: how far the samples are from sequences there that are not held out (Jensen-Shannon
-divergence of the words of one, two and three residues, in nats). uniqueness: share of distinct
-samples. nearest: two sequences are laid beside each other, without gaps, where most residues agree;
-their likeness is this number over the longer one's length; shown is the mean, over samples, of the
-likeness to the nearest held-out sequence. Beside it stand the same of the samples with their
-residues shuffled, and of the first 200 held-out sequences (the nearest other one).
+--compare FILE, of proteins, such as the training data (the first 2,000 of each part). kmer_js: how
+far the samples are from sequences that are not held out (Jensen-Shannon divergence of the words of
+k residues, in nats). uniqueness: share of distinct samples. nearest: two sequences are laid beside
+each other, without gaps, where most residues agree; their likeness is this number over the longer
+one's length; shown is the mean of the likeness to the nearest held-out sequence. Beside it stand
+the same of shuffled samples, and of the first 200 held-out sequences (the nearest other one).
 """
 
 import argparse
@@ -79,11 +78,9 @@ def load_network(path, device):
     return model.eval().to(device), options, state["loop"]
 
 
-# ---- Templates: BEGIN, residues or MASK, END
-
-
 def read_templates(path, copies, most):
-    """(templates, names): `copies` of each record of a file, `?` to be drawn."""
+    """(templates, names): `copies` of each record of a file. A template has BEGIN, residues, MASK
+    for each `?`, and END."""
     templates = []
     names = []
     for number, (place, sequence) in enumerate(script.read_records(path), 1):
@@ -108,8 +105,7 @@ def read_templates(path, copies, most):
 
 
 def make_templates(args, most, known_lengths):
-    """(templates, names) of --infill, of --length, or of lengths as in the training data.
-    known_lengths: {residues: sequences there}."""
+    """(templates, names). known_lengths: {residues: sequences of the training data}"""
     if args.infill is not None:
         return read_templates(args.infill, args.count, most)
     if args.length > most:
@@ -121,9 +117,6 @@ def make_templates(args, most, known_lengths):
         lengths = generator.choice([*known_lengths], args.count, p=shares)
     templates = [np.array([BEGIN, *[MASK] * length, END], np.uint8) for length in lengths]
     return templates, [f"sample_{number}" for number in range(args.count)]
-
-
-# ---- Drawing
 
 
 def make_predict(model, counts, temperature, autocast, device):
@@ -168,15 +161,11 @@ def fill_rigorously(predict, batch, counts, steps, generator):
     each residue appears in any of the steps (tau-leaping, Lou et al. 2024)."""
     order = []  # of each hidden residue the step in which it appears
     for count in counts:
-        if steps == 0:
-            order.extend(generator.permutation(count))
-        else:
-            order.extend(generator.integers(steps, size=count))
-
+        own = generator.integers(steps, size=count) if steps > 0 else generator.permutation(count)
+        order.extend(own)
     x = batch.noisy
     when = torch.full(x.shape, -1, device=x.device)
     when[x == MASK] = torch.tensor(np.array(order), device=x.device)
-    # in a step that is not in `order` nothing appears
     for step in tqdm(sorted(set(order)), unit=" steps", disable=None, leave=False):
         tokens, _ = draw_tokens(predict, batch, x)
         x = torch.where(when == step, tokens, x)
@@ -191,7 +180,7 @@ def fill_simply(predict, batch, counts, steps):
         tokens, sure = draw_tokens(predict, batch, x)
         gumbel = -torch.log(-torch.log(torch.rand_like(sure)))
         sure = sure + 4.5 * (1 - step / steps) * gumbel
-        sure = sure.masked_fill(x != MASK, math.inf)  # what is shown stays
+        sure[x != MASK] = math.inf  # what is shown stays
         x = torch.where(x == MASK, tokens, x)
         left = math.cos(math.pi / 2 * step / steps)  # this share is hidden after the step
         parts = zip(x.split(batch.lengths), sure.split(batch.lengths), counts, strict=True)
@@ -201,7 +190,6 @@ def fill_simply(predict, batch, counts, steps):
 
 
 def letters_of(tokens):
-    """The residues among tokens, as text."""
     return "".join(script.RESIDUES[token] for token in tokens if token < script.KINDS)
 
 
@@ -217,9 +205,6 @@ def draw_texts(args, predict, templates, device):
         found = draw(predict, batch, device, args.method, args.steps, seed)
         texts.update(zip(numbers, map(letters_of, found), strict=True))
     return [texts[i] for i in range(len(templates))]
-
-
-# ---- Comparison
 
 
 def read_reference(path, val_ratio):
@@ -278,10 +263,8 @@ def compare(ours, train, held_out, seed):
     """{name: metric} of samples."""
     generator = np.random.default_rng(seed)
     shuffled = ["".join(generator.permutation([*text])) for text in ours]
-    others = []
-    for i, text in enumerate(held_out[:200]):
-        others.append(likeness(text, held_out[:i] + held_out[i + 1 :]))
-
+    first = enumerate(held_out[:200])
+    others = [likeness(text, held_out[:i] + held_out[i + 1 :]) for i, text in first]
     metrics = {f"{length}mer_js": divergence(ours, train, length) for length in (1, 2, 3)}
     metrics["uniqueness"] = len(set(ours)) / len(ours)
     metrics["nearest"] = np.mean([likeness(text, held_out) for text in ours])
