@@ -140,15 +140,6 @@ def find_processes(is_ours):
     return found
 
 
-def kill_all(find):
-    """SIGKILL to the processes whose ids find() returns, until it finds none."""
-    while find():
-        for pid in find():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
 class Started:
     """Processes with an output. Others add `text`, processes() and has_ended()."""
 
@@ -187,7 +178,12 @@ class Job(Started):
             )
 
     def end(self):
-        kill_all(self.processes)
+        """SIGKILL to its processes, until there is none."""
+        while self.processes():
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self.process.wait()
 
     @property
@@ -305,9 +301,10 @@ def write_digits(path, train, test):
 
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
-    parts = {"train": slice(train), "test": slice(train, train + test)}
-    arrays = {f"x_{name}": images[part] for name, part in parts.items()}
-    arrays.update({f"y_{name}": labels[part] for name, part in parts.items()})
+    arrays = {}
+    for part, place in {"train": slice(train), "test": slice(train, train + test)}.items():
+        arrays[f"x_{part}"] = images[place]
+        arrays[f"y_{part}"] = labels[place]
     np.savez(path, **arrays)
 
 

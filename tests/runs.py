@@ -144,12 +144,6 @@ def sound_loss(number):
     torch.Tensor.backward = PLAIN_BACKWARD
 
 
-def wait_to_go_on(number):
-    """Until the test has made a file beside the output folder."""
-    while not Path(f"{os.environ['OUTPUT']}.go").exists():
-        time.sleep(0.02)
-
-
 def fill_disk(number):
     """Where the output folder is, so many bytes are left: enough for rows, not for a checkpoint."""
     folder = os.environ["OUTPUT"]
@@ -161,7 +155,6 @@ DO = {
     "evaluation": partial(in_next_evaluation, send_signal),
     "slow evaluation": partial(in_next_evaluation, time.sleep),
     "sleep": time.sleep,
-    "wait": wait_to_go_on,
     "nan": nan_loss,
     "sound": sound_loss,
     "fill": fill_disk,

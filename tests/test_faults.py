@@ -6,9 +6,9 @@ benchmarks/FAULTS.md says how its table is made.
 """
 
 import functools
+import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from helpers import call_script, on_small_disk, refusal
@@ -100,7 +100,7 @@ def stuck_rank(task, folder):
 def started_twice(task, folder):
     """The same command beside a living run, also where its folder has another name."""
     server = task.server
-    server.begin(task.name, task.argv, folder, 2, [[0, 9, "wait", 0]])
+    server.begin(task.name, task.argv, folder, 2, [[0, 9, "signal", signal.SIGSTOP]])
     server.wait_for("step=8 ")
     link = folder.with_name("link")
     link.symlink_to(folder)
@@ -108,9 +108,8 @@ def started_twice(task, folder):
         argv = [*task.argv, f"--output_dir={name}"]
         said = refusal(call_script(task.name, *argv, status=2))
         assert f"another run is at work in {name}" in said
-    Path(f"{folder}.go").touch()
-    run = server.end()
-    assert run.statuses == [0, 0]
+    os.kill(server.pids[0], signal.SIGCONT)
+    assert server.end().statuses == [0, 0]
     task.check_same(folder)
     return "one line, status 2; the first run goes on to the same bits", 0
 
