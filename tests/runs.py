@@ -36,8 +36,8 @@ COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=dis
     --precision=fp32""".split()
 
 # --------------------------------------------------------------------------------------------------
-# Arguments of runs of a few seconds. Each writes its data into the folder, or other data of the
-# same form: `less`.
+# Arguments of runs of a few seconds. Each writes its data into the folder: with `less`, other data
+# of the same form.
 
 
 def tiny_train_ddp(folder, less=0):
@@ -53,7 +53,7 @@ def tiny_train_ddp(folder, less=0):
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
         --cache_dir={folder}/cache --teacher_model=builtin:lsa
         --student_model=builtin:bert --student_max_length=24 --projection_hidden=32
-        --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
+        --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=3 --phase1_lr=3e-3
         --phase2_lr=1e-3 --num_negatives=2""".split()
 
 
@@ -70,15 +70,14 @@ def tiny_run_dpo_ddp(folder, less=0):
     """80 pairs on generated helices; an evaluation after each ten steps."""
     write_structures(folder, 10, pairs=8 - less, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random
-        --val_fraction=0.25 --num_epochs=5 --lr=5e-4 --temperature=1
+        --val_fraction=0.25 --num_epochs=4 --lr=5e-4 --temperature=1
         --global_batch_size=6 --batch_size=2 --num_workers=1""".split()
 
 
 def tiny_run_train_quantumgrav_ddp(folder, less=0):
     """300 small sets of 6 kinds, two tasks; an evaluation after each nine steps."""
-    write_causal_sets(
-        folder / "sets.npz", f"--samples={300 - less}", "--min_size=14", "--max_size=20"
-    )
+    sizes = ["--min_size=14", "--max_size=20"]
+    write_causal_sets(folder / "sets.npz", f"--samples={300 - less}", *sizes)
     return f"""--data={folder}/sets.npz --cache_dir={folder}/cache --tasks cls dim --hidden_dim=16
         --head_dim=16 --num_layers=2 --num_epochs=5 --batch_size=6 --lr=5e-3
         --num_workers=1 --timeout_minutes=2""".split()

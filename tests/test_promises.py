@@ -89,25 +89,6 @@ def test_refused(name, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Ranks
-
-
-def test_threads_of_a_machine_are_divided(monkeypatch):
-    """Of two ranks, unless the launcher has bound them to cores of their own."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(script, "gather", lambda value: [value, value])
-    before = torch.get_num_threads()
-    for cores, threads in {8: 2, 4: 4}.items():
-        torch.set_num_threads(4)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process, n=cores: set(range(n)))
-        script.setup_ddp(parse_arguments(script, "--device=cpu"))
-        torch.distributed.destroy_process_group()
-        assert torch.get_num_threads() == threads
-    torch.set_num_threads(before)
-
-
-# --------------------------------------------------------------------------------------------------
 # Checkpoints
 
 
