@@ -9,10 +9,13 @@ import pytest
 from helpers import ROOT, call_program, environment
 from runs import COMMON, SCRIPTS, TINY, Run
 
-MORE = {  # run_dpo_ddp.py begins with weights that the user has
-    "run_dpo_ddp": f"""--base_model_name=v_48_020 --num_epochs=1
+FEWER_STEPS = {  # run_dpo_ddp.py begins with weights that the user has
+    "train_ddp": "--max_steps=3",
+    "run_train_uniref50_ddp": "--n_iters=3",
+    "run_dpo_ddp": f"""--num_epochs=1 --base_model_name=v_48_020
         --base_model_dir={ROOT}/data/dpo/soluble_model_weights""",
-    "train_ddp": "--phase2_epochs=1",
+    "run_train_quantumgrav_ddp": "--num_epochs=1",
+    "run_train_rebm_ddp": "--total_epochs=1",
 }
 
 
@@ -23,7 +26,7 @@ def files_of(folder):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_alone(name, tmp_path):
     shutil.copy(ROOT / f"{name}.py", tmp_path)
-    options = [*COMMON, *TINY[name](tmp_path), *MORE.get(name, "").split()]
+    options = [*COMMON, *TINY[name](tmp_path), *FEWER_STEPS[name].split()]
     before = set(tmp_path.iterdir())
     call_program(tmp_path / f"{name}.py", *options, "--prepare_only")
     assert set(tmp_path.iterdir()) - before == {tmp_path / "cache"}
