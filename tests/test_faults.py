@@ -35,8 +35,7 @@ def find_task(server, tmp_path_factory):
 def limit_in_an_evaluation(task, folder):
     """It counts all the same: else each start would make it again, and never get on."""
     step = task.whole.evaluated[0]
-    faults = [[rank, step - 1, "slow evaluation", 4] for rank in (0, 1)]
-    run = task.run(folder, "--max_minutes=0.05", faults=faults)
+    run = task.run(folder, "--max_minutes=60", faults=[[0, step - 1, "slow evaluation", 60]])
     assert run.summary["status"] == "stopped by time limit"
     assert run.step == step + 1
     assert run.evaluated == [step]
