@@ -26,7 +26,7 @@ FAST = script.__name__
 
 CONFIGS = {  # a config file; the options that it gives, or what its refusal names
     '{"lr": 1}': ["--lr=1"],
-    "\ufefflr: 1\nattack_steps:\n": ["--lr=1"],
+    "lr: 1\nattack_steps:\n": ["--lr=1"],
     "model: {lr: 1}": ["--lr=1"],
     "attack: {eps: 1, attack_steps: 2}": ["--attack_eps=1", "--attack_steps=2"],
     "attack: {inner: {lr: 1}}": "attack: inner: lr: there is no option --attack_lr",
@@ -40,7 +40,7 @@ CONFIGS = {  # a config file; the options that it gives, or what its refusal nam
 def test_config(tmp_path, monkeypatch, text):
     """A section groups options, unless their names begin with it: then it never means another."""
     config = tmp_path / "config.yaml"
-    config.write_text(text, encoding="utf-8")
+    config.write_text(text)
     parser = script.Parser(allow_abbrev=False)
     for name in ("config", "lr", "attack_steps"):
         parser.add_argument(f"--{name}")
