@@ -117,9 +117,11 @@ def draw_curves(path, runs):
     column = f"val/{runs['best/metric'].iloc[0]}"
     figure, axis = pyplot.subplots(figsize=(7, 3.5))
     for number, folder in enumerate(runs["run"]):
-        rows = pd.read_json(Path(folder, "metrics.jsonl"), lines=True).dropna(subset=column)
+        rows = pd.read_json(Path(folder, "metrics.jsonl"), lines=True)
+        if column not in rows:
+            stop(f"{folder}: no {column} in metrics.jsonl")
         width = 2 * (len(runs) - number)  # thinner from run to run, so that equal lines are seen
-        rows.plot("step", column, ax=axis, label=folder, linewidth=width)
+        rows.dropna(subset=column).plot("step", column, ax=axis, label=folder, linewidth=width)
     axis.set_ylabel(column)
     figure.tight_layout()
     figure.savefig(path)
