@@ -1,7 +1,5 @@
-"""What every test starts from: one thread, no variables of launchers, wandb or the hub. And the
-table of faults, which tests tell their rows to."""
+"""What every test starts from: one thread, no variables of launchers, wandb or the hub."""
 
-import contextlib
 import os
 import signal
 import sys
@@ -36,56 +34,6 @@ for stop in (signal.SIGINT, signal.SIGHUP):
 def pytest_addoption(parser):
     text = "every script x every fault, and all runs on two hosts"
     parser.addoption("--all-faults", action="store_true", help=text)
-    parser.addoption("--matrix", metavar="FILE", help="write the table of faults to FILE")
-
-
-HEAD = """# Every script x every fault
-
-`python -m pytest --dist worksteal tests/test_contract.py tests/test_faults.py
-tests/test_two_hosts.py --all-faults --matrix FILE` writes this table; here on {cores} CPU cores
-with torch {torch}, gloo, Linux, as root. Seconds are from the (last) fault to the end of the last
-rank, or of the whole run where it goes on. In every row no process is left; "the same bits" means
-that, after a restart where the run has ended, weights, optimizer, losses, and the samples of every
-step are those of the run that nothing happened to.
-
-Not tested here, for want of the machines: faults of GPUs and of their networks (NCCL, xccl; a
-device that is lost), file systems over a network (stale handles), the signals of a real batch queue
-(sent by hand here).
-
-"""
-ROWS = []  # of the session: script, fault, outcome, seconds
-
-
-@pytest.fixture
-def matrix(record_property):
-    """matrix(script, fault, outcome, seconds): a row of the table, kept with the test that runs."""
-
-    def record(script, fault, outcome, seconds):
-        record_property("fault", (f"{script}.py", fault, outcome, round(seconds, 1)))
-
-    return record
-
-
-def pytest_runtest_logreport(report):
-    """Rows travel with the report of their test. A failed test is a row, too."""
-    if report.when == "teardown":
-        for name, value in report.user_properties:
-            if name == "fault":
-                ROWS.append(tuple(value))
-    if report.failed:
-        ROWS.append((report.nodeid, report.when, "FAILED", round(report.duration, 1)))
-
-
-def pytest_terminal_summary(config):
-    if not config.getoption("--matrix"):
-        return
-    import torch
-
-    text = HEAD.format(cores=os.cpu_count(), torch=torch.__version__)
-    for row in [("script", "fault", "outcome", "seconds"), ("---",) * 4, *sorted(ROWS)]:
-        cells = [str(cell).replace("|", "/") for cell in row]
-        text += f"| {' | '.join(cells)} |\n"
-    Path(config.getoption("--matrix")).write_text(text)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +61,15 @@ def start(tmp_path):
     """start(command, **environment): a Job."""
     from helpers import Job, environment
 
-    with contextlib.ExitStack() as jobs:
+    jobs = []
 
-        def call(command, **variables):
-            job = Job(command, tmp_path / "job.txt", environment(**variables))
-            return jobs.enter_context(job)
+    def call(command, **variables):
+        jobs.append(Job(command, tmp_path / "job.txt", environment(**variables)))
+        return jobs[-1]
 
-        yield call
+    yield call
+    for job in jobs:
+        job.end()
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -74,24 +73,11 @@ def run_program(argv, env, output):
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     multiprocessing.set_start_method("fork", force=True)  # of its workers: as in a real process
 
-    status = 0
-    try:
-        spec = importlib.util.spec_from_file_location("__main__", argv[0])
-        program = importlib.util.module_from_spec(spec)
-        program.__spec__ = None  # as in a real process; spawned workers then find the file
-        sys.modules["__main__"] = program
-        spec.loader.exec_module(program)
-    except SystemExit as end:
-        status = end.code or 0
-        if isinstance(end.code, str):
-            sys.stderr.write(f"{end.code}\n")
-            status = 1
-    except BaseException:  # a forked process must not return into the server
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    spec = importlib.util.spec_from_file_location("__main__", argv[0])
+    program = importlib.util.module_from_spec(spec)
+    program.__spec__ = None  # as in a real process; spawned workers then find the file
+    sys.modules["__main__"] = program
+    spec.loader.exec_module(program)
 
 
 def call_script(script, *argv, **more):
@@ -102,18 +88,10 @@ def call_script(script, *argv, **more):
 def call_program(path, *argv, status=0, seconds=200.0, **changes):
     """The output of `python path argv` on the CPU, without the time of its imports. It must end
     with `status`."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "output")
-        arguments = ([str(path), *map(str, argv)], environment(**changes), str(output))
-        process = forkserver().Process(target=run_program, args=arguments)
-        process.start()
-        process.join(seconds)
-        is_late = process.is_alive()
-        process.kill()
-        text = output.read_text() if output.exists() else ""
-        assert not is_late, f"still running after {seconds} s:\n{text[-3000:]}"
-        assert process.exitcode == status, text[-3000:]
-        return text
+    program = Ranks()
+    program.start([changes], [str(path), *map(str, argv)])
+    assert program.wait(seconds) == [status], program.text[-3000:]
+    return program.text
 
 
 def run_here(script, *argv):
@@ -162,15 +140,6 @@ def find_processes(is_ours):
     return found
 
 
-def kill_all(find):
-    """SIGKILL to the processes whose ids find() returns, until it finds none."""
-    while find():
-        for pid in find():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
 class Started:
     """Processes with an output. Others add `text`, processes() and has_ended()."""
 
@@ -191,9 +160,8 @@ class Started:
 
 
 class Job(Started):
-    """A started command and its output so far. What is left of it is killed at the end of `with`.
-    Its processes are found by a variable that they inherit, as each process of torchrun has a
-    session of its own."""
+    """A started command and its output so far. Its processes are found by a variable that they
+    inherit, as each process of torchrun has a session of its own."""
 
     def __init__(self, command, output, env):
         self.output = output
@@ -209,11 +177,13 @@ class Job(Started):
                 start_new_session=True,
             )
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        kill_all(self.processes)
+    def end(self):
+        """SIGKILL to its processes, until there is none."""
+        while self.processes():
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self.process.wait()
 
     @property
@@ -235,13 +205,12 @@ class Job(Started):
 
 
 class Ranks(Started):
-    """Starts the ranks of one job at a time, without the time of their imports. Their processes are
-    found by their sessions."""
+    """The ranks of one job at a time, without the time of their imports. Their processes are found
+    by their sessions."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
         self.ranks = []
-        self.outputs = []
 
     def start(self, variables, argv):
         """`python argv`, for each dictionary of environment variables; wait() comes next."""
@@ -332,9 +301,10 @@ def write_digits(path, train, test):
 
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
-    parts = {"train": slice(train), "test": slice(train, train + test)}
-    arrays = {f"x_{name}": images[part] for name, part in parts.items()}
-    arrays.update({f"y_{name}": labels[part] for name, part in parts.items()})
+    arrays = {}
+    for part, place in {"train": slice(train), "test": slice(train, train + test)}.items():
+        arrays[f"x_{part}"] = images[place]
+        arrays[f"y_{part}"] = labels[place]
     np.savez(path, **arrays)
 
 

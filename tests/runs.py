@@ -7,14 +7,14 @@ what happens in this rank after this step (0: while it reads the data). OPTIONS_
 there, has more options of rank 1 alone.
 """
 
-import gc
 import importlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -36,13 +36,14 @@ COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=dis
     --precision=fp32""".split()
 
 # --------------------------------------------------------------------------------------------------
-# Arguments of runs of a few seconds. Each writes its data into the folder.
+# Arguments of runs of a few seconds. Each writes its data into the folder: with `less`, other data
+# of the same form.
 
 
-def tiny_train_ddp(folder):
+def tiny_train_ddp(folder, less=0):
     """260 generated pairs, of three negatives two are drawn: both phases, several epochs."""
     with open(folder / "pairs.jsonl", "w") as file:
-        for i in range(260):
+        for i in range(260 - less):
             words = f"thing {i} in room {i % 7} of house {i % 13}"
             color = f"tone {i * 37 % 101} and keeper {i % 11}"
             positive = f"{words} has the color {color}" + " indeed" * (i % 9)
@@ -52,38 +53,39 @@ def tiny_train_ddp(folder):
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
         --cache_dir={folder}/cache --teacher_model=builtin:lsa
         --student_model=builtin:bert --student_max_length=24 --projection_hidden=32
-        --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=4 --phase1_lr=3e-3
+        --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=3 --phase1_lr=3e-3
         --phase2_lr=1e-3 --num_negatives=2""".split()
 
 
-def tiny_run_train_uniref50_ddp(folder):
+def tiny_run_train_uniref50_ddp(folder, less=0):
     """800 sequences of simple structure; averaged weights are evaluated on the way."""
-    write_proteins(folder / "proteins.fasta", 800)
+    write_proteins(folder / "proteins.fasta", 800 - less)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16
         --n_blocks_prot=2 --n_heads=2 --max_protein_len=48 --dropout=0 --batch_size=6
         --n_iters=45 --lr=0.02 --warmup=10 --ema=0.9 --eval_freq=20 --eval_sequences=30
         --eval_batch_size=3 --eval_draws=1 --num_workers=1""".split()
 
 
-def tiny_run_dpo_ddp(folder):
+def tiny_run_dpo_ddp(folder, less=0):
     """80 pairs on generated helices; an evaluation after each ten steps."""
-    write_structures(folder, 10, pairs=8, least=8, most=12)
+    write_structures(folder, 10, pairs=8 - less, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random
-        --val_fraction=0.25 --num_epochs=5 --lr=5e-4 --temperature=1
+        --val_fraction=0.25 --num_epochs=4 --lr=5e-4 --temperature=1
         --global_batch_size=6 --batch_size=2 --num_workers=1""".split()
 
 
-def tiny_run_train_quantumgrav_ddp(folder):
+def tiny_run_train_quantumgrav_ddp(folder, less=0):
     """300 small sets of 6 kinds, two tasks; an evaluation after each nine steps."""
-    write_causal_sets(folder / "sets.npz", "--samples=300", "--min_size=14", "--max_size=20")
+    sizes = ["--min_size=14", "--max_size=20"]
+    write_causal_sets(folder / "sets.npz", f"--samples={300 - less}", *sizes)
     return f"""--data={folder}/sets.npz --cache_dir={folder}/cache --tasks cls dim --hidden_dim=16
         --head_dim=16 --num_layers=2 --num_epochs=5 --batch_size=6 --lr=5e-3
         --num_workers=1 --timeout_minutes=2""".split()
 
 
-def tiny_run_train_rebm_ddp(folder):
+def tiny_run_train_rebm_ddp(folder, less=0):
     """450 digits, an epoch and two of the stages; validations on the way."""
-    write_digits(folder / "digits.npz", 450, 60)
+    write_digits(folder / "digits.npz", 450 - less, 60)
     return f"""--data={folder}/digits.npz --cache_dir={folder}/cache --attack.max_steps=2
         --attack.step_size=0.3 --indist_attack_clf.max_steps=1
         --indist_attack_clf.step_size=0.1 --indist_attack_clf.eps=0.15 --at_epochs=1
@@ -115,21 +117,22 @@ def send_signal(number):
     os.kill(os.getpid(), number)
 
 
-def in_next_evaluation(do):
-    """A fault that does this as soon as the next evaluation of this process has begun."""
+def let_time_pass(minutes):
+    """As if this process had started so long ago."""
+    sys.modules[Path(sys.argv[0]).stem].START -= 60 * minutes
 
-    def wait_for_it(number):
-        script = sys.modules[Path(sys.argv[0]).stem]
-        plain = script.evaluate
 
-        def evaluate(*args, **options):
-            script.evaluate = plain
-            do(number)
-            return plain(*args, **options)
+def in_next_evaluation(do, number):
+    """do(number) as soon as the next evaluation of this process has begun."""
+    script = sys.modules[Path(sys.argv[0]).stem]
+    plain = script.evaluate
 
-        script.evaluate = evaluate
+    def evaluate(*args, **options):
+        script.evaluate = plain
+        do(number)
+        return plain(*args, **options)
 
-    return wait_for_it
+    script.evaluate = evaluate
 
 
 def nan_loss(number):
@@ -145,42 +148,20 @@ def sound_loss(number):
     torch.Tensor.backward = PLAIN_BACKWARD
 
 
-def wait_to_go_on(number):
-    """Until the test has made a file beside the output folder."""
-    while not Path(f"{os.environ['OUTPUT']}.go").exists():
-        time.sleep(0.02)
-
-
 def fill_disk(number):
     """Where the output folder is, so many bytes are left: enough for rows, not for a checkpoint."""
-    with open(Path(os.environ["OUTPUT"]) / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
-        file.truncate(file.tell() - number)
-
-
-def find_checkpoint(number):
-    """A run that has gone on from a checkpoint must not keep it."""
-    gc.collect()
-    for thing in gc.get_objects():
-        if type(thing) is dict and {"script", "loop"} <= thing.keys():
-            raise AssertionError("the checkpoint is still in memory")
+    folder = os.environ["OUTPUT"]
+    Path(folder, "filler").write_bytes(bytes(shutil.disk_usage(folder).free - number))
 
 
 DO = {
     "signal": send_signal,
-    "evaluation": in_next_evaluation(send_signal),
-    "slow evaluation": in_next_evaluation(time.sleep),
+    "evaluation": partial(in_next_evaluation, send_signal),
+    "slow evaluation": partial(in_next_evaluation, let_time_pass),
     "sleep": time.sleep,
-    "wait": wait_to_go_on,
     "nan": nan_loss,
     "sound": sound_loss,
     "fill": fill_disk,
-    "checkpoint": find_checkpoint,
 }
 
 
@@ -206,11 +187,6 @@ def run_script(script, argv):
     # anew: the script takes the time, its parent and its name from the process that it starts in
     sys.modules.pop(script, None)
     module = importlib.import_module(script)
-    listen_to_steps(module)
-    module.launch(module.parse_args, module.main)
-
-
-def listen_to_steps(module):
     deal = module.GlobalBatchSampler.__iter__
     agree = module.Meter.log_and_agree
     cached = module.cached
@@ -236,6 +212,7 @@ def listen_to_steps(module):
     module.GlobalBatchSampler.__iter__ = listen
     module.Meter.log_and_agree = tell_and_agree
     module.cached = tell_of_reading
+    module.launch(module.parse_args, module.main)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,17 +300,9 @@ def differences(a, b, path=""):
     return found
 
 
-def assert_same_end(run, whole):
-    """The run has ended as one that nothing happened to: the same bits in the checkpoint, and the
-    same samples in every step."""
-    states = []
-    for state in (run.state, whole.state):
-        for group in state["optimizer"]["param_groups"]:
-            group.pop("lr")  # set anew in each step: after the last it may be that of the options
-        states.append({key: state[key] for key in state.keys() - NOT_COMPARED})
-    assert not differences(*states)
-    assert run.trained_on() == whole.trained_on()
-    assert {**run.summary, **dict.fromkeys(RUN_OWN)} == {**whole.summary, **dict.fromkeys(RUN_OWN)}
+def print_row(script, fault, outcome, seconds):
+    """A line of benchmarks/FAULTS.md."""
+    print(f"| {script}.py | {fault} | {outcome} | {seconds:.1f} |")
 
 
 class Server(Ranks):
@@ -363,15 +332,38 @@ class Server(Ranks):
 class Task:
     """A script with the data and the arguments of its tiny run."""
 
-    def __init__(self, name, folder, server, *more):
+    def __init__(self, name, folder, server, *more, less=0):
         self.name = name
         self.folder = folder
         self.server = server
-        self.argv = [*COMMON, *TINY[name](folder), *more]
+        self.argv = [*COMMON, *TINY[name](folder, less), *more]
 
     def run(self, folder, *more, ranks=2, faults=(), statuses=(0,)):
         run = self.server.run(self.name, [*self.argv, *more], folder, ranks, faults)
         assert set(run.statuses) <= set(statuses), f"{run.statuses}\n{run.text[-3000:]}"
+        return run
+
+    def check_same(self, folder, whole=None):
+        """The run there has ended as one that nothing happened to: the same bits in the checkpoint,
+        the same samples in every step, the same rows."""
+        run = Run(folder)
+        whole = whole or self.whole
+        states = []
+        for state in (run.state, whole.state):
+            for group in state["optimizer"]["param_groups"]:
+                group.pop("lr")  # set anew in each step: after the last it may be of the options
+            states.append({key: state[key] for key in state.keys() - NOT_COMPARED})
+        assert not differences(*states)
+        assert run.trained_on() == whole.trained_on()
+        assert run.figures == whole.figures
+        own = dict.fromkeys(RUN_OWN)
+        assert {**run.summary, **own} == {**whole.summary, **own}
+
+    def restart(self, folder):
+        """The same command once more, nothing in its way."""
+        run = self.run(folder)
+        assert "resuming" in run.text, run.text[-3000:]
+        self.check_same(folder)
         return run
 
     @cached_property

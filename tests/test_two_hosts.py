@@ -1,45 +1,30 @@
-"""Every training script on two hosts: equal to one host, and what a cut link or a dead host leaves.
+"""Every training script on two hosts, of which one goes on alone when the link between them is cut.
 
 The hosts are network namespaces of this machine with a cable between them, each with its own
 address, host name and /etc/hosts. They share the file system, but host b sees an empty folder in
 place of the output folder, which the script needs on the first host alone. Needs root and `ip`.
 """
 
-import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from functools import partial
-from pathlib import Path
 
 import pytest
-from helpers import ROOT, TORCHRUN, Job, environment, kill_all
-from runs import RUNS, SCRIPTS, Run, Task, assert_same_end
+from helpers import ROOT, TORCHRUN, Job, environment
+from runs import RUNS, SCRIPTS, Run, Task, print_row
 
-TIMEOUT = 12  # seconds: the time limit of the runs whose link is cut
-# FAULTS: time to do something in the middle of a run
+TIMEOUT = 12  # seconds: --timeout_minutes
+# FAULTS: time to cut the link in the middle of a run
 SLOW = [[1, step, "sleep", 0.3] for step in range(20, 60)]
 
 pytestmark = pytest.mark.timeout(300)
 
-# --------------------------------------------------------------------------------------------------
-# Hosts
-
 
 def ip(command):
-    done = subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
-    return done.stdout
-
-
-def processes(*hosts):
-    found = []
-    for name in hosts:
-        found += map(int, ip(f"netns pids {name}").split())
-    return found
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
 
 
 class Hosts:
@@ -49,46 +34,43 @@ class Hosts:
         number = os.getpid()
         self.a = f"ddp-a-{number}"  # torchrun's rank 0 goes to the first name
         self.b = f"ddp-b-{number}"
-        self.both = [self.a, self.b]
-        self.ports = itertools.count(29500)
-        self.net = f"10.{64 + number // 256 % 64}.{number % 256}"
+        self.addresses = {self.a: "10.64.0.1", self.b: "10.64.0.2"}
         self.names = folder / "hosts"
-        addresses = f"{self.net}.1 {self.a}\n{self.net}.2 {self.b}\n"
-        self.names.write_text(f"127.0.0.1 localhost\n{addresses}")
+        lines = [f"{address} {name}\n" for name, address in self.addresses.items()]
+        self.names.write_text("".join(["127.0.0.1 localhost\n", *lines]))
+        self.jobs = []
 
     def build(self):
-        for name in self.both:
+        for name in self.addresses:
             ip(f"netns add {name}")
         ip(f"link add eth0 netns {self.a} type veth peer name eth0 netns {self.b}")
-        for number, name in enumerate(self.both, 1):
-            ip(f"-n {name} addr add {self.net}.{number}/24 dev eth0")
+        for name, address in self.addresses.items():
+            ip(f"-n {name} addr add {address}/24 dev eth0")
             ip(f"-n {name} link set lo up")
             ip(f"-n {name} link set eth0 up")
 
     def remove(self):
-        for name in self.both:
-            if Path("/run/netns", name).exists():
-                kill_all(partial(processes, name))
-                ip(f"netns del {name}")
+        for job in self.jobs:
+            job.end()
+        for name in self.addresses:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
-    def cable(self, state):
-        """`up`, or `down`: packets are lost, and no end of a connection is told."""
-        ip(f"-n {self.b} link set eth0 {state}")
-
-    def on(self, name, command, folder):
-        """The command line that runs `command` on a host."""
+    def start(self, name, command, folder, env):
+        """A Job on a host."""
         setup = f"hostname {name}; mount --bind {self.names} /etc/hosts"
         if name == self.b:
             setup += f"; mount -t tmpfs -o ro tmpfs {folder}"
         isolated = ["ip", "netns", "exec", name, "unshare", "--uts"]
-        return [*isolated, "sh", "-ec", f'{setup}; exec "$@"', "sh", *command]
+        shell = [*isolated, "sh", "-ec", f'{setup}; exec "$@"', "sh", *command]
+        self.jobs.append(Job(shell, folder.with_name(f"{name}.txt"), env))
+        return self.jobs[-1]
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
+@pytest.fixture
+def hosts(tmp_path):
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("two hosts on one machine need Linux, root and ip")
-    hosts = Hosts(tmp_path_factory.mktemp("hosts"))
+    hosts = Hosts(tmp_path)
     try:
         hosts.build()
         yield hosts
@@ -98,134 +80,46 @@ def hosts(tmp_path_factory):
         hosts.remove()
 
 
-# --------------------------------------------------------------------------------------------------
-# Runs
-
-
-@pytest.fixture(scope="module")
-def task(request, tmp_path_factory, hosts, server):
-    return Task(request.param, tmp_path_factory.mktemp(request.param), server)
-
-
-class Launch:
-    """The same torchrun command on both hosts, a Job each."""
-
-    def __init__(self, hosts, task, output, more, nodes, faults):
-        output.mkdir(exist_ok=True)
-        port = next(hosts.ports)
-        # -k: an agent that SIGTERM does not end is killed (guide, 3)
-        command = f"""timeout -k 2 250 {" ".join(TORCHRUN)} --nnodes={nodes} --nproc_per_node=1
-            --rdzv-backend=c10d --rdzv-id={port} --rdzv-endpoint={hosts.a}:{port}""".split()
-        if ":" in nodes:
-            command += ["--max-restarts=3", "--rdzv-conf=last_call_timeout=10"]
-        command += [RUNS, task.name, *task.argv, *more, f"--output_dir={output}"]
-        env = environment(
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-            OUTPUT=output,
-            FAULTS=json.dumps(faults),
-            PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
-        )
-        self.jobs = []
-        for name in hosts.both:
-            text = output.with_name(f"{output.name}-{port}-{name}.txt")
-            self.jobs.append(Job(hosts.on(name, command, output), text, env))
-
-    @property
-    def text(self):
-        return "\n".join(job.text for job in self.jobs)
-
-    def wait(self, seconds=100.0):
-        return [job.wait(seconds) for job in self.jobs]
-
-    def wait_until(self, is_true, seconds):
-        """Seconds until is_true()."""
-        begin = time.monotonic()
-        while not is_true():
-            assert time.monotonic() - begin < seconds, self.text[-5000:]
-            time.sleep(0.05)
-        return time.monotonic() - begin
-
-    def ranks(self):
-        """The variables of each living rank, and of each of their workers."""
-        found = [variables for job in self.jobs for variables in job.processes().values()]
-        return [own for own in found if any(word.startswith("RANK=") for word in own)]
-
-
-@pytest.fixture
-def launch(hosts):
-    """launch(task, output, *more): a Launch."""
-    launches = []
-
-    def call(task, output, *more, nodes="2", faults=()):
-        launches.append(Launch(hosts, task, output, more, nodes, faults))
-        return launches[-1]
-
-    yield call
-    hosts.cable("up")
-    kill_all(partial(processes, *hosts.both))
-    for launch in launches:
-        launch.wait(5)
-
-
-def check_restart(launch, task, output):
-    """The command once more, with the usual time limit: every bit is that of one host."""
-    again = launch(task, output)
-    assert again.wait() == [0, 0], again.text[-5000:]
-    assert "resuming" in again.text
-    run = Run(output)
-    assert_same_end(run, task.whole)
-    assert run.figures == task.whole.figures
-    assert run.summary["world_size"] == 2
-
-
-# --------------------------------------------------------------------------------------------------
-# Tests
-
-
 def pytest_generate_tests(metafunc):
     """The normal test command has none of them."""
     names = SCRIPTS if metafunc.config.getoption("--all-faults") else []
-    metafunc.parametrize("task", names, indirect=True, scope="module")
+    metafunc.parametrize("name", names)
 
 
-def test_cut_link(task, hosts, launch, matrix):
-    """Nobody says goodbye: the ranks end at their time limit; an agent that waits for a lost store
-    is ended by -k. What two hosts then make of the checkpoint is what one host makes."""
-    output = task.folder / "cut"
-    jobs = launch(task, output, f"--timeout_minutes={TIMEOUT / 60}", faults=SLOW)
-    jobs.jobs[0].wait_for("step=23 ")
-    assert len(jobs.ranks()) >= 2
-    hosts.cable("down")
-    seconds = jobs.wait_until(lambda: not jobs.ranks(), TIMEOUT + 30)
-    assert seconds > TIMEOUT / 2
-    # host a has the store, and nobody to wait for
-    jobs.wait_until(lambda: not processes(hosts.a), 20)
-    is_left = bool(processes(hosts.b))
-    jobs.jobs[1].process.terminate()
-    jobs.wait_until(lambda: not processes(*hosts.both), 10)
-    statuses = jobs.wait(5)
-    assert 0 not in statuses
-
-    hosts.cable("up")
-    check_restart(launch, task, output)
-    end = "ended by itself"
-    if is_left:
-        end = "killed by timeout -k" if statuses[1] == -signal.SIGKILL else "ended by SIGTERM"
-    outcome = f"ranks ended, agent of host b {end}; resumed bit-equal"
-    matrix(task.name, f"link cut, limit {TIMEOUT} s", outcome, seconds)
-
-
-def test_elastic(task, hosts, launch, matrix):
-    """--nnodes=1:2: host a restarts alone from the checkpoint, with the same samples."""
-    output = task.folder / "elastic"
-    jobs = launch(task, output, nodes="1:2", faults=SLOW)
-    jobs.jobs[0].wait_for("step=23 ")
+def test_cut_link(name, hosts, server, tmp_path):
+    """Nobody says goodbye: the ranks end at their time limit. Host b's agent waits for a lost
+    store, and is ended by -k. Host a goes on alone from the checkpoint, with the same samples."""
+    task = Task(name, tmp_path, server)
+    output = tmp_path / "cut"
+    output.mkdir()
+    command = f"""timeout -k 2 250 {" ".join(TORCHRUN)} --nnodes=1:2 --nproc_per_node=1
+        --rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint={hosts.a}:29500
+        --max-restarts=3 --rdzv-conf=last_call_timeout=10""".split()
+    command += [RUNS, name, *task.argv, f"--output_dir={output}"]
+    command.append(f"--timeout_minutes={TIMEOUT / 60}")
+    env = environment(
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
+        OUTPUT=output,
+        FAULTS=json.dumps(SLOW),
+        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
+    )
+    a = hosts.start(hosts.a, command, output, env)
+    b = hosts.start(hosts.b, command, output, env)
+    a.wait_for("step=23 ")
+    # packets are lost, and no end of a connection is told
+    ip(f"-n {hosts.b} link set eth0 down")
     begin = time.monotonic()
-    kill_all(partial(processes, hosts.b))
-    assert jobs.jobs[0].wait(150) == 0, jobs.text[-5000:]
+    while any("RANK=1" in variables for variables in b.processes().values()):
+        assert time.monotonic() - begin < TIMEOUT + 30
+        time.sleep(0.05)
     seconds = time.monotonic() - begin
-    assert not processes(*hosts.both)
-    assert "resuming" in jobs.text
+    assert seconds > TIMEOUT / 2
+    b.process.terminate()
+    assert b.wait(10) != 0
+    assert b.is_gone()
+    assert a.wait(150) == 0, a.text[-5000:]
+    assert a.is_gone()
+    assert "resuming" in a.text
 
     run = Run(output)
     whole = task.whole
@@ -239,5 +133,5 @@ def test_elastic(task, hosts, launch, matrix):
     for step, ids in whole.trained_on().items():
         assert sorted((second if step >= start else first)[step]) == sorted(ids)
     assert run.losses == pytest.approx(whole.losses, rel=1e-4)
-    outcome = f"host a alone from step {start}, status 0, same samples"
-    matrix(task.name, "host b killed, --nnodes=1:2", outcome, seconds)
+    outcome = f"the ranks end; host a alone from step {start}, status 0, same samples"
+    print_row(name, f"link cut, limit {TIMEOUT} s, --nnodes=1:2", outcome, seconds)

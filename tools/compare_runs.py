@@ -40,14 +40,9 @@ def stop(message):
     sys.exit(2)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        stop(message)  # one line, without the usage
-
-
 def parse_args():
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="FOLDER", help="--output_dir of the runs")
     add("--csv", type=Path, help="also write a line for each run there")
@@ -55,7 +50,7 @@ def parse_args():
     args = parser.parse_args()
     for path in (args.csv, args.curves):
         if path is not None and path.exists():
-            parser.error(f"{path} exists: give another name")
+            stop(f"{path} exists: give another name")
     return args
 
 
@@ -66,10 +61,8 @@ def read_runs(folders):
         try:
             summary = json.loads((folder / "summary.json").read_text())
             status = summary["status"]
-        except OSError:
-            status = "no summary.json, so it is not finished"
-        except (ValueError, KeyError) as error:
-            status = f"its summary.json is damaged ({error!r})"
+        except (OSError, ValueError):
+            status = "no whole summary.json, so it is not finished"
         if ".old-" in folder.name:
             status = "--fresh has moved it aside"
         if status == "finished":
@@ -92,11 +85,9 @@ def read_runs(folders):
 def title_runs(runs):
     """The runs with a column "options", such as "lr 0.1, width 64": those that differ between runs,
     but the seed. Says which run is there twice, and leaves it out."""
-    differing = []
-    for name in runs:
-        is_option = name.startswith("args/") and name.removeprefix("args/") not in IGNORED
-        if is_option and runs[name].astype(str).nunique(dropna=False) > 1:
-            differing.append(name)
+    options = [name for name in runs if name.startswith("args/")]
+    options = [name for name in options if name.removeprefix("args/") not in IGNORED]
+    differing = [name for name in options if runs[name].astype(str).nunique(dropna=False) > 1]
     titles = []
     for _, run in runs.iterrows():
         words = [f"{name.removeprefix('args/')} {run[name]}" for name in differing]
@@ -129,11 +120,9 @@ def draw_curves(path, runs):
         rows = pd.read_json(Path(folder, "metrics.jsonl"), lines=True)
         if column not in rows:
             stop(f"{folder}: no {column} in metrics.jsonl")
-        rows = rows.dropna(subset=column)
         width = 2 * (len(runs) - number)  # thinner from run to run, so that equal lines are seen
-        axis.plot(rows["step"], rows[column], linewidth=width, label=folder)
-    axis.set(xlabel="step", ylabel=column)
-    axis.legend()
+        rows.dropna(subset=column).plot("step", column, ax=axis, label=folder, linewidth=width)
+    axis.set_ylabel(column)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -147,7 +136,7 @@ def main():
         print(f"\nbest by validation: {table.index[0]}")
     try:
         if args.csv:
-            runs.to_csv(args.csv, index=False, mode="x")
+            runs.to_csv(args.csv, index=False)
         if args.curves:
             draw_curves(args.curves, runs)
     except (OSError, ValueError) as error:  # ValueError: matplotlib's, of a name like curves.xyz
