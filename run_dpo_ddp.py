@@ -1440,8 +1440,9 @@ class Meter:
     def add(self, shares, norm):
         """shares: (len(names),) of a step"""
         values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
-        self.sums += torch.where(norm.isfinite(), values, 0.0)
-        self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
+        is_finite = norm.isfinite()
+        self.sums += torch.where(is_finite, values, 0.0)
+        self.bad_in_row = torch.where(is_finite, 0.0, self.bad_in_row + 1)
         self.steps += 1
 
     def log_and_agree(self, log, row, samples_per_step, now=False):
