@@ -1456,8 +1456,9 @@ class Meter:
     def add(self, shares, norm):
         """shares: (len(names),) of a step"""
         values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
-        self.sums += torch.where(norm.isfinite(), values, 0.0)
-        self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
+        is_finite = norm.isfinite()
+        self.sums += torch.where(is_finite, values, 0.0)
+        self.bad_in_row = torch.where(is_finite, 0.0, self.bad_in_row + 1)
         self.steps += 1
 
     def log_and_agree(self, log, row, samples_per_step, now=False):
@@ -1595,6 +1596,7 @@ class RunLog:
         self.path = Path(args.output_dir) / "metrics.jsonl"
         self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
         self.wandb = None
+        self.trained = (state["loop"]["step"], state["args"]) if state else (-1, {})
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
@@ -1629,8 +1631,13 @@ class RunLog:
         """status: "finished", or why the run was stopped"""
         if dist.get_rank() > 0:
             return
+        steps, options = self.trained
+        if summary["steps"] > steps:
+            options = vars(self.args)
+        else:
+            logging.info("no step was made; summary.json has the options of those before")
         seconds = round(time.monotonic() - START, 1)
-        summary.update(status=status, script=SCRIPT, seconds=seconds, args=vars(self.args))
+        summary.update(status=status, script=SCRIPT, seconds=seconds, args=options)
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
         self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
         self.draw()

@@ -509,24 +509,31 @@ def make_optimizer(args, model, stage):
 def update_average(average, model, decay, step):
     """average = d average + (1 - d) weights; d rises from 0.1, so that the start is forgotten."""
     d = min(decay, (1 + step) / (10 + step))
-    weights = model.state_dict()
-    for name, mean in average.state_dict().items():  # also of the statistics of batch normalisation
-        if mean.is_floating_point():
-            mean.lerp_(weights[name], 1 - d)
+    # also the statistics of batch normalisation; but not its count of batches, a whole number
+    pairs = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
+    means, weights = zip(*[pair for pair in pairs if pair[0].is_floating_point()], strict=True)
+    torch._foreach_lerp_(means, weights, 1 - d)
+
+
+def copy_rounded(model, twin):
+    """Those weights of the twin that are in bf16 do not share the memory of the network's."""
+    pairs = zip(twin.parameters(), model.parameters(), strict=True)
+    rounded = [(low, weight.detach()) for low, weight in pairs if low.dtype != weight.dtype]
+    if rounded:
+        torch._foreach_copy_(*zip(*rounded, strict=True))
 
 
 def train(args, device, stage, indist, outdist, nets, state, log, loop):
     """One stage. state: the checkpoint to go on from, None or {} where a stage begins. Returns why
     training was stopped, "" if the stage has ended; loop says where it stands. (all ranks)"""
     world_size = dist.get_world_size()
-    model, average, twin, ddp_model = nets
+    model, average, twin, ddp_model, autocast = nets
     sampler = GlobalBatchSampler(indist.part(TRAIN), args, cost=np.zeros(len(indist.split)))
     steps = sampler.steps * (args.at_epochs if stage == "at" else args.total_epochs)
     eval_every = math.ceil(args.n_imgs_per_evaluation_log / sampler.global_batch) or steps
     window = math.ceil(args.min_imgs_per_threshold / sampler.global_batch)
     logging.info(f"  stage {stage}: {steps:,} steps, {sampler.steps:,} an epoch")
     optimizer = make_optimizer(args, model, stage)
-    autocast = choose_precision(args, device)
     if state:
         model.load_state_dict(state["model"])
         average.load_state_dict(state["average"])
@@ -559,6 +566,7 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
         # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
         step_losses = torch.zeros(2, device=device)
         scores = torch.zeros(2, sampler.global_batch, device=device)
+        copy_rounded(model, twin)
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
@@ -622,7 +630,8 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
 def start_networks(args, device, indist, state):
     """The network in four forms: the one that is trained; that of averaged weights, which are
     validated, and kept in best.pt; one for attacks, which shares the memory of the first, but is
-    frozen, and in evaluation mode; the first one within DDP. (all ranks)"""
+    frozen, and in evaluation mode; the first one within DDP. And the context of a forward pass.
+    (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
@@ -638,9 +647,16 @@ def start_networks(args, device, indist, state):
     average = copy.deepcopy(model).requires_grad_(False).eval()
     twin = copy.deepcopy(average)
     twin.load_state_dict(model.state_dict(), assign=True)
+    autocast = choose_precision(args, device)
+    with autocast():
+        has_bf16 = torch.is_autocast_enabled(device.type)
+    if has_bf16:  # autocast would round frozen weights anew in each step of an attack
+        for layer in twin.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.to(torch.bfloat16)
     if args.compile:
         twin = torch.compile(twin)
-    return model, average, twin, wrap_ddp(model, args, device)
+    return model, average, twin, wrap_ddp(model, args, device), autocast
 
 
 def main(args):
@@ -1476,8 +1492,9 @@ class Meter:
     def add(self, shares, norm):
         """shares: (len(names),) of a step"""
         values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
-        self.sums += torch.where(norm.isfinite(), values, 0.0)
-        self.bad_in_row = torch.where(norm.isfinite(), 0.0, self.bad_in_row + 1)
+        is_finite = norm.isfinite()
+        self.sums += torch.where(is_finite, values, 0.0)
+        self.bad_in_row = torch.where(is_finite, 0.0, self.bad_in_row + 1)
         self.steps += 1
 
     def log_and_agree(self, log, row, samples_per_step, now=False):
@@ -1615,6 +1632,7 @@ class RunLog:
         self.path = Path(args.output_dir) / "metrics.jsonl"
         self.wandb_id = state["wandb_id"] if state else os.urandom(4).hex()
         self.wandb = None
+        self.trained = (state["loop"]["step"], state["args"]) if state else (-1, {})
         if dist.get_rank() > 0:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
@@ -1649,8 +1667,13 @@ class RunLog:
         """status: "finished", or why the run was stopped"""
         if dist.get_rank() > 0:
             return
+        steps, options = self.trained
+        if summary["steps"] > steps:
+            options = vars(self.args)
+        else:
+            logging.info("no step was made; summary.json has the options of those before")
         seconds = round(time.monotonic() - START, 1)
-        summary.update(status=status, script=SCRIPT, seconds=seconds, args=vars(self.args))
+        summary.update(status=status, script=SCRIPT, seconds=seconds, args=options)
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
         self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
         self.draw()
