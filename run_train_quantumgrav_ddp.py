@@ -535,16 +535,16 @@ def train(args, device, data, model, state, log):
         bar.update()
 
         # log, and agree whether to stop
-        is_end_of_epoch = position == sampler.steps - 1
-        must_save = loop["step"] % args.save_every == 0 or is_end_of_epoch
+        must_evaluate = position == sampler.steps - 1
+        must_save = loop["step"] % args.save_every == 0 or must_evaluate
         row = {"step": loop["step"], "epoch": epoch, "lr": lr}
         reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
-        if is_end_of_epoch:
+        if must_evaluate:
             metrics, _ = evaluate(model, data, data.part("valid"), args, device)
             if not math.isfinite(metrics["loss"]):
-                raise RuntimeError(f"the validation loss is {metrics['loss']}: lower --lr?")
+                raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **row})
             if note_epoch(loop, metrics, epoch, args):
@@ -639,7 +639,7 @@ def main(args):
     logging.info("Preparing data loaders...")
     data = CausalSets(read_once(prepare, args), args)
     if args.prepare_only:
-        logging.info(f"{len(data.labels):,} sets are read: {args.cache_dir}")
+        logging.info(f"The data are read: {args.cache_dir}")
         return 0
     logging.info("Data split complete:")
     for name, title in {"train": "Training", "valid": "Validation", "test": "Test"}.items():

@@ -543,7 +543,7 @@ def main(args):
     logging.info("Preparing data loaders...")
     proteins = Proteins(read_once(prepare, args), args)
     if args.prepare_only:
-        logging.info(f"{args.datafile} is read: {args.cache_dir}")
+        logging.info(f"The data are read: {args.cache_dir}")
         return 0
 
     may_change = """datafile skip_bad_data epochs n_iters accum gpu_factor gradient_checkpointing

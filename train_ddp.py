@@ -716,6 +716,7 @@ def main(args):
     folder = read_once(prepare, args)
     corpus = load_corpus(folder)
     if args.prepare_only:
+        logging.info(f"The data are read: {args.cache_dir}")
         return 0
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = load_student(args, folder)
