@@ -133,19 +133,6 @@ def test_weights_load_by_name(tmp_path):
 # Attacks and losses
 
 
-@pytest.mark.parametrize(("norm", "eps"), [("L2", 0.5), ("Linf", 0.1)])
-def test_an_attack_stays_in_its_ball(norm, eps):
-    net = small_network().requires_grad_(False)
-    x = torch.rand(20, 1, 8, 8)
-    y = torch.arange(20) % 10
-    z = script.attack(net, script.cross_entropy, x, y, 6, eps / 2, eps, norm)
-    move = (z - x).flatten(1)
-    length = move.norm(dim=1) if norm == "L2" else move.abs().amax(1)
-    assert 0.3 * eps < length.max() <= eps * (1 + 1e-5)
-    assert z.min() >= 0 and z.max() <= 1
-    assert script.cross_entropy(net(z), y).mean() > script.cross_entropy(net(x), y).mean() + 0.01
-
-
 def test_the_attacked_network_has_the_trained_weights(group):
     """And buffers; it is in evaluation mode. Attacks leave no gradients, nor other statistics."""
     model, average, twin, _ = start_networks(WIDE)
@@ -162,18 +149,20 @@ def test_the_attacked_network_has_the_trained_weights(group):
     assert not torch.equal(average(x), twin(x))
 
 
-def test_a_tiny_gradient_makes_a_whole_step():
-    """1e-30 of a loss leads where the loss leads; no gradient nowhere, and to no NaN."""
+def test_an_attack_makes_whole_steps():
+    """1e-30 of a loss leads where the loss leads, no gradient nowhere, and to no NaN; pixels stay
+    in [0, 1]. (That an attack stays in its ball: test_rebm_tools.py.)"""
     x = torch.full((2, 1, 2, 2), 0.5)
-    weight = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
-    direction = (weight / weight.norm()).view(1, 1, 2, 2).expand(2, -1, -1, -1)
-    for factor, length in ((1.0, 0.1), (1e-30, 0.1), (0.0, 0.0)):
+    weight = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    direction = (weight / weight.norm()).view(1, 2, 2)
+    for factor, size in ((1.0, 0.1), (1e-30, 0.1), (0.0, 0.1), (1.0, 9.0)):
 
         def gain(logits, labels, factor=factor):
             return logits * factor
 
-        z = script.attack(lambda z: z.flatten(1) @ weight[0], gain, x, None, 1, 0.1, 9.0)
-        torch.testing.assert_close(z - x, length * direction)
+        z = script.attack(lambda z: z.flatten(1) @ weight, gain, x, None, 1, size)
+        expected = (x + (factor > 0) * size * direction).clamp(0, 1)
+        torch.testing.assert_close(z, expected)
 
 
 def test_low_precision_leaves_logits_in_fp32():
@@ -268,18 +257,11 @@ def test_images_are_drawn_to_train_on(digits):
 # Runs
 
 
-def test_batch_normalisation(digits, tmp_path, server):
+def test_batch_normalisation(digits, tmp_path, server, group, monkeypatch):
     """Stage 1 in several processes needs GPUs. In stage 2 it is frozen, but its weights are
-    trained; several processes may do that, unless use_ddp=False."""
+    trained; several processes may do that."""
     wide = small(digits, WIDE, "--at_epochs=1", "--total_epochs=0", "--max_minutes=2")
     wide += ["--global_batch_size=100", "--indist_attack_clf_max_steps=0", "--attack_max_steps=0"]
-    refused = {
-        "--use_ddp=True": "in stage 1 batch normalisation over several processes takes GPUs",
-        "--use_ddp=False": "use_ddp False is one process, 2 were started",
-    }
-    for option, said in refused.items():
-        run = server.run("run_train_rebm_ddp", [*wide, option], tmp_path / "two", 2)
-        assert said in run.refusal()
     one = server.run("run_train_rebm_ddp", wide, tmp_path / "one", 1)
     assert one.statuses == [0], one.text[-3000:]
     start = torch.load(one.folder / "at_best.pt", weights_only=True)["model"]
@@ -290,6 +272,10 @@ def test_batch_normalisation(digits, tmp_path, server):
     state = run.state["model"]
     assert torch.equal(start["bn1.running_mean"], state["bn1.running_mean"])
     assert not torch.equal(start["bn1.weight"], state["bn1.weight"])
+
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
+    with pytest.raises(script.InputError, match="batch normalisation over several processes takes"):
+        start_networks(WIDE)
 
 
 def test_the_length_of_the_attack(digits, tmp_path, server):

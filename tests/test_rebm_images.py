@@ -28,11 +28,11 @@ def picture(path, color=(60, 60, 60)):
     return path
 
 
-def photos(root, parts=("train", "test"), count=12):
+def photos(root, parts=("train", "test")):
     """ROOT/PART/cat/0.png, ROOT/PART/dog/0.png, ..."""
     for part in parts:
         for name, color in COLORS.items():
-            for i in range(count):
+            for i in range(12):
                 picture(root / part / name / f"{i}.png", color)
     return root
 
@@ -48,8 +48,7 @@ def counts(data):
 
 
 # --------------------------------------------------------------------------------------------------
-# Folders. Each makes something odd of 24 + 24 images of cats and dogs in train/ and test/, of which
-# 2 become validation.
+# Folders
 
 
 def odd_files(root):
@@ -62,42 +61,34 @@ def odd_files(root):
     (root / "train/owl").mkdir()
 
 
-def one_part(root):
-    shutil.rmtree(root / "test")
-    for path in (root / "train").iterdir():
-        path.rename(root / path.name)
-    (root / "train").rmdir()
-
-
-def longer_names(root):
-    """As in a public report: they became two classes. What is held out is the test."""
-    (root / "train").rename(root / "training_set")
-    (root / "test").rename(root / "Valid-Set")
-
-
 def copies(root):
-    """Three images of the test also stand in train/."""
     for i in range(3):
         os.link(root / f"test/cat/{i}.png", root / f"train/cat/copy{i}.png")
 
 
-FOLDERS = {  # what is changed, the parts, what is said
-    "odd files": (odd_files, [24, 2, 24], "5 files or folders are not read .*__MACOSX"),
-    "longer names": (longer_names, [22, 2, 24], ""),
-    "three parts": (lambda root: photos(root, ["validation"], count=4), [24, 8, 24], ""),
-    "one part": (one_part, [19, 1, 4], "1 of 2 classes have nothing to validate on"),
-    "copies": (copies, [22, 2, 24], "3 images equal held-out ones.*copy0"),
-    "loose": (lambda root: picture(root / "train/a.png"), [22, 2, 24], "1 images have no .*/a.png"),
+def loose(root):
+    picture(root / "train/a.png")
+
+
+TWO = ["train", "test"]  # 24 images each; of a missing part some are taken from train/
+FOLDERS = {  # folders of images, what is odd, images of each part, what is said
+    "longer names": (["training_set", "Valid-Set"], None, [22, 2, 24], ""),
+    "three parts": ([*TWO, "validation"], None, [24, 24, 24], ""),
+    "one part": ([""], None, [19, 1, 4], "1 of 2 classes have nothing to validate on"),
+    "odd files": (TWO, odd_files, [24, 2, 24], "5 files or folders are not read .*__MACOSX"),
+    "copies": (TWO, copies, [22, 2, 24], "3 images equal held-out ones.*copy0"),
+    "loose": (TWO, loose, [22, 2, 24], "1 images have no .*/a.png"),
 }
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folders_that_are_read(tmp_path, caplog, name):
-    root = photos(tmp_path / "photos")
-    change, parts, said = FOLDERS[name]
-    change(root)
+    folders, make_odd, expected, said = FOLDERS[name]
+    root = photos(tmp_path / "photos", folders)
+    if make_odd:
+        make_odd(root)
     data = read(root, "--size=16")
-    assert counts(data) == parts
+    assert counts(data) == expected
     assert data.classes == ["cat", "dog"]
     assert data.images.shape[1:] == (3, 16, 16)
     found = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -109,31 +100,21 @@ def test_folders_that_are_read(tmp_path, caplog, name):
     assert set(data.labels[data.some(TRAIN, 12)]) == {0, 1}
 
 
-def class_of_trains(root):
-    """Classes alone, and one is named train."""
-    for name in ("cat", "dog"):
-        (root / "test" / name).rename(root / name)
-        shutil.rmtree(root / "train" / name)
-    picture(root / "train/0.png")
-    (root / "test").rmdir()
-
-
-def one_class(root):
-    shutil.rmtree(root / "train/cat")
-    shutil.rmtree(root / "test/cat")
+def nowhere(root):
+    (root / "a/train/cat/new.png").symlink_to("nowhere.png")
 
 
 def several_damaged(root):
-    (root / "train/cat/0.png").write_bytes(b"")
-    Image.fromarray(np.full((20, 20), 40_000, np.uint16)).save(root / "train/cat/1.png")
-    whole = (root / "test/dog/2.png").read_bytes()
-    (root / "test/dog/2.png").write_bytes(whole[: len(whole) // 2])
+    (root / "a/train/cat/0.png").write_bytes(b"")
+    Image.fromarray(np.full((20, 20), 40_000, np.uint16)).save(root / "a/train/cat/1.png")
+    whole = (root / "a/test/dog/2.png").read_bytes()
+    (root / "a/test/dog/2.png").write_bytes(whole[: len(whole) // 2])
 
 
-REFUSED = {  # what is changed, what is said
-    "no images there, or no classes; expected train/CLASS": class_of_trains,
-    "No such file.*new.png": lambda root: (root / "train/cat/new.png").symlink_to("nowhere.png"),
-    "has one class, dog; two are needed": one_class,
+REFUSED = {  # what is said
+    "no images there, or no classes; expected train/CLASS": lambda root: shutil.rmtree(root / "a"),
+    "has one class, a; two are needed": lambda root: None,
+    "No such file.*new.png": nowhere,
     "(?s)3 images cannot.*/2.png: .*truncated.*/0.png: .*/1.png: mode": several_damaged,
 }
 
@@ -141,7 +122,7 @@ REFUSED = {  # what is changed, what is said
 @pytest.mark.parametrize("said", REFUSED)
 def test_folders_that_are_refused(tmp_path, said):
     """All damaged images at once; nothing is left in the cache."""
-    root = photos(tmp_path / "photos")
+    root = photos(tmp_path / "photos", ["a/train", "a/test"])
     REFUSED[said](root)
     with pytest.raises(script.InputError, match=said):
         read(root)
@@ -231,58 +212,63 @@ def test_augmentations():
 
 
 def test_arrays_as_keras_has_them(tmp_path, caplog):
-    """Labels are numbers, or names; what is below 0, or "", is not known. Another array is said."""
+    """Labels are numbers, or names; those below 0, or "", are not known."""
     x = np.random.default_rng(0).integers(0, 256, (80, 8, 8), np.uint8)
-    y = np.arange(80) % 5 - 1
-    names = np.array(["d", "c", "b", "a", ""])[y]
+    y = np.arange(80) % 4 - 1
     path = tmp_path / "a.npz"
-    for labels, classes in ((y, ["0", "1", "2", "3"]), (names, ["a", "b", "c", "d"])):
-        good = {"x_train": x[:60], "y_train": labels[:60], "x_test": x[60:], "y_test": labels[60:]}
-        np.savez(path, **good, train=y)
-        data = read(path)
-        assert data.classes == classes
-        assert np.array_equal(data.images[:, 0], x[y >= 0])
-        assert np.array_equal(data.labels, y[y >= 0] if labels is y else 3 - y[y >= 0])
-        assert counts(data) == [45, 3, 16]
+    good = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60:]}
+    np.savez(path, **good, train=y)
+    data = read(path)
+    assert data.classes == ["0", "1", "2"]
+    assert np.array_equal(data.images[:, 0], x[y >= 0])
+    assert np.array_equal(data.labels, y[y >= 0])
+    assert counts(data) == [42, 3, 15]
     assert "a.npz: 1 arrays are not read, such as train" in caplog.text
-    assert "a.npz: 16 images have no class, or one that is not known: left out" in caplog.text
+    assert "a.npz: 20 images have no class, or one that is not known: left out" in caplog.text
     assert read(path, "--size=16").shape == (1, 16)
+    names = np.array(["c", "b", "a", ""])[y]
+    np.savez(path, **{**good, "y_train": names[:60], "y_test": names[60:]})
+    assert np.array_equal(read(path).labels, 2 - data.labels)
 
     wrong = {
-        "x_train is float64": {"x_train": x[:60] / 256},
-        r"y_train is int64 \(3,\); expected 60 whole": {"y_train": y[:3]},
-        "y_train is float64 .*; expected 60 whole numbers, or names": {"y_train": y[:60] / 2},
-        "nothing to train on of 0, 2, 3": {"y_train": y[:60] * 0 + 1, "y_test": y[60:]},
+        "x_train is float64": {**good, "x_train": x[:60] / 256},
+        r"y_train is int64 \(3,\); expected 60 whole": {**good, "y_train": y[:3]},
+        "y_train is float64 .*; expected 60 whole numbers, or names": {
+            **good,
+            "y_train": y[:60] / 2,
+        },
+        "nothing to train on of 0, 1": {**good, "y_train": y[:60] * 0 + 2},
+        "or x_train and y_train": {"train": x},
     }
-    for message, change in wrong.items():
-        np.savez(path, **{**good, **change})
+    for message, arrays in wrong.items():
+        np.savez(path, **arrays)
         with pytest.raises(script.InputError, match=message):
             read(path)
-    np.savez(path, train=x)
-    with pytest.raises(script.InputError, match="or x_train and y_train"):
-        read(path)
     path.write_bytes(b"no arrays")
     with pytest.raises(script.InputError, match="a.npz: .*expected an .npz file of arrays"):
         read(path)
 
 
-@pytest.mark.parametrize("axis", [1, 3])
-def test_arrays_as_medmnist_has_them(tmp_path, axis):
+def test_arrays_as_medmnist_has_them(tmp_path):
     """Colours first or last; a column of labels; twelve classes in the order of their numbers."""
-    x = np.random.default_rng(0).integers(0, 256, (120, 9, 9, 3), np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (120, 3, 9, 9), np.uint8)
     y = (np.arange(120) % 12)[:, None]
-    images = np.moveaxis(x, 3, axis)
-    arrays = {}
-    for part, rows in {"train": slice(72), "val": slice(72, 96), "test": slice(96, 120)}.items():
-        arrays[f"{part}_images"] = images[rows]
-        arrays[f"{part}_labels"] = y[rows]
-    np.savez(tmp_path / "a.npz", **arrays)
-    data = read(tmp_path / "a.npz")
-    assert counts(data) == [72, 24, 24]
-    assert data.classes == [str(i) for i in range(12)]
-    assert read(tmp_path / "a.npz", "--grey").shape == (1, 9)
-    assert np.array_equal(data.images, x.transpose(0, 3, 1, 2))
-    assert np.array_equal(data.labels, y[:, 0])
+    for images in (x, x.transpose(0, 2, 3, 1)):
+        arrays = {}
+        for part, rows in {
+            "train": slice(72),
+            "val": slice(72, 96),
+            "test": slice(96, 120),
+        }.items():
+            arrays[f"{part}_images"] = images[rows]
+            arrays[f"{part}_labels"] = y[rows]
+        np.savez(tmp_path / "a.npz", **arrays)
+        data = read(tmp_path / "a.npz")
+        assert counts(data) == [72, 24, 24]
+        assert data.classes == [str(i) for i in range(12)]
+        assert np.array_equal(data.images, x)
+        assert np.array_equal(data.labels, y[:, 0])
+        assert read(tmp_path / "a.npz", "--grey").shape == (1, 9)
 
 
 class OldPickler(pickle._Pickler):
@@ -361,13 +347,11 @@ def test_digits_and_generated_images(tmp_path):
 def test_hub(tmp_path, monkeypatch, caplog):
     """Images and labels by their kinds; splits that are not read are named, and images whose label
     is kept secret are left out."""
-    paths = [picture(tmp_path / f"{i}.png", (100 * (i % 2), 50, 50)) for i in range(63)]
-    labels = [i % 2 if i < 60 else -1 for i in range(63)]
+    paths = [str(picture(tmp_path / f"{i}.png", (100 * (i % 2), 50, 50))) for i in range(63)]
+    columns = {"img": paths, "fine_label": [i % 2 if i < 60 else -1 for i in range(63)]}
     kinds = {"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["b", "a"])}
-    columns = {"img": [str(path) for path in paths], "fine_label": labels}
     table = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
-    tables = {"train": table.select(range(40)), "test": table.select(range(40, 63))}
-    tables["extra"] = table.select([0])
+    tables = {"train": table.select(range(40)), "test": table.select(range(40, 63)), "extra": table}
     monkeypatch.setattr(datasets, "load_dataset", lambda name: tables)
     args = parse_arguments(script, f"--cache_dir={tmp_path}/cache", "--size=16")
     data = script.Images(script.prepare(args, "some/pictures"))
@@ -376,10 +360,8 @@ def test_hub(tmp_path, monkeypatch, caplog):
     assert np.array_equal(data.images[:, 0].mean((1, 2)) > 80, data.labels == 0)
     assert "1 splits are not read, such as extra" in caplog.text
     assert "3 images have no class, or one that is not known" in caplog.text
-    for part in ("train", "test"):  # as many other images are other data
-        tables[part] = tables[part].shuffle(seed=1)
+    tables["train"] = tables["train"].shuffle(seed=1)  # as many other images are other data
     assert script.Images(script.prepare(args, "some/pictures")).hash != data.hash
-    monkeypatch.undo()
     monkeypatch.setattr(datasets, "load_dataset", lambda name: 1 / 0)
     with pytest.raises(script.InputError, match="some/pictures: no such folder or file here"):
         script.prepare(args, "some/pictures")
