@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, call_script, parse_arguments, write_digits
-from runs import Run, differences
+from helpers import ROOT, parse_arguments, write_digits
+from runs import differences
 from sklearn.metrics import roc_auc_score
 
 import run_train_rebm_ddp as script
@@ -257,27 +257,6 @@ def test_images_are_drawn_to_train_on(digits):
 # Runs
 
 
-def test_batch_normalisation(digits, tmp_path, server, group, monkeypatch):
-    """Stage 1 in several processes needs GPUs. In stage 2 it is frozen, but its weights are
-    trained; several processes may do that."""
-    wide = small(digits, WIDE, "--at_epochs=1", "--total_epochs=0", "--max_minutes=2")
-    wide += ["--global_batch_size=100", "--indist_attack_clf_max_steps=0", "--attack_max_steps=0"]
-    one = server.run("run_train_rebm_ddp", wide, tmp_path / "one", 1)
-    assert one.statuses == [0], one.text[-3000:]
-    start = torch.load(one.folder / "at_best.pt", weights_only=True)["model"]
-    assert start["bn1.running_mean"].any()
-    wide += ["--at_epochs=0", "--total_epochs=1", f"--ckpt_path={one.folder}/at_best.pt"]
-    run = server.run("run_train_rebm_ddp", wide, tmp_path / "dat", 2)
-    assert run.statuses == [0, 0], run.text[-3000:]
-    state = run.state["model"]
-    assert torch.equal(start["bn1.running_mean"], state["bn1.running_mean"])
-    assert not torch.equal(start["bn1.weight"], state["bn1.weight"])
-
-    monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
-    with pytest.raises(script.InputError, match="batch normalisation over several processes takes"):
-        start_networks(WIDE)
-
-
 def test_the_length_of_the_attack(digits, tmp_path, server):
     """T grows when the mean AUC of the last two steps, both with this T, is high enough; a step
     whose gradient is not finite is no reason to grow. Both ranks agree."""
@@ -299,24 +278,33 @@ def test_the_length_of_the_attack(digits, tmp_path, server):
     assert (run.state["loop"]["T"], len(run.state["loop"]["aucs"])) == (T, len(window))
 
 
-def test_stages_in_two_runs(digits, tmp_path, group):
-    """Stage 2 starts from the given weights. Validation is in fp32, also where training is not;
-    best.pt of stage 1 is at_best.pt."""
-    out = tmp_path / "at"
-    options = small(digits, "precision=bf16", "total_epochs=0", f"output_dir={out}")
-    text = call_script("run_train_rebm_ddp", *options)
-    assert "; guessing 0." in text  # the accuracy of always the commonest class
+def test_stages_in_two_runs(digits, tmp_path, server, group, monkeypatch):
+    """Validation is in fp32, also where training is not. Stage 2 starts from the given weights, and
+    freezes the statistics of batch normalisation; in stage 1 several processes need GPUs for it."""
+    wide = small(digits, WIDE, "--global_batch_size=100", "--attack_max_steps=0")
+    wide.append("--indist_attack_clf_max_steps=0")
+    options = [*wide, "--at_epochs=1", "--total_epochs=0", "--precision=bf16"]
+    at = server.run("run_train_rebm_ddp", options, tmp_path / "at", 1)
+    assert at.statuses == [0], at.text[-3000:]
+    assert "; guessing 0." in at.text  # the accuracy of always the commonest class
     args, indist, _ = read_digits(digits)
-    model = small_network()
-    best = script.read_weights(out / "best.pt", model)
-    row = Run(out).rows[-1]
+    model = small_network(WIDE)
+    at_best = script.read_weights(at.folder / "at_best.pt", model)
+    best = script.read_weights(at.folder / "best.pt", model)
+    assert not differences(best, at_best) and best["bn1.running_mean"].any()
     for name, value in script.evaluate(model.eval(), indist, args, CPU).items():
-        assert row[f"val/at/{name}"] == pytest.approx(value, rel=1e-5), name
+        assert at.rows[-1][f"val/at/{name}"] == pytest.approx(value, rel=1e-5), name
 
-    assert not differences(best, script.read_weights(out / "at_best.pt", model))
-    more = [f"ckpt_path={out}/best.pt", f"--output_dir={tmp_path}/dat", "at_epochs=0"]
-    call_script("run_train_rebm_ddp", *small(digits, *more, "total_epochs=1", "--lr=0", "--wd=0"))
-    assert not differences(best, Run(tmp_path / "dat").state["model"])
+    options = [*wide, "--at_epochs=0", "--total_epochs=1", f"--ckpt_path={at.folder}/best.pt"]
+    dat = server.run("run_train_rebm_ddp", options, tmp_path / "dat", 2)
+    assert dat.statuses == [0, 0], dat.text[-3000:]
+    state = dat.state["model"]
+    assert torch.equal(best["bn1.running_mean"], state["bn1.running_mean"])
+    assert not torch.equal(best["bn1.weight"], state["bn1.weight"])
+
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
+    with pytest.raises(script.InputError, match="batch normalisation over several processes takes"):
+        start_networks(WIDE)
 
 
 # --------------------------------------------------------------------------------------------------
