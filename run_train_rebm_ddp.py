@@ -624,7 +624,8 @@ def start_networks(args, device, indist, state):
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
         model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model))
-    if args.model_type != "SmallNet" and args.at_epochs > 0 and dist.get_world_size() > 1:
+    has_batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    if has_batch_norm and args.at_epochs > 0 and dist.get_world_size() > 1:
         if device.type == "cpu" or args.backend == "gloo":
             text = "batch normalisation over several processes takes GPUs, and not --backend gloo"
             raise InputError(f"--model_type {args.model_type}: in stage 1 {text}")

@@ -1,5 +1,4 @@
-"""tools/evaluate_rebm.py, generate_rebm.py: known answers, and the way from images over training to
-figures and pictures."""
+"""tools/evaluate_rebm.py, generate_rebm.py: from images over training to figures and pictures."""
 
 import json
 import math
@@ -24,7 +23,6 @@ TRAIN = """attack.max_steps=3 attack.step_size=0.3 indist_attack_clf.max_steps=2
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a run's data; its own folder is out/."""
     folder = tmp_path_factory.mktemp("tools")
     write_digits(folder / "digits.npz", 300, 60)
     options = [f"--data={folder}/digits.npz", f"--cache_dir={folder}/cache", *TRAIN]
