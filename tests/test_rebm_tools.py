@@ -34,7 +34,7 @@ def test_a_network_is_measured(trained):
     """Accuracy under attack falls with the radius, to 0."""
     out = trained / "figures.json"
     words = [trained / "out/best.pt", "--radii", "0.1", "0.5", "6", "--attack_steps=10"]
-    words += [f"--out={out}", "--device=cpu"]
+    words += [f"--out={out}", "--ood_images=100", "--device=cpu"]
     call_script("tools/evaluate_rebm", *words)
     found = json.loads(out.read_text())
     order = [found[name] for name in ("clean", "robust@0.1", "robust@0.5", "robust@6")]
