@@ -323,7 +323,7 @@ def test_cifar_as_its_authors_ship_it(tmp_path, monkeypatch, kind, test):
 def test_digits_and_generated_images(tmp_path):
     args = parse_arguments(script, f"--cache_dir={tmp_path}")
     indist = script.Images(script.prepare(args, "digits"))
-    assert counts(indist) == [1336, 101, 360]
+    assert counts(indist) == [1336, 101, 360] and indist.images.max() == 255
     outdist = script.Images(script.prepare(args, "blobs", indist))
     assert outdist.shape == indist.shape == (1, 8)
     assert counts(outdist) == [20_000, 1000, 10_000]
