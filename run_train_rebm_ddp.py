@@ -183,9 +183,8 @@ class Images:
         self.split = rows["split"]  # (N,) TRAIN, VALID, TEST or UNUSED
         self.digests = rows["digests"]  # (N,) uint64, equal for equal images
         self.classes = rows["classes"].tolist()  # names; [] where images have no labels
-        columns = b"".join(map(bytes, [self.labels, self.split, self.digests]))
-        content = repr([self.shape, self.classes]).encode() + columns
-        self.hash = hashlib.sha256(content).hexdigest()[:12]
+        content = [repr([self.shape, self.classes]).encode(), self.labels, self.split, self.digests]
+        self.hash = hashlib.sha256(b"".join(map(bytes, content))).hexdigest()[:12]
 
     def part(self, part):
         """The numbers of the images of a part: TRAIN, VALID or TEST."""
@@ -264,8 +263,7 @@ class Network(nn.Module):
         mean = [0.4913997551666284, 0.48215855929893703, 0.4465309133731618]
         deviation = [0.24703225141799082, 0.24348516474564, 0.26158783926049628]
         if channels == 1:
-            mean = [0.5]
-            deviation = [0.5]
+            mean = deviation = [0.5]
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
 
@@ -431,8 +429,7 @@ def sums_of_losses(args, ddp_model, twin, batch, T):
         loss = cross_entropy(ddp_model(x), batch.clf_y).sum()
         return torch.stack([loss, torch.zeros_like(loss)]), 0.0
 
-    start = pixels(batch.ood_x)
-    fake = attack(twin, label_logit, start, batch.real_y, T, args.attack_step_size)
+    fake = attack(twin, label_logit, pixels(batch.ood_x), batch.real_y, T, args.attack_step_size)
     # One pass for all, since nothing mixes the images of a batch: batch normalisation is frozen.
     logits, real, fake = ddp_model(torch.cat([x, pixels(batch.real_x), fake])).chunk(3)
     bce = F.softplus(-real.logsumexp(1)) + F.softplus(fake.logsumexp(1))
@@ -973,8 +970,7 @@ def write_images(folder, name, rows, shape, indist):
         if lost and (part == TRAIN or len(lost) == len(names)):
             raise InputError(f"{name}: nothing to {use} on of {', '.join(lost[:20])}")
         say(name, f"of {len(names)} classes have nothing to {use} on", lost)
-    columns = {"labels": labels, "split": split, "digests": digests}
-    np.savez(folder / "rows.npz", classes=np.array(classes, str), **columns)
+    np.savez(folder / "rows.npz", labels=labels, split=split, digests=digests, classes=classes)
 
 
 def prepare(args, name, indist=None):

@@ -135,8 +135,7 @@ def main():
         _, outdist = load_images(args, state)
         classes = len(state["loop"]["classes"])
         if args.num_samples < classes:
-            text = f"expected one of each of the {classes} classes or more"
-            raise InputError(f"--num_samples {args.num_samples}: {text}")
+            raise InputError(f"--num_samples: expected {classes} or more, one of each class")
 
         for path in (args.out, args.npz or args.out):
             path.parent.mkdir(parents=True, exist_ok=True)
