@@ -31,11 +31,11 @@ import pandas
 import torch
 import torch.nn.functional as F
 from make_dpo_pairs import LISTS, net_charge
-from score_dpo import check_new, load_networks
+from score_dpo import call, check_new, load_networks
 from tqdm import tqdm
 
 import run_dpo_ddp as script
-from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, InputError
+from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH
 
 
 def span(text):
@@ -203,13 +203,5 @@ def run(args):
     print(f"{args.out}.fasta, {args.out}.csv: {args.num_samples} sequences")
 
 
-def main():
-    try:
-        run(parse_args())
-    except (InputError, OSError, ValueError) as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    call(run, parse_args)
