@@ -60,7 +60,7 @@ def load(folder, rows, **options):
     args = {"train_data": str(path), "val_data": None, "max_length": 500, "skip_bad_data": False}
     args.update(cache_dir=f"{folder}/cache", seed=42, val_fraction=0.3)
     args = Namespace(**{**args, **options})
-    return script.Pairs(script.prepare(args, neighbours=8), args)
+    return script.Pairs(script.prepare(args, neighbours=16), args)
 
 
 def refused(folder, rows, **options):
@@ -294,7 +294,8 @@ def test_batches_against_each_structure(tmp_path):
         first += len(neighbours)
         alone = model(*data[5, whole, own[number : number + 1]][:5])
         assert (together[:, mine] - alone).abs().max() < 5e-5
-    assert batch.neighbours.shape[1] == 8
+    assert batch.neighbours.shape[1] == 16
+    assert (batch.neighbours < 0).any()
 
     # each step has its own decoding orders, and each validation the same
     steps = [data[step, whole, own].decode_place.tolist() for step in (3, 4, 3)]
