@@ -124,7 +124,11 @@ def test_tools_refuse(data, trained, tmp_path):
     """In one line, and nothing is written. Once random weights were compared with random ones."""
     best = trained / "best_model.pt"
     pairs = data / "pairs.json"
+    state = torch.load(best, weights_only=True)
+    state["args"]["data_hash"] = "another"
+    torch.save(state, data / "other.pt")
     cases = {
+        "the pairs have changed since": ["score_dpo", data / "other.pt"],
         "give the pairs, or": ["score_dpo", RELEASED, f"--reference={RELEASED}"],
         "give --reference": ["score_dpo", RELEASED, pairs],
         "expected a new file": ["score_dpo", best, f"--out={best}"],
