@@ -131,7 +131,7 @@ def test_tools_refuse(data, trained, tmp_path):
         "the pairs have changed since": ["score_dpo", data / "other.pt"],
         "give the pairs, or": ["score_dpo", RELEASED, f"--reference={RELEASED}"],
         "give --reference": ["score_dpo", RELEASED, pairs],
-        "expected a new file": ["score_dpo", best, f"--out={best}"],
+        "expected a new file": ["score_dpo", best, f"--out={data}/other.pt"],
         "gone.pt: .*expected weights": ["score_dpo", best, pairs, "--reference=gone.pt"],
         "lost.pt: .*expected weights": ["design_dpo", "lost.pt", data / "helix0.pdb"],
     }
