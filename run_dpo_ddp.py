@@ -97,8 +97,7 @@ def parse_args():
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
     add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    text = "of the preferred sequence's cross entropy"
-    add("--sft_weight", type=number(0), default=0.0, help=text)
+    add("--sft_weight", type=number(0), default=0.0, help="of the preferred's cross entropy")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
@@ -470,12 +469,7 @@ def train(args, device, data, model, state, log):
     decay = args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=decay, fused=True)
     autocast = choose_precision(args, device)
-    loop = {
-        "step": 0,
-        "before": {},  # metrics before training
-        "best": {},
-        "metrics": {},  # of the best
-    }
+    loop = {"step": 0, "before": {}, "best": {}, "metrics": {}}  # metrics before, and of the best
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model_state_dict"])
@@ -506,7 +500,7 @@ def train(args, device, data, model, state, log):
         step = loop["step"]
         epoch, position = divmod(step, sampler.steps)
         if position == 0:
-            logging.info(f"Epoch {epoch + 1}/{args.num_epochs}")
+            logging.info(f"Starting training epoch {epoch}")
         lr = args.lr * min(1.0, (step + 1) / (args.warmup_steps + 1))
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -531,7 +525,7 @@ def train(args, device, data, model, state, log):
         # log, and agree whether to stop
         must_evaluate = position == sampler.steps - 1
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "epoch": epoch + 1, "lr": lr}
+        row = {"step": loop["step"], "epoch": epoch, "lr": lr}
         reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
@@ -540,7 +534,7 @@ def train(args, device, data, model, state, log):
             if not math.isfinite(metrics["loss"]):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": loop["step"], "epoch": epoch + 1, **row})
+            log.write({"step": loop["step"], "epoch": epoch, **row})
             if not loop["best"] or metrics["loss"] < loop["best"]["value"]:
                 value = metrics["loss"]
                 loop["best"] = {"metric": "loss", "value": value, "step": loop["step"]}
@@ -562,9 +556,10 @@ def train(args, device, data, model, state, log):
 def main(args):
     device = setup_ddp(args)
     model = on_rank0(load_network, args)
+    logging.info("Preparing data loaders...")
     data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
     if args.prepare_only:
-        logging.info(f"{len(data.name):,} pairs are read: {args.cache_dir}")
+        logging.info(f"The data are read: {args.cache_dir}")
         return 0
     data.split()
     pairs = f"{len(data.train_ids):,} training and {len(data.valid_ids):,} validation pairs"
@@ -750,19 +745,13 @@ def read_rows(path):
     return found
 
 
-def design_chains(row, chains):
-    """Names of the chains to design. Raises ValueError."""
+def join_chains(row, chains):
+    """Of the chains that a Row means, those to design first: all as one Chain, (L,) the number of
+    each residue's chain, and how many residues are in design chains. Raises ValueError."""
     design = row.design_chains or [row.chain_id or next(iter(chains))]
     if row.chain_id and design != [row.chain_id]:
         text = f"chain_id {row.chain_id} and design_chains {', '.join(design)}"
         raise ValueError(f"{text}: give one of the two")
-    return design
-
-
-def join_chains(row, chains):
-    """Of the chains that a Row means, those to design first: all as one Chain, (L,) the number of
-    each residue's chain, and how many residues are in design chains. Raises ValueError."""
-    design = design_chains(row, chains)
     names = [*design, *row.fixed_chains]
     for name in names:
         if name not in chains or names.count(name) > 1:
@@ -775,16 +764,17 @@ def join_chains(row, chains):
 
 def read_pair(row, chains, max_length):
     """(letters and what is designed of a pair; coords, numbers and chain of its backbone, as
-    `featurise` wants them), of the residues with all atoms. In the design chains all letters are
-    those of the sequences, also where nothing is designed; in the fixed chains those of the
-    structure. Where the sequences have X nothing is designed: the network must not learn to say X.
-    Raises ValueError."""
+    `featurise` wants them; share of the letters of preferred_seq that are the structure's), of the
+    residues with all atoms. In the design chains all letters are those of the sequences, also where
+    nothing is designed; in the fixed chains those of the structure. Where the sequences have X
+    nothing is designed: the network must not learn to say X. Raises ValueError."""
     joined, chain, length = join_chains(row, chains)
     letters = np.stack([joined.letters, joined.letters])
     for own, name in zip(letters, ["preferred_seq", "unpreferred_seq"], strict=True):
         own[:length] = read_letters(name, getattr(row, name), joined.letters[:length])
     if length > max_length:
         raise ValueError(f"{length} residues; expected at most --max_length {max_length}")
+    agreement = np.mean(letters[0, :length] == joined.letters[:length])
 
     whole = np.isfinite(joined.coords).all(axis=(1, 2))
     designed = whole & choose_mutable(row, length, len(whole)) & (letters != UNKNOWN).all(axis=0)
@@ -798,12 +788,11 @@ def read_pair(row, chains, max_length):
         raise ValueError(f"{text}; expected the same letter")
     pair = {"letters": torch.from_numpy(letters[:, whole].T)}
     pair["designed"] = torch.from_numpy(designed[whole])
-    return pair, (joined.coords[whole], joined.numbers[whole], chain[whole])
+    return pair, (joined.coords[whole], joined.numbers[whole], chain[whole]), agreement
 
 
 def read_letters(name, text, native):
-    """A sequence as letters (L,), for residues whose own letters are native (L,). Raises
-    ValueError."""
+    """A sequence as letters (L,); native (L,): those of the structure. Raises ValueError."""
     letters = np.array([ALPHABET.find(letter) for letter in text.upper()])
     if (letters < 0).any():
         where = letters.argmin()
@@ -816,8 +805,7 @@ def read_letters(name, text, native):
 
 
 def choose_mutable(row, length, total):
-    """(total,) bool: which residues a Row lets change, among the first `length`. Raises
-    ValueError."""
+    """(total,) bool: which of the first `length` a Row lets change. Raises ValueError."""
     ranges = [[place, place] for place in row.mutable_positions] + list(row.mutable_ranges)
     mutable = np.arange(total) < (0 if ranges else length)
     for first, last in ranges:
@@ -825,26 +813,6 @@ def choose_mutable(row, length, total):
             raise ValueError(f"mutable residues {first} to {last}; expected 0 to {length - 1}")
         mutable[first : last + 1] = True
     return mutable
-
-
-def check_order(row, chains):
-    """What to say if preferred_seq hardly has letters of the structure: it may stand in another
-    order of the chains. "" if it has."""
-    letters = np.array([ALPHABET.find(letter) for letter in row.preferred_seq.upper()])
-
-    def agreement(order):
-        native = np.concatenate([chains[name].letters for name in order])
-        return np.mean(letters == native)
-
-    design = design_chains(row, chains)
-    share = agreement(design)
-    if share >= 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
-        return ""
-    text = f"{share:.0%} of the letters are those of the structure; expected 30 % or more"
-    best = max(itertools.islice(itertools.permutations(design), 1000), key=agreement)
-    if agreement(best) >= 0.15:
-        text += f", as in the order {', '.join(best)} of the chains: {agreement(best):.0%}"
-    return text
 
 
 def featurise(coords, numbers, chain, k):
@@ -881,7 +849,7 @@ def write_pairs(folder, rows, args, k):
         try:
             row = Row(**fields)
             structure = read(path)
-            pair, backbone = read_pair(row, structure.chains, args.max_length)
+            pair, backbone, agreement = read_pair(row, structure.chains, args.max_length)
             # what the network sees: a copy of a file may have other names of chains, or numbers
             key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
             content = (key, pair["letters"].numpy().tobytes())
@@ -899,9 +867,9 @@ def write_pairs(folder, rows, args, k):
                 notes.setdefault(text, []).extend(found)
         if not is_valid:
             trained_on.add(content)
-        doubt = check_order(row, structure.chains)
-        if doubt:
-            doubts.append(f"{where}: {doubt}")
+        if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
+            text = f"{agreement:.0%} of the letters are those of the structure"
+            doubts.append(f"{where}: {text}; expected 30 % or more")
         if key not in indices:
             indices[key] = len(backbones)
             backbones.append(featurise(*backbone, k))
@@ -922,7 +890,8 @@ def write_pairs(folder, rows, args, k):
     for text, found in notes.items():
         logging.warning(f"{len(found)} residues {text}, such as {found[0]}")
     if doubts:
-        logging.warning("these sequences may be of other chains:" + list_problems(doubts))
+        text = "these sequences may be of other chains, or of these in another order:"
+        logging.warning(text + list_problems(doubts))
 
     kept = {name: torch.cat([one[name] for one in backbones]) for name in backbones[0]}
     kept["sizes"] = [len(one["atoms"]) for one in backbones]

@@ -552,7 +552,9 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
     reason = ""
     while loop["step"] - loop["before"] < steps and not reason:
         step = loop["step"] - loop["before"]
-        epoch = step // sampler.steps
+        epoch, position = divmod(step, sampler.steps)
+        if position == 0:
+            logging.info(f"Starting training epoch {epoch}")
         seed_step(args, loop["step"])
         lr = args.lr
         if stage == "at":
@@ -669,6 +671,7 @@ def main(args):
         counts = f"{len(indist.part(part)):,} images of {len(indist.classes)} classes"
         logging.info(f"  to {use} on: {counts}, and {len(outdist.part(part)):,} OOD images")
     if args.prepare_only:
+        logging.info(f"The data are read: {args.cache_dir}")
         return 0
 
     may_change = "data outdist_data n_imgs_per_evaluation_log use_ddp".split()

@@ -31,11 +31,11 @@ import pandas
 import torch
 import torch.nn.functional as F
 from make_dpo_pairs import LISTS, net_charge
-from score_dpo import check_new, load_networks
+from score_dpo import call, check_new, load_networks
 from tqdm import tqdm
 
 import run_dpo_ddp as script
-from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, InputError
+from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH
 
 
 def span(text):
@@ -79,11 +79,6 @@ class Complex:
         if not self.designed.any():
             raise ValueError(f"{args.pdb_file}: no residue to design has N, CA, C and O")
         self.backbone = [part[self.whole] for part in (joined.coords, joined.numbers, self.chain)]
-
-    def inputs(self, neighbours, device):
-        """What a network of so many neighbours wants of a backbone."""
-        k = min(neighbours, self.whole.sum())
-        return [tensor.to(device) for tensor in script.featurise(*self.backbone, k).values()]
 
     def text(self, letters):
         """The sequence, with '/' between chains."""
@@ -142,7 +137,8 @@ def sample(args, model, reference, found, device):
     """A table of the sequences that a network draws."""
     designed = torch.from_numpy(found.designed[found.whole])
     native = torch.from_numpy(found.native[found.whole]).long().to(device)
-    inputs = found.inputs(model.neighbours, device)
+    k = min(model.neighbours, len(native))
+    inputs = [tensor.to(device) for tensor in script.featurise(*found.backbone, k).values()]
     places = [script.decode_places(designed, [args.seed, i]) for i in range(args.num_samples)]
     orders = torch.stack(places).argsort(1).to(device)
     generator = torch.Generator().manual_seed(args.seed)
@@ -177,11 +173,11 @@ def write_designs(args, found, table):
     Path(f"{args.out}.fasta").write_text("\n".join(lines) + "\n")
 
     path = os.path.relpath(args.pdb_file, Path(args.out).resolve().parent)
-    table = table.copy()
     table["sequence"] = [text.replace("/", "")[: found.length] for text in table["sequence"]]
-    fields = {name: json.dumps(value) for name, value in found.fields.items()}
-    fields = pandas.DataFrame({"pdb_file": path, **fields}, index=table.index)
-    fields.join(table).to_csv(f"{args.out}.csv", index=False, float_format="%.4f")
+    table.insert(0, "pdb_file", path)
+    for name, value in found.fields.items():
+        table.insert(1, name, json.dumps(value))
+    table.to_csv(f"{args.out}.csv", index=False, float_format="%.4f")
 
 
 def run(args):
@@ -203,13 +199,5 @@ def run(args):
     print(f"{args.out}.fasta, {args.out}.csv: {args.num_samples} sequences")
 
 
-def main():
-    try:
-        run(parse_args())
-    except (InputError, OSError, ValueError) as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    call(run, parse_args)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import pandas
+from score_dpo import call, check_new
 
 import run_dpo_ddp as script
 from run_dpo_ddp import InputError
@@ -44,10 +45,7 @@ def parse_args():
     gap = script.number(0)
     add("--score_gap", type=gap, default=0.0, help="least difference of the scores of a pair")
     add("--pairs_per_backbone", type=script.COUNT, default=16, help="pairs at most")
-    args = parser.parse_args()
-    if Path(args.out).exists() or not Path(args.out).parent.is_dir():
-        parser.error(f"--out {args.out}: expected a new file in a folder that exists")
-    return args
+    return parser.parse_args()
 
 
 def net_charge(sequence):
@@ -59,17 +57,15 @@ def net_charge(sequence):
 def read_table(path, score):
     """The table of a CSV file, with a column "value" of numbers. Raises InputError."""
     table = pandas.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    is_charge = score == "charge" and score not in table
-    for name in ["pdb_file", "sequence"] + [score] * (not is_charge):
+    if score == "charge" and score not in table and "sequence" in table:
+        table[score] = table["sequence"].map(net_charge)
+    for name in ("pdb_file", "sequence", score):
         if name not in table:
             raise InputError(f"{path}: no column {name}; it has {', '.join(table.columns)}")
     unused = set(table.columns) - {*FIELDS, "sequence", score}
     if unused:
         print(f"{path}: columns that are not used: {', '.join(sorted(unused))}")
-    if is_charge:
-        table["value"] = table["sequence"].map(net_charge)
-    else:
-        table["value"] = pandas.to_numeric(table[score], errors="coerce")
+    table["value"] = pandas.to_numeric(table[score], errors="coerce")
     for line, value in enumerate(table["value"], 2):
         if not math.isfinite(value):
             raise InputError(f"{path}: line {line}: {score} is no finite number")
@@ -89,8 +85,8 @@ def choose_pairs(table, args):
     return pairs
 
 
-def make_pairs(args):
-    """The rows to write. Raises InputError."""
+def run(args):
+    check_new(args.out)
     read = functools.cache(script.read_structure)  # each file once
     folder = Path(args.out).resolve().parent
     made = []
@@ -98,36 +94,23 @@ def make_pairs(args):
         table = read_table(name, args.score)
         columns = [column for column in FIELDS if column in table]
         for values, part in table.groupby(columns, sort=False):
-            where = f"{name}: line {part.index[0] + 2}"
             try:
                 fields = {key: value for key, value in zip(columns, values, strict=True) if value}
                 for key in fields.keys() & set(LISTS):
                     fields[key] = json.loads(fields[key])
                 path = os.path.abspath(Path(name).parent / fields.get("pdb_file", ""))
                 for better, worse in choose_pairs(part, args):
-                    row = script.Row(**fields, preferred_seq=better, unpreferred_seq=worse)
-                    script.read_pair(row, read(path).chains, max_length=math.inf)
-                    file = os.path.relpath(path, folder)
-                    sequences = {"preferred_seq": better, "unpreferred_seq": worse}
-                    made.append({**fields, "pdb_file": file, **sequences})
+                    fields.update(preferred_seq=better, unpreferred_seq=worse)
+                    script.read_pair(script.Row(**fields), read(path).chains, max_length=math.inf)
+                    made.append({**fields, "pdb_file": os.path.relpath(path, folder)})
             except (TypeError, ValueError) as error:
-                raise InputError(f"{where}: {error}") from None
+                raise InputError(f"{name}: line {part.index[0] + 2}: {error}") from None
     if not made:
         raise InputError(f"no pairs: expected sequences with scores {args.score_gap:g} apart")
-    return made
-
-
-def main():
-    try:
-        args = parse_args()
-        made = make_pairs(args)
-        lines = ",\n".join(json.dumps(pair) for pair in made)
-        Path(args.out).write_text(f"[\n{lines}\n]\n")
-        print(f"{args.out}: {len(made):,} pairs")
-    except (InputError, OSError, ValueError) as error:  # of pandas, too
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    lines = ",\n".join(json.dumps(pair) for pair in made)
+    Path(args.out).write_text(f"[\n{lines}\n]\n")
+    print(f"{args.out}: {len(made):,} pairs")
 
 
 if __name__ == "__main__":
-    main()
+    call(run, parse_args)

@@ -111,13 +111,14 @@ def run(args):
     print(args.out)
 
 
-def main():
+def call(run, parse_args):
+    """run(parse_args()); what is wrong with the input becomes one line, and status 2."""
     try:
         run(parse_args())
-    except (InputError, OSError) as error:
+    except (InputError, OSError, ValueError) as error:  # ValueError: of structures, and of pandas
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 if __name__ == "__main__":
-    main()
+    call(run, parse_args)
