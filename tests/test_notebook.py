@@ -12,8 +12,8 @@ nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 
 
-@pytest.mark.timeout(900)  # it starts four trainings; a cell has 300 s
-def test_notebook_runs(tmp_path, monkeypatch):
+@pytest.mark.timeout(900)  # it starts trainings; a cell has 300 s
+def test_notebook_runs(tmp_path, monkeypatch, request):
     """On a machine without a GPU. What a cell with the tag `same` prints is as it was written."""
     for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         (tmp_path / name).mkdir()
@@ -22,8 +22,9 @@ def test_notebook_runs(tmp_path, monkeypatch):
 
     docs = ROOT / "docs"
     notebook = nbformat.read(docs / "quantumgrav_example.ipynb", as_version=4)
-    # the check of the machine has tests of its own
-    notebook.cells = [cell for cell in notebook.cells if "test_ddp_setup.py --" not in cell.source]
+    if not request.config.getoption("--all-faults"):  # these have tests of their own
+        slow = ("test_ddp_setup.py --", "$WORK/stopped")
+        notebook.cells = [c for c in notebook.cells if not any(word in c.source for word in slow)]
     for cell in notebook.cells:
         cell.source = cell.source.replace('"num_epochs": 20', '"num_epochs": 3')
     (same,) = [cell for cell in notebook.cells if "same" in cell.metadata.get("tags", [])]

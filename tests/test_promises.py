@@ -3,6 +3,7 @@ no process has to be started, or a single short one. (Of whole runs: test_contra
 test_faults.py.)"""
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -153,6 +154,8 @@ def test_a_run_without_its_checkpoint(folder):
 # --------------------------------------------------------------------------------------------------
 # The log
 
+STATE = {"loop": {"step": 7}, "args": {"num_epochs": 3}, "wandb_id": "abc", "log_size": 0}
+
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_log_of_a_resumed_run(group, tmp_path, monkeypatch, mode):
@@ -164,11 +167,20 @@ def test_log_of_a_resumed_run(group, tmp_path, monkeypatch, mode):
     path.write_text('{"step": 1}\n')
     args = make_args(tmp_path)
     args.wandb_mode = mode
-    script.RunLog(args, {"wandb_id": "abc", "log_size": 100})
+    script.RunLog(args, {**STATE, "log_size": 100})
     assert path.read_text() == '{"step": 1}\n'
     (options,) = asked
     assert options["id"] == ("abc" if mode == "online" else None)
     assert options["group"] == "abc"
+
+
+@pytest.mark.parametrize(("step", "epochs"), [(7, 3), (8, 1)])
+def test_summary_of_a_start_that_makes_no_step(group, tmp_path, step, epochs):
+    """It has the options of the steps that were made."""
+    args = make_args(tmp_path)
+    args.num_epochs = 1
+    script.RunLog(args, STATE).close("finished", steps=step)
+    assert json.loads((tmp_path / "summary.json").read_text())["args"]["num_epochs"] == epochs
 
 
 def test_curves(group, tmp_path, monkeypatch):

@@ -130,19 +130,25 @@ def test_weights_load_by_name(tmp_path):
 # Attacks and losses
 
 
-def test_the_attacked_network_has_the_trained_weights(group):
-    """And buffers; it is in evaluation mode. Attacks leave no gradients, nor other statistics."""
-    model, average, twin, _ = start_networks(WIDE)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_attacked_network_has_the_trained_weights(group, precision):
+    """And buffers; it is in evaluation mode. Attacks leave no gradients, nor other statistics. In
+    bf16 it has rounded copies of weights, which are those of autocast."""
+    model, average, twin, _, autocast = start_networks(WIDE, f"precision={precision}")
+    assert any(p.dtype == torch.bfloat16 for p in twin.parameters()) == (precision == "bf16")
     x = torch.rand(8, 1, 8, 8)
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
     with torch.no_grad():
         for p in model.parameters():
             p += 0.01
+    script.copy_rounded(model, twin)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    script.attack(twin, script.cross_entropy, x, torch.arange(8), 2, 0.1)
+    with autocast():
+        script.attack(twin, script.cross_entropy, x, torch.arange(8), 2, 0.1)
     assert not differences(before, model.state_dict())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    assert torch.equal(twin(x), model.eval()(x))
+    with autocast():
+        assert torch.equal(twin(x), model.eval()(x))
     assert not torch.equal(average(x), twin(x))
 
 
@@ -166,7 +172,7 @@ def test_the_losses(group):
     """The cross entropy of attacked images; the binary cross entropy of real and attacked OOD
     images, one half each; and the logits of the labels."""
     args = arguments("indist_attack_clf.max_steps=2")
-    model, _, twin, ddp_model = start_networks()
+    model, _, twin, ddp_model, _ = start_networks()
     rng = torch.Generator().manual_seed(0)
     clf, real, ood = torch.randint(0, 256, (3, 8, 1, 8, 8), generator=rng).byte()
     y = torch.arange(8) % 10
