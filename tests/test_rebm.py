@@ -149,7 +149,7 @@ def test_the_attacked_network_has_the_trained_weights(group, precision):
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     with autocast():
         assert torch.equal(twin(x), model.eval()(x))
-    assert not torch.equal(average(x), twin(x))
+        assert not torch.equal(average(x), twin(x))
 
 
 def test_an_attack_makes_whole_steps():
