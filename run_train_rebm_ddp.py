@@ -418,10 +418,19 @@ def auc(real, fake):
     return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
 
 
+def copy_rounded(model, twin):
+    """Those weights of the twin that are in bf16 do not share the memory of the network's."""
+    pairs = zip(twin.parameters(), model.parameters(), strict=True)
+    rounded = [(low, weight.detach()) for low, weight in pairs if low.dtype != weight.dtype]
+    if rounded:
+        torch._foreach_copy_(*zip(*rounded, strict=True))
+
+
 def sums_of_losses(args, ddp_model, twin, batch, T):
     """(2,) sums over a micro-batch: the cross entropy of attacked images; and the binary cross
     entropy, half of it each, of real images and of OOD images that an attack of T steps has moved
     towards the labels y of the real ones. And f_y (2, B) of both. (Stage 1: no more than 0.)"""
+    copy_rounded(ddp_model, twin)
     length = [args.indist_attack_clf_max_steps, args.indist_attack_clf_step_size]
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
     x = attack(twin, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
@@ -512,14 +521,6 @@ def update_average(average, model, decay, step):
     torch._foreach_lerp_(means, weights, 1 - d)
 
 
-def copy_rounded(model, twin):
-    """Those weights of the twin that are in bf16 do not share the memory of the network's."""
-    pairs = zip(twin.parameters(), model.parameters(), strict=True)
-    rounded = [(low, weight.detach()) for low, weight in pairs if low.dtype != weight.dtype]
-    if rounded:
-        torch._foreach_copy_(*zip(*rounded, strict=True))
-
-
 def train(args, device, stage, indist, outdist, nets, state, log, loop):
     """One stage. state: the checkpoint to go on from, None or {} where a stage begins. Returns why
     training was stopped, "" if the stage has ended; loop says where it stands. (all ranks)"""
@@ -565,7 +566,6 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
         # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
         step_losses = torch.zeros(2, device=device)
         scores = torch.zeros(2, sampler.global_batch, device=device)
-        copy_rounded(model, twin)
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation

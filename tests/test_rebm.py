@@ -134,17 +134,19 @@ def test_weights_load_by_name(tmp_path):
 def test_the_attacked_network_has_the_trained_weights(group, precision):
     """And buffers; it is in evaluation mode. Attacks leave no gradients, nor other statistics. In
     bf16 it has rounded copies of weights, which are those of autocast."""
-    model, average, twin, _, autocast = start_networks(WIDE, f"precision={precision}")
+    args = arguments(WIDE, f"precision={precision}")
+    model, average, twin, ddp_model, autocast = start_networks(WIDE, f"precision={precision}")
     assert any(p.dtype == torch.bfloat16 for p in twin.parameters()) == (precision == "bf16")
     x = torch.rand(8, 1, 8, 8)
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
     with torch.no_grad():
         for p in model.parameters():
             p += 0.01
-    script.copy_rounded(model, twin)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with autocast():
-        script.attack(twin, script.cross_entropy, x, torch.arange(8), 2, 0.1)
+        images = (255 * x).byte()
+        batch = script.Batch(torch.arange(8), images, torch.arange(8), None, None, None)
+        script.sums_of_losses(args, ddp_model.eval(), twin, batch, 0)
     assert not differences(before, model.state_dict())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     with autocast():
