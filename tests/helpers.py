@@ -193,7 +193,7 @@ class Job(Started):
     def has_ended(self):
         return self.process.poll() is not None
 
-    def wait(self, seconds=200.0):
+    def wait(self, seconds=400.0):
         """The exit status."""
         try:
             return self.process.wait(seconds)
@@ -236,7 +236,7 @@ class Ranks(Started):
         for rank in self.ranks:
             rank.kill()
 
-    def wait(self, seconds=200.0):
+    def wait(self, seconds=400.0):
         """The exit statuses. No process may be left."""
         deadline = time.monotonic() + seconds
         running = list(self.ranks)
