@@ -1024,7 +1024,7 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
     add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
     minutes = float(os.environ.get("NCCL_TIMEOUT") or 1800) / 60  # many guides export it
-    add("--timeout_minutes", type=number(0), default=minutes, help="limit of one collective")
+    add("--timeout_minutes", type=number(0.01), default=minutes, help="limit of one collective")
     # torch.distributed.launch gives it, but also sets RANK: ignore it
     add("--local_rank", "--local-rank", type=lambda text: None, help=argparse.SUPPRESS)
 

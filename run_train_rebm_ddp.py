@@ -11,10 +11,11 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py --data photos --size 64                 # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/, or with the
-classes alone; an .npz file of uint8 arrays x_train (N, S, S) or (N, S, S, 3), perhaps x_val and
-x_test, with labels y_train (-1: none); cifar-10-batches-py or cifar-100-python; or a data set of
-the hub. Pixels are in [0, 1] where lengths of attacks are given.
+Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (of the two one
+alone is the test), or with the classes alone; an .npz file of uint8 arrays, 0 to 255, x_train (N,
+S, S) or (N, S, S, 3), perhaps x_val and x_test, with labels y_train (-1: none); cifar-10-batches-py
+or cifar-100-python; or a data set of the hub. Where lengths of attacks are given, pixels are in
+[0, 1].
 
 Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss and its parts (clf_loss, cross
 entropy in nats; bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
@@ -814,9 +815,10 @@ def find_in_arrays(path):
             images = arrays.pop(x)
             if images.ndim == 4 and images.shape[1] in (1, 3):
                 images = images.transpose(0, 2, 3, 1)
-            if images.dtype != np.uint8 or images.ndim not in (3, 4):
-                text = f"{x} is {images.dtype} {images.shape}"
-                raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, 3)")
+            if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.max(initial=0) < 2:
+                text = f"{x} is {images.dtype} {images.shape}, at most {images.max(initial=0)}"
+                hint = "expected uint8 (N, S, S) or (N, S, S, 3), 0 to 255"
+                raise InputError(f"{path}: {text}; {hint}")
             labels = arrays.pop(y, np.full(len(images), -1)).ravel()
             if labels.dtype.kind not in "iuU" or len(labels) != len(images):
                 text = f"{y} is {labels.dtype} ({len(labels)},)"
@@ -1106,7 +1108,7 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
     add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
     minutes = float(os.environ.get("NCCL_TIMEOUT") or 1800) / 60  # many guides export it
-    add("--timeout_minutes", type=number(0), default=minutes, help="limit of one collective")
+    add("--timeout_minutes", type=number(0.01), default=minutes, help="limit of one collective")
     # torch.distributed.launch gives it, but also sets RANK: ignore it
     add("--local_rank", "--local-rank", type=lambda text: None, help=argparse.SUPPRESS)
 

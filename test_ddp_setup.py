@@ -61,7 +61,7 @@ def parse_args():
     add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
     kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
     add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
-    add("--timeout_minutes", type=number(0), default=2, help="limit of one collective")
+    add("--timeout_minutes", type=number(0.01), default=2, help="limit of one collective")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     # torch.distributed.launch gives it, but also sets RANK
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)

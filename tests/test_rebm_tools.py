@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,6 +54,7 @@ def test_a_network_generates(trained):
     words += ["--num_samples=33", "--steps=4", "--batch_size=7", "--device=cpu"]
     text = call_script("tools/generate_rebm", *words)
     assert "samples.png: 30 of 33 images, 10 classes" in text
+    assert re.search(r"best.pt: of step \d+, stage 2, T = \d", text)
     made = np.load(trained / "samples.npz")
     assert np.array_equal(made["labels"], np.arange(33) % 10)
     # the eighth column has class 7, and the second row its second image, within a line of grey

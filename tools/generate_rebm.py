@@ -72,6 +72,8 @@ def load_network(checkpoint, device):
     options = argparse.Namespace(**state["args"])
     model = script.make_network(options, len(state["loop"]["classes"]), *state["loop"]["shape"])
     script.read_weights(checkpoint, model)
+    loop = state["loop"]
+    print(f"{checkpoint}: of step {loop['step']}, stage {loop['phase']}, T = {loop['T']}")
     return model.requires_grad_(False).eval().to(device), state
 
 
