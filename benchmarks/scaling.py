@@ -110,9 +110,8 @@ def load_data(module, args):
         data.split()
         return data, data.train_ids, data.lengths, loss_of_pairs
 
-    folder = module.prepare(args, args.data)
-    images = module.Images(folder)
-    others = module.Images(module.prepare(args, args.outdist_data, folder))
+    images = module.Images(module.prepare(args, args.data))
+    others = module.Images(module.prepare(args, args.outdist_data, images))
     model = module.make_network(args, len(images.classes), *images.shape).to("meta")
     data = module.TrainingData(args, images, others, "dat")
     return data, images.part(module.TRAIN), np.zeros(len(images.split)), loss_of_images
