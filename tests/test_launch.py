@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing import connection
 
 import pytest
 from helpers import ROOT, TWO_RANKS, free_port, refusal
@@ -78,6 +79,32 @@ def test_launchers_by_their_variables(server, reading, launcher):
     server.start(ranks, reading)
     assert set(server.wait()) == {0}, server.text
     check_ranks(server.text, len(ranks))
+
+
+LATE = """
+import argparse, time
+import run_train_quantumgrav_ddp as script
+
+def main(args):
+    script.setup_ddp(args)
+    if script.dist.get_rank() == 0:
+        time.sleep(2)
+        print("rank 0 has written")
+    return 0
+
+names = {"nproc_per_node": 1, "device": "cpu", "backend": "auto", "deterministic": False}
+script.launch(lambda: argparse.Namespace(**names, timeout_minutes=1), main)
+"""
+
+
+def test_no_rank_ends_while_rank_0_writes(server, tmp_path):
+    """mpiexec would kill rank 0."""
+    (tmp_path / "late.py").write_text(LATE)
+    ranks = [{**variables, "PYTHONPATH": ROOT} for variables in variables_of_ranks("by hand")]
+    server.start(ranks, [str(tmp_path / "late.py")])
+    connection.wait([rank.sentinel for rank in server.ranks])
+    assert "rank 0 has written" in server.text
+    assert set(server.wait()) == {0}
 
 
 OPEN_MPI = "--allow-run-as-root --oversubscribe --bind-to none --mca plm isolated -n 2"
