@@ -97,7 +97,8 @@ def parse_args():
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
     add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    add("--sft_weight", type=number(0), default=0.0, help="of the preferred's cross entropy")
+    text = "of the preferred sequence's cross entropy"
+    add("--sft_weight", type=number(0), default=0.0, help=text)
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")

@@ -114,6 +114,8 @@ def parse_args():
     add_common_arguments(parser, output_dir="outputs/quantumgrav", batch_size=64, precision="fp32")
     args = parse_with_config(parser)
 
+    if len(set(args.tasks)) < len(args.tasks):
+        parser.error("--tasks: one is given twice")
     metrics = ["loss"]
     for task in args.tasks:
         metrics += [f"{task}/{name}" for name in METRICS]
@@ -718,7 +720,12 @@ def read_sets(path, tasks):
     path is an .npz file or a zarr store whose arrays hold all sets, counted by the first axis, in
     the store itself or in a group; or a zarr store with a group for each set."""
     if path.is_file():
-        yield from read_flat(np.load(path), tasks)
+        try:
+            arrays = dict(np.load(path))
+        except (TypeError, ValueError):
+            text = "pad matrices of different sizes with zeros, and give atomcount"
+            raise ValueError(f"no .npz file, or one with arrays of objects: {text}") from None
+        yield from read_flat(arrays, tasks)
         return
     groups = [group for group in path.glob("cset_*") if group.name[5:].isdigit()]
     lost = []
@@ -905,6 +912,7 @@ def find_copies(sets):
 
 
 def hash_of_orders(arrays):
+    """By which data that were trained on are known again, whatever their labels and file names."""
     digest = hashlib.sha256(arrays["features"])
     digest.update(arrays["past"])
     return digest.hexdigest()[:12]
@@ -949,7 +957,6 @@ def write_sets(folder, args):
     for name, array in sorted(arrays.items()):
         np.save(folder / f"{name}.npy", array)
         digest.update(array)
-    # the second one is of the sets alone, whatever their labels and the names of their files
     meta = {"classes": classes, "hash": f"{digest.hexdigest()[:12]} {hash_of_orders(arrays)}"}
     (folder / "meta.json").write_text(json.dumps(meta))
 

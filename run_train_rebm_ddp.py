@@ -264,7 +264,8 @@ class Network(nn.Module):
         mean = [0.4913997551666284, 0.48215855929893703, 0.4465309133731618]
         deviation = [0.24703225141799082, 0.24348516474564, 0.26158783926049628]
         if channels == 1:
-            mean = deviation = [0.5]
+            mean = [0.5]
+            deviation = [0.5]
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
 
@@ -629,9 +630,9 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
 
 def start_networks(args, device, indist, state):
     """The network in four forms: the one that is trained; that of averaged weights, which are
-    validated, and kept in best.pt; one for attacks, which shares the memory of the first, but is
-    frozen, and in evaluation mode; the first one within DDP. And the context of a forward pass.
-    (all ranks)"""
+    validated, and kept in best.pt; one for attacks, which shares the memory of the first (with
+    bf16: not of its convolutions), but is frozen, and in evaluation mode; the first one within DDP.
+    And the function that makes the context of a forward pass. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
@@ -815,10 +816,11 @@ def find_in_arrays(path):
             images = arrays.pop(x)
             if images.ndim == 4 and images.shape[1] in (1, 3):
                 images = images.transpose(0, 2, 3, 1)
-            if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.max(initial=0) < 2:
-                text = f"{x} is {images.dtype} {images.shape}, at most {images.max(initial=0)}"
-                hint = "expected uint8 (N, S, S) or (N, S, S, 3), 0 to 255"
-                raise InputError(f"{path}: {text}; {hint}")
+            if images.dtype != np.uint8 or images.ndim not in (3, 4):
+                text = f"{x} is {images.dtype} {images.shape}"
+                raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, 3)")
+            if images.max(initial=0) < 2:
+                raise InputError(f"{path}: {x} has no pixel above 1; expected 0 to 255")
             labels = arrays.pop(y, np.full(len(images), -1)).ravel()
             if labels.dtype.kind not in "iuU" or len(labels) != len(images):
                 text = f"{y} is {labels.dtype} ({len(labels)},)"

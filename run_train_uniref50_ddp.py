@@ -19,7 +19,7 @@ Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats pe
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (sequences), data_wait (share of the time that the step waits for data). Of averaged
 weights, on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard
-error), val/perplexity; val/unigram is what the residues' shares in all that is trained on give.
+error), val/perplexity; val/unigram is what the residues' shares in the training data give.
 
 Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end summary.json, curves.png. The
 same command, given again, goes on from latest.pt.

@@ -141,6 +141,8 @@ def write_cut(path):
 REFUSED = {  # name: what writes it, and a part of the one line
     "missing.npz": (lambda path: None, "--data"),
     "cut.npz": (write_cut, "cut.npz: "),
+    "text.npz": (lambda path: path.write_text("no arrays"), "no .npz file, or"),
+    "array.npy": (lambda path: np.save(path, np.eye(3)), "no .npz file, or"),
     "empty.zarr": (lambda path: path.mkdir(), "has no adjacency_matrix or adj or link_matrix"),
     # without sizes the padding would be read as elements
     "sizes.zarr": (partial(write, atomcount=None), "expected atomcount or cset_size"),

@@ -200,7 +200,9 @@ def test_baselines(causal_sets):
     assert [*script.measure_baselines(data)["dim"]] == ["majority"]
 
 
-def test_a_metric_of_no_task_is_refused():
+def test_tasks_and_metrics_that_are_refused():
+    with pytest.raises(script.InputError, match="--tasks: one is given twice"):
+        arguments("--tasks", "cls", "cls")
     with pytest.raises(script.InputError, match="--stop_metrics dim/loss"):
         arguments("--stop_metrics=dim/loss")
 

@@ -224,7 +224,7 @@ def test_arrays_as_keras_has_them(tmp_path, caplog):
 
     wrong = {
         "x_train is float64": {**good, "x_train": x[:60] / 256},
-        "x_train is uint8 .*at most 1; .*0 to 255": {**good, "x_train": x[:60] // 128},
+        "x_train has no pixel above 1; expected 0 to 255": {**good, "x_train": x[:60] // 128},
         r"y_train is int64 \(3,\); expected 60 whole": {**good, "y_train": y[:3]},
         "y_train is float64 .*; expected 60 whole numbers": {**good, "y_train": y[:60] / 2},
         "nothing to train on of 0, 1": {**good, "y_train": y[:60] * 0 + 2},

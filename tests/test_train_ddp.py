@@ -110,6 +110,7 @@ def expected_pairs(margin):
             is_other = place == 0 and PAIRS[pair, 0] == PAIRS[q, 0]  # answers it in another pair
             is_better = teacher[q, k] > teacher[q, 3 * q] + margin
             masked[q, k] = (is_other or number == PAIRS[q, 1] or is_better) and k != 3 * q
+
     infonce = F.cross_entropy(scores.masked_fill(masked, -1e9), 3 * torch.arange(QUERIES))
     squares = (vectors - targets).square().sum(2)
     far = 0.5 * squares[:, 0].mean() + 0.5 * squares[:, 1:].mean()
@@ -193,6 +194,7 @@ def test_micro_batches_with_dropout(step, size):
     for module in student.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.2
+
     step.args.batch_size = size
     phase = step.phases[1]
     ids, cost = phase.data.samples()
