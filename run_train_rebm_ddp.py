@@ -79,6 +79,9 @@ GENERATED = ["noise", "blobs"]  # OOD images that need no files
 # --------------------------------------------------------------------------------------------------
 # Arguments
 
+BATCH_SIZE = 128  # images of a micro-batch, if --batch_size is not given
+BATCH_GIGABYTES = 16  # of a GPU that they may take: 128 took 5 in stage 1, and up to 15 in stage 2
+
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
@@ -122,7 +125,7 @@ def parse_args():
     add("--n_imgs_per_evaluation_log", type=NATURAL, default=50_000, help=text)
     add("--use_ddp", **{**FLAG, "default": True}, help="False: only one process, on one GPU")
 
-    add_common_arguments(parser, output_dir="outputs/rebm", batch_size=128)
+    add_common_arguments(parser, output_dir="outputs/rebm")
     # the original's name of --backend
     add("--ddp_backend", dest="backend", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     # parse_with_config reads sys.argv, and so does torchrun
@@ -662,6 +665,7 @@ def start_networks(args, device, indist, state):
 
 def main(args):
     device = setup_ddp(args)
+    choose_batch_size(args, device)
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
@@ -1084,7 +1088,7 @@ NATURAL = number(0, kind=int)
 FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}
 
 
-def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+def add_common_arguments(parser, output_dir, precision="auto"):
     add = parser.add_argument_group("the same in every script").add_argument
     add("--config", type=expanded, help="YAML file of options; the command line wins")
     add("--output_dir", type=expanded, default=output_dir, help="a run found there is resumed")
@@ -1092,7 +1096,9 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
+    most = f"with --global_batch_size as many for each {BATCH_GIGABYTES} GB of a GPU"
+    text = f"samples per GPU and micro-batch; 0: {BATCH_SIZE}, {most}"
+    add("--batch_size", type=NATURAL, default=0, help=text)
     add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
@@ -1373,6 +1379,19 @@ class GlobalBatchSampler(DistributedSampler):
             global_ids = global_ids[np.argsort(self.cost[global_ids], kind="stable")]
             for places in np.array_split(np.arange(len(global_ids)), self.accumulation):
                 yield step, global_ids, places[self.rank :: self.num_replicas]
+
+
+def choose_batch_size(args, device):
+    """Where --batch_size is not given. If --global_batch_size says what a step is, micro-batches
+    can be as large as memory allows: then a GPU waits for the host less often. (all ranks)"""
+    if args.batch_size > 0:
+        return
+    args.batch_size = BATCH_SIZE
+    if args.global_batch_size > 0 and device.type != "cpu":
+        memory = torch.get_device_module(device).get_device_properties(device).total_memory
+        gigabytes = min(gather(memory)) / 2**30
+        args.batch_size *= max(1, int(gigabytes / BATCH_GIGABYTES))
+        logging.info(f"  --batch_size {args.batch_size}, for {gigabytes:.0f} GB of memory")
 
 
 def make_loader(dataset, sampler, args, device):

@@ -77,6 +77,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # --------------------------------------------------------------------------------------------------
 # Arguments
 
+BATCH_SIZE = 16  # sequences of a micro-batch, if --batch_size is not given
+BATCH_GIGABYTES = 8  # of a GPU that they may take: 64 of 100 to 472 residues took 14 in fp32
+
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
@@ -131,7 +134,7 @@ def parse_args():
     add("--wandb_project", help="as the environment variable WANDB_PROJECT")
     add("--wandb_name", help="as the environment variable WANDB_NAME")
 
-    add_common_arguments(parser, output_dir="./experiments_ddp", batch_size=16)
+    add_common_arguments(parser, output_dir="./experiments_ddp")
     parser.set_defaults(log_every=100, save_every=2000)
     args = parse_with_config(parser)
     if args.hidden_size % (8 * args.n_heads) != 0:  # a limit of flash attention
@@ -273,16 +276,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x, turns, batch):
-        """x (T, D), turns (T, 1, E / 2), complex: -> (T, D)"""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(1, (3, self.heads, -1)).unbind(1)
-        heads = attend(rotate(q, turns), rotate(k, turns), v, batch)  # (T, heads, E)
+        """x (T, D), turns (T, 1, 1, E / 2), complex: -> (T, D)"""
+        q_k, v = self.qkv(self.norm1(x)).unflatten(1, (3, self.heads, -1)).split([2, 1], 1)
+        q, k = rotate(q_k, turns).unbind(1)
+        heads = attend(q, k, v.squeeze(1), batch)  # (T, heads, E)
         x = x + self.dropout(self.out(heads.flatten(1)))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 def rotate(x, turns):
-    """Rotary position embedding (Su et al. 2021): two numbers of x (T, heads, E) that stand side by
-    side are a point, a complex number, which a factor in `turns` (T, 1, E / 2) turns round 0."""
+    """Rotary position embedding (Su et al. 2021): two numbers of x (T, 2, heads, E) that stand side
+    by side are a point, a complex number, which a factor in `turns` turns round 0."""
     points = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * turns).flatten(-2).to(x.dtype)
 
@@ -323,7 +327,7 @@ class Denoiser(nn.Module):
         pairs = x.shape[1] // self.blocks[0].heads // 2  # of numbers, in a head
         frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
         angles = batch.positions[:, None] * frequencies
-        turns = torch.polar(torch.ones_like(angles), angles)[:, None]  # (T, 1, E / 2)
+        turns = torch.polar(torch.ones_like(angles), angles)[:, None, None]  # (T, 1, 1, E / 2)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, turns, batch, use_reentrant=False)
@@ -537,6 +541,7 @@ def train(args, device, proteins, model, state, log):
 
 def main(args):
     device = setup_ddp(args)
+    choose_batch_size(args, device)
     if device.type != "cpu":
         module = torch.get_device_module(device)
         module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
@@ -819,7 +824,7 @@ NATURAL = number(0, kind=int)
 FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}
 
 
-def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+def add_common_arguments(parser, output_dir, precision="auto"):
     add = parser.add_argument_group("the same in every script").add_argument
     add("--config", type=expanded, help="YAML file of options; the command line wins")
     add("--output_dir", type=expanded, default=output_dir, help="a run found there is resumed")
@@ -827,7 +832,9 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
+    most = f"with --global_batch_size as many for each {BATCH_GIGABYTES} GB of a GPU"
+    text = f"samples per GPU and micro-batch; 0: {BATCH_SIZE}, {most}"
+    add("--batch_size", type=NATURAL, default=0, help=text)
     add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
@@ -1108,6 +1115,19 @@ class GlobalBatchSampler(DistributedSampler):
             global_ids = global_ids[np.argsort(self.cost[global_ids], kind="stable")]
             for places in np.array_split(np.arange(len(global_ids)), self.accumulation):
                 yield step, global_ids, places[self.rank :: self.num_replicas]
+
+
+def choose_batch_size(args, device):
+    """Where --batch_size is not given. If --global_batch_size says what a step is, micro-batches
+    can be as large as memory allows: then a GPU waits for the host less often. (all ranks)"""
+    if args.batch_size > 0:
+        return
+    args.batch_size = BATCH_SIZE
+    if args.global_batch_size > 0 and device.type != "cpu":
+        memory = torch.get_device_module(device).get_device_properties(device).total_memory
+        gigabytes = min(gather(memory)) / 2**30
+        args.batch_size *= max(1, int(gigabytes / BATCH_GIGABYTES))
+        logging.info(f"  --batch_size {args.batch_size}, for {gigabytes:.0f} GB of memory")
 
 
 def make_loader(dataset, sampler, args, device):

@@ -74,6 +74,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # --------------------------------------------------------------------------------------------------
 # Arguments
 
+BATCH_SIZE = 64  # texts, or queries with documents, of a micro-batch, if --batch_size is not given
+BATCH_GIGABYTES = 24  # of a GPU that they may take: 512 texts of 128 tokens took 13 in 12 layers
+
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
@@ -124,7 +127,7 @@ def parse_args():
     add("--skip_phase2", **FLAG, help="stop after phase 1")
     add("--save_to_artifacts", **FLAG, help="save a SentenceTransformer at the end")
     add("--artifacts_dir", type=expanded, default="./artifacts", help="where it is saved")
-    add_common_arguments(parser, output_dir="./checkpoints", batch_size=64)
+    add_common_arguments(parser, output_dir="./checkpoints")
     args = parse_with_config(parser)
 
     if args.skip_phase1 and args.skip_phase2:
@@ -182,9 +185,9 @@ class Batch(NamedTuple):
         return Batch(ids, masks, *tensors, *self[5:])
 
 
-# Groups of a batch. With more there is less padding, but each is a pass through the network, and a
-# GPU waits until the host has started it.
-GROUPS = 4 if torch.accelerator.is_available() else 8
+# A batch has at most 8 groups, and each so many texts at least. More groups have less padding. But
+# each is a pass through the network, and a GPU waits until the host has started it.
+SMALLEST_GROUP = 256 if torch.accelerator.is_available() else 1
 
 
 def make_batch(corpus, vectors, rows, **counts):
@@ -192,7 +195,8 @@ def make_batch(corpus, vectors, rows, **counts):
     by_length = np.argsort(corpus.lengths[rows], kind="stable")
     ids = []
     masks = []
-    for part in np.array_split(rows[by_length], min(GROUPS, len(rows))):
+    groups = max(1, min(8, len(rows) // SMALLEST_GROUP))
+    for part in np.array_split(rows[by_length], groups):
         lengths = corpus.lengths[part]
         places = np.arange(lengths.max())
         mask = places < lengths[:, None]
@@ -707,6 +711,7 @@ def finish(args, student, loop, baselines):
 
 def main(args):
     device = setup_ddp(args)
+    choose_batch_size(args, device)
     if "inf-retriever" in args.teacher_model and not args.trust_remote_code:
         # without it transformers would take the model for another, causal one
         text = "comes with code of its own: look at it, then give --trust_remote_code"
@@ -1403,7 +1408,7 @@ NATURAL = number(0, kind=int)
 FLAG = {"type": boolean, "nargs": "?", "const": True, "default": False, "metavar": "BOOL"}
 
 
-def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
+def add_common_arguments(parser, output_dir, precision="auto"):
     add = parser.add_argument_group("the same in every script").add_argument
     add("--config", type=expanded, help="YAML file of options; the command line wins")
     add("--output_dir", type=expanded, default=output_dir, help="a run found there is resumed")
@@ -1411,7 +1416,9 @@ def add_common_arguments(parser, output_dir, batch_size, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    add("--batch_size", type=COUNT, default=batch_size, help="samples per GPU and micro-batch")
+    most = f"with --global_batch_size as many for each {BATCH_GIGABYTES} GB of a GPU"
+    text = f"samples per GPU and micro-batch; 0: {BATCH_SIZE}, {most}"
+    add("--batch_size", type=NATURAL, default=0, help=text)
     add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
@@ -1692,6 +1699,19 @@ class GlobalBatchSampler(DistributedSampler):
             global_ids = global_ids[np.argsort(self.cost[global_ids], kind="stable")]
             for places in np.array_split(np.arange(len(global_ids)), self.accumulation):
                 yield step, global_ids, places[self.rank :: self.num_replicas]
+
+
+def choose_batch_size(args, device):
+    """Where --batch_size is not given. If --global_batch_size says what a step is, micro-batches
+    can be as large as memory allows: then a GPU waits for the host less often. (all ranks)"""
+    if args.batch_size > 0:
+        return
+    args.batch_size = BATCH_SIZE
+    if args.global_batch_size > 0 and device.type != "cpu":
+        memory = torch.get_device_module(device).get_device_properties(device).total_memory
+        gigabytes = min(gather(memory)) / 2**30
+        args.batch_size *= max(1, int(gigabytes / BATCH_GIGABYTES))
+        logging.info(f"  --batch_size {args.batch_size}, for {gigabytes:.0f} GB of memory")
 
 
 def make_loader(dataset, sampler, args, device):

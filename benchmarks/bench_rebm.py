@@ -208,8 +208,6 @@ def start(folder, setting, side, seed):
         options = f"""{sides.common()} {OPTIONS} --model_type={setting.model} --seed={seed}
             --batch_size={setting.batch} --output_dir=run-{side} --cache_dir=cache-{side}
             --compile={side == "compiled"}"""
-        if sides.chosen.device != "cpu":
-            options += " --num_workers=2"
         settings = {"options": options.split()}
     return sides.port_job(__file__, side, folder, settings, setting.batch)
 

@@ -10,7 +10,8 @@ between runs of the same program.
 
 On a GPU the sides of a round follow one another, each started and measured alone: of a stopped side
 the GPU would go on with what is queued, and processes that load data would go on, too. There a
-process has as many threads as it takes, for what feeds the GPU.
+process has as many threads as it takes, for what feeds the GPU, and a script two processes that
+load data. The memory is what a side has taken of the GPU, as nvidia-smi sees it.
 
 Each side writes a line into its metrics.jsonl after every so many steps, when the device has done
 them. Its speed in a round is the number of steps by the time that it worked, from the last line
@@ -49,7 +50,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the scripts, and helpers.py
 running = []  # jobs
 counter = itertools.count(1)  # of the steps of a port
 # options of run() that a side asks for
-chosen = argparse.Namespace(device="cpu", precision="fp32", beside=None, small=False)
+chosen = argparse.Namespace(device="cpu", precision="fp32", beside=None, small=False, options="")
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -188,7 +189,9 @@ class Job:
 def common():
     """Options of every training script."""
     where = f"--device={chosen.device} --precision={chosen.precision}"
-    return f"{where} --wandb_mode=disabled --save_every=1000000"
+    if chosen.device != "cpu":
+        where += " --num_workers=2"
+    return f"{where} --wandb_mode=disabled --save_every=1000000 {chosen.options}"
 
 
 def home(name):
@@ -257,9 +260,13 @@ def measure_round(jobs, seconds):
             job.take_turn()
     for job in jobs:
         job.work_until_a_line()
-    speeds = [job.speed() for job in jobs]
-    end_all()
-    return speeds
+    return [job.speed() for job in jobs]
+
+
+def memory_taken():
+    """GB of the GPU, by all programs."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
 
 
 def print_row(*cells):
@@ -288,6 +295,7 @@ def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
     add("--works", nargs="+", default=list(works), choices=works, help="all, if not given")
     add("--sides", nargs="*", default=list(names), choices=names, help="beside ours; all")
     add("--beside", type=Path, metavar="FOLDER", help="one more side: ours in this checkout")
+    add("--options", default="", help="more options of ours, such as --options=--compile")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--precision", default="fp32", choices=["fp32", "tf32", "bf16"])
     add("--small", action="store_true", help="few data, to test this program")
@@ -305,10 +313,13 @@ def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
 
     is_cpu = args.device == "cpu"
     place = "a CPU, a thread each" if is_cpu else torch.cuda.get_device_name()
-    print(f"{place}, {args.precision}, {args.rounds} rounds of {args.seconds:g} s\n")
-    print_head("work", "compared with", f"ours, {unit}", f"it, {unit}", "ratio")
+    rounds = f"{args.rounds} rounds of {args.seconds:g} s"
+    print(f"{place}, {args.precision}, {rounds} {args.options}\n")
+    head = ["work", "compared with", f"ours, {unit}", f"it, {unit}", "ratio"]
+    print_head(*head, *([] if is_cpu else ["GB, ours and it"]))
     together = ["ours", *names]
     groups = [together] if is_cpu else [[side] for side in together]
+    idle = 0 if is_cpu else memory_taken()
     for work in args.works:
         with workplace() as folder:
             prepare(folder, works[work])
@@ -316,11 +327,16 @@ def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
             rounds = []
             for seed in range(args.rounds):
                 speeds = []
+                memory = []  # of each side, in the last round
                 for group in groups:
                     jobs = [start_side(side, seed) for side in group]
                     speeds += measure_round(jobs, args.seconds)
+                    if not is_cpu:
+                        memory.append(memory_taken() - idle)
+                    end_all()
                 rounds.append(speeds)
         ours, *others = zip(*rounds, strict=True)
-        for name, speeds in zip(names.values(), others, strict=True):
+        for i, (name, speeds) in enumerate(zip(names.values(), others, strict=True), start=1):
             ratios = [a / b for a, b in zip(ours, speeds, strict=True)]
-            print_row(work, name, spread(ours), spread(speeds), spread(ratios))
+            row = [work, name, spread(ours), spread(speeds), spread(ratios)]
+            print_row(*row, *([] if is_cpu else [f"{memory[0]:.1f}, {memory[i]:.1f}"]))

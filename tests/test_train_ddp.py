@@ -186,6 +186,19 @@ def test_the_loss_of_phase_1(step):
     assert (gradient(student) - expected).norm() < 1e-4 * expected.norm()
 
 
+def test_groups_of_a_batch(step, monkeypatch):
+    """The vectors do not depend on them."""
+    data = step.phases[0].data
+    found = []
+    for least, number in [(1, 8), (16, 2), (100, 1)]:
+        monkeypatch.setattr(script, "SMALLEST_GROUP", least)
+        batch = script.make_batch(data.corpus, data.vectors, data.corpus.phase1[:40])
+        assert len(batch.ids) == number
+        found.append(step.student.eval()(batch))
+    assert torch.allclose(found[0], found[1], atol=1e-6)
+    assert torch.allclose(found[0], found[2], atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [24, 5])
 def test_micro_batches_with_dropout(step, size):
     """The gradient is that of a plain step, which keeps the graphs of all micro-batches: a second

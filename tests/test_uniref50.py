@@ -194,8 +194,8 @@ def test_rotary_embedding():
     model(batch_of(10, 20))
     positions = torch.tensor([*range(12), *range(22)])
     angles = positions[:, None] * 1e4 ** (-torch.arange(8) / 8)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    x = torch.randn(34, 2, 16)
+    cos, sin = angles.cos()[:, None, None], angles.sin()[:, None, None]
+    x = torch.randn(34, 2, 2, 16)
     first, second = x[..., 0::2], x[..., 1::2]
     expected = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
     assert torch.allclose(script.rotate(x, seen[0]), expected.flatten(-2), atol=1e-5)
