@@ -1299,14 +1299,16 @@ class GlobalBatchSampler(DistributedSampler):
 def choose_batch_size(args, device):
     """Where --batch_size is not given. If --global_batch_size says what a step is, micro-batches
     can be as large as memory allows: then a GPU waits for the host less often. (all ranks)"""
+    memory = 0
+    if device.type != "cpu":
+        memory = torch.get_device_module(device).get_device_properties(device).total_memory
+    gigabytes = min(gather(memory)) / 1e9  # the same on all ranks
     if args.batch_size > 0:
         return
     args.batch_size = BATCH_SIZE
-    if args.global_batch_size > 0 and device.type != "cpu":
-        memory = torch.get_device_module(device).get_device_properties(device).total_memory
-        gigabytes = min(gather(memory)) / 2**30
+    if args.global_batch_size > 0 and gigabytes > 0:
         args.batch_size *= max(1, int(gigabytes / BATCH_GIGABYTES))
-        logging.info(f"  --batch_size {args.batch_size}, for {gigabytes:.0f} GB of memory")
+        logging.info(f"  --batch_size {args.batch_size}, for GPUs of {gigabytes:.0f} GB")
 
 
 def make_loader(dataset, sampler, args, device):

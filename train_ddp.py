@@ -75,7 +75,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # Arguments
 
 BATCH_SIZE = 64  # texts, or queries with documents, of a micro-batch, if --batch_size is not given
-BATCH_GIGABYTES = 24  # of a GPU that they may take: 512 texts of 128 tokens took 13 in 12 layers
+BATCH_GIGABYTES = 40  # of a GPU that they may take: 576 texts of 384 tokens, in 12 layers
 
 
 def parse_args():
@@ -185,9 +185,9 @@ class Batch(NamedTuple):
         return Batch(ids, masks, *tensors, *self[5:])
 
 
-# A batch has at most 8 groups, and each so many texts at least. More groups have less padding. But
-# each is a pass through the network, and a GPU waits until the host has started it.
-SMALLEST_GROUP = 256 if torch.accelerator.is_available() else 1
+# A batch has so many groups, or more, up to 8, of 256 texts each. With more groups there is less
+# padding. But each is a pass through the network, and a GPU waits until the host has started it.
+GROUPS = 2 if torch.accelerator.is_available() else 8
 
 
 def make_batch(corpus, vectors, rows, **counts):
@@ -195,8 +195,8 @@ def make_batch(corpus, vectors, rows, **counts):
     by_length = np.argsort(corpus.lengths[rows], kind="stable")
     ids = []
     masks = []
-    groups = max(1, min(8, len(rows) // SMALLEST_GROUP))
-    for part in np.array_split(rows[by_length], groups):
+    groups = max(GROUPS, min(8, len(rows) // 256))
+    for part in np.array_split(rows[by_length], min(groups, len(rows))):
         lengths = corpus.lengths[part]
         places = np.arange(lengths.max())
         mask = places < lengths[:, None]
@@ -1704,14 +1704,16 @@ class GlobalBatchSampler(DistributedSampler):
 def choose_batch_size(args, device):
     """Where --batch_size is not given. If --global_batch_size says what a step is, micro-batches
     can be as large as memory allows: then a GPU waits for the host less often. (all ranks)"""
+    memory = 0
+    if device.type != "cpu":
+        memory = torch.get_device_module(device).get_device_properties(device).total_memory
+    gigabytes = min(gather(memory)) / 1e9  # the same on all ranks
     if args.batch_size > 0:
         return
     args.batch_size = BATCH_SIZE
-    if args.global_batch_size > 0 and device.type != "cpu":
-        memory = torch.get_device_module(device).get_device_properties(device).total_memory
-        gigabytes = min(gather(memory)) / 2**30
+    if args.global_batch_size > 0 and gigabytes > 0:
         args.batch_size *= max(1, int(gigabytes / BATCH_GIGABYTES))
-        logging.info(f"  --batch_size {args.batch_size}, for {gigabytes:.0f} GB of memory")
+        logging.info(f"  --batch_size {args.batch_size}, for GPUs of {gigabytes:.0f} GB")
 
 
 def make_loader(dataset, sampler, args, device):

@@ -256,7 +256,7 @@ def test_compiled_steps_of_uniref50(tmp_path, monkeypatch):
     ("options", "gigabytes", "expected"),
     [
         ("", 80, 64),
-        ("--global_batch_size=4096", 80, 256),  # the other rank's GPU has 33 GB
+        ("--global_batch_size=4096", 80, 256),  # the other rank's GPU has 34 GB
         ("--global_batch_size=4096", 5, 64),
         ("--global_batch_size=4096 --batch_size=16", 80, 16),
         ("--global_batch_size=4096", None, 64),  # a CPU
@@ -265,10 +265,10 @@ def test_compiled_steps_of_uniref50(tmp_path, monkeypatch):
 def test_the_size_of_micro_batches(monkeypatch, options, gigabytes, expected):
     """64 sets of causal sets, or as many for each 8 GB of the smallest GPU."""
     script = importlib.import_module("run_train_quantumgrav_ddp")
-    properties = SimpleNamespace(total_memory=(gigabytes or 0) * 2**30)
+    properties = SimpleNamespace(total_memory=(gigabytes or 0) * 10**9)
     module = SimpleNamespace(get_device_properties=lambda device: properties)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(script, "gather", lambda memory: [memory, 33 * 2**30])
+    monkeypatch.setattr(script, "gather", lambda own: [own, 34 * 10**9])
     args = parse_arguments(script, *options.split())
     script.choose_batch_size(args, torch.device("cuda" if gigabytes else "cpu"))
     assert args.batch_size == expected

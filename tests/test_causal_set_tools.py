@@ -275,6 +275,15 @@ def test_predictions_of_the_test_sets(trained, tmp_path):
         assert row["kind"] == ["3", "7"][logp.argmax()]
 
 
+def test_predictions_on_a_smaller_gpu(trained, tmp_path):
+    """They do not take the micro-batches of a run that had more memory."""
+    state = torch.load(trained / "best.pt", weights_only=True)
+    state["args"]["batch_size"] = 1000
+    torch.save(state, tmp_path / "a.pt")
+    _, options, _ = import_tool("predict_causal_sets").load_network(tmp_path / "a.pt", "cpu")
+    assert options.batch_size == 64
+
+
 def test_predictions_of_new_sets(trained, stores, tmp_path):
     """With labels, and without: the same probabilities."""
     best = trained / "best.pt"

@@ -50,6 +50,8 @@ def load_network(path, device):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         options = argparse.Namespace(**state["args"])
+        # the run may have had more memory
+        options.batch_size = min(options.batch_size, script.BATCH_SIZE)
         classes = state["loop"]["classes"]
         model = script.CausalSetNet(options, classes)
         model.load_state_dict(state["model"])
