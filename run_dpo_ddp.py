@@ -1382,7 +1382,11 @@ def wrap_ddp(model, args, device):
 
 def seed_step(args, step):
     """Dropout depends on (seed, step, rank) alone: there is no random state to be saved."""
-    torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
+    seed = (args.seed * 1_000_003 + step) * 4099 + dist.get_rank()
+    # torch.manual_seed asks devices of all kinds, which takes longer than a small kernel
+    torch.default_generator.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.get_device_module().manual_seed(seed)
 
 
 def update_if_finite(args, optimizer):

@@ -454,6 +454,8 @@ def train(args, device, proteins, model, state, log):
     optimizer = make_optimizer(args, model)
     autocast = choose_precision(args, device)
     average = copy.deepcopy(model).eval()  # exponential moving average of the weights
+    means = list(average.parameters())
+    weights = list(model.parameters())
     lengths, counts = np.unique(proteins.residues[proteins.train], return_counts=True)
     loop = {
         "step": 0,
@@ -501,8 +503,7 @@ def train(args, device, proteins, model, state, log):
         norm = update_if_finite(args, optimizer)
         decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
         with torch.no_grad():
-            weights = list(model.parameters())
-            torch._foreach_lerp_(list(average.parameters()), weights, 1 - decay)
+            torch._foreach_lerp_(means, weights, 1 - decay)
         meter.add(step_loss, norm)
         loop["step"] += 1
         bar.update()
@@ -1203,7 +1204,11 @@ def wrap_ddp(model, args, device):
 
 def seed_step(args, step):
     """Dropout depends on (seed, step, rank) alone: there is no random state to be saved."""
-    torch.manual_seed((args.seed * 1_000_003 + step) * 4099 + dist.get_rank())
+    seed = (args.seed * 1_000_003 + step) * 4099 + dist.get_rank()
+    # torch.manual_seed asks devices of all kinds, which takes longer than a small kernel
+    torch.default_generator.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.get_device_module().manual_seed(seed)
 
 
 def update_if_finite(args, optimizer):

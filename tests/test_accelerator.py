@@ -274,6 +274,22 @@ def test_the_size_of_micro_batches(monkeypatch, options, gigabytes, expected):
     assert args.batch_size == expected
 
 
+def test_dropout_is_seeded_on_the_accelerator(monkeypatch):
+    """As on the CPU: by seed, step and rank."""
+    script = importlib.import_module("run_train_quantumgrav_ddp")
+    seeds = []
+    module = SimpleNamespace(manual_seed=seeds.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    draws = []
+    for step, rank in [(3, 0), (3, 1), (4, 0), (3, 0)]:
+        monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
+        script.seed_step(parse_arguments(script), step)
+        draws.append(torch.rand(1).item())
+    for found in (seeds, draws):
+        assert len(set(found)) == 3 and found[0] == found[3]
+
+
 WAITS = [
     lambda x: x.sum().item(),
     lambda x: x.detach().numpy(),
