@@ -192,7 +192,7 @@ def test_groups_of_a_batch(step, monkeypatch):
     texts = data.corpus.phase1
     rows = np.resize(texts, 800)
     found = []
-    for least, number in [(8, 8), (2, 3)]:
+    for least, number in [(8, 8), (1, 3)]:
         monkeypatch.setattr(script, "GROUPS", least)
         assert len(script.make_batch(data.corpus, data.vectors, texts[:40]).ids) == least
         batch = script.make_batch(data.corpus, data.vectors, rows)
