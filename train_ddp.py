@@ -185,8 +185,9 @@ class Batch(NamedTuple):
         return Batch(ids, masks, *tensors, *self[5:])
 
 
-# A batch has so many groups; or more, up to 8, if each has 256 texts. With more groups there is less
-# padding. But each is a pass through the network, and a GPU waits until the host has started it.
+# A batch has so many groups; or more, up to 8, if each has 256 texts. With more of them there is
+# less padding. But each is a pass through the network, for which a GPU waits until the host has
+# started it.
 GROUPS = 1 if torch.accelerator.is_available() else 8
 
 
