@@ -1,5 +1,6 @@
 """A script copied alone into an empty folder reads the user's data there, and trains."""
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def files_of(folder):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_alone(name, tmp_path):
     shutil.copy(ROOT / f"{name}.py", tmp_path)
-    options = [*COMMON, *TINY[name](tmp_path), *FEWER_STEPS[name].split()]
+    options = [*COMMON, *TINY[name](tmp_path), *FEWER_STEPS[name].split(), "--batch_size=0"]
     before = set(tmp_path.iterdir())
     call_program(tmp_path / f"{name}.py", *options, "--prepare_only")
     assert set(tmp_path.iterdir()) - before == {tmp_path / "cache"}
@@ -43,3 +44,4 @@ def test_alone(name, tmp_path):
     run = Run(tmp_path / "run")
     assert run.summary["status"] == "finished"
     assert np.isfinite(run.losses).all()
+    assert run.summary["args"]["batch_size"] == importlib.import_module(name).BATCH_SIZE
