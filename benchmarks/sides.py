@@ -313,8 +313,8 @@ def run(doc, unit, works, names, prepare, start, port, seconds=12.0):
 
     is_cpu = args.device == "cpu"
     place = "a CPU, a thread each" if is_cpu else torch.cuda.get_device_name()
-    rounds = f"{args.rounds} rounds of {args.seconds:g} s"
-    print(f"{place}, {args.precision}, {rounds} {args.options}\n")
+    times = f"{args.rounds} rounds of {args.seconds:g} s"
+    print(f"{place}, {args.precision}, {times} {args.options}\n")
     head = ["work", "compared with", f"ours, {unit}", f"it, {unit}", "ratio"]
     print_head(*head, *([] if is_cpu else ["GB, ours and it"]))
     together = ["ours", *names]
