@@ -552,12 +552,12 @@ def main(args):
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
 
-    may_change = """datafile skip_bad_data epochs n_iters accum gpu_factor gradient_checkpointing
-        max_memory_per_gpu eval_freq eval_batch_size sampling_method wandb_project
-        wandb_name""".split()
+    free_on_resume = """datafile skip_bad_data epochs n_iters accum gpu_factor
+        gradient_checkpointing max_memory_per_gpu eval_freq eval_batch_size sampling_method
+        wandb_project wandb_name""".split()
     # before open_run, which puts the batch that was used into args.global_batch_size
     args.gpu_factor = gpu_factor(args, dist.get_world_size())
-    state = open_run(args, proteins.hash, may_change)
+    state = open_run(args, proteins.hash, free_on_resume)
     if state:  # a resumed run keeps its rate on any number of GPUs
         args.gpu_factor = state["args"]["gpu_factor"]
     torch.manual_seed(args.seed)  # the same weights on all ranks
@@ -767,7 +767,7 @@ LAUNCHERS = [
 ]
 
 # options that may differ when a run is resumed; with others it would be another run
-MAY_CHANGE = """config output_dir cache_dir fresh batch_size num_workers compile deterministic
+FREE_ON_RESUME = """config output_dir cache_dir fresh batch_size num_workers compile deterministic
     save_every max_minutes log_every wandb_mode nproc_per_node device backend
     timeout_minutes""".split()
 
@@ -833,14 +833,18 @@ def add_common_arguments(parser, output_dir, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    most = f"with --global_batch_size as many for each {BATCH_GIGABYTES} GB of a GPU"
-    text = f"samples per GPU and micro-batch; 0: {BATCH_SIZE}, {most}"
-    add("--batch_size", type=NATURAL, default=0, help=text)
+    add(
+        "--batch_size",
+        type=NATURAL,
+        default=0,
+        help=f"samples per GPU and micro-batch; 0: {BATCH_SIZE}, with --global_batch_size as many"
+        f" for each {BATCH_GIGABYTES} GB of a GPU",
+    )
     add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
-    kinds = ["auto", "fp32", "tf32", "bf16"]
-    add("--precision", default=precision, choices=kinds, help="auto: bf16 on GPUs, else fp32")
+    precisions = ["auto", "fp32", "tf32", "bf16"]
+    add("--precision", default=precision, choices=precisions, help="auto: bf16 on GPUs, else fp32")
     add("--deterministic", **FLAG, help="bit-identical repeats on GPUs, too; slower")
     add("--compile", **FLAG, help="torch.compile the model for training")
     add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
@@ -848,10 +852,10 @@ def add_common_arguments(parser, output_dir, precision="auto"):
     add("--log_every", type=COUNT, default=10, help="steps between log lines")
     add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
     add("--nproc_per_node", type=COUNT, default=1, help="processes to start, if no launcher did")
-    kinds = ["auto", "cuda", "xpu", "cpu"]
-    add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
-    kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
-    add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
+    devices = ["auto", "cuda", "xpu", "cpu"]
+    add("--device", default="auto", choices=devices, help="auto: GPUs where there are any")
+    backends = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
+    add("--backend", default="auto", choices=backends, help="auto (also ccl, xpu): by the device")
     minutes = float(os.environ.get("NCCL_TIMEOUT") or 1800) / 60  # many guides export it
     add("--timeout_minutes", type=number(0.01), default=minutes, help="limit of one collective")
     # torch.distributed.launch gives it, but also sets RANK: ignore it
@@ -918,9 +922,9 @@ def setup_ddp(args):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
         torch.use_deterministic_algorithms(True)
 
-    usual = dist.get_default_backend_for_device(device)
-    backend = usual if args.backend in ("auto", "ccl", "xpu") else args.backend
-    if backend not in (usual, "gloo"):
+    default_backend = dist.get_default_backend_for_device(device)
+    backend = default_backend if args.backend in ("auto", "ccl", "xpu") else args.backend
+    if backend not in (default_backend, "gloo"):
         raise InputError(f"--backend {backend} is not for {device.type}")
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
@@ -931,8 +935,8 @@ def setup_ddp(args):
         os.environ["MASTER_ADDR"] = "localhost"
     if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    logging.info(f"Initializing DDP for rank {rank}... at {place}")
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    logging.info(f"Initializing DDP for rank {rank}... at {address}")
     # Python's own handler would not run while torch waits for the other ranks
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # if another program listens on the port, torch would wait for ever
@@ -945,10 +949,10 @@ def setup_ddp(args):
         device_id=None if device.type == "cpu" else device,
     )
     signal.alarm(0)
-    here = gather(os.uname().nodename).count(os.uname().nodename)
+    ranks_on_host = gather(os.uname().nodename).count(os.uname().nodename)
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
     if "OMP_NUM_THREADS" not in os.environ and not is_bound:  # else each rank takes all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks_on_host))
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
@@ -957,17 +961,18 @@ def setup_ddp(args):
 
 def choose_device(args, local_rank):
     """A GPU for this rank, or the CPU where there is none."""
-    kind = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
-    if args.device not in ("auto", "cpu", kind):
-        raise InputError(f"--device {args.device}: this torch finds only {kind} here")
-    if args.device == "cpu" or kind not in ("cuda", "xpu"):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_type = getattr(accelerator, "type", "cpu")
+    if args.device not in ("auto", "cpu", device_type):
+        raise InputError(f"--device {args.device}: this torch finds only {device_type} here")
+    if args.device == "cpu" or device_type not in ("cuda", "xpu"):
         return torch.device("cpu")
 
     # torchrun shows all GPUs to all ranks; mpiexec and srun may show each rank its own one
     count = torch.accelerator.device_count()
     if count > 1 and local_rank >= count:
         raise InputError(f"{count} GPUs here, and a rank {local_rank}: start fewer processes")
-    device = torch.device(kind, local_rank % count)
+    device = torch.device(device_type, local_rank % count)
     torch.accelerator.set_device_index(device.index)
     return device
 
@@ -1055,11 +1060,11 @@ def cached(cache_dir, name, key, write):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        place = tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-")
+        unfinished = tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-")
     except OSError as error:
         raise InputError(f"--cache_dir {cache_dir} is not writable: {error}") from None
-    with place:
-        new = Path(place.name) / "data"
+    with unfinished:
+        new = Path(unfinished.name) / "data"
         new.mkdir()
         write(new)
         if not folder.exists():  # else another run was faster
@@ -1085,8 +1090,8 @@ class GlobalBatchSampler(DistributedSampler):
     number of ranks nor on a restart.
 
     Yields for each micro-batch of this rank, from step `start` on: the step; the ids of the whole
-    global batch; the places in it of this rank's samples. (Random draws by the seed, the step and
-    the place do not depend on the number of ranks.)
+    global batch; the positions in it of this rank's samples. (Random draws by the seed, the step
+    and the position do not depend on the number of ranks.)
 
     cost[id] is the work that a sample makes, such as its length. The global batch is a random one;
     within it samples of similar cost share a micro-batch: little padding, equal work for all."""
@@ -1114,8 +1119,8 @@ class GlobalBatchSampler(DistributedSampler):
                 order = np.random.default_rng([self.seed, epoch]).permutation(self.ids)
             global_ids = order[position * self.global_batch : (position + 1) * self.global_batch]
             global_ids = global_ids[np.argsort(self.cost[global_ids], kind="stable")]
-            for places in np.array_split(np.arange(len(global_ids)), self.accumulation):
-                yield step, global_ids, places[self.rank :: self.num_replicas]
+            for positions in np.array_split(np.arange(len(global_ids)), self.accumulation):
+                yield step, global_ids, positions[self.rank :: self.num_replicas]
 
 
 def choose_batch_size(args, device):
@@ -1165,16 +1170,17 @@ def start_worker(worker):
 
 def choose_precision(args, device):
     """A function that makes the context of a forward pass: torch.autocast for bf16."""
-    name = args.precision
-    if name == "auto":
+    precision = args.precision
+    if precision == "auto":
         is_cuda = device.type == "cuda"
         has_bf16 = is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bf16" if has_bf16 or device.type == "xpu" else "fp32"
-        logging.info(f"  Precision: {name}")
+        precision = "bf16" if has_bf16 or device.type == "xpu" else "fp32"
+        logging.info(f"  Precision: {precision}")
     # cuDNN rounds to TF32 unless told otherwise
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-    return functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=name == "bf16")
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    is_bf16 = precision == "bf16"
+    return functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
 
 
 def wrap_ddp(model, args, device):
@@ -1234,9 +1240,9 @@ class Meter:
     line, the ranks meet: they read their sums, and agree whether to stop."""
 
     def __init__(self, names, args, device):
-        self.names = names  # of numbers of which each rank has a share
+        self.names = names  # of metrics: the sum over the ranks is that of the step
         self.args = args
-        # of the steps whose gradient was finite: these numbers, its norm, and how many they are
+        # of the steps whose gradient was finite: their metrics, its norm, and how many they are
         self.sums = torch.zeros(len(names) + 2, device=device)
         self.bad_in_row = torch.zeros((), device=device)
         self.every = 1  # steps from one meeting to the next
@@ -1254,9 +1260,9 @@ class Meter:
         self.data_wait += time.monotonic() - asked
         return batch
 
-    def add(self, shares, norm):
-        """shares: (len(names),) of a step"""
-        values = torch.cat([shares, norm.reshape(1), torch.ones_like(norm).reshape(1)])
+    def add(self, metrics, norm):
+        """metrics: (len(names),) of a step"""
+        values = torch.cat([metrics, norm.reshape(1), torch.ones_like(norm).reshape(1)])
         is_finite = norm.isfinite()
         self.sums += torch.where(is_finite, values, 0.0)
         self.bad_in_row = torch.where(is_finite, 0.0, self.bad_in_row + 1)
@@ -1282,8 +1288,8 @@ class Meter:
         if self.bad_in_row >= 10:
             raise RuntimeError("10 steps in a row without a finite gradient: a lower rate?")
         if good > 0:
-            for name, share in zip(self.names, np.sum(all_sums, axis=0), strict=False):
-                row[name] = share / good
+            for name, total in zip(self.names, np.sum(all_sums, axis=0), strict=False):
+                row[name] = total / good
             row["grad_norm"] = norm / good
         row["skipped"] = self.steps - good
         row["samples_per_s"] = self.steps * samples_per_step / all_seconds[0]
@@ -1306,15 +1312,15 @@ def exit_status(reason):
     return 0 if reason in ("time limit", "SIGUSR1") else 1
 
 
-def save_checkpoint(name, args, log, loop, **parts):
-    """Write OUTPUT_DIR/name: options, where training stands, and `parts`: the state of modules and
-    optimizers, other values as they are. (rank 0)"""
+def save_checkpoint(name, args, log, loop, **contents):
+    """Write OUTPUT_DIR/name: options, where training stands, and `contents`: the state of modules
+    and optimizers, other values as they are. (rank 0)"""
     if dist.get_rank() > 0:
         return
     state = {"script": SCRIPT, "args": vars(args), "loop": loop}
     state.update(wandb_id=log.wandb_id, log_size=log.path.stat().st_size)
-    for key, part in parts.items():
-        state[key] = part.state_dict() if hasattr(part, "state_dict") else part
+    for key, value in contents.items():
+        state[key] = value.state_dict() if hasattr(value, "state_dict") else value
     new = Path(args.output_dir) / "new.tmp"
     with open(new, "wb") as file:
         torch.save(state, file)
@@ -1344,8 +1350,8 @@ def find_checkpoint(args):
     summary = folder / "summary.json"  # of a run that has ended
     restarts = [os.environ.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM")]
     if args.fresh and (latest.exists() or summary.exists()) and restarts == ["0", "0"]:
-        old = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-        logging.info(f"--fresh: what {folder} had is now in {old}")
+        moved = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        logging.info(f"--fresh: what {folder} had is now in {moved}")
         lock_folder(folder)
     if latest.exists():
         return torch.load(latest, map_location="cpu", weights_only=True)
@@ -1354,7 +1360,7 @@ def find_checkpoint(args):
     return None
 
 
-def open_run(args, data_hash, may_change=()):
+def open_run(args, data_hash, free_on_resume=()):
     """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 needs
     to see it. From here on signals are noted, and end the run after a step. (all ranks)"""
     state = on_rank0(find_checkpoint, args)
@@ -1368,9 +1374,9 @@ def open_run(args, data_hash, may_change=()):
             logging.info(f"the run keeps its --global_batch_size {args.global_batch_size}")
     args.data_hash = data_hash
     for rank, theirs in enumerate(gather(vars(args))):
-        others = [name for name in theirs if theirs[name] != vars(args).get(name)]
-        if others:
-            text = f"rank {rank} has another {' and '.join(others)}"
+        different = [name for name in theirs if theirs[name] != vars(args).get(name)]
+        if different:
+            text = f"rank {rank} has another {' and '.join(different)}"
             raise InputError(f"{text}: are there two jobs on one MASTER_PORT?")
     for stop in STOP_SIGNALS:
         signal.signal(stop, on_signal)
@@ -1379,10 +1385,10 @@ def open_run(args, data_hash, may_change=()):
         return None
 
     for name, value in vars(args).items():
-        before = state["args"].get(name)
-        if value != before and name not in [*MAY_CHANGE, *may_change]:
+        saved = state["args"].get(name)
+        if value != saved and name not in [*FREE_ON_RESUME, *free_on_resume]:
             what = "data_hash, of all that was read," if name == "data_hash" else name
-            text = f"{what} is {value}, and {args.output_dir} has a run with {before}"
+            text = f"{what} is {value}, and {args.output_dir} has a run with {saved}"
             raise InputError(f"{text}: {hint}")
     logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
     return state

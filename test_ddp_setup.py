@@ -57,10 +57,10 @@ def parse_args():
     add = parser.add_argument
     ranks = torch.accelerator.device_count() or 2
     add("--nproc_per_node", type=COUNT, default=ranks, help="processes, if no launcher started any")
-    kinds = ["auto", "cuda", "xpu", "cpu"]
-    add("--device", default="auto", choices=kinds, help="auto: GPUs where there are any")
-    kinds = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
-    add("--backend", default="auto", choices=kinds, help="auto (also ccl, xpu): by the device")
+    devices = ["auto", "cuda", "xpu", "cpu"]
+    add("--device", default="auto", choices=devices, help="auto: GPUs where there are any")
+    backends = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
+    add("--backend", default="auto", choices=backends, help="auto (also ccl, xpu): by the device")
     add("--timeout_minutes", type=number(0.01), default=2, help="limit of one collective")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     # torch.distributed.launch gives it, but also sets RANK
@@ -99,8 +99,8 @@ def check_devices(args, device):
     found = f"world size {dist.get_world_size()} on {hosts}; {dist.get_backend()} on {device}"
     if device.type == "cpu":
         if args.device == "auto" and shutil.which("nvidia-smi"):
-            text = "are the GPUs hidden, or does this build of torch not fit the driver?"
-            return "WARN", f"{found}, but there is an NVIDIA driver: {text}"
+            advice = "are the GPUs hidden, or does this build of torch not fit the driver?"
+            return "WARN", f"{found}, but there is an NVIDIA driver: {advice}"
         return "OK", found
 
     module = torch.get_device_module(device)
@@ -119,37 +119,37 @@ def check_shared_memory(args, device):
     free = shutil.disk_usage("/dev/shm").free / 1e9 if os.path.isdir("/dev/shm") else 0
     found = f"{free:.2f} GB free in /dev/shm"
     if free < 1:
-        text = "NCCL dies of this: docker run --shm-size=8g, or --ipc=host"
-        return "WARN", f"{found}; {text}"
+        advice = "NCCL dies of this: docker run --shm-size=8g, or --ipc=host"
+        return "WARN", f"{found}; {advice}"
     return "OK", found
 
 
 def check_sums(args, device):
     """An all-reduce with a known result."""
-    n = dist.get_world_size()
+    world_size = dist.get_world_size()
     values = torch.full((1000,), dist.get_rank() + 1.0, device=device)
     dist.all_reduce(values)
-    expected = n * (n + 1) / 2
+    expected = world_size * (world_size + 1) / 2
     if (values != expected).any():
-        found = f"1 + ... + {n} is {values[0].item():.0f}, not {expected:.0f}"
+        found = f"1 + ... + {world_size} is {values[0].item():.0f}, not {expected:.0f}"
         return "FAIL", f"{found}; give another --backend"
-    return "OK", f"1 + ... + {n} is {expected:.0f} on all ranks"
+    return "OK", f"1 + ... + {world_size} is {expected:.0f} on all ranks"
 
 
 def check_DDP_step(args, device):
     """A step with unequal shares of a batch, on all ranks, against one process with all of it."""
-    n = dist.get_world_size()
+    world_size = dist.get_world_size()
     torch.manual_seed(0)  # the same network and the same batch on all ranks
     alone = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
     together = DistributedDataParallel(copy.deepcopy(alone))
-    x = torch.randn(9 * n + 1, 16).to(device)
-    target = torch.randn(9 * n + 1, 4).to(device)
+    x = torch.randn(9 * world_size + 1, 16).to(device)
+    target = torch.randn(9 * world_size + 1, 4).to(device)
     weights = [nn.utils.parameters_to_vector(alone.parameters())]
 
     (alone(x) - target).square().mean().backward()
-    own = slice(dist.get_rank(), None, n)
-    loss = (together(x[own]) - target[own]).square().sum() / target.numel()
-    (loss * n).backward()  # DDP takes the mean of the ranks, and the sum is meant
+    rows = slice(dist.get_rank(), None, world_size)
+    loss = (together(x[rows]) - target[rows]).square().sum() / target.numel()
+    (loss * world_size).backward()  # DDP takes the mean of the ranks, and the sum is meant
     for model in (alone, together):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         weights.append(nn.utils.parameters_to_vector(model.parameters()))
@@ -159,8 +159,8 @@ def check_DDP_step(args, device):
     found = f"the update differs from that of one process by {error:.0e} of its length"
     different = len(set(gather(actual.detach().cpu().numpy().tobytes())))
     if not error < 1e-4 or different > 1:
-        text = f"the ranks have {different} different weights"
-        return "FAIL", f"{found}, {text}; give another --backend"
+        found += f", the ranks have {different} different weights"
+        return "FAIL", f"{found}; give another --backend"
     return "OK", f"{found}, all ranks have the same weights"
 
 
@@ -205,14 +205,15 @@ def check_precision(args, device):
 
 
 def check_all_reduce(args, device):
-    n = dist.get_world_size()
+    world_size = dist.get_world_size()
     measured["all_reduce"] = []
     texts = []
     for size in SIZES:
         buffer = torch.zeros(size // 4, device=device)
         seconds = seconds_of(functools.partial(dist.all_reduce, buffer), device)
         measured["all_reduce"].append({"bytes": size, "seconds": seconds})
-        bandwidth = 2 * (n - 1) / n * size / seconds / 1e9  # as NCCL's own tests count it
+        exchanged = 2 * (world_size - 1) / world_size * size  # bytes, as NCCL's own tests count
+        bandwidth = exchanged / seconds / 1e9
         texts.append(f"{size // 2**10:,} KiB {1000 * seconds:.3g} ms ({bandwidth:.2g} GB/s)")
     return "OK", ", ".join(texts)
 
@@ -220,7 +221,7 @@ def check_all_reduce(args, device):
 def check_speedup(args, device):
     """Forward and backward passes through four matrices: of rank 0 while the others wait, and of
     all ranks with DDP, each with a batch of the same size."""
-    n = dist.get_world_size()
+    world_size = dist.get_world_size()
     width, batch = (1024, 128) if device.type == "cpu" else (4096, 4096)
     x = torch.randn(batch, width, device=device)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).to(device)
@@ -236,10 +237,11 @@ def check_speedup(args, device):
     alone = max(gather(alone))  # here the others wait
     together = max(gather(seconds_of(functools.partial(step, ddp_model), device)))
     measured["step"] = {"alone": alone, "together": together}
-    found = f"{n} ranks do {n * alone / together:.2f} times the work of one"
-    if n * alone < together:
-        text = "is the machine busy? If not, larger batches on each rank exchange less"
-        return "WARN", f"{found}; {text}"
+    speedup = world_size * alone / together
+    found = f"{world_size} ranks do {speedup:.2f} times the work of one"
+    if speedup < 1:
+        advice = "is the machine busy? If not, larger batches on each rank exchange less"
+        return "WARN", f"{found}; {advice}"
     return "OK", found
 
 
@@ -253,10 +255,10 @@ EXCHANGES = [check_all_reduce, check_speedup]  # one rank exchanges nothing
 
 def main(args):
     device = setup_ddp(args)
-    n = dist.get_world_size()
-    measured.update(ranks=n, backend=dist.get_backend(), device=device.type)
+    world_size = dist.get_world_size()
+    measured.update(ranks=world_size, backend=dist.get_backend(), device=device.type)
     checks = []
-    for check in CHECKS if n == 1 else CHECKS + EXCHANGES:
+    for check in CHECKS if world_size == 1 else CHECKS + EXCHANGES:
         outcomes = gather(check(args, device))
         statuses = [status for status, _ in outcomes]
         worst = max(statuses, key=STATUSES.index)
@@ -357,9 +359,9 @@ def setup_ddp(args):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
         torch.use_deterministic_algorithms(True)
 
-    usual = dist.get_default_backend_for_device(device)
-    backend = usual if args.backend in ("auto", "ccl", "xpu") else args.backend
-    if backend not in (usual, "gloo"):
+    default_backend = dist.get_default_backend_for_device(device)
+    backend = default_backend if args.backend in ("auto", "ccl", "xpu") else args.backend
+    if backend not in (default_backend, "gloo"):
         raise InputError(f"--backend {backend} is not for {device.type}")
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
@@ -370,8 +372,8 @@ def setup_ddp(args):
         os.environ["MASTER_ADDR"] = "localhost"
     if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    logging.info(f"Initializing DDP for rank {rank}... at {place}")
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    logging.info(f"Initializing DDP for rank {rank}... at {address}")
     # Python's own handler would not run while torch waits for the other ranks
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # if another program listens on the port, torch would wait for ever
@@ -384,10 +386,10 @@ def setup_ddp(args):
         device_id=None if device.type == "cpu" else device,
     )
     signal.alarm(0)
-    here = gather(os.uname().nodename).count(os.uname().nodename)
+    ranks_on_host = gather(os.uname().nodename).count(os.uname().nodename)
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
     if "OMP_NUM_THREADS" not in os.environ and not is_bound:  # else each rank takes all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks_on_host))
     if rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # from here on others log errors only
     logging.info(f"{world_size} ranks, {backend} on {device}, torch {torch.__version__}")
@@ -396,17 +398,18 @@ def setup_ddp(args):
 
 def choose_device(args, local_rank):
     """A GPU for this rank, or the CPU where there is none."""
-    kind = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
-    if args.device not in ("auto", "cpu", kind):
-        raise InputError(f"--device {args.device}: this torch finds only {kind} here")
-    if args.device == "cpu" or kind not in ("cuda", "xpu"):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_type = getattr(accelerator, "type", "cpu")
+    if args.device not in ("auto", "cpu", device_type):
+        raise InputError(f"--device {args.device}: this torch finds only {device_type} here")
+    if args.device == "cpu" or device_type not in ("cuda", "xpu"):
         return torch.device("cpu")
 
     # torchrun shows all GPUs to all ranks; mpiexec and srun may show each rank its own one
     count = torch.accelerator.device_count()
     if count > 1 and local_rank >= count:
         raise InputError(f"{count} GPUs here, and a rank {local_rank}: start fewer processes")
-    device = torch.device(kind, local_rank % count)
+    device = torch.device(device_type, local_rank % count)
     torch.accelerator.set_device_index(device.index)
     return device
 
