@@ -80,7 +80,7 @@ GENERATED = ["noise", "blobs"]  # OOD images that need no files
 # Arguments
 
 BATCH_SIZE = 128  # images of a micro-batch, if --batch_size is not given
-BATCH_GIGABYTES = 16  # of a GPU that they may take: 128 took 5 in stage 1, and up to 15 in stage 2
+EVAL_BATCH_SIZE = 32  # images that a rank validates at a time
 
 
 def parse_args():
@@ -142,16 +142,19 @@ def as_options(words, parser):
     """The original's words as options: CONFIG.yaml is --config=CONFIG.yaml, lr=1 is --lr=1, and
     attack.max_steps=9 is --attack_max_steps=9."""
     options = []
+    unknown = []
     for word in words:
         key, equals, value = word.partition("=")
         section, dot, name = key.removeprefix("--").rpartition(".")
         if equals and (dot or not word.startswith("-")):
             prefix = f"--{section}_" if section else "--"
-            options += config_words({name: value}, parser, prefix, f"{section}{dot}")
+            options += config_words({name: value}, parser, unknown, prefix, f"{section}{dot}")
         elif word.endswith((".yaml", ".yml")) and not equals and options[-1:] != ["--config"]:
             options.append(f"--config={word}")
         else:
             options.append(word)
+    if unknown:
+        parser.error(f"there are no such options: {', '.join(unknown)}")
     return options
 
 
@@ -291,7 +294,12 @@ class SmallNet(Network):
                 layers.append(nn.Conv2d(before, after, 3, stride, 1))
                 layers += [nn.GroupNorm(1, after), nn.SiLU()]
                 before = after
-        layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(before * 16, 128), nn.SiLU()]
+                size = math.ceil(size / stride)
+        if size > 4:  # to 4 x 4; the gradient of nn.AdaptiveAvgPool2d differs from run to run
+            stride = size // 4
+            layers.append(nn.AvgPool2d(size - 3 * stride, stride))
+            size = 4
+        layers += [nn.Flatten(), nn.Linear(before * size**2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, classes)
 
@@ -467,7 +475,7 @@ def evaluate(net, indist, args, device):
     eps = args.indist_attack_clf_eps
     norm = args.indist_attack_clf_norm
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    batches = np.array_split(ids, math.ceil(len(ids) / args.batch_size))
+    batches = np.array_split(ids, math.ceil(len(ids) / EVAL_BATCH_SIZE))
     for own in batches[dist.get_rank() :: dist.get_world_size()]:
         x = pixels(torch.from_numpy(indist.images[own]).to(device))
         y = torch.from_numpy(indist.labels[own]).to(device)
@@ -517,6 +525,19 @@ def make_optimizer(args, model, stage):
     return optimizer
 
 
+def image_bytes(args, stage, size):
+    """What an image takes of a GPU in fp32: a block has about 6 tensors of its width; in stage 2
+    there are two more images for each, and the attack's own."""
+    width = 24
+    blocks = 1
+    if args.model_type != "SmallNet":
+        depth, factor = map(int, args.model_type.removeprefix("WideResNet").split("x"))
+        width = 16 * factor
+        blocks = (depth - 4) / 6
+    numbers = 6 * blocks * width * 1.75 * size**2  # further blocks: 1/2 and 1/4 of the first
+    return 4 * numbers * (4 if stage == "dat" else 1)
+
+
 def update_average(average, model, decay, step):
     """average = d average + (1 - d) weights; d rises from 0.1, so that the start is forgotten."""
     d = min(decay, (1 + step) / (10 + step))
@@ -531,13 +552,14 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
     training was stopped, "" if the stage has ended; loop says where it stands. (all ranks)"""
     world_size = dist.get_world_size()
     model, average, twin, ddp_model, autocast = nets
-    sampler = GlobalBatchSampler(indist.part(TRAIN), args, cost=np.zeros(len(indist.split)))
+    room = room_on_gpu(model, device) / image_bytes(args, stage, indist.shape[1])
+    sampler = GlobalBatchSampler(indist.part(TRAIN), args, np.ones(len(indist.split)), room)
     steps = sampler.steps * (args.at_epochs if stage == "at" else args.total_epochs)
     eval_every = math.ceil(args.n_imgs_per_evaluation_log / sampler.global_batch) or steps
     window = math.ceil(args.min_imgs_per_threshold / sampler.global_batch)
     logging.info(f"  stage {stage}: {steps:,} steps, {sampler.steps:,} an epoch")
     optimizer = make_optimizer(args, model, stage)
-    if state:
+    if state and loop["phase"] == PHASES[stage]:
         model.load_state_dict(state["model"])
         average.load_state_dict(state["average"])
         optimizer.load_state_dict(state["optimizer"])
@@ -620,6 +642,8 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
                     save(name, model=average)
 
         # save, with what the evaluation has changed
+        if args.keep_every and loop["step"] % args.keep_every == 0:
+            save(f"step_{loop['step']}.pt", model=average)
         if reason or must_save:
             save("latest.pt", model=model, average=average, optimizer=optimizer)
             meter.start()  # neither counts as time of steps
@@ -665,7 +689,9 @@ def start_networks(args, device, indist, state):
 
 def main(args):
     device = setup_ddp(args)
-    choose_batch_size(args, device)
+    free_on_resume = """data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log
+        use_ddp""".split()
+    state = open_run(args, free_on_resume)
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
@@ -680,8 +706,7 @@ def main(args):
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
 
-    free_on_resume = "data outdist_data n_imgs_per_evaluation_log use_ddp".split()
-    state = open_run(args, f"{indist.hash} {outdist.hash}", free_on_resume)
+    begin_run(args, state, f"{indist.hash} {outdist.hash}")
     # before: steps before this stage; aucs: of the last steps with this T; best: of each stage
     loop = {"step": 0, "phase": 0, "before": 0, "T": 0, "aucs": [], "best": {}}
     loop.update(classes=indist.classes, shape=[*indist.shape])  # for whoever loads the weights
@@ -956,7 +981,8 @@ def write_images(folder, name, rows, shape, indist):
         done = pool.imap_unordered(read, range(len(rows)), chunksize=64)
         list(tqdm(done, total=len(rows), desc="reading", disable=None, leave=False))
     if bad:
-        raise InputError(f"{name}: {len(bad)} images cannot be read:{list_problems(sorted(bad))}")
+        text = f"{name}: {len(bad)} images cannot be read:"
+        raise InputError("\n  ".join([text, *sorted(bad)[:20]]))
 
     classes = []
     labels = np.zeros(len(rows), np.int64)
@@ -1031,7 +1057,7 @@ LAUNCHERS = [
 
 # options that may differ when a run is resumed; with others it would be another run
 FREE_ON_RESUME = """config output_dir cache_dir fresh batch_size num_workers compile deterministic
-    save_every max_minutes log_every wandb_mode nproc_per_node device backend
+    save_every keep_every max_minutes log_every wandb_mode nproc_per_node device backend
     timeout_minutes""".split()
 
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -1079,6 +1105,8 @@ def expanded(text):
     path = os.path.expanduser(os.path.expandvars(text))
     if "$" in path:
         raise argparse.ArgumentTypeError(f"{text}: there is no such variable")
+    if Path(path).is_fifo():  # each rank would read a part of it
+        raise argparse.ArgumentTypeError(f"{text} is a pipe: give a file")
     return path
 
 
@@ -1096,29 +1124,26 @@ def add_common_arguments(parser, output_dir, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    add(
-        "--batch_size",
-        type=NATURAL,
-        default=0,
-        help=f"samples per GPU and micro-batch; 0: {BATCH_SIZE}, with --global_batch_size as many"
-        f" for each {BATCH_GIGABYTES} GB of a GPU",
-    )
+    text = f"samples per GPU and micro-batch, on average; 0: {BATCH_SIZE}"
+    text += ", or with --global_batch_size as many as a GPU has memory for"
+    add("--batch_size", type=NATURAL, default=0, help=text)
     add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
-    precisions = ["auto", "fp32", "tf32", "bf16"]
-    add("--precision", default=precision, choices=precisions, help="auto: bf16 on GPUs, else fp32")
+    choices = ["auto", "fp32", "tf32", "bf16"]
+    add("--precision", default=precision, choices=choices, help="auto: bf16 on GPUs, else fp32")
     add("--deterministic", **FLAG, help="bit-identical repeats on GPUs, too; slower")
     add("--compile", **FLAG, help="torch.compile the model for training")
     add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
+    add("--keep_every", type=NATURAL, default=0, help="steps between kept weights; 0: none")
     add("--max_minutes", type=number(0), default=0, help="then save and stop; 0: no limit")
     add("--log_every", type=COUNT, default=10, help="steps between log lines")
     add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
     add("--nproc_per_node", type=COUNT, default=1, help="processes to start, if no launcher did")
-    devices = ["auto", "cuda", "xpu", "cpu"]
-    add("--device", default="auto", choices=devices, help="auto: GPUs where there are any")
-    backends = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
-    add("--backend", default="auto", choices=backends, help="auto (also ccl, xpu): by the device")
+    choices = ["auto", "cuda", "xpu", "cpu"]
+    add("--device", default="auto", choices=choices, help="auto: GPUs where there are any")
+    choices = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
+    add("--backend", default="auto", choices=choices, help="auto (also ccl, xpu): by the device")
     minutes = float(os.environ.get("NCCL_TIMEOUT") or 1800) / 60  # many guides export it
     add("--timeout_minutes", type=number(0.01), default=minutes, help="limit of one collective")
     # torch.distributed.launch gives it, but also sets RANK: ignore it
@@ -1130,20 +1155,36 @@ def parse_with_config(parser):
     args = parser.parse_args()
     if args.config is None:
         return args
+    if sum(word.partition("=")[0] == "--config" for word in sys.argv) > 1:
+        raise InputError("--config is given twice: all options have to be in one file")
+    unknown = []
     try:
-        content = yaml.safe_load(Path(args.config).read_text(encoding="utf-8-sig"))
+        content = yaml.load(Path(args.config).read_text(encoding="utf-8-sig"), UniqueKeyLoader)
         if not isinstance(content, dict):
             raise InputError("expected lines such as batch_size: 32")
-        words = config_words(content, parser)
+        words = config_words(content, parser, unknown)
+        if unknown:
+            raise InputError(f"there are no such options: {', '.join(unknown)}")
         parser.parse_args(words)
     except (OSError, ValueError, yaml.YAMLError, InputError) as error:
         raise InputError(f"--config {args.config}: {' '.join(str(error).split())}") from None
     return parser.parse_args([*words, *sys.argv[1:]])  # of two values the later one counts
 
 
-def config_words(content, parser, prefix="--", section=""):
-    """A YAML file as a command line. A section only groups options, unless their names begin with
-    it: where there are options --attack_..., attack: {eps: 1} is --attack_eps, never --eps."""
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which yaml would take the last one."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise InputError(f"{max(keys, key=keys.count)} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def config_words(content, parser, unknown, prefix="--", section=""):
+    """A YAML file as a command line; adds keys that are no options to `unknown`. A section only
+    groups options, unless their names begin with it: where there are options --attack_..., attack:
+    {eps: 1} is --attack_eps, never --eps."""
     options = parser._option_string_actions
     words = []
     for key, value in content.items():
@@ -1153,9 +1194,9 @@ def config_words(content, parser, prefix="--", section=""):
         if isinstance(value, dict):
             is_prefix = any(option.startswith(f"{name}_") for option in options)
             inner = f"{name}_" if is_prefix else prefix
-            words += config_words(value, parser, inner, f"{section}{key}: ")
+            words += config_words(value, parser, unknown, inner, f"{section}{key}: ")
         elif name not in options:
-            raise InputError(f"{section}{key}: there is no option {name}")
+            unknown.append(f"{section}{key}")
         elif isinstance(value, list):
             words += [name, *map(str, value)]
         elif value is not None:  # without a value it has its default
@@ -1179,7 +1220,11 @@ def setup_ddp(args):
     form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
     clock = "%Y-%m-%d %H:%M:%S"
     logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
+    logging.raiseExceptions = False  # if nobody reads the log any more, train on
     logging.info(f"Process {rank}/{world_size} started")
+    # Freed memory goes back to the system in blocks of over 128 KB, and comes from there as zeros.
+    # To free one of nearly 32 MB raises glibc's limit to that: then it is used again at once.
+    torch.empty(2**25 - 2**13, dtype=torch.uint8)
     device = choose_device(args, local_rank)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
@@ -1189,9 +1234,11 @@ def setup_ddp(args):
     backend = default_backend if args.backend in ("auto", "ccl", "xpu") else args.backend
     if backend not in (default_backend, "gloo"):
         raise InputError(f"--backend {backend} is not for {device.type}")
+    options = {"timeout": timedelta(minutes=args.timeout_minutes)}
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
         backend = f"cpu:gloo,{device.type}:{backend}"
+        options["device_id"] = device
     if not os.environ.get("MASTER_ADDR"):
         if rank != local_rank:  # there are ranks elsewhere
             raise InputError("several machines: export MASTER_ADDR, the name of the first one")
@@ -1204,13 +1251,7 @@ def setup_ddp(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # if another program listens on the port, torch would wait for ever
     signal.alarm(math.ceil(60 * args.timeout_minutes) + 3)
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=args.timeout_minutes),
-        device_id=None if device.type == "cpu" else device,
-    )
+    dist.init_process_group(backend, rank=rank, world_size=world_size, **options)
     signal.alarm(0)
     ranks_on_host = gather(os.uname().nodename).count(os.uname().nodename)
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
@@ -1268,7 +1309,7 @@ def launch(parse_args, main):
     except (Exception, KeyboardInterrupt):
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
+    logging.shutdown()  # flushes standard output, and ignores that it may be closed
     os._exit(status)  # at once: a cleanup would wait for other ranks, which may wait for this one
 
 
@@ -1308,18 +1349,12 @@ def on_rank0(function, *args, group=None):
     return outcome[0]
 
 
-def list_problems(problems):
-    """A line for each of the first 20, and how many more there are."""
-    more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-    return "\n  ".join(["", *problems[:20], *more])
-
-
 def cached(cache_dir, name, key, write):
     """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
     (rank 0)"""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     folder = Path(cache_dir) / f"{name}-{digest}"
-    if folder.exists():
+    if os.path.exists(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -1343,8 +1378,9 @@ def read_once(prepare, args):
     # a group of its own: a collective of the default one fails after --timeout_minutes
     reading_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     folder = on_rank0(prepare, args, group=reading_group)
-    if not folder.exists():
-        raise InputError(f"{folder} is not on this machine: all of them must see --cache_dir")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        text = "is not on this machine, or may not be read: all must see --cache_dir"
+        raise InputError(f"{folder} {text}")
     return folder
 
 
@@ -1357,16 +1393,24 @@ class GlobalBatchSampler(DistributedSampler):
     and the position do not depend on the number of ranks.)
 
     cost[id] is the work that a sample makes, such as its length. The global batch is a random one;
-    within it samples of similar cost share a micro-batch: little padding, equal work for all."""
+    within it samples of similar cost share a micro-batch: little padding, equal work for all ranks
+    and in all micro-batches. room: the cost that fits a GPU."""
 
-    def __init__(self, ids, args, cost):
+    def __init__(self, ids, args, cost, room=0):
         super().__init__(ids, seed=args.seed)
         self.ids = ids
         self.cost = cost
         self.global_batch = args.global_batch_size
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         self.start = 0
-        self.accumulation = math.ceil(self.global_batch / (args.batch_size * self.num_replicas))
+        size = args.batch_size or BATCH_SIZE
+        self.accumulation = math.ceil(self.global_batch / (size * self.num_replicas))
+        if args.batch_size == 0 and room > 0:
+            # the larger micro-batches are, the less often a GPU waits for the host
+            work = cost[ids].mean() * self.global_batch / self.num_replicas
+            most = cost[ids].max()
+            fewest = math.ceil(work / max(room - 2 * most, most))  # see cut_by_work
+            self.accumulation = min(fewest, self.global_batch // self.num_replicas)
         parts = self.num_replicas * self.accumulation
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
@@ -1382,23 +1426,31 @@ class GlobalBatchSampler(DistributedSampler):
                 order = np.random.default_rng([self.seed, epoch]).permutation(self.ids)
             global_ids = order[position * self.global_batch : (position + 1) * self.global_batch]
             global_ids = global_ids[np.argsort(self.cost[global_ids], kind="stable")]
-            for positions in np.array_split(np.arange(len(global_ids)), self.accumulation):
+            cuts = cut_by_work(self.cost[global_ids], self.accumulation, self.num_replicas)
+            for positions in np.split(np.arange(len(global_ids)), cuts):
                 yield step, global_ids, positions[self.rank :: self.num_replicas]
 
 
-def choose_batch_size(args, device):
-    """Where --batch_size is not given. If --global_batch_size says what a step is, micro-batches
-    can be as large as memory allows: then a GPU waits for the host less often. (all ranks)"""
-    memory = 0
-    if device.type != "cpu":
-        memory = torch.get_device_module(device).get_device_properties(device).total_memory
-    gigabytes = min(gather(memory)) / 1e9  # the same on all ranks
-    if args.batch_size > 0:
-        return
-    args.batch_size = BATCH_SIZE
-    if args.global_batch_size > 0 and gigabytes > 0:
-        args.batch_size *= max(1, int(gigabytes / BATCH_GIGABYTES))
-        logging.info(f"  --batch_size {args.batch_size}, for GPUs of {gigabytes:.0f} GB")
+def cut_by_work(cost, parts, least):
+    """Where to cut samples of rising cost (n,) into parts of equal work, each of at least so many
+    samples: (parts - 1,). A rank's share of a part is too large by less than two samples."""
+    work = np.cumsum(cost)
+    cuts = np.searchsorted(work, work[-1] * np.arange(1, parts) / parts, side="right")
+    before = least * np.arange(1, parts)  # samples that come before each cut at least
+    cuts = np.maximum.accumulate(np.maximum(cuts - before, 0)) + before
+    return np.minimum(cuts, len(cost) - before[::-1])
+
+
+def room_on_gpu(model, device):
+    """Bytes of a GPU for the activations of a micro-batch of this rank; 0 on a CPU. (all ranks)"""
+    if device.type == "cpu":
+        return 0
+    properties = torch.get_device_module(device).get_device_properties(device)
+    gpus = gather((os.uname().nodename, str(properties.uuid), properties.total_memory))
+    memory = min(gpu[-1] / gpus.count(gpu) for gpu in gpus)  # some ranks may share a GPU
+    # weights, gradient, optimizer, averaged weights and a copy in bf16 take 24 bytes a parameter
+    fixed = 24 * sum(p.numel() for p in model.parameters())
+    return max(1, 0.7 * memory - fixed)
 
 
 def make_loader(dataset, sampler, args, device):
@@ -1435,15 +1487,16 @@ def choose_precision(args, device):
     """A function that makes the context of a forward pass: torch.autocast for bf16."""
     precision = args.precision
     if precision == "auto":
-        is_cuda = device.type == "cuda"
-        has_bf16 = is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        precision = "bf16" if has_bf16 or device.type == "xpu" else "fp32"
+        has_bf16 = device.type == "xpu"
+        if device.type == "cuda":
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if has_bf16 else "fp32"
         logging.info(f"  Precision: {precision}")
     # cuDNN rounds to TF32 unless told otherwise
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    is_bf16 = precision == "bf16"
-    return functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
+    has_bf16 = precision == "bf16"
+    return functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=has_bf16)
 
 
 def wrap_ddp(model, args, device):
@@ -1451,11 +1504,8 @@ def wrap_ddp(model, args, device):
     torch._dynamo.config.optimize_ddp = False  # to split it at DDP's buckets fails if shapes vary
     if dist.get_world_size() == 1:  # nothing to add up
         return compiled
-    ddp_model = DistributedDataParallel(
-        compiled,
-        device_ids=None if device.type == "cpu" else [device.index],
-        gradient_as_bucket_view=True,
-    )
+    ids = None if device.type == "cpu" else [device.index]
+    ddp_model = DistributedDataParallel(compiled, ids, gradient_as_bucket_view=True)
     # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
     ddp_model.broadcast_buffers = False
     # After its first backward pass DDP puts the gradients in another order, and sums over three or
@@ -1484,13 +1534,12 @@ def update_if_finite(args, optimizer):
     """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
     read from the device, so that the host can go on and queue the next step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     # All ranks have the same gradients by now: a NaN of one is on every rank, and all skip alike.
-    if optimizer.defaults.get("fused"):
-        optimizer.found_inf = (~norm.isfinite()).float()  # 1: step() changes nothing
-        optimizer.step()
-    elif norm.isfinite():  # the host waits for the device here, which costs speed
-        optimizer.step()
+    # step() divides the gradient by grad_scale, and changes nothing if found_inf is 1.
+    optimizer.grad_scale = (norm / (args.max_grad_norm or math.inf)).clamp(min=1)
+    optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.step()
     optimizer.zero_grad()
     return norm
 
@@ -1539,7 +1588,9 @@ class Meter:
             return ""
         sums = self.sums.tolist()  # waits for the device
         seconds = time.monotonic() - self.began
-        everyone = gather([sums, seconds, self.data_wait, wish_to_stop(self.args)])
+        is_late = 0 < 60 * self.args.max_minutes < time.monotonic() - START
+        wish = "time limit" if is_late else stop_signal  # "": go on
+        everyone = gather([sums, seconds, self.data_wait, wish])
         all_sums, all_seconds, all_waits, wishes = zip(*everyone, strict=True)
         # the next meeting is in about a second, by the clock of rank 0: after the same step for all
         self.every = max(1, int(self.steps / all_seconds[0]))
@@ -1557,16 +1608,11 @@ class Meter:
         row["skipped"] = self.steps - good
         row["samples_per_s"] = self.steps * samples_per_step / all_seconds[0]
         row["data_wait"] = max(all_waits) / all_seconds[0]
+        if self.sums.device.type != "cpu":
+            row["peak_gb"] = torch.accelerator.max_memory_allocated() / 1e9  # of rank 0
         log.write(row)
         self.start()
         return reason
-
-
-def wish_to_stop(args):
-    """Why this rank would stop; "" if it would go on."""
-    if 0 < 60 * args.max_minutes < time.monotonic() - START:
-        return "time limit"
-    return stop_signal
 
 
 def exit_status(reason):
@@ -1617,44 +1663,54 @@ def find_checkpoint(args):
         logging.info(f"--fresh: what {folder} had is now in {moved}")
         lock_folder(folder)
     if latest.exists():
-        return torch.load(latest, map_location="cpu", weights_only=True)
+        state = torch.load(latest, map_location="cpu", weights_only=True)
+        logging.info(f"resuming {folder} at step {state['loop']['step']}")
+        return state
     if summary.exists():
         raise InputError(f"{folder} holds a run without its latest.pt: --fresh moves it aside")
+    logging.info(f"a new run in {folder}")
     return None
 
 
-def open_run(args, data_hash, free_on_resume=()):
-    """Lock --output_dir, and find the state to go on from, None for a new run. Only rank 0 needs
-    to see it. From here on signals are noted, and end the run after a step. (all ranks)"""
+HINT = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
+
+
+def open_run(args, free_on_resume):
+    """Lock --output_dir, and find the state to go on from, None for a new run, before anything that
+    takes long. Only rank 0 needs to see the folder. (all ranks)"""
+    if args.prepare_only:
+        return None
     state = on_rank0(find_checkpoint, args)
-    hint = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
     if state and state.get("script") != SCRIPT:
-        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {hint}")
+        raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {HINT}")
     if args.global_batch_size == 0:
+        args.batch_size = args.batch_size or BATCH_SIZE
         args.global_batch_size = args.batch_size * getattr(args, "accum", 1) * dist.get_world_size()
         if state:  # a resumed run keeps its own, on any number of ranks
             args.global_batch_size = state["args"]["global_batch_size"]
             logging.info(f"the run keeps its --global_batch_size {args.global_batch_size}")
-    args.data_hash = data_hash
     for rank, theirs in enumerate(gather(vars(args))):
         different = [name for name in theirs if theirs[name] != vars(args).get(name)]
         if different:
             text = f"rank {rank} has another {' and '.join(different)}"
             raise InputError(f"{text}: are there two jobs on one MASTER_PORT?")
+    for name, value in vars(args).items():
+        saved = state["args"].get(name) if state else value
+        if value != saved and name not in [*FREE_ON_RESUME, *free_on_resume]:
+            text = f"{name} is {value}, and {args.output_dir} has a run with {saved}"
+            raise InputError(f"{text}: {HINT}")
+    return state
+
+
+def begin_run(args, state, data_hash):
+    """Refuse other data than the run was trained on. From here on signals are noted, and end the
+    run after a step. (all ranks)"""
+    args.data_hash = data_hash
+    if state and state["args"]["data_hash"] != data_hash:
+        text = f"data_hash, of all that was read, is {data_hash}, and {args.output_dir} has a run"
+        raise InputError(f"{text} with {state['args']['data_hash']}: {HINT}")
     for stop in STOP_SIGNALS:
         signal.signal(stop, on_signal)
-    if state is None:
-        logging.info(f"a new run in {args.output_dir}")
-        return None
-
-    for name, value in vars(args).items():
-        saved = state["args"].get(name)
-        if value != saved and name not in [*FREE_ON_RESUME, *free_on_resume]:
-            what = "data_hash, of all that was read," if name == "data_hash" else name
-            text = f"{what} is {value}, and {args.output_dir} has a run with {saved}"
-            raise InputError(f"{text}: {hint}")
-    logging.info(f"resuming {args.output_dir} at step {state['loop']['step']}")
-    return state
 
 
 class RunLog:
@@ -1679,14 +1735,11 @@ class RunLog:
 
             # Only an online run can be resumed: of an offline one `wandb sync` would overwrite what
             # was sent before. So there each start has an id of its own, in one group.
-            self.wandb = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem),
-                mode=args.wandb_mode,
-                id=self.wandb_id if args.wandb_mode == "online" else None,
-                resume="allow" if args.wandb_mode == "online" else None,
-                group=self.wandb_id,
-                config=vars(args),
-            )
+            online = {"id": self.wandb_id, "resume": "allow"}
+            project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
+            options = {"group": self.wandb_id, "mode": args.wandb_mode, "config": vars(args)}
+            options.update(online if args.wandb_mode == "online" else {})
+            self.wandb = wandb.init(project=project, **options)
 
     def write(self, row):
         logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
@@ -1709,20 +1762,25 @@ class RunLog:
         seconds = round(time.monotonic() - START, 1)
         summary.update(status=status, script=SCRIPT, seconds=seconds, args=options)
         summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
+        if torch.accelerator.is_available():
+            summary["peak_gb"] = torch.accelerator.max_memory_allocated() / 1e9
         self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
         self.draw()
         if self.wandb:
             self.wandb.finish()
 
     def draw(self):
-        """curves.png: a panel for each column of metrics.jsonl"""
+        """curves.png: a panel for each column of metrics.jsonl that changes"""
         import pandas
 
         rows = pandas.read_json(self.path, lines=True)
         if len(rows) > 0:  # a run that is stopped at once has none
-            rows = rows.set_index("step").interpolate("index", limit_area="inside")
-            axes = rows.plot(subplots=True, figsize=(8, 2 * len(rows.columns)))
-            axes[0].figure.savefig(self.path.with_name("curves.png"))
+            rows = rows.set_index("step").drop(columns=["phase", "epoch"], errors="ignore")
+            rows = rows.loc[:, (rows.nunique() > 1) | (rows.count() == 1)]
+            size = (8, 2 * len(rows.columns))
+            axes = rows.interpolate("index", limit_area="inside").plot(subplots=True, figsize=size)
+            rows.plot(subplots=True, ax=axes, style=".", markersize=3, legend=False)  # as measured
+            axes[0].figure.savefig(self.path.with_name("curves.png"), bbox_inches="tight")
 
 
 if __name__ == "__main__":

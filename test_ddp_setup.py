@@ -353,7 +353,11 @@ def setup_ddp(args):
     form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
     clock = "%Y-%m-%d %H:%M:%S"
     logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
+    logging.raiseExceptions = False  # if nobody reads the log any more, train on
     logging.info(f"Process {rank}/{world_size} started")
+    # Freed memory goes back to the system in blocks of over 128 KB, and comes from there as zeros.
+    # To free one of nearly 32 MB raises glibc's limit to that: then it is used again at once.
+    torch.empty(2**25 - 2**13, dtype=torch.uint8)
     device = choose_device(args, local_rank)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS repeats nothing
@@ -363,9 +367,11 @@ def setup_ddp(args):
     backend = default_backend if args.backend in ("auto", "ccl", "xpu") else args.backend
     if backend not in (default_backend, "gloo"):
         raise InputError(f"--backend {backend} is not for {device.type}")
+    options = {"timeout": timedelta(minutes=args.timeout_minutes)}
     if device.type != "cpu":
         # Python objects, such as a checkpoint, go from rank to rank without the GPU's memory
         backend = f"cpu:gloo,{device.type}:{backend}"
+        options["device_id"] = device
     if not os.environ.get("MASTER_ADDR"):
         if rank != local_rank:  # there are ranks elsewhere
             raise InputError("several machines: export MASTER_ADDR, the name of the first one")
@@ -378,13 +384,7 @@ def setup_ddp(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # if another program listens on the port, torch would wait for ever
     signal.alarm(math.ceil(60 * args.timeout_minutes) + 3)
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=args.timeout_minutes),
-        device_id=None if device.type == "cpu" else device,
-    )
+    dist.init_process_group(backend, rank=rank, world_size=world_size, **options)
     signal.alarm(0)
     ranks_on_host = gather(os.uname().nodename).count(os.uname().nodename)
     is_bound = len(os.sched_getaffinity(0)) < os.cpu_count()
@@ -437,7 +437,7 @@ def launch(parse_args, main):
     except (Exception, KeyboardInterrupt):
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
+    logging.shutdown()  # flushes standard output, and ignores that it may be closed
     os._exit(status)  # at once: a cleanup would wait for other ranks, which may wait for this one
 
 

@@ -96,9 +96,10 @@ def new_sets(args, options, classes):
     sets, values, origins, bad = script.read_all(args.sets, args.labels)
     if bad:
         text = f"{len(bad)} sets are bad (--skip_bad_data leaves them out):"
+        text = "\n  ".join([text, *bad[:20]])
         if not args.skip_bad_data:
-            raise InputError(text + script.list_problems(bad))
-        print(text + script.list_problems(bad))
+            raise InputError(text)
+        print(text)
     if not sets:
         raise InputError(f"{source}: no sets")
     labels = np.full((len(sets), len(classes)), -1)
