@@ -212,7 +212,7 @@ def make_batch(corpus, vectors, rows, **counts):
 
 
 class TextData(Dataset):
-    """Phase 1: single texts, queries and documents alike."""
+    """Phase 1: single texts, queries and the documents that answer them."""
 
     parts = ["loss"]  # what is logged of a step
 
