@@ -105,7 +105,7 @@ def parse_args():
     add("--stop_metrics", nargs="+", default=["loss"], help=text)
     add("--patience", type=NATURAL, default=0, help="epochs without a gain that end it; 0: never")
     add("--stop_mode", default="any", choices=["any", "all"], help="of them must improve: a gain")
-    add("--delta", type=number(0), default=0.0, help="the smallest change that counts")
+    add("--delta", type=number(0), default=0.0, help="a gain must be larger than this")
     add("--grace", type=NATURAL, default=0, help="epochs at the start that --patience ignores")
 
     add = parser.add_argument_group("as in config files of QuantumGrav").add_argument

@@ -17,11 +17,11 @@ S, S) or (N, S, S, 3), perhaps x_val and x_test, with labels y_train (-1: none);
 or cifar-100-python; or a data set of the hub. Where lengths of attacks are given, pixels are in
 [0, 1].
 
-Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss and its parts (clf_loss, cross
-entropy in nats; bce, binary cross entropy), grad_norm (before clipping), skipped (steps whose
-gradient was not finite), samples_per_s, data_wait (share of the time); in stage 2 T, and auc (real
-against attacked OOD images). val/STAGE/..., of averaged weights on held-out images: clean and
-robust (accuracy without and under attack), cross_entropy.
+Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (in stage 1 cross entropy, nats),
+grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait
+(share of the time); in stage 2 T, the parts of the loss, clf_loss and bce (binary cross entropy),
+and auc (real against attacked OOD images). val/STAGE/..., of averaged weights on held-out images:
+clean and robust (accuracy without and under attack), cross_entropy.
 
 Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl; at
 the end summary.json, curves.png. The same command, given again, goes on from latest.pt. Every rank

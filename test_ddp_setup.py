@@ -9,7 +9,7 @@ The first command on a new machine. It prints a line for each check: OK, WARN or
 found, and what to do about it. If a check fails the exit status is 1 (and torchrun adds a traceback
 of its own). If the ranks do not come together, or one of them dies, it ends with their errors.
 
-All ranks check together: sums with known results, a DDP step against one process, each precision.
+All ranks check together: sums with known results, a DDP step against one process, fp32 and bf16.
 They measure all-reduces, and how much more work all ranks do than one.
 
 --json FILE: checks [{name, status, found}], measured {ranks, backend, device, tflop_per_s {fp32,
@@ -177,7 +177,7 @@ def seconds_of(function, device):
 
 
 def check_precision(args, device):
-    """A matrix product in each precision: its error, by float64 on the CPU, and its speed."""
+    """A matrix product in fp32 and bf16: its error, by float64 on the CPU, and its speed."""
     torch.manual_seed(0)
     a = torch.randn(256, 256)
     b = torch.randn(256, 256)

@@ -23,9 +23,9 @@ samples_per_s (texts or queries), data_wait (share of the time). val/...: ndcg@1
 recall@100 (0 to 1, held-out queries), teacher_cosine.
 
 Files in --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt (of both), metrics.jsonl;
-at the end summary.json, curves.png; in --artifacts_dir a SentenceTransformer. The same command,
-given again, goes on from latest.pt. Below, "(all ranks)" means that every rank must call a
-function, in the same order, and "(rank 0)" that only rank 0 does.
+at the end summary.json, curves.png; with --save_to_artifacts a SentenceTransformer in
+--artifacts_dir. The same command, given again, goes on from latest.pt. Below, "(all ranks)" means
+that every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
 """
 
 # /// script
@@ -87,7 +87,7 @@ def parse_args():
     add("--num_negatives", type=number(0, 1000, int), default=7, help="per query, drawn anew")
     add("--eval_fraction", type=number(1e-6, 0.99), default=0.05, help="of the queries: held out")
     add("--eval_samples", type=COUNT, default=1000, help="rows held out, at most")
-    add("--eval_distractors", type=NATURAL, default=1000, help="training texts to rank, too")
+    add("--eval_distractors", type=NATURAL, default=1000, help="other documents to rank, too")
     add("--eval_every", type=NATURAL, default=0, help="steps between evaluations; 0: every epoch")
 
     add = parser.add_argument_group("models").add_argument
@@ -211,7 +211,7 @@ def make_batch(corpus, vectors, rows, **counts):
 
 
 class TextData(Dataset):
-    """Phase 1: single texts, queries and documents alike."""
+    """Phase 1: single texts, queries and the documents that answer them."""
 
     parts = ["loss"]  # what is logged of a step
 
@@ -696,8 +696,8 @@ def save_artifact(args, model):
 
 
 def finish(args, student, loop, baselines):
-    """Show the best of each phase beside the untrained student and the teacher, and save the best
-    one of all. Returns figures for the summary. (all ranks)"""
+    """Show the best of each phase beside the untrained student and the teacher; --save_to_artifacts
+    saves the best one of all. Returns figures for the summary. (all ranks)"""
     phases = {name: best["metrics"] for name, best in loop["best"].items()}
     logging.info("Held-out figures, the best of each phase:")
     after = {f"after {name}": metrics for name, metrics in phases.items()}

@@ -8,7 +8,7 @@ the attack of training, with labels in turn, and most often a longer way (--step
 than the T steps of training went. In fp32, with the averaged weights.
 
 Writes a picture, a class in each column (ten classes at most), and with --npz all images: images
-(N, C, S, S) uint8 and labels (N,), for a program that measures FID with an Inception network.
+(N, C, S, S) uint8 and labels (N,). Programs that measure FID want other files, to be made of these.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 Kinds, in turn: sprinklings into Minkowski space (mink2, mink3, mink4: the dimension), transitive
 percolation with about the same share of related pairs, layered orders, sprinklings with some pairs
-flipped (destroyed). Set number i depends on (--seed, i) alone.
+flipped (destroyed). What is drawn for set number i depends on (--seed, i) alone.
 
 Writes an .npz file in the layout of QuantumGrav; G sets of at most N elements:
     adjacency_matrix (G, N, N) uint8    1 where i is in the past of j; zeros beyond the elements

@@ -45,7 +45,7 @@ def parse_args():
     add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
     add("--out", type=Path, default=Path("samples.fasta"), help="file to write")
     add("--count", type=COUNT, default=16, help="samples; with --infill of each record")
-    add("--length", type=NATURAL, default=0, help="residues; 0: as in the training data")
+    add("--length", type=NATURAL, default=0, help="residues; 0: as in training, after cropping")
     add("--infill", type=Path, metavar="FILE", help="sequences whose `?` are drawn")
     kinds = ["rigorous", "simple"]
     add("--method", choices=kinds, help="see above; without it the run's --sampling_method")
