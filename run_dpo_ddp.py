@@ -581,8 +581,7 @@ def main(args):
     with logging_redirect_tqdm():
         reason, loop = train(args, device, data, model.to(device), state, log)
     if reason:
-        log.close(f"stopped by {reason}", steps=loop["step"], best=loop["best"])
-        return exit_status(reason)
+        return log.stop(reason, steps=loop["step"], best=loop["best"])
     for name in ("before", "metrics"):
         text = ", ".join(f"{key} {value:.4f}" for key, value in loop[name].items())
         logging.info(f"validation, {'best' if name == 'metrics' else name}: {text}")
@@ -957,6 +956,7 @@ STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 # nohup ignores SIGHUP; but where torchrun sends it, to end its ranks, they have to save
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
     STOP_SIGNALS.append(signal.SIGHUP)
+HINT = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
 stop_signal = ""  # name of the last signal that asked this process to stop
 folder_lock = None  # the file that rank 0 keeps open, and so locked, as long as it lives
 
@@ -1017,8 +1017,7 @@ def add_common_arguments(parser, output_dir, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    text = f"samples per GPU and micro-batch, on average; 0: {BATCH_SIZE}"
-    text += ", or with --global_batch_size as many as a GPU has memory for"
+    text = f"samples per GPU and micro-batch, on average; 0: {BATCH_SIZE}, or by a GPU's memory"
     add("--batch_size", type=NATURAL, default=0, help=text)
     add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
@@ -1050,14 +1049,11 @@ def parse_with_config(parser):
         return args
     if sum(word.partition("=")[0] == "--config" for word in sys.argv) > 1:
         raise InputError("--config is given twice: all options have to be in one file")
-    unknown = []
     try:
         content = yaml.load(Path(args.config).read_text(encoding="utf-8-sig"), UniqueKeyLoader)
         if not isinstance(content, dict):
             raise InputError("expected lines such as batch_size: 32")
-        words = config_words(content, parser, unknown)
-        if unknown:
-            raise InputError(f"there are no such options: {', '.join(unknown)}")
+        words = config_words(content, parser)
         parser.parse_args(words)
     except (OSError, ValueError, yaml.YAMLError, InputError) as error:
         raise InputError(f"--config {args.config}: {' '.join(str(error).split())}") from None
@@ -1074,10 +1070,9 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def config_words(content, parser, unknown, prefix="--", section=""):
-    """A YAML file as a command line; adds keys that are no options to `unknown`. A section only
-    groups options, unless their names begin with it: where there are options --attack_..., attack:
-    {eps: 1} is --attack_eps, never --eps."""
+def config_words(content, parser, prefix="--"):
+    """A YAML file as a command line. A section only groups options, unless their names begin with
+    it: where there are options --attack_..., attack: {lr: 1} is --attack_lr, never --lr."""
     options = parser._option_string_actions
     words = []
     for key, value in content.items():
@@ -1086,13 +1081,10 @@ def config_words(content, parser, unknown, prefix="--", section=""):
             name = f"{prefix}{key}"
         if isinstance(value, dict):
             is_prefix = any(option.startswith(f"{name}_") for option in options)
-            inner = f"{name}_" if is_prefix else prefix
-            words += config_words(value, parser, unknown, inner, f"{section}{key}: ")
-        elif name not in options:
-            unknown.append(f"{section}{key}")
+            words += config_words(value, parser, f"{name}_" if is_prefix else prefix)
         elif isinstance(value, list):
             words += [name, *map(str, value)]
-        elif value is not None:  # without a value it has its default
+        elif value is not None or name not in options:  # an option without a value: its default
             words.append(f"{name}={value}")
     return words
 
@@ -1111,12 +1103,10 @@ def setup_ddp(args):
     # plain python is a group of one: the code below has one path only
     rank, world_size, local_rank = find_ranks()
     form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
-    clock = "%Y-%m-%d %H:%M:%S"
-    logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
+    logging.basicConfig(format=form, level=logging.INFO, stream=sys.stdout)
     logging.raiseExceptions = False  # if nobody reads the log any more, train on
     logging.info(f"Process {rank}/{world_size} started")
-    # Freed memory goes back to the system in blocks of over 128 KB, and comes from there as zeros.
-    # To free one of nearly 32 MB raises glibc's limit to that: then it is used again at once.
+    # once a block of this size is freed, glibc keeps freed memory for what is made next: faster
     torch.empty(2**25 - 2**13, dtype=torch.uint8)
     device = choose_device(args, local_rank)
     if args.deterministic:
@@ -1136,8 +1126,7 @@ def setup_ddp(args):
         if rank != local_rank:  # there are ranks elsewhere
             raise InputError("several machines: export MASTER_ADDR, the name of the first one")
         os.environ["MASTER_ADDR"] = "localhost"
-    if not os.environ.get("MASTER_PORT"):
-        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     logging.info(f"Initializing DDP for rank {rank}... at {address}")
     # Python's own handler would not run while torch waits for the other ranks
@@ -1158,8 +1147,7 @@ def setup_ddp(args):
 
 def choose_device(args, local_rank):
     """A GPU for this rank, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = getattr(accelerator, "type", "cpu")
+    device_type = getattr(torch.accelerator.current_accelerator(True), "type", "cpu")
     if args.device not in ("auto", "cpu", device_type):
         raise InputError(f"--device {args.device}: this torch finds only {device_type} here")
     if args.device == "cpu" or device_type not in ("cuda", "xpu"):
@@ -1207,8 +1195,7 @@ def launch(parse_args, main):
 
 
 def become_torchrun(processes):
-    """Go on as torchrun with the same script and options, which hands all signals to the ranks, and
-    gives them time to save."""
+    """Go on as torchrun, which hands all signals to the ranks, and gives them time to save."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
     threads = max(1, torch.get_num_threads() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
@@ -1226,16 +1213,14 @@ def gather(value):
 
 
 def on_rank0(function, *args, group=None):
-    """function(*args), called on rank 0 alone: what it returns, or raises, on all ranks. (all
-    ranks)"""
+    """What function(*args) returns, or raises, on rank 0: on all ranks. (all ranks)"""
     outcome = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             outcome[0] = function(*args)
-        except InputError as error:
-            outcome[1] = error
-        except Exception:  # not every error can be sent to the other ranks, but its text can
-            outcome[1] = RuntimeError(traceback.format_exc())
+        except Exception as error:  # not every error can be sent to the ranks, but its text can
+            is_ours = isinstance(error, InputError)
+            outcome[1] = error if is_ours else RuntimeError(traceback.format_exc())
     dist.broadcast_object_list(outcome, group=group)
     if outcome[1] is not None:
         raise outcome[1]
@@ -1243,8 +1228,7 @@ def on_rank0(function, *args, group=None):
 
 
 def cached(cache_dir, name, key, write):
-    """The folder of what write(folder) makes, once for each key. It is there whole, or not at all.
-    (rank 0)"""
+    """The folder of what write(folder) makes, once for each key: whole, or not at all. (rank 0)"""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     folder = Path(cache_dir) / f"{name}-{digest}"
     if os.path.exists(folder):
@@ -1272,8 +1256,7 @@ def read_once(prepare, args):
     reading_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     folder = on_rank0(prepare, args, group=reading_group)
     if not os.access(folder, os.R_OK | os.X_OK):
-        text = "is not on this machine, or may not be read: all must see --cache_dir"
-        raise InputError(f"{folder} {text}")
+        raise InputError(f"{folder} cannot be read here: all ranks must see --cache_dir")
     return folder
 
 
@@ -1282,8 +1265,7 @@ class GlobalBatchSampler(DistributedSampler):
     number of ranks nor on a restart.
 
     Yields for each micro-batch of this rank, from step `start` on: the step; the ids of the whole
-    global batch; the positions in it of this rank's samples. (Random draws by the seed, the step
-    and the position do not depend on the number of ranks.)
+    global batch; the positions in it of this rank's samples, by which random draws can be made.
 
     cost[id] is the work that a sample makes, such as its length. The global batch is a random one;
     within it samples of similar cost share a micro-batch: little padding, equal work for all ranks
@@ -1308,9 +1290,9 @@ class GlobalBatchSampler(DistributedSampler):
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
             raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
-        each = self.global_batch / parts
-        text = f"{each:g} per GPU x {self.num_replicas} GPUs x {self.accumulation} micro-batches"
-        logging.info(f"  Total batch size: {self.global_batch:,} ({text})")
+        text = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
+        text = f"{self.global_batch:,} ({text} x {self.accumulation} micro-batches)"
+        logging.info(f"  Total batch size: {text}")
 
     def __iter__(self):
         for step in itertools.count(self.start):
@@ -1380,16 +1362,15 @@ def choose_precision(args, device):
     """A function that makes the context of a forward pass: torch.autocast for bf16."""
     precision = args.precision
     if precision == "auto":
-        has_bf16 = device.type == "xpu"
-        if device.type == "cuda":
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        precision = "bf16" if has_bf16 else "fp32"
+        is_cuda = device.type == "cuda"
+        has_bf16 = is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if has_bf16 or device.type == "xpu" else "fp32"
         logging.info(f"  Precision: {precision}")
     # cuDNN rounds to TF32 unless told otherwise
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    has_bf16 = precision == "bf16"
-    return functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=has_bf16)
+    dtype = torch.bfloat16
+    return functools.partial(torch.autocast, device.type, dtype, enabled=precision == "bf16")
 
 
 def wrap_ddp(model, args, device):
@@ -1402,9 +1383,8 @@ def wrap_ddp(model, args, device):
     # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
     ddp_model.broadcast_buffers = False
     # After its first backward pass DDP puts the gradients in another order, and sums over three or
-    # more ranks change in the last bit. So a resumed run would differ from one that went through.
-    # Make that pass now: nn.Identity takes the place of the network, and the loss is 0 times the
-    # sum of all parameters.
+    # more ranks change in the last bit: a resumed run would differ. So make that pass now, with
+    # nn.Identity in the network's place; the loss is 0 times the sum of all parameters.
     network = ddp_model.module
     ddp_model.module = nn.Identity()
     zero = sum((p * 0).sum() for p in model.parameters() if p.requires_grad)
@@ -1427,12 +1407,13 @@ def update_if_finite(args, optimizer):
     """Clip, and step if the gradient is finite. Returns its norm. With a fused optimizer nothing is
     read from the device, so that the host can go on and queue the next step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
     # All ranks have the same gradients by now: a NaN of one is on every rank, and all skip alike.
-    # step() divides the gradient by grad_scale, and changes nothing if found_inf is 1.
-    optimizer.grad_scale = (norm / (args.max_grad_norm or math.inf)).clamp(min=1)
-    optimizer.found_inf = (~norm.isfinite()).float()
-    optimizer.step()
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~norm.isfinite()).float()  # 1: step() changes nothing
+        optimizer.step()
+    elif norm.isfinite():  # the host waits for the device here, which costs speed
+        optimizer.step()
     optimizer.zero_grad()
     return norm
 
@@ -1440,9 +1421,9 @@ def update_if_finite(args, optimizer):
 class Meter:
     """Sums what the steps give, on the device.
 
-    To read a number from a GPU the host waits until the GPU has done all that is queued, and then
-    the GPU waits for the host. So a step reads nothing. About once a second, and for every log
-    line, the ranks meet: they read their sums, and agree whether to stop."""
+    To read a number the host waits until the GPU has done all that is queued, and then the GPU
+    waits for the host. So a step reads nothing. About once a second, and for every log line, the
+    ranks meet: they read their sums, and agree whether to stop."""
 
     def __init__(self, names, args, device):
         self.names = names  # of metrics: the sum over the ranks is that of the step
@@ -1508,15 +1489,9 @@ class Meter:
         return reason
 
 
-def exit_status(reason):
-    """For a reason to stop. A time limit, and the SIGUSR1 of a batch queue, are planned."""
-    logging.info(f"stopped by {reason}: the same command (without --fresh) goes on")
-    return 0 if reason in ("time limit", "SIGUSR1") else 1
-
-
 def save_checkpoint(name, args, log, loop, **contents):
-    """Write OUTPUT_DIR/name: options, where training stands, and `contents`: the state of modules
-    and optimizers, other values as they are. (rank 0)"""
+    """Write OUTPUT_DIR/name: options, `loop`, and `contents`, of which modules and optimizers give
+    their state. (rank 0)"""
     if dist.get_rank() > 0:
         return
     state = {"script": SCRIPT, "args": vars(args), "loop": loop}
@@ -1565,12 +1540,9 @@ def find_checkpoint(args):
     return None
 
 
-HINT = "give the same again, another --output_dir, or --fresh, which moves the old run aside"
-
-
 def open_run(args, free_on_resume):
-    """Lock --output_dir, and find the state to go on from, None for a new run, before anything that
-    takes long. Only rank 0 needs to see the folder. (all ranks)"""
+    """Before anything long: lock --output_dir, which only rank 0 needs to see, and find the state
+    to go on from, None for a new run. (all ranks)"""
     if args.prepare_only:
         return None
     state = on_rank0(find_checkpoint, args)
@@ -1596,19 +1568,16 @@ def open_run(args, free_on_resume):
 
 
 def begin_run(args, state, data_hash):
-    """Refuse other data than the run was trained on. From here on signals are noted, and end the
-    run after a step. (all ranks)"""
+    """After reading. From here on signals are noted, and end the run after a step. (all ranks)"""
     args.data_hash = data_hash
     if state and state["args"]["data_hash"] != data_hash:
-        text = f"data_hash, of all that was read, is {data_hash}, and {args.output_dir} has a run"
-        raise InputError(f"{text} with {state['args']['data_hash']}: {HINT}")
+        raise InputError(f"{args.output_dir} has a run on other data (data_hash): {HINT}")
     for stop in STOP_SIGNALS:
         signal.signal(stop, on_signal)
 
 
 class RunLog:
-    """The log line, metrics.jsonl and wandb; at the end summary.json and curves.png. (all ranks, of
-    which rank 0 writes)"""
+    """The log line, metrics.jsonl and wandb; at the end summary.json, curves.png. (all ranks)"""
 
     def __init__(self, args, state):
         self.args = args
@@ -1628,11 +1597,10 @@ class RunLog:
 
             # Only an online run can be resumed: of an offline one `wandb sync` would overwrite what
             # was sent before. So there each start has an id of its own, in one group.
-            online = {"id": self.wandb_id, "resume": "allow"}
+            online = {"id": self.wandb_id, "resume": "allow"} if args.wandb_mode == "online" else {}
             project = os.environ.get("WANDB_PROJECT", Path(SCRIPT).stem)
             options = {"group": self.wandb_id, "mode": args.wandb_mode, "config": vars(args)}
-            options.update(online if args.wandb_mode == "online" else {})
-            self.wandb = wandb.init(project=project, **options)
+            self.wandb = wandb.init(project=project, **options, **online)
 
     def write(self, row):
         logging.info(" ".join(f"{name}={value:.6g}" for name, value in row.items()))
@@ -1652,15 +1620,20 @@ class RunLog:
             options = vars(self.args)
         else:
             logging.info("no step was made; summary.json has the options of those before")
-        seconds = round(time.monotonic() - START, 1)
-        summary.update(status=status, script=SCRIPT, seconds=seconds, args=options)
-        summary.update(world_size=dist.get_world_size(), torch=torch.__version__)
+        summary.update(status=status, script=SCRIPT, args=options, torch=torch.__version__)
+        summary.update(world_size=dist.get_world_size(), seconds=round(time.monotonic() - START, 1))
         if torch.accelerator.is_available():
             summary["peak_gb"] = torch.accelerator.max_memory_allocated() / 1e9
         self.path.with_name("summary.json").write_text(json.dumps(summary, indent=1))
         self.draw()
         if self.wandb:
             self.wandb.finish()
+
+    def stop(self, reason, **summary):
+        """Returns the exit status: a time limit, and the SIGUSR1 of a batch queue, are planned."""
+        self.close(f"stopped by {reason}", **summary)
+        logging.info(f"stopped by {reason}: the same command (without --fresh) goes on")
+        return 0 if reason in ("time limit", "SIGUSR1") else 1
 
     def draw(self):
         """curves.png: a panel for each column of metrics.jsonl that changes"""

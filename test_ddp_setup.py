@@ -351,12 +351,10 @@ def setup_ddp(args):
     # plain python is a group of one: the code below has one path only
     rank, world_size, local_rank = find_ranks()
     form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
-    clock = "%Y-%m-%d %H:%M:%S"
-    logging.basicConfig(format=form, datefmt=clock, level=logging.INFO, stream=sys.stdout)
+    logging.basicConfig(format=form, level=logging.INFO, stream=sys.stdout)
     logging.raiseExceptions = False  # if nobody reads the log any more, train on
     logging.info(f"Process {rank}/{world_size} started")
-    # Freed memory goes back to the system in blocks of over 128 KB, and comes from there as zeros.
-    # To free one of nearly 32 MB raises glibc's limit to that: then it is used again at once.
+    # once a block of this size is freed, glibc keeps freed memory for what is made next: faster
     torch.empty(2**25 - 2**13, dtype=torch.uint8)
     device = choose_device(args, local_rank)
     if args.deterministic:
@@ -376,8 +374,7 @@ def setup_ddp(args):
         if rank != local_rank:  # there are ranks elsewhere
             raise InputError("several machines: export MASTER_ADDR, the name of the first one")
         os.environ["MASTER_ADDR"] = "localhost"
-    if not os.environ.get("MASTER_PORT"):
-        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     logging.info(f"Initializing DDP for rank {rank}... at {address}")
     # Python's own handler would not run while torch waits for the other ranks
@@ -398,8 +395,7 @@ def setup_ddp(args):
 
 def choose_device(args, local_rank):
     """A GPU for this rank, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = getattr(accelerator, "type", "cpu")
+    device_type = getattr(torch.accelerator.current_accelerator(True), "type", "cpu")
     if args.device not in ("auto", "cpu", device_type):
         raise InputError(f"--device {args.device}: this torch finds only {device_type} here")
     if args.device == "cpu" or device_type not in ("cuda", "xpu"):
@@ -442,8 +438,7 @@ def launch(parse_args, main):
 
 
 def become_torchrun(processes):
-    """Go on as torchrun with the same script and options, which hands all signals to the ranks, and
-    gives them time to save."""
+    """Go on as torchrun, which hands all signals to the ranks, and gives them time to save."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
     threads = max(1, torch.get_num_threads() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1

@@ -194,9 +194,9 @@ def run_script(script, argv):
 
     def listen(sampler):
         dealt.clear()  # of the phase before
-        for step, whole, places in deal(sampler):
-            dealt.setdefault(step, []).extend(whole[places].tolist())
-            yield step, whole, places
+        for step, whole, positions in deal(sampler):
+            dealt.setdefault(step, []).extend(whole[positions].tolist())
+            yield step, whole, positions
 
     def tell_and_agree(meter, log, row, *more):
         after_step(row["step"], dealt.pop(min(dealt)))
@@ -219,8 +219,8 @@ def run_script(script, argv):
 # Runs
 
 NOT_COMPARED = {"wandb_id", "args", "log_size", "data_hash"}  # in a checkpoint
-CLOCKS = {"samples_per_s", "data_wait"}  # in metrics.jsonl
-RUN_OWN = {"args", "seconds"}  # in summary.json
+MACHINE = {"samples_per_s", "data_wait", "peak_gb"}  # in metrics.jsonl
+RUN_OWN = {"args", "seconds", "peak_gb"}  # in summary.json
 
 
 class Run:
@@ -248,10 +248,10 @@ class Run:
 
     @property
     def figures(self):
-        """The rows without what depends on the machine's speed."""
+        """The rows without what depends on the machine."""
         found = self.rows
         for row in found:
-            for name in CLOCKS & row.keys():
+            for name in MACHINE & row.keys():
                 del row[name]
         return found
 

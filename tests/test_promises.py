@@ -30,8 +30,11 @@ CONFIGS = {  # a config file; the options that it gives, or what its refusal nam
     "lr: 1\nattack_steps:\n": ["--lr=1"],
     "model: {lr: 1}": ["--lr=1"],
     "attack: {eps: 1, attack_steps: 2}": ["--attack_eps=1", "--attack_steps=2"],
-    "attack: {inner: {lr: 1}}": "attack: inner: lr: there is no option --attack_lr",
+    "attack: {inner: {lr: 1}}": "unrecognized arguments: --attack_lr=1",
     "a: {b: {attack: {eps: [1, 2]}}}": ["--attack_eps", "1", "2"],
+    "lr: 1\nlearn: 2\nsee: {d: 3, e: null}": "arguments: --learn=2 --d=3 --e=None",
+    "lr: 1\nlr: 2": "lr is given twice",
+    "a: {attack_steps: 1, attack_steps: 1}": "attack_steps is given twice",
     "- lr": "expected lines such as",
     "lr: [": "while parsing",
 }

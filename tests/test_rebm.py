@@ -311,8 +311,8 @@ def test_the_commands_of_the_original():
 def test_options_that_cannot_be():
     wrong = {
         "at_epochs=0": "give --ckpt_path",
-        "attack.lr=0.5": "attack.lr: there is no option --attack_lr",  # it was --lr
-        "sed=3": "sed: there is no option --sed",
+        "attack.lr=0.5": "unrecognized arguments: --attack_lr=0.5",  # it was --lr
+        "sed=3": "unrecognized arguments: --sed=3",
         "indist_attack_clf.norm=Linf": "0.5 in Linf makes any image grey",
     }
     for option, said in wrong.items():
