@@ -166,7 +166,9 @@ class Batch(NamedTuple):
     weights: torch.Tensor  # (T,) float32, where hidden: residues of the sequence / hidden ones
     positions: torch.Tensor  # (T,) int32, of a token in its sequence
     starts: torch.Tensor  # (B + 1,) int32, where each sequence starts, and where the last one ends
-    lengths: list  # (B,), in tokens
+    lengths: (
+        array.array
+    )  # (B,), in tokens; --compile would make a program for each length of a list
     residues: int  # of the whole global batch: the loss is divided by it
 
     def to(self, device):
@@ -190,7 +192,7 @@ def make_batch(sequences, shares, generators, residues):
     noisy = np.where(weights > 0, np.uint8(MASK), clean)
     targets = np.where(weights > 0, clean.astype(np.int64), -100)
     tensors = map(torch.from_numpy, (noisy, targets, weights, positions, starts))
-    return Batch(*tensors, lengths, int(residues))
+    return Batch(*tensors, array.array("i", lengths), int(residues))
 
 
 def spread_shares(count, generator):
@@ -302,7 +304,7 @@ def attend(q, k, v, batch):
         return varlen_attn(q, k, v, batch.starts, batch.starts, longest, longest)
     # elsewhere one sequence after the other: no work is done for padding, and no mask is needed
     outputs = []
-    for parts in zip(*[x.split(batch.lengths) for x in (q, k, v)], strict=True):
+    for parts in zip(*[x.split(batch.lengths.tolist()) for x in (q, k, v)], strict=True):
         query, key, value = [part.transpose(0, 1)[None] for part in parts]  # (1, heads, n, E)
         output = F.scaled_dot_product_attention(query, key, value)
         outputs.append(output[0].transpose(0, 1))
@@ -387,7 +389,7 @@ def evaluate(model, proteins, args, autocast, device):
         batch = make_batch(sequences, shares[items], generators, 1).to(device)
         with autocast():
             nats = nats_of(model(batch), batch)
-        sums = [part.sum() for part in nats.split(batch.lengths)]
+        sums = [part.sum() for part in nats.split(batch.lengths.tolist())]
         bound[items] = torch.stack(sums).double().cpu()
         unigram[items] = torch.tensor([surprise[tokens].sum() for tokens in sequences])
     for values in (bound, unigram):
@@ -952,7 +954,8 @@ def setup_ddp(args):
         if rank != local_rank:  # there are ranks elsewhere
             raise InputError("several machines: export MASTER_ADDR, the name of the first one")
         os.environ["MASTER_ADDR"] = "localhost"
-    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
+    if not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     logging.info(f"Initializing DDP for rank {rank}... at {address}")
     # Python's own handler would not run while torch waits for the other ranks

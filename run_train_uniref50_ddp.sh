@@ -28,7 +28,7 @@ source "$here/scripts/start_torchrun.sh"
 
 config=configs/config_uniref50_ddp.yaml
 [[ -f $config ]] || config=$here/$config
-options=(--config="$config") # of two the script takes the last one
+options=()
 processes=all
 while (($#)); do
     name=${1%%=*}
@@ -36,7 +36,10 @@ while (($#)); do
     case $name in
         -h | --help) show_usage ;;
         -w | --work-dir) options+=("--output_dir$value") ;;
-        -c) options+=("--config$value") ;;
+        -c | --config)
+            options+=("--config$value")
+            config=
+            ;;
         -d) options+=("--datafile$value") ;;
         -p | --project) options+=("--wandb_project$value") ;;
         -n | --name) options+=("--wandb_name$value") ;;
@@ -55,6 +58,7 @@ while (($#)); do
     shift
 done
 
+[[ -z $config ]] || options=(--config="$config" "${options[@]}")
 count_devices "${options[@]}"
 if [[ $processes == all ]]; then
     processes=$((gpus > 0 ? gpus : cores < 2 ? cores : 2))

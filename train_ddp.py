@@ -1534,7 +1534,8 @@ def setup_ddp(args):
         if rank != local_rank:  # there are ranks elsewhere
             raise InputError("several machines: export MASTER_ADDR, the name of the first one")
         os.environ["MASTER_ADDR"] = "localhost"
-    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")  # 0: any free one
+    if not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = "29500" if world_size > 1 else "0"  # 0: any free one
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     logging.info(f"Initializing DDP for rank {rank}... at {address}")
     # Python's own handler would not run while torch waits for the other ranks

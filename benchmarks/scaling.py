@@ -114,7 +114,7 @@ def load_data(module, args):
     others = module.Images(module.prepare(args, args.outdist_data, images))
     model = module.make_network(args, len(images.classes), *images.shape).to("meta")
     data = module.TrainingData(args, images, others, "dat")
-    return data, images.part(module.TRAIN), np.zeros(len(images.split)), loss_of_images
+    return data, images.part(module.TRAIN), np.ones(len(images.split)), loss_of_images
 
 
 def load_texts(module, args, device):
@@ -132,7 +132,8 @@ def load_texts(module, args, device):
     vectors = module.teacher_vectors(args, folder, corpus, device)
     phases = {}
     for phase, kind in {1: module.TextData, 2: module.PairData}.items():
-        data = kind(args, corpus, vectors)
+        data = kind(args, corpus)
+        data.vectors = vectors
         phases[f"train_ddp, phase {phase}"] = (data, *data.samples(), loss_of)
     return phases
 

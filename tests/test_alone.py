@@ -1,6 +1,7 @@
 """A script copied alone into an empty folder reads the user's data there, and trains."""
 
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -44,4 +45,6 @@ def test_alone(name, tmp_path):
     run = Run(tmp_path / "run")
     assert run.summary["status"] == "finished"
     assert np.isfinite(run.losses).all()
-    assert run.summary["args"]["batch_size"] == importlib.import_module(name).BATCH_SIZE
+    most = importlib.import_module(name).BATCH_SIZE
+    size = re.search(r"Total batch size: .* \((\S+) per GPU", done.stdout)[1]
+    assert float(size) == 24 / -(-24 // most)

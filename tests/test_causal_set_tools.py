@@ -330,5 +330,5 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
         said = call_script("tools/predict_causal_sets", *words, *options, status=2)
         assert text in said
         lines = [line for line in said.splitlines() if not line.startswith("WARNING")]
-        assert len(lines) == (22 if "bad.npz" in text else 1)
+        assert len(lines) == (21 if "bad.npz" in text else 1)
     assert not (tmp_path / "d.csv").exists()

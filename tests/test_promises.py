@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import call_script, parse_arguments, refusal
+from helpers import ROOT, call_script, environment, parse_arguments, refusal
 from matplotlib.figure import Figure
 from runs import SCRIPTS, Task
 
@@ -72,6 +74,24 @@ def test_home_folder_and_variables(tmp_path, monkeypatch):
     monkeypatch.delenv("SCRATCH")
     with pytest.raises(script.InputError, match="SCRATCH/cache: there is no such variable"):
         parse_arguments(script, "--config=~/c.yaml")
+    os.mkfifo(tmp_path / "pipe")
+    for option in ("config", "data", "output_dir"):
+        with pytest.raises(script.InputError, match=f"--{option}: {tmp_path}/pipe is a pipe"):
+            parse_arguments(script, f"--{option}={tmp_path}/pipe")
+    with pytest.raises(script.InputError, match="--config is given twice"):
+        parse_arguments(script, "--config=a.yaml", "--config", "b.yaml")
+
+
+def test_nobody_reads_the_log(tmp_path):
+    """Training goes on, and the status is 0."""
+    task = Task(FAST, tmp_path, None)
+    command = [sys.executable, f"{ROOT}/{FAST}.py", *task.argv, "--num_epochs=1", "--num_workers=0"]
+    for close in (">&-", "| true; exit ${PIPESTATUS[0]}"):
+        folder = tmp_path / str(len(close))
+        line = f"{shlex.join(command)} --output_dir={folder} {close}"
+        done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, env=environment())
+        assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+        assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
 REFUSED = {
@@ -173,7 +193,7 @@ def test_log_of_a_resumed_run(group, tmp_path, monkeypatch, mode):
     script.RunLog(args, {**STATE, "log_size": 100})
     assert path.read_text() == '{"step": 1}\n'
     (options,) = asked
-    assert options["id"] == ("abc" if mode == "online" else None)
+    assert options.get("id") == ("abc" if mode == "online" else None)
     assert options["group"] == "abc"
 
 
@@ -187,18 +207,26 @@ def test_summary_of_a_start_that_makes_no_step(group, tmp_path, step, epochs):
 
 
 def test_curves(group, tmp_path, monkeypatch):
-    """Lines lead straight from one measured value to the next. No picture of a run without rows."""
+    """Lines lead straight from one measured value to the next, and each has a mark, also where it
+    is alone. Columns that say nothing have no panel. No picture of a run without rows."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *more, **options: drawn.append(figure))
     log = script.RunLog(make_args(tmp_path), None)
     log.draw()
     assert not drawn
     for row in ({"step": 0, "val/loss": 4}, {"step": 1, "loss": 2}, {"step": 4, "val/loss": 0}):
-        log.write(row)
+        log.write({**row, "phase": row["step"], "epoch": row["step"], "skipped": 0})
     log.draw()
-    lines = {line.get_label(): line for axes in drawn[0].axes for line in axes.lines}
-    assert lines.keys() == {"loss", "val/loss"}
-    assert lines["val/loss"].get_xydata().tolist() == [[0, 4], [1, 3], [4, 0]]
+    curves = {}  # the lines, and the marks, of each column
+    for axes in drawn[0].axes:
+        for line in axes.lines:
+            style = "marks" if line.get_linestyle() == "None" else "line"
+            points = line.get_xydata()[~np.isnan(line.get_ydata().astype(float))]
+            curves[line.get_label(), style] = points.tolist()
+    assert {name for name, _ in curves} == {"loss", "val/loss"}
+    assert curves["val/loss", "line"] == [[0, 4], [1, 3], [4, 0]]
+    assert curves["val/loss", "marks"] == [[0, 4], [4, 0]]
+    assert curves["loss", "marks"] == [[1, 2]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -256,5 +284,13 @@ def test_runs_that_share_a_cache(tmp_path):
 
 def test_a_cache_that_another_machine_does_not_see(tmp_path, monkeypatch, group):
     monkeypatch.setattr(script, "on_rank0", lambda *args, group: tmp_path / "only-there")
-    with pytest.raises(script.InputError, match="all of them must see --cache_dir"):
+    with pytest.raises(script.InputError, match="all ranks must see --cache_dir"):
+        script.read_once(None, None)
+
+
+def test_a_cache_that_this_user_may_not_read(tmp_path, monkeypatch, group):
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(script, "on_rank0", lambda *args, group: tmp_path / "data")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(script.InputError, match="data cannot be read here"):
         script.read_once(None, None)

@@ -67,7 +67,9 @@ def step(trained, options, tmp_path, group):
     args = arguments(*options, f"--output_dir={tmp_path}")
     torch.manual_seed(0)
     student = script.Student(script.load_student(args, trained.read))
-    phases = script.make_phases(args, trained.corpus, teacher_vectors(trained.texts))
+    phases = script.make_phases(args, trained.corpus, student.model, torch.device("cpu"))
+    for phase in phases:
+        phase.data.vectors = teacher_vectors(trained.texts)
     return SimpleNamespace(args=args, student=student, phases=phases)
 
 

@@ -91,6 +91,28 @@ def test_steps_are_random_samples_and_ranks_have_equal_work():
     assert (tokens.max(0) < 1.06 * tokens.mean(0)).all()
 
 
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_micro_batches_have_equal_work(ranks):
+    """The largest has hardly more work than the smallest; of equal counts it had eight times as
+    much. Each id once, and one for each rank at least, however unequal they are."""
+    draw = np.random.default_rng(ranks)
+    lengths = draw.lognormal(math.log(286) - 0.32, 0.8, 512 * ranks).clip(20, 510).astype(int)
+    lengths.sort()
+    for cost, spread in [(lengths, 1.2), (lengths**9.0, math.inf), (np.ones(512 * ranks), 1)]:
+        parts = np.split(np.arange(len(cost)), script.cut_by_work(cost, 8, ranks))
+        assert np.concatenate(parts).tolist() == list(range(len(cost)))
+        assert len(parts) == 8 and min(map(len, parts)) >= ranks
+        work = np.array(
+            [[cost[part[rank::ranks]].sum() for rank in range(ranks)] for part in parts]
+        )
+        assert work.max() <= spread * work.min()
+        mean = work.sum() / work.size
+        assert work.max() <= mean + 2 * cost.max()
+    for samples in (16, 17, 23):  # no more than the ranks of all parts need
+        parts = np.split(np.arange(samples), script.cut_by_work(lengths[-samples:] ** 9.0, 8, 2))
+        assert min(map(len, parts)) >= 2
+
+
 def test_hidden_residues_and_weights(folder):
     """k of n residues are hidden, each of them equally often, with weight n / k; k / n is spread
     evenly over a step, also where the global batch comes sorted by length."""
@@ -105,7 +127,9 @@ def test_hidden_residues_and_weights(folder):
     middles = []
     for step in range(30):
         batch = data[step, rows, np.arange(300)]
-        assert batch.lengths == (residues + 2).tolist() and batch.residues == residues.sum()
+        assert (
+            batch.lengths.tolist() == (residues + 2).tolist() and batch.residues == residues.sum()
+        )
         assert torch.equal(batch.starts[owner] + batch.positions, torch.arange(len(clean)).int())
         hidden = batch.noisy == script.MASK
         assert torch.equal(batch.noisy[~hidden].long(), clean[~hidden])

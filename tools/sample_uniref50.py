@@ -144,7 +144,7 @@ def draw(predict, templates, device, method, steps, seed):
         x = fill_rigorously(predict, batch, counts, steps, generator)
     else:
         x = fill_simply(predict, batch, counts, steps or max(counts))
-    return [tokens.numpy() for tokens in x.cpu().split(batch.lengths)]
+    return [tokens.numpy() for tokens in x.cpu().split(batch.lengths.tolist())]
 
 
 def draw_tokens(predict, batch, x):
@@ -183,7 +183,8 @@ def fill_simply(predict, batch, counts, steps):
         sure[x != MASK] = math.inf  # what is shown stays
         x = torch.where(x == MASK, tokens, x)
         left = math.cos(math.pi / 2 * step / steps)  # this share is hidden after the step
-        parts = zip(x.split(batch.lengths), sure.split(batch.lengths), counts, strict=True)
+        lengths = batch.lengths.tolist()
+        parts = zip(x.split(lengths), sure.split(lengths), counts, strict=True)
         for part, part_sure, count in parts:
             part[part_sure.argsort()[: round(left * count)]] = MASK
     return x
