@@ -466,8 +466,8 @@ def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
     world_size = dist.get_world_size()
-    # in fp32 about 64 numbers for each unit of a message, of which a residue has two a neighbor
-    room = room_on_gpu(model, device) / (4 * 64 * WIDTH * model.neighbours)
+    # in fp32 a residue takes about 80 numbers for each unit of a message from a neighbor
+    room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.neighbours)
     sampler = GlobalBatchSampler(data.train_ids, args, data.lengths, room)
     steps = sampler.steps * args.num_epochs
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")

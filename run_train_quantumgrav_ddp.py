@@ -494,8 +494,8 @@ def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
     world_size = dist.get_world_size()
-    # in fp32 an element or link takes up to 8 numbers for each unit of a layer
-    room = room_on_gpu(model, device) / (4 * 8 * args.hidden_dim * args.num_layers)
+    # in fp32 an element or link takes up to 3 numbers for each unit of a layer
+    room = room_on_gpu(model, device) / (4 * 3 * args.hidden_dim * args.num_layers)
     sampler = GlobalBatchSampler(data.part("train"), args, data.cost, room)
     steps = sampler.steps * args.num_epochs
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")

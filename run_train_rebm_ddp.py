@@ -523,16 +523,16 @@ def make_optimizer(args, model, stage):
 
 
 def image_bytes(args, stage, size):
-    """What an image takes of a GPU in fp32: a block has about 6 tensors of its width; in stage 2
-    there are two more images for each, and the attack's own."""
+    """What an image takes of a GPU in fp32: a block has about 8 tensors of its width; in stage 2
+    there are two more images for each."""
     width = 24
     blocks = 1
     if args.model_type != "SmallNet":
         depth, factor = map(int, args.model_type.removeprefix("WideResNet").split("x"))
         width = 16 * factor
         blocks = (depth - 4) / 6
-    numbers = 6 * blocks * width * 1.75 * size**2  # further blocks: 1/2 and 1/4 of the first
-    return 4 * numbers * (4 if stage == "dat" else 1)
+    numbers = 8 * blocks * width * 1.75 * size**2  # 1 + 1/2 + 1/4: the blocks after them
+    return 4 * numbers * (3 if stage == "dat" else 1)
 
 
 def update_average(average, model, decay, step):

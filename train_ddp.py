@@ -492,9 +492,9 @@ class Phase(NamedTuple):
 def make_phases(args, corpus, model, device):
     """The phases that are not skipped. Their data have no vectors yet. (all ranks)"""
     phases = []
-    # in fp32 a token takes about 32 numbers for each unit of a layer, padding included
+    # in fp32 a token takes about 48 numbers for each unit of a layer, padding included
     layers = getattr(model[0].model.config, "num_hidden_layers", 12)
-    room = room_on_gpu(model, device) / (4 * 32 * model.get_embedding_dimension() * layers)
+    room = room_on_gpu(model, device) / (4 * 48 * model.get_embedding_dimension() * layers)
     for number, kind in {1: TextData, 2: PairData}.items():
         if getattr(args, f"skip_phase{number}"):
             continue

@@ -32,8 +32,8 @@ from matplotlib.figure import Figure
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
 RUNS = str(Path(__file__).resolve())
-COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --wandb_mode=disabled --device=cpu
-    --precision=fp32""".split()
+COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --keep_every=7 --device=cpu
+    --wandb_mode=disabled --precision=fp32""".split()
 
 # --------------------------------------------------------------------------------------------------
 # Arguments of runs of a few seconds. Each writes its data into the folder: with `less`, other data
@@ -242,6 +242,11 @@ class Run:
         return self.state["loop"]["step"]
 
     @property
+    def kept(self):
+        """The files of --keep_every."""
+        return sorted(path.name for path in self.folder.glob("step_*.pt"))
+
+    @property
     def rows(self):
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
@@ -354,6 +359,10 @@ class Task:
                 group.pop("lr")  # set anew in each step: after the last it may be of the options
             states.append({key: state[key] for key in state.keys() - NOT_COMPARED})
         assert not differences(*states)
+        assert run.kept == whole.kept != []
+        for name in whole.kept:
+            kept = [torch.load(own / name, weights_only=True) for own in (folder, whole.folder)]
+            assert not differences(*[{**own, **dict.fromkeys(NOT_COMPARED)} for own in kept])
         assert run.trained_on() == whole.trained_on()
         assert run.figures == whole.figures
         own = dict.fromkeys(RUN_OWN)

@@ -4,12 +4,13 @@ an entry in TINY."""
 import argparse
 import importlib
 import re
+import shutil
 import signal
 
 import numpy as np
 import pytest
 import torch
-from helpers import call_script
+from helpers import call_script, run_here
 from runs import DROPOUT, SCRIPTS, Task, print_row
 
 SIGTERM = signal.SIGTERM
@@ -52,6 +53,9 @@ def test_two_processes_train(task):
     assert best["value"] == (min(values) if falls else max(values))
     state = torch.load(run.folder / ("best_model.pt" if is_dpo else "best.pt"), weights_only=True)
     assert state.get("loop", state)["step"] == best["step"]
+    assert len(run.kept) == summary["steps"] // 7
+    kept = torch.load(run.folder / "step_14.pt", weights_only=True)
+    assert kept.keys() == state.keys() and kept["loop"]["step"] == 14  # so tools read both
     assert summary["baselines"]
 
 
@@ -88,6 +92,27 @@ def test_number_of_processes_changes_nothing(task):
     assert first and second and not first.keys() & second.keys()
     made = {step: sorted(ids) for step, ids in [*first.items(), *second.items()]}
     assert made == {step: sorted(ids) for step, ids in whole.trained_on().items()}
+
+
+def test_validation_does_not_depend_on_the_batch_size(task, monkeypatch):
+    """To the last bit, of the same weights."""
+    script = importlib.import_module(task.name)
+    measured = []
+
+    def evaluate(*args):
+        measured.append(plain(*args))
+        raise KeyboardInterrupt  # the first one is enough
+
+    plain = script.evaluate
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    words = [word for word in task.argv if re.match("--.*lr=", word)]
+    still = [re.sub("=.*", "=0", word) for word in words]  # learning rates of 0
+    for size in (1, 3, 24):
+        folder = task.folder / f"size-{size}"
+        options = [*task.argv, *still, f"--batch_size={size}", f"--output_dir={folder}"]
+        with pytest.raises(KeyboardInterrupt):
+            run_here(script, *options, "--num_workers=0")
+    np.testing.assert_equal(measured[1:], measured[:1] * 2)
 
 
 def test_what_is_held_out_is_never_trained_on(task):
@@ -144,6 +169,24 @@ def test_stopped_and_restarted_equals_undisturbed(task):
     for step in (run.step, task.whole.step):
         run = task.restart(folder)
         assert re.search(rf"resuming .* at step {step}\b", run.text)
+
+
+LONGER = {  # than the tiny run
+    "train_ddp": "--phase2_epochs=4",
+    "run_train_uniref50_ddp": "--n_iters=50",
+    "run_dpo_ddp": "--num_epochs=5",
+    "run_train_quantumgrav_ddp": "--num_epochs=6",
+    "run_train_rebm_ddp": "--total_epochs=3",
+}
+
+
+def test_a_finished_run_is_made_longer(task):
+    folder = task.folder / "longer"
+    shutil.copytree(task.whole.folder, folder)
+    run = task.run(folder, LONGER[task.name], ranks=1)
+    assert f"resuming {folder} at step {task.whole.step}" in run.text
+    assert run.step > task.whole.step and run.summary["status"] == "finished"
+    assert run.rows[: len(task.whole.rows)] == task.whole.rows
 
 
 def test_help(task):

@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import sys
 from collections import defaultdict
 from functools import partial
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import call_script, parse_arguments, rank_variables
+from helpers import call_script, parse_arguments, rank_variables, run_here
 from runs import Run
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -412,11 +414,32 @@ def test_phases_one_after_the_other(options, trained, tmp_path):
     assert "phase2_lr was 0.0001 when phase 2 began" in said
 
 
-def test_too_few_pairs_are_refused_before_phase_1(options, tmp_path):
-    few = ["--max_samples_phase2=12", "--global_batch_size=64", f"--output_dir={tmp_path}/out"]
-    said = run(*options, *few, status=2)
-    assert "--global_batch_size 64: must be from 8 (ranks x micro-batches) to " in said
-    assert "step=1 " not in said
+REFUSED_EARLY = {  # options; what is said, before the teacher reads, which takes hours
+    "--max_samples_phase2=12 --global_batch_size=64": "global_batch_size 64: must be from 8 .* to ",
+    "--global_batch_size=10000000": "--global_batch_size 10000000: must be from ",
+    "--output_dir=/proc/nothing": "--output_dir /proc/nothing is not writable",
+    "--output_dir=OUT/used": "another run is at work in .*/used",
+    "--output_dir=OUT/old --phase1_lr=1": "phase1_lr is 1.0, and .* has a run with 0.005",
+    "--output_dir=OUT/old --phase2_lr=1": "phase2_lr was 0.002 when phase 2 began",
+}
+
+
+@pytest.mark.parametrize("more", REFUSED_EARLY)
+def test_refused_before_the_teacher_reads(more, options, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "teacher_vectors", lambda *args: pytest.fail("the teacher reads"))
+    (tmp_path / "old").mkdir()
+    shutil.copy(trained.folder / "latest.pt", tmp_path / "old")
+    (tmp_path / "used").mkdir()
+    lock = "import fcntl, time; file = open('lock', 'a'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    command = [sys.executable, "-c", f"{lock}; print(flush=True); time.sleep(100)"]
+    other = subprocess.Popen(command, cwd=tmp_path / "used", stdout=subprocess.PIPE)
+    other.stdout.readline()
+    words = [f"--output_dir={tmp_path}/out", *more.replace("OUT", str(tmp_path)).split()]
+    try:
+        with pytest.raises(script.InputError, match=REFUSED_EARLY[more]):
+            run_here(script, *options, *words)
+    finally:
+        other.kill()
 
 
 def test_a_teacher_with_code_of_its_own(tmp_path):
