@@ -1017,23 +1017,22 @@ def add_common_arguments(parser, output_dir, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    text = f"samples per GPU and micro-batch, on average; 0: {BATCH_SIZE}, or by a GPU's memory"
+    text = f"mean micro-batch; 0: {BATCH_SIZE}, or on GPUs with --global_batch_size what fits"
     add("--batch_size", type=NATURAL, default=0, help=text)
-    add("--global_batch_size", type=NATURAL, default=0, help="per step; 0: batch_size x GPUs")
+    add("--global_batch_size", type=NATURAL, default=0, help="of a step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
     choices = ["auto", "fp32", "tf32", "bf16"]
     add("--precision", default=precision, choices=choices, help="auto: bf16 on GPUs, else fp32")
     add("--deterministic", **FLAG, help="bit-identical repeats on GPUs, too; slower")
     add("--compile", **FLAG, help="torch.compile the model for training")
-    add("--save_every", type=COUNT, default=500, help="steps between checkpoints")
-    add("--keep_every", type=NATURAL, default=0, help="steps between kept weights; 0: none")
+    add("--save_every", type=COUNT, default=500, help="steps between saves of latest.pt")
+    add("--keep_every", type=NATURAL, default=0, help="steps between kept step_N.pt; 0: none")
     add("--max_minutes", type=number(0), default=0, help="then save and stop; 0: no limit")
     add("--log_every", type=COUNT, default=10, help="steps between log lines")
     add("--wandb_mode", default="disabled", choices=["online", "offline", "disabled"], help="wandb")
     add("--nproc_per_node", type=COUNT, default=1, help="processes to start, if no launcher did")
-    choices = ["auto", "cuda", "xpu", "cpu"]
-    add("--device", default="auto", choices=choices, help="auto: GPUs where there are any")
+    add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: GPU or CPU")
     choices = ["auto", "nccl", "gloo", "xccl", "ccl", "xpu"]
     add("--backend", default="auto", choices=choices, help="auto (also ccl, xpu): by the device")
     minutes = float(os.environ.get("NCCL_TIMEOUT") or 1800) / 60  # many guides export it
@@ -1054,6 +1053,9 @@ def parse_with_config(parser):
         if not isinstance(content, dict):
             raise InputError("expected lines such as batch_size: 32")
         words = config_words(content, parser)
+        names = [word.partition("=")[0] for word in ["--config", *words] if word[:2] == "--"]
+        if len(set(names)) < len(names):  # in two sections
+            raise InputError(f"{max(names, key=names.count)} is given twice")
         parser.parse_args(words)
     except (OSError, ValueError, yaml.YAMLError, InputError) as error:
         raise InputError(f"--config {args.config}: {' '.join(str(error).split())}") from None
@@ -1064,7 +1066,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which yaml would take the last one."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
+        keys = [str(key.value) for key, _ in node.value]
         if len(set(keys)) < len(keys):
             raise InputError(f"{max(keys, key=keys.count)} is given twice")
         return super().construct_mapping(node, deep)
@@ -1076,15 +1078,13 @@ def config_words(content, parser, prefix="--"):
     options = parser._option_string_actions
     words = []
     for key, value in content.items():
-        name = f"--{key}"
-        if not name.startswith(prefix):
-            name = f"{prefix}{key}"
+        name = prefix + str(key).removeprefix(prefix[2:])  # --attack_lr, of lr and of attack_lr
         if isinstance(value, dict):
             is_prefix = any(option.startswith(f"{name}_") for option in options)
             words += config_words(value, parser, f"{name}_" if is_prefix else prefix)
         elif isinstance(value, list):
             words += [name, *map(str, value)]
-        elif value is not None or name not in options:  # an option without a value: its default
+        elif value is not None or name not in options:  # left empty: the default
             words.append(f"{name}={value}")
     return words
 
@@ -1106,7 +1106,7 @@ def setup_ddp(args):
     logging.basicConfig(format=form, level=logging.INFO, stream=sys.stdout)
     logging.raiseExceptions = False  # if nobody reads the log any more, train on
     logging.info(f"Process {rank}/{world_size} started")
-    # once a block of this size is freed, glibc keeps freed memory for what is made next: faster
+    # once it has freed a block this large, glibc keeps freed memory for what is made next: faster
     torch.empty(2**25 - 2**13, dtype=torch.uint8)
     device = choose_device(args, local_rank)
     if args.deterministic:
@@ -1198,8 +1198,8 @@ def launch(parse_args, main):
 def become_torchrun(processes):
     """Go on as torchrun, which hands all signals to the ranks, and gives them time to save."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
-    threads = max(1, torch.get_num_threads() // processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
+    # torchrun would set 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     signals = ",".join(stop.name for stop in STOP_SIGNALS)
     options = ["--standalone", f"--nproc_per_node={processes}", f"--signals-to-handle={signals}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1"]
@@ -1266,11 +1266,11 @@ class GlobalBatchSampler(DistributedSampler):
     number of ranks nor on a restart.
 
     Yields for each micro-batch of this rank, from step `start` on: the step; the ids of the whole
-    global batch; the positions in it of this rank's samples, by which random draws can be made.
+    global batch; the positions in it of this rank's samples (seed random draws by them).
 
-    cost[id] is the work that a sample makes, such as its length. The global batch is a random one;
-    within it samples of similar cost share a micro-batch: little padding, equal work for all ranks
-    and in all micro-batches. room: the cost that fits a GPU."""
+    cost[id] is the work that a sample makes, such as its length. The global batch is a random one.
+    In it samples of similar cost share a micro-batch, and all micro-batches of all ranks are of
+    equal work. room: the largest sum of costs that fits a GPU; 0: there is none."""
 
     def __init__(self, ids, args, cost, room=0):
         super().__init__(ids, seed=args.seed)
@@ -1279,21 +1279,20 @@ class GlobalBatchSampler(DistributedSampler):
         self.global_batch = args.global_batch_size
         self.steps = len(ids) // self.global_batch  # an epoch leaves out the few that are left over
         self.start = 0
-        size = args.batch_size or BATCH_SIZE
-        self.accumulation = math.ceil(self.global_batch / (size * self.num_replicas))
-        if args.batch_size == 0 and room > 0:
-            # the larger micro-batches are, the less often a GPU waits for the host
-            work = cost[ids].mean() * self.global_batch / self.num_replicas
+        ranks = self.num_replicas
+        self.accumulation = math.ceil(self.global_batch / ((args.batch_size or BATCH_SIZE) * ranks))
+        if args.batch_size == 0 and room > 0:  # if they are large, a GPU waits for the host less
+            work = cost[ids].mean() * self.global_batch / ranks
             most = cost[ids].max()
-            fewest = math.ceil(work / max(room - 2 * most, most))  # see cut_by_work
-            self.accumulation = min(fewest, self.global_batch // self.num_replicas)
-        parts = self.num_replicas * self.accumulation
+            fewest = math.ceil(work / max(room - most, most))  # see cut_by_work
+            self.accumulation = max(1, min(fewest, self.global_batch // ranks))
+        parts = ranks * self.accumulation
         if not parts <= self.global_batch <= len(ids):
             limits = f"{parts} (ranks x micro-batches) to {len(ids)} (to train on)"
             raise InputError(f"--global_batch_size {self.global_batch}: must be from {limits}")
-        text = f"{self.global_batch / parts:g} per GPU x {self.num_replicas} GPUs"
-        text = f"{self.global_batch:,} ({text} x {self.accumulation} micro-batches)"
-        logging.info(f"  Total batch size: {text}")
+        each = self.global_batch / parts
+        text = f"{each:g} per GPU x {ranks} GPUs x {self.accumulation} micro-batches"
+        logging.info(f"  Total batch size: {self.global_batch:,} ({text})")
 
     def __iter__(self):
         for step in itertools.count(self.start):
@@ -1307,14 +1306,14 @@ class GlobalBatchSampler(DistributedSampler):
                 yield step, global_ids, positions[self.rank :: self.num_replicas]
 
 
-def cut_by_work(cost, parts, least):
-    """Where to cut samples of rising cost (n,) into parts of equal work, each of at least so many
-    samples: (parts - 1,). A rank's share of a part is too large by less than two samples."""
-    work = np.cumsum(cost)
-    cuts = np.searchsorted(work, work[-1] * np.arange(1, parts) / parts, side="right")
-    before = least * np.arange(1, parts)  # samples that come before each cut at least
-    cuts = np.maximum.accumulate(np.maximum(cuts - before, 0)) + before
-    return np.minimum(cuts, len(cost) - before[::-1])
+def cut_by_work(cost, micro_batches, ranks):
+    """Where to cut samples of rising cost (n,) for micro-batches of equal work, each with one for
+    every rank. A rank that takes every ranks-th has too much by less than the largest cost."""
+    total = np.cumsum(cost)
+    cuts = np.searchsorted(total, total[-1] * np.arange(1, micro_batches) / micro_batches, "right")
+    least = ranks * np.arange(1, micro_batches)  # samples before each cut
+    cuts = np.maximum.accumulate(np.maximum(cuts - least, 0)) + least
+    return np.minimum(cuts, len(cost) - least[::-1])
 
 
 def room_on_gpu(model, device):
@@ -1325,8 +1324,7 @@ def room_on_gpu(model, device):
     gpus = gather((os.uname().nodename, str(properties.uuid), properties.total_memory))
     memory = min(gpu[-1] / gpus.count(gpu) for gpu in gpus)  # some ranks may share a GPU
     # weights, gradient, optimizer, averaged weights and a copy in bf16 take 24 bytes a parameter
-    fixed = 24 * sum(p.numel() for p in model.parameters())
-    return max(1, 0.7 * memory - fixed)
+    return max(1, 0.7 * memory - 24 * sum(p.numel() for p in model.parameters()))
 
 
 def make_loader(dataset, sampler, args, device):
@@ -1363,15 +1361,13 @@ def choose_precision(args, device):
     """A function that makes the context of a forward pass: torch.autocast for bf16."""
     precision = args.precision
     if precision == "auto":
-        is_cuda = device.type == "cuda"
-        has_bf16 = is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        precision = "bf16" if has_bf16 or device.type == "xpu" else "fp32"
+        has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if device.type != "cpu" and has_bf16 else "fp32"
         logging.info(f"  Precision: {precision}")
     # cuDNN rounds to TF32 unless told otherwise
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    dtype = torch.bfloat16
-    return functools.partial(torch.autocast, device.type, dtype, enabled=precision == "bf16")
+    return functools.partial(torch.autocast, device.type, torch.bfloat16, precision == "bf16")
 
 
 def wrap_ddp(model, args, device):
@@ -1379,13 +1375,11 @@ def wrap_ddp(model, args, device):
     torch._dynamo.config.optimize_ddp = False  # to split it at DDP's buckets fails if shapes vary
     if dist.get_world_size() == 1:  # nothing to add up
         return compiled
-    ids = None if device.type == "cpu" else [device.index]
-    ddp_model = DistributedDataParallel(compiled, ids, gradient_as_bucket_view=True)
+    ddp_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
     # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
     ddp_model.broadcast_buffers = False
-    # After its first backward pass DDP puts the gradients in another order, and sums over three or
-    # more ranks change in the last bit: a resumed run would differ. So make that pass now, with
-    # nn.Identity in the network's place; the loss is 0 times the sum of all parameters.
+    # After its first backward pass DDP reorders the gradients, and sums over three or more ranks
+    # change in the last bit. So make that pass now, through nn.Identity, with a loss of 0.
     network = ddp_model.module
     ddp_model.module = nn.Identity()
     zero = sum((p * 0).sum() for p in model.parameters() if p.requires_grad)
@@ -1422,9 +1416,9 @@ def update_if_finite(args, optimizer):
 class Meter:
     """Sums what the steps give, on the device.
 
-    To read a number the host waits until the GPU has done all that is queued, and then the GPU
-    waits for the host. So a step reads nothing. About once a second, and for every log line, the
-    ranks meet: they read their sums, and agree whether to stop."""
+    To read a number the host waits for the GPU, and then the GPU for the host. So a step reads
+    nothing. About once a second, and for every log line, the ranks meet: they read their sums, and
+    agree whether to stop."""
 
     def __init__(self, names, args, device):
         self.names = names  # of metrics: the sum over the ranks is that of the step
@@ -1491,8 +1485,7 @@ class Meter:
 
 
 def save_checkpoint(name, args, log, loop, **contents):
-    """Write OUTPUT_DIR/name: options, `loop`, and `contents`, of which modules and optimizers give
-    their state. (rank 0)"""
+    """Write OUTPUT_DIR/name. Modules and optimizers in `contents` give their state. (rank 0)"""
     if dist.get_rank() > 0:
         return
     state = {"script": SCRIPT, "args": vars(args), "loop": loop}
@@ -1532,18 +1525,15 @@ def find_checkpoint(args):
         logging.info(f"--fresh: what {folder} had is now in {moved}")
         lock_folder(folder)
     if latest.exists():
-        state = torch.load(latest, map_location="cpu", weights_only=True)
-        logging.info(f"resuming {folder} at step {state['loop']['step']}")
-        return state
+        return torch.load(latest, map_location="cpu", weights_only=True)
     if summary.exists():
         raise InputError(f"{folder} holds a run without its latest.pt: --fresh moves it aside")
-    logging.info(f"a new run in {folder}")
     return None
 
 
 def open_run(args, free_on_resume):
-    """Before anything long: lock --output_dir, which only rank 0 needs to see, and find the state
-    to go on from, None for a new run. (all ranks)"""
+    """Before anything long: lock --output_dir, which only rank 0 needs to see, settle the batch and
+    compare options. Returns the state to go on from, None for a new run. (all ranks)"""
     if args.prepare_only:
         return None
     state = on_rank0(find_checkpoint, args)
@@ -1560,17 +1550,21 @@ def open_run(args, free_on_resume):
         if different:
             text = f"rank {rank} has another {' and '.join(different)}"
             raise InputError(f"{text}: are there two jobs on one MASTER_PORT?")
+    saved = state["args"] if state else vars(args)
     for name, value in vars(args).items():
-        saved = state["args"].get(name) if state else value
-        if value != saved and name not in [*FREE_ON_RESUME, *free_on_resume]:
-            text = f"{name} is {value}, and {args.output_dir} has a run with {saved}"
+        if value != saved.get(name) and name not in [*FREE_ON_RESUME, *free_on_resume]:
+            text = f"{name} is {value}, and {args.output_dir} has a run with {saved.get(name)}"
             raise InputError(f"{text}: {HINT}")
+    where = f" at step {state['loop']['step']}" if state else ""
+    logging.info(f"{'resuming' if state else 'a new run in'} {args.output_dir}{where}")
     return state
 
 
 def begin_run(args, state, data_hash):
-    """After reading. From here on signals are noted, and end the run after a step. (all ranks)"""
+    """Once all is read. From here on a signal ends the run after a step. (all ranks)"""
     args.data_hash = data_hash
+    if len(set(gather(data_hash))) > 1:
+        raise InputError("the ranks have read different data: all must see one --cache_dir")
     if state and state["args"]["data_hash"] != data_hash:
         raise InputError(f"{args.output_dir} has a run on other data (data_hash): {HINT}")
     for stop in STOP_SIGNALS:
@@ -1590,8 +1584,7 @@ class RunLog:
             return
         # steps after the checkpoint (without one: all) are made again: remove their lines
         self.path.touch()
-        size = min(state["log_size"], self.path.stat().st_size) if state else 0
-        os.truncate(self.path, size)
+        os.truncate(self.path, min(state["log_size"], self.path.stat().st_size) if state else 0)
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of a run that had ended
         if args.wandb_mode != "disabled":
             import wandb
@@ -1617,10 +1610,8 @@ class RunLog:
         if dist.get_rank() > 0:
             return
         steps, options = self.trained
-        if summary["steps"] > steps:
+        if summary["steps"] > steps:  # else it keeps the options with which the steps were made
             options = vars(self.args)
-        else:
-            logging.info("no step was made; summary.json has the options of those before")
         summary.update(status=status, script=SCRIPT, args=options, torch=torch.__version__)
         summary.update(world_size=dist.get_world_size(), seconds=round(time.monotonic() - START, 1))
         if torch.accelerator.is_available():
@@ -1637,7 +1628,7 @@ class RunLog:
         return 0 if reason in ("time limit", "SIGUSR1") else 1
 
     def draw(self):
-        """curves.png: a panel for each column of metrics.jsonl that changes"""
+        """curves.png: a panel for each column of metrics.jsonl that changes, or has one value"""
         import pandas
 
         rows = pandas.read_json(self.path, lines=True)

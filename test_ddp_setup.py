@@ -354,7 +354,7 @@ def setup_ddp(args):
     logging.basicConfig(format=form, level=logging.INFO, stream=sys.stdout)
     logging.raiseExceptions = False  # if nobody reads the log any more, train on
     logging.info(f"Process {rank}/{world_size} started")
-    # once a block of this size is freed, glibc keeps freed memory for what is made next: faster
+    # once it has freed a block this large, glibc keeps freed memory for what is made next: faster
     torch.empty(2**25 - 2**13, dtype=torch.uint8)
     device = choose_device(args, local_rank)
     if args.deterministic:
@@ -441,8 +441,8 @@ def launch(parse_args, main):
 def become_torchrun(processes):
     """Go on as torchrun, which hands all signals to the ranks, and gives them time to save."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds
-    threads = max(1, torch.get_num_threads() // processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would say 1
+    # torchrun would set 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     signals = ",".join(stop.name for stop in STOP_SIGNALS)
     options = ["--standalone", f"--nproc_per_node={processes}", f"--signals-to-handle={signals}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1"]

@@ -292,7 +292,7 @@ def test_the_memory_of_a_rank(monkeypatch, gpus):
         ("--global_batch_size=4096", 0, 32),  # a CPU: 64 at a time
         ("--global_batch_size=4096", 1e9, 1),
         ("--global_batch_size=4096", 60_000, 7),
-        ("--global_batch_size=4096", 6_000, 76),
+        ("--global_batch_size=4096", 6_000, 72),
         ("--global_batch_size=4096", 100, 1367),  # a GPU that is too small: as little as one sample
         ("--global_batch_size=4096 --batch_size=16", 1e9, 128),
     ],
@@ -314,6 +314,16 @@ def test_micro_batches_fit_a_gpu(monkeypatch, options, room, expected):
             sizes.append(cost[ids[positions]].sum())
     if args.batch_size == 0 and room > 2000:
         assert 0.5 * min(room, max(sizes)) < max(sizes) <= room
+
+
+def test_a_global_batch_that_is_too_small_for_the_gpus(monkeypatch):
+    script = importlib.import_module("run_train_quantumgrav_ddp")
+    monkeypatch.setattr(script.dist, "get_world_size", lambda group=None: 8)
+    monkeypatch.setattr(script.dist, "get_rank", lambda group=None: 0)
+    for room in (0, 1e9):
+        args = parse_arguments(script, "--global_batch_size=7")
+        with pytest.raises(script.InputError, match="--global_batch_size 7: must be from 8 "):
+            script.GlobalBatchSampler(np.arange(100), args, np.ones(100), room)
 
 
 def test_dropout_is_seeded_on_the_accelerator(monkeypatch):
