@@ -1112,7 +1112,7 @@ class GlobalBatchSampler(DistributedSampler):
         if args.batch_size == 0 and room > 0:  # if they are large, a GPU waits for the host less
             work = cost[ids].mean() * self.global_batch / ranks
             most = cost[ids].max()
-            fewest = math.ceil(work / max(room - most, most))  # see cut_by_work
+            fewest = math.ceil(work / max(room - 2 * most, most))  # see cut_by_work
             self.accumulation = max(1, min(fewest, self.global_batch // ranks))
         parts = ranks * self.accumulation
         if not parts <= self.global_batch <= len(ids):
@@ -1136,12 +1136,12 @@ class GlobalBatchSampler(DistributedSampler):
 
 def cut_by_work(cost, micro_batches, ranks):
     """Where to cut samples of rising cost (n,) for micro-batches of equal work, each with one for
-    every rank. A rank that takes every ranks-th has too much by less than the largest cost."""
+    every rank. A rank that takes every ranks-th has too much by less than twice the largest cost."""
     total = np.cumsum(cost)
-    cuts = np.searchsorted(total, total[-1] * np.arange(1, micro_batches) / micro_batches, "right")
-    least = ranks * np.arange(1, micro_batches)  # samples before each cut
-    cuts = np.maximum.accumulate(np.maximum(cuts - least, 0)) + least
-    return np.minimum(cuts, len(cost) - least[::-1])
+    number = np.arange(1, micro_batches)
+    cuts = np.rint(np.searchsorted(total, total[-1] * number / micro_batches, "right") / ranks)
+    cuts = np.maximum.accumulate(np.maximum(cuts - number, 0)) + number  # at least one for a rank
+    return np.minimum(ranks * cuts.astype(int), len(cost) - ranks * number[::-1])
 
 
 def room_on_gpu(model, device):

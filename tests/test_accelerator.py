@@ -292,7 +292,7 @@ def test_the_memory_of_a_rank(monkeypatch, gpus):
         ("--global_batch_size=4096", 0, 32),  # a CPU: 64 at a time
         ("--global_batch_size=4096", 1e9, 1),
         ("--global_batch_size=4096", 60_000, 7),
-        ("--global_batch_size=4096", 6_000, 72),
+        ("--global_batch_size=4096", 6_000, 76),
         ("--global_batch_size=4096", 100, 1367),  # a GPU that is too small: as little as one sample
         ("--global_batch_size=4096 --batch_size=16", 1e9, 128),
     ],
