@@ -1412,7 +1412,7 @@ class GlobalBatchSampler(DistributedSampler):
 
 def cut_by_work(cost, micro_batches, ranks):
     """Where to cut samples of rising cost (n,) for micro-batches of equal work, each with one for
-    every rank. A rank that takes every ranks-th has too much by less than twice the largest cost."""
+    every rank. A rank that takes every ranks-th has too much by less than twice the largest."""
     total = np.cumsum(cost)
     number = np.arange(1, micro_batches)
     cuts = np.rint(np.searchsorted(total, total[-1] * number / micro_batches, "right") / ranks)
@@ -1741,7 +1741,7 @@ class RunLog:
             rows = rows.loc[:, (rows.nunique() > 1) | (rows.count() == 1)]
             size = (8, 2 * len(rows.columns))
             axes = rows.interpolate("index", limit_area="inside").plot(subplots=True, figsize=size)
-            rows.plot(subplots=True, ax=axes, style=".", markersize=3, legend=False)  # as measured
+            rows.plot(subplots=True, ax=axes, style=".", markersize=5, legend=False)  # as measured
             axes[0].figure.savefig(self.path.with_name("curves.png"), bbox_inches="tight")
 
 
