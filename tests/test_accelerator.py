@@ -326,6 +326,21 @@ def test_a_global_batch_that_is_too_small_for_the_gpus(monkeypatch):
             script.GlobalBatchSampler(np.arange(100), args, np.ones(100), room)
 
 
+def test_the_log_has_the_memory_of_a_gpu(monkeypatch, group):
+    script = importlib.import_module("run_train_quantumgrav_ddp")
+    meter = script.Meter(["loss"], parse_arguments(script), torch.device("cpu"))
+    meter.add(torch.ones(1), torch.ones(()))
+    rows = []
+    for device in ("cpu", "cuda"):
+        sums = SimpleNamespace(device=torch.device(device), tolist=lambda: [3.0, 1.0, 1.0])
+        sums.zero_ = meter.sums.zero_
+        monkeypatch.setattr(meter, "sums", sums)
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 5 * 10**9)
+        meter.steps = 1
+        meter.log_and_agree(mock.Mock(write=rows.append), {"step": 10}, 64)
+    assert "peak_gb" not in rows[0] and rows[1]["peak_gb"] == 5
+
+
 def test_dropout_is_seeded_on_the_accelerator(monkeypatch):
     """As on the CPU: by seed, step and rank."""
     script = importlib.import_module("run_train_quantumgrav_ddp")

@@ -85,6 +85,27 @@ def test_home_folder_and_variables(tmp_path, monkeypatch):
         parse_arguments(script, "--config=a.yaml", "--config", "b.yaml")
 
 
+FREED = """
+import resource, sys
+import torch
+import run_train_quantumgrav_ddp as script
+sys.argv = ["script", "--device=cpu"]
+script.setup_ddp(script.parse_args())
+for size in 2 * [2**20]:
+    begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        torch.ones(size)
+print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin)
+"""
+
+
+def test_freed_memory_is_used_again():
+    """A tensor of 4 MB has 1,024 pages: to get them from the system takes a fault for each."""
+    command = [sys.executable, "-c", FREED]
+    said = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert int(said.stdout.split("faults")[1]) < 10_000
+
+
 def test_nobody_reads_the_log(tmp_path):
     """Training goes on, and the status is 0."""
     task = Task(FAST, tmp_path, None)

@@ -410,6 +410,7 @@ def test_phases_one_after_the_other(options, trained, tmp_path):
     assert "may have been trained on" not in said
     assert "step=4 phase=2 " in said
     assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 1
+    assert re.search(r"what \S+/models/\S+ had is now in \S+\.old-", said)
     said = run(*options, "--skip_phase1", status=2)
     assert "phase2_lr was 0.0001 when phase 2 began" in said
 
