@@ -325,6 +325,11 @@ def keep_masks_whole():
 # --------------------------------------------------------------------------------------------------
 # Loss
 
+QUERY = -1  # in `pair_loss` these stand for the query that a document answers
+NEGATIVE = -2
+FILLER = -3
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
+
 
 def distance(vectors, targets):
     """Unit vectors (B, D) -> (B,), the squared distance. The squares are summed over D. The
@@ -346,20 +351,12 @@ def text_loss(args, batch, vectors):
     return terms.sum() / batch.total
 
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
-
-
 def gather_rows(rows, room, filler=0):
     """Rows (n, ...) of all W ranks (W room, ...), each rank's filled up to `room`. (all ranks)"""
     filling = rows.new_full((room - len(rows), *rows.shape[1:]), filler)
     gathered = rows.new_empty(dist.get_world_size() * room, *rows.shape[1:])
     all_gather(gathered, torch.cat([rows, filling]))
     return gathered
-
-
-QUERY = -1  # these stand for the query that a document answers
-NEGATIVE = -2
-FILLER = -3
 
 
 def pair_loss(args, batches, vectors):
