@@ -682,8 +682,7 @@ def save_artifact(args, model):
     """Save the student as a SentenceTransformer. Returns its folder. (rank 0)"""
     short = re.sub(r"\W+", "-", Path(args.student_model).name).strip("-")
     mode = "" if args.use_projection else "-mrl"
-    name = f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
-    path = Path(args.artifacts_dir) / name
+    path = Path(args.artifacts_dir) / f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
     if path.exists():  # it may be another run's
         moved = path.rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         logging.info(f"what {path} had is now in {moved}")
@@ -722,9 +721,8 @@ def main(args):
     loop = {"step": 0, "phase": 0, "before": 0, "best": {}}  # before: steps before this phase
     if state:
         loop = state["loop"]
-    fixed = OF_PHASE2 if loop["phase"] == 2 else []
-    for name in fixed:
-        if getattr(args, name) != state["args"][name]:
+    for name in OF_PHASE2:
+        if loop["phase"] == 2 and getattr(args, name) != state["args"][name]:
             text = f"{name} was {state['args'][name]} when phase 2 began"
             raise InputError(f"{text}: {HINT}")
     logging.info("Preparing data loaders...")
@@ -750,12 +748,11 @@ def main(args):
     # a head with random weights would make the student look worse than it is
     baselines = {"untrained": evaluate(args, student, corpus, vectors, device)}
     teacher = torch.from_numpy(vectors[corpus.eval_texts])
-    sizes = {"teacher": vectors.dimensions}
+    whole = unit_targets(teacher, vectors.dimensions)
+    baselines["teacher"] = on_rank0(ranking_metrics, corpus, whole)
     if not args.use_projection:
-        sizes[f"its first {width}"] = width
-    for name, dimensions in sizes.items():
-        found = unit_targets(teacher, dimensions)
-        baselines[name] = on_rank0(ranking_metrics, corpus, found)
+        first = unit_targets(teacher, width)
+        baselines[f"its first {width}"] = on_rank0(ranking_metrics, corpus, first)
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         add_head(model, args.projection_hidden, vectors.dimensions)
