@@ -790,8 +790,7 @@ def main(args):
 READER = 4  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
-FORMATS = {"jsonl": "json", "json": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet"}
-FORMATS["txt"] = "text"
+FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
 # other names of columns; if there are several, the first is read
 ALIASES = {"anchor": "query", "question": "query", "answer": "positive", "pos": "positive"}
 ALIASES.update(text="positive", neg="negative")
@@ -1090,7 +1089,7 @@ def prepare(args):
         rows1, rows2 = read_sources(args, folder.parent / "tables")
         texts, num_queries, arrays = split_texts(args, rows1, rows2)
         (folder / "texts.json").write_text(json.dumps(texts))
-        fitted = ["\n".join([texts[i] for i in pair]) for pair in arrays["pairs"]]
+        fitted = [f"{texts[query]}\n{texts[document]}" for query, document in arrays["pairs"]]
         fitted = fitted or [texts[i] for i in arrays["phase1"]]
         if args.teacher_model == "builtin:lsa":
             make_lsa(folder / "teacher", fitted)
