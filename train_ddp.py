@@ -788,6 +788,7 @@ def main(args):
 # Reading: the user's files and models, once. Training needs only Corpus and Vectors
 
 READER = 4  # raise it when you change what is read or kept: else an old cache is used
+BLOCK = 1024  # texts in a file of the teacher's vectors
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
 FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
@@ -1136,15 +1137,8 @@ def load_corpus(folder):
     return corpus
 
 
-# The task in the default teacher's model card; its documents have no prompt.
-INFLY_PROMPT = (
-    "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
-)
-
-
 def load_model(args, kind, folder, **options):
-    """The teacher or the student, a SentenceTransformer, on the CPU. `folder` has the builtin
-    ones."""
+    """The teacher or the student, a SentenceTransformer, on the CPU. folder: of builtin ones."""
     import transformers
     from sentence_transformers import SentenceTransformer
 
@@ -1216,9 +1210,6 @@ class Vectors:
         return np.stack([self.blocks[row // BLOCK][row % BLOCK] for row in rows])
 
 
-BLOCK = 1024
-
-
 def teacher_vectors(args, folder, corpus, device):
     """Let the teacher read all texts. They are dealt to the ranks in blocks, a file each. A block
     that is there is not computed again: a stopped run goes on, on any number of ranks. Returns
@@ -1246,9 +1237,8 @@ def teacher_vectors(args, folder, corpus, device):
         vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
         if not np.isfinite(vectors).all():
             raise InputError(f"the teacher's vectors are not finite, near {part[0][:80]!r}")
-        new = blocks[i].with_suffix(f".{os.getpid()}.tmp")
-        with open(new, "wb") as file:
-            np.save(file, vectors.astype(np.float16))
+        new = blocks[i].with_suffix(f".{os.getpid()}.npy")
+        np.save(new, vectors.astype(np.float16))
         new.replace(blocks[i])  # which is never half written
     dist.barrier()
     return Vectors(place, blocks)
@@ -1259,7 +1249,10 @@ def load_teacher(args, folder, device):
     if device.type != "cpu":
         options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
     if "inf-retriever" in args.teacher_model:
-        options.update(config_kwargs={"use_cache": False}, prompts={"query": INFLY_PROMPT})
+        # the task in its model card; its documents have no prompt
+        task = "Given a web search query, retrieve relevant passages that answer the query"
+        prompts = {"query": f"Instruct: {task}\nQuery: "}
+        options.update(config_kwargs={"use_cache": False}, prompts=prompts)
     teacher = load_model(args, "teacher", folder, **options)
     text = f"at most {teacher.max_seq_length} tokens of each, prompts {teacher.prompts}"
     logging.info(f"The teacher reads all texts, {text}")
