@@ -1272,13 +1272,12 @@ def make_lsa(folder, texts):
     words = r"[^\W\d_]+|\d+"  # array_split and arraySplit2 fall apart
     tfidf = TfidfVectorizer(token_pattern=words, max_features=12_000, dtype=np.float32).fit(texts)
     tfidf.idf_ = tfidf.idf_**1.5  # rare words count more: better on documentation
-    size = len(tfidf.vocabulary_)
-    svd = TruncatedSVD(min(384, size, len(texts)), n_iter=3, random_state=0)
-    svd.fit(tfidf.transform(texts))
+    matrix = tfidf.transform(texts)  # (texts, words)
+    svd = TruncatedSVD(min(384, *matrix.shape), n_iter=3, random_state=0).fit(matrix)
     vectors = tfidf.idf_[:, None] * svd.components_.T
     vectors = np.concatenate([vectors, 0 * vectors[:1]]).astype(np.float32)  # of unknown words: 0
     vocabulary = {word: int(i) for word, i in tfidf.vocabulary_.items()}
-    vocabulary["[UNK]"] = size
+    vocabulary["[UNK]"] = len(vocabulary)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(words), "removed", invert=True)
@@ -1317,9 +1316,8 @@ def make_bert(folder, args, texts, layers=1, width=128):
     )
     torch.manual_seed(args.seed)
     BertModel(config).save_pretrained(folder)
-    network = Transformer(str(folder), max_seq_length=length)
-    model = SentenceTransformer(modules=[network, Pooling(width)], device="cpu")
-    model.save(str(folder), create_model_card=False)
+    modules = [Transformer(str(folder), max_seq_length=length), Pooling(width)]
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
 
 
 # ==================================================================================================
