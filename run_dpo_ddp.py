@@ -100,8 +100,7 @@ def parse_args():
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
     add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    text = "of the preferred sequence's cross entropy"
-    add("--sft_weight", type=number(0), default=0.0, help=text)
+    add("--sft_weight", type=number(0), default=0.0, help="of the cross entropy of the preferred")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
@@ -177,8 +176,6 @@ class Pairs(Dataset):
         `seed` each step has its own, and all validations have the same."""
         which = [self.backbone[i] for i in ids]
         designed = [self.designed[i] for i in ids]
-        # i + 1: [seed, step, 0] would draw as the sampler's [seed, epoch] does
-        orders = [decode_places(self.designed[i], [*seed, i + 1]) for i in ids]
         lengths = torch.from_numpy(self.lengths[ids])
         pair = torch.arange(len(ids)).repeat_interleave(lengths)
         first = (lengths.cumsum(0) - lengths)[pair]  # the first residue of each residue's pair
@@ -188,7 +185,8 @@ class Pairs(Dataset):
             numbers=torch.cat([self.numbers[i] for i in which]),
             neighbours=torch.where(neighbours < 0, -1, neighbours + first[:, None]),
             letters=torch.cat([self.letters[i] for i in ids]).T.long(),
-            decode_place=torch.cat(orders),
+            # i + 1: [seed, step, 0] would draw as the sampler's [seed, epoch] does
+            decode_place=torch.cat([decode_places(self.designed[i], [*seed, i + 1]) for i in ids]),
             pair=pair,
             designed=torch.cat(designed).float(),
             counts=torch.tensor([own.sum() for own in designed]).float(),
