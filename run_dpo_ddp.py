@@ -299,7 +299,7 @@ class ProteinMPNN(nn.Module):
         self.decoder_layers = nn.ModuleList([Layer(4, has_edges=False) for _ in range(3)])
         self.W_out = nn.Linear(WIDTH, len(ALPHABET))
 
-        pairs = torch.tensor([[int(atom) for atom in pair] for pair in DISTANCES])
+        pairs = torch.tensor([[*map(int, pair)] for pair in DISTANCES])
         self.register_buffer("own_atoms", pairs[:, 0], persistent=False)
         self.register_buffer("other_atoms", pairs[:, 1], persistent=False)
         self.register_buffer("centres", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
@@ -463,7 +463,6 @@ def evaluate(model, reference, data, args, autocast, device):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
     # in fp32 a residue takes about 80 numbers for each unit of a message from a neighbor
     room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.neighbours)
     sampler = GlobalBatchSampler(data.train_ids, args, data.lengths, room)
@@ -519,7 +518,7 @@ def train(args, device, data, model, state, log):
                 with torch.no_grad():
                     before = frozen(*batch[:5])
             loss, own_shares = share_of_loss(args, logits, before, batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             shares += own_shares
         norm = update_if_finite(args, optimizer)
         meter.add(shares, norm)
@@ -540,8 +539,7 @@ def train(args, device, data, model, state, log):
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **row})
             if not loop["best"] or metrics["loss"] < loop["best"]["value"]:
-                value = metrics["loss"]
-                loop["best"] = {"metric": "loss", "value": value, "step": loop["step"]}
+                loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
                 loop["metrics"] = metrics
                 save("best_model.pt")
 
