@@ -593,8 +593,7 @@ def main(args):
 
 READER = 6  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
-RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
-    TYR""".split()
+RESIDUES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)  # ALA, CYS, ...
 LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
 # selenomethionine, and protonation states as AMBER and CHARMM name them
 OTHERS = """MSE:M HID:H HIE:H HIP:H HSD:H HSE:H HSP:H CYX:C CYM:C ASH:D GLH:E LYN:K"""
@@ -721,15 +720,14 @@ def read_chain(chain, file, notes):
 
 
 def read_rows(path):
-    """[(where it stands, path of its structure, fields)] of a JSON array, or of an object per line.
-    Fields that are null are left out. Raises InputError."""
+    """Yields (where it stands, path of its structure, fields) of a JSON array, or of an object per
+    line. Fields that are null are left out. Raises InputError."""
     where = path
     rows = []
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
-            for number, fields in enumerate(json.loads(text)):
-                rows.append((f"{path}: index {number}", fields))
+            rows = [(f"{path}: index {number}", row) for number, row in enumerate(json.loads(text))]
         else:
             for number, line in enumerate(text.split("\n"), 1):
                 where = f"{path}: line {number}"
@@ -739,14 +737,12 @@ def read_rows(path):
         text = "expected a JSON array, or an object per line, in UTF-8"
         raise InputError(f"{where}: {error}; {text}") from None
 
-    found = []
     for where, fields in rows:
         if not isinstance(fields, dict):
             raise InputError(f"{where}: {fields!r:.80}; expected an object with pdb_file, ...")
         fields = {name: value for name, value in fields.items() if value is not None}
         structure = os.path.abspath(Path(path).parent / str(fields.get("pdb_file")))
-        found.append((where, structure, fields))
-    return found
+        yield where, structure, fields
 
 
 def join_chains(row, chains):
