@@ -84,8 +84,7 @@ def parse_args():
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
     add("--split_seed", type=NATURAL, default=0, help="another one: another split")
-    default = FEATURES[:4]
-    add("--features", nargs="+", default=default, choices=FEATURES, help="input, of an element")
+    add("--features", nargs="+", default=FEATURES[:4], choices=FEATURES, help="inputs per element")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=COUNT, default=64, help="width")
@@ -254,8 +253,7 @@ def split_sets(original, shares, seed):
         text = f"expected three shares, sum 1, each of at least one of the {count} sets"
         raise InputError(f"--split {shares}: {text}")
     ends = np.floor(np.cumsum(shares[:2]) * count + 0.5).astype(int)
-    order = np.random.default_rng(seed).permutation(count)
-    _, valid, test = np.split(distinct[order], ends)
+    _, valid, test = np.split(np.random.default_rng(seed).permutation(distinct), ends)
     split = np.zeros(len(original), np.uint8)
     split[valid] = 1
     split[test] = 2
@@ -316,8 +314,7 @@ class MessageLayer(nn.Module):
         total = SumNeighbours.apply(x.float(), *links, *reversed_links)  # fp32 under autocast, too
         if self.kind == "sum":
             return total
-        degree = links[1].diff()
-        return total / degree.clamp(min=1)[:, None]
+        return total / links[1].diff().clamp(min=1)[:, None]  # by the number of neighbours
 
 
 class CausalSetNet(nn.Module):
