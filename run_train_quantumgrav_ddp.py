@@ -381,13 +381,12 @@ METRICS = ["loss", "accuracy", "f1_macro", "f1_weighted", "ece"]  # of a task
 
 def classification(logp, labels):
     """METRICS of log-probabilities (n, K) and labels (n,); ece as in Guo et al. (2017)."""
-    loss = -logp[np.arange(len(labels)), labels].mean()
     guess = logp.argmax(1)
     confidence = np.nan_to_num(np.exp(logp.max(1)))  # a NaN counts as 0
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = np.bincount(bins, weights=(guess == labels) - confidence)  # the sum in each bin
     return {
-        "loss": float(loss),
+        "loss": float(-logp[np.arange(len(labels)), labels].mean()),
         "accuracy": float((guess == labels).mean()),
         "f1_macro": float(f1_score(labels, guess, average="macro")),
         "f1_weighted": float(f1_score(labels, guess, average="weighted")),
@@ -490,7 +489,6 @@ def make_optimizer(args, model):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
     # in fp32 an element or link takes up to 3 numbers for each unit of a layer
     room = room_on_gpu(model, device) / (4 * 3 * args.hidden_dim * args.num_layers)
     sampler = GlobalBatchSampler(data.part("train"), args, data.cost, room)
@@ -531,7 +529,7 @@ def train(args, device, data, model, state, log):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = share_of_loss(ddp_model(batch), batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
         norm = update_if_finite(args, optimizer)
         meter.add(step_loss, norm)
@@ -600,10 +598,9 @@ def measure_baselines(data):
 
 def myrheim_meyer(fractions):
     """The dimensions from 1 to 12 whose sprinklings have these shares of related pairs."""
-    dimensions = np.linspace(1, 12, 11_001)
-    gamma = math.gamma
-    expected = [gamma(d + 1) * gamma(d / 2) / (2 * gamma(1.5 * d)) for d in dimensions]
-    return np.interp(-np.asarray(fractions), -np.array(expected), dimensions)  # they fall with d
+    dims = np.linspace(1, 12, 11_001)
+    expected = [math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)) for d in dims]
+    return np.interp(-np.asarray(fractions), -np.array(expected), dims)  # they fall with d
 
 
 def report(args, data, ids, metrics, logp):
