@@ -704,9 +704,8 @@ def open_arrays(folder, tasks):
     for path in sorted(folder.iterdir()):
         meta = path / "zarr.json"  # of format 3; groups have it, too
         if (path / ".zarray").exists() or (meta.exists() and '"array"' in meta.read_text()):
-            arrays[path.name] = None
-            if path.name in [*ADJACENCY, *LINKS, *SIZES, *COUNTS, *tasks]:
-                arrays[path.name] = zarr.open_array(path, mode="r")
+            is_needed = path.name in [*ADJACENCY, *LINKS, *SIZES, *COUNTS, *tasks]
+            arrays[path.name] = zarr.open_array(path, mode="r") if is_needed else None
     return arrays
 
 
@@ -752,17 +751,16 @@ def read_flat(arrays, tasks):
     """The sets of arrays whose first axis counts them, as `read_sets` yields them."""
     matrix = choose(arrays, *ADJACENCY, *LINKS)
     matrices = arrays[matrix]
+    count = matrices.shape[0]
     numbers = {}
     for name in [*tasks, choose(arrays, *SIZES)]:
         array = arrays[choose(arrays, name)]
+        if array.shape != (count,):
+            raise ValueError(f"{name} has shape {array.shape}; expected ({count},) as {matrix}")
         lost = lost_chunks(array)
         if lost > 0:
             logging.warning(f"{name}: {lost} chunks are not stored, and read as zeros")
         numbers[name] = array[...]
-    count = matrices.shape[0]
-    for name, values in numbers.items():
-        if values.shape != (count,):
-            raise ValueError(f"{name} has shape {values.shape}; expected ({count},) as {matrix}")
     for name in COUNTS:
         if name in arrays:
             count = min(count, number_of(arrays[name][...], name))
