@@ -838,13 +838,11 @@ def links_of(order):
 def heights(order):
     """(n,) elements of the longest chain before each element: its proper time."""
     count = np.zeros(len(order), np.int64)
-    after = np.ones(len(order), bool)
-    while True:
-        # at first all elements; then those that come after one of them, and so on
-        after = order[after].any(0)
-        if not after.any():
-            return count
+    after = order.any(0)  # at first those that come after an element
+    while after.any():
         count += after
+        after = order[after].any(0)  # then those that come after one of these, and so on
+    return count
 
 
 def describe(order):
@@ -894,6 +892,7 @@ def read_all(paths, tasks):
                     bad.append(f"{path}: {name}: {error}")
         except Exception as error:  # zarr and its decoders raise many kinds
             raise InputError(f"{path}: {error} (--help has the format)") from error
+
     if turned:
         text = "have ones below the diagonal alone, and are read transposed, as Julia writes them"
         logging.info(f"{len(turned)} matrices {text}, such as {turned[0]}")
@@ -965,8 +964,7 @@ def prepare(args):
     key = [READER, args.tasks, args.skip_bad_data]
     for path in map(Path, args.data):
         if not path.exists():
-            text = "is not there (tools/make_causal_sets.py makes the default)"
-            raise InputError(f"--data {path}: {text}")
+            raise InputError(f"--data {path} is not there (tools/make_causal_sets.py makes one)")
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         stats = [file.stat() for file in files]
         key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
