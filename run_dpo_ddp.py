@@ -100,8 +100,7 @@ def parse_args():
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
     add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    text = "of the preferred sequence's cross entropy"
-    add("--sft_weight", type=number(0), default=0.0, help=text)
+    add("--sft_weight", type=number(0), default=0.0, help="of the cross entropy of the preferred")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
@@ -177,8 +176,6 @@ class Pairs(Dataset):
         `seed` each step has its own, and all validations have the same."""
         which = [self.backbone[i] for i in ids]
         designed = [self.designed[i] for i in ids]
-        # i + 1: [seed, step, 0] would draw as the sampler's [seed, epoch] does
-        orders = [decode_places(self.designed[i], [*seed, i + 1]) for i in ids]
         lengths = torch.from_numpy(self.lengths[ids])
         pair = torch.arange(len(ids)).repeat_interleave(lengths)
         first = (lengths.cumsum(0) - lengths)[pair]  # the first residue of each residue's pair
@@ -188,7 +185,8 @@ class Pairs(Dataset):
             numbers=torch.cat([self.numbers[i] for i in which]),
             neighbours=torch.where(neighbours < 0, -1, neighbours + first[:, None]),
             letters=torch.cat([self.letters[i] for i in ids]).T.long(),
-            decode_place=torch.cat(orders),
+            # i + 1: [seed, step, 0] would draw as the sampler's [seed, epoch] does
+            decode_place=torch.cat([decode_places(self.designed[i], [*seed, i + 1]) for i in ids]),
             pair=pair,
             designed=torch.cat(designed).float(),
             counts=torch.tensor([own.sum() for own in designed]).float(),
@@ -301,7 +299,7 @@ class ProteinMPNN(nn.Module):
         self.decoder_layers = nn.ModuleList([Layer(4, has_edges=False) for _ in range(3)])
         self.W_out = nn.Linear(WIDTH, len(ALPHABET))
 
-        pairs = torch.tensor([[int(atom) for atom in pair] for pair in DISTANCES])
+        pairs = torch.tensor([[*map(int, pair)] for pair in DISTANCES])
         self.register_buffer("own_atoms", pairs[:, 0], persistent=False)
         self.register_buffer("other_atoms", pairs[:, 1], persistent=False)
         self.register_buffer("centres", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
@@ -465,7 +463,6 @@ def evaluate(model, reference, data, args, autocast, device):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
     # in fp32 a residue takes about 80 numbers for each unit of a message from a neighbor
     room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.neighbours)
     sampler = GlobalBatchSampler(data.train_ids, args, data.lengths, room)
@@ -521,7 +518,7 @@ def train(args, device, data, model, state, log):
                 with torch.no_grad():
                     before = frozen(*batch[:5])
             loss, own_shares = share_of_loss(args, logits, before, batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             shares += own_shares
         norm = update_if_finite(args, optimizer)
         meter.add(shares, norm)
@@ -542,8 +539,7 @@ def train(args, device, data, model, state, log):
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **row})
             if not loop["best"] or metrics["loss"] < loop["best"]["value"]:
-                value = metrics["loss"]
-                loop["best"] = {"metric": "loss", "value": value, "step": loop["step"]}
+                loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
                 loop["metrics"] = metrics
                 save("best_model.pt")
 
@@ -597,8 +593,7 @@ def main(args):
 
 READER = 6  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
-RESIDUES = """ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP
-    TYR""".split()
+RESIDUES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)  # ALA, CYS, ...
 LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
 # selenomethionine, and protonation states as AMBER and CHARMM name them
 OTHERS = """MSE:M HID:H HIE:H HIP:H HSD:H HSE:H HSP:H CYX:C CYM:C ASH:D GLH:E LYN:K"""
@@ -725,15 +720,14 @@ def read_chain(chain, file, notes):
 
 
 def read_rows(path):
-    """[(where it stands, path of its structure, fields)] of a JSON array, or of an object per line.
-    Fields that are null are left out. Raises InputError."""
+    """Yields (where it stands, path of its structure, fields) of a JSON array, or of an object per
+    line. Fields that are null are left out. Raises InputError."""
     where = path
     rows = []
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
-            for number, fields in enumerate(json.loads(text)):
-                rows.append((f"{path}: index {number}", fields))
+            rows = [(f"{path}: index {number}", row) for number, row in enumerate(json.loads(text))]
         else:
             for number, line in enumerate(text.split("\n"), 1):
                 where = f"{path}: line {number}"
@@ -743,14 +737,12 @@ def read_rows(path):
         text = "expected a JSON array, or an object per line, in UTF-8"
         raise InputError(f"{where}: {error}; {text}") from None
 
-    found = []
     for where, fields in rows:
         if not isinstance(fields, dict):
             raise InputError(f"{where}: {fields!r:.80}; expected an object with pdb_file, ...")
         fields = {name: value for name, value in fields.items() if value is not None}
         structure = os.path.abspath(Path(path).parent / str(fields.get("pdb_file")))
-        found.append((where, structure, fields))
-    return found
+        yield where, structure, fields
 
 
 def join_chains(row, chains):

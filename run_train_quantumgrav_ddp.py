@@ -84,8 +84,7 @@ def parse_args():
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
     add("--split_seed", type=NATURAL, default=0, help="another one: another split")
-    default = FEATURES[:4]
-    add("--features", nargs="+", default=default, choices=FEATURES, help="input, of an element")
+    add("--features", nargs="+", default=FEATURES[:4], choices=FEATURES, help="inputs per element")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=COUNT, default=64, help="width")
@@ -254,8 +253,7 @@ def split_sets(original, shares, seed):
         text = f"expected three shares, sum 1, each of at least one of the {count} sets"
         raise InputError(f"--split {shares}: {text}")
     ends = np.floor(np.cumsum(shares[:2]) * count + 0.5).astype(int)
-    order = np.random.default_rng(seed).permutation(count)
-    _, valid, test = np.split(distinct[order], ends)
+    _, valid, test = np.split(np.random.default_rng(seed).permutation(distinct), ends)
     split = np.zeros(len(original), np.uint8)
     split[valid] = 1
     split[test] = 2
@@ -316,8 +314,7 @@ class MessageLayer(nn.Module):
         total = SumNeighbours.apply(x.float(), *links, *reversed_links)  # fp32 under autocast, too
         if self.kind == "sum":
             return total
-        degree = links[1].diff()
-        return total / degree.clamp(min=1)[:, None]
+        return total / links[1].diff().clamp(min=1)[:, None]  # by the number of neighbours
 
 
 class CausalSetNet(nn.Module):
@@ -384,13 +381,12 @@ METRICS = ["loss", "accuracy", "f1_macro", "f1_weighted", "ece"]  # of a task
 
 def classification(logp, labels):
     """METRICS of log-probabilities (n, K) and labels (n,); ece as in Guo et al. (2017)."""
-    loss = -logp[np.arange(len(labels)), labels].mean()
     guess = logp.argmax(1)
     confidence = np.nan_to_num(np.exp(logp.max(1)))  # a NaN counts as 0
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = np.bincount(bins, weights=(guess == labels) - confidence)  # the sum in each bin
     return {
-        "loss": float(loss),
+        "loss": float(-logp[np.arange(len(labels)), labels].mean()),
         "accuracy": float((guess == labels).mean()),
         "f1_macro": float(f1_score(labels, guess, average="macro")),
         "f1_weighted": float(f1_score(labels, guess, average="weighted")),
@@ -493,7 +489,6 @@ def make_optimizer(args, model):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
     # in fp32 an element or link takes up to 3 numbers for each unit of a layer
     room = room_on_gpu(model, device) / (4 * 3 * args.hidden_dim * args.num_layers)
     sampler = GlobalBatchSampler(data.part("train"), args, data.cost, room)
@@ -534,7 +529,7 @@ def train(args, device, data, model, state, log):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = share_of_loss(ddp_model(batch), batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
         norm = update_if_finite(args, optimizer)
         meter.add(step_loss, norm)
@@ -603,10 +598,9 @@ def measure_baselines(data):
 
 def myrheim_meyer(fractions):
     """The dimensions from 1 to 12 whose sprinklings have these shares of related pairs."""
-    dimensions = np.linspace(1, 12, 11_001)
-    gamma = math.gamma
-    expected = [gamma(d + 1) * gamma(d / 2) / (2 * gamma(1.5 * d)) for d in dimensions]
-    return np.interp(-np.asarray(fractions), -np.array(expected), dimensions)  # they fall with d
+    dims = np.linspace(1, 12, 11_001)
+    expected = [math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)) for d in dims]
+    return np.interp(-np.asarray(fractions), -np.array(expected), dims)  # they fall with d
 
 
 def report(args, data, ids, metrics, logp):
@@ -710,9 +704,8 @@ def open_arrays(folder, tasks):
     for path in sorted(folder.iterdir()):
         meta = path / "zarr.json"  # of format 3; groups have it, too
         if (path / ".zarray").exists() or (meta.exists() and '"array"' in meta.read_text()):
-            arrays[path.name] = None
-            if path.name in [*ADJACENCY, *LINKS, *SIZES, *COUNTS, *tasks]:
-                arrays[path.name] = zarr.open_array(path, mode="r")
+            is_needed = path.name in [*ADJACENCY, *LINKS, *SIZES, *COUNTS, *tasks]
+            arrays[path.name] = zarr.open_array(path, mode="r") if is_needed else None
     return arrays
 
 
@@ -758,17 +751,16 @@ def read_flat(arrays, tasks):
     """The sets of arrays whose first axis counts them, as `read_sets` yields them."""
     matrix = choose(arrays, *ADJACENCY, *LINKS)
     matrices = arrays[matrix]
+    count = matrices.shape[0]
     numbers = {}
     for name in [*tasks, choose(arrays, *SIZES)]:
         array = arrays[choose(arrays, name)]
+        if array.shape != (count,):
+            raise ValueError(f"{name} has shape {array.shape}; expected ({count},) as {matrix}")
         lost = lost_chunks(array)
         if lost > 0:
             logging.warning(f"{name}: {lost} chunks are not stored, and read as zeros")
         numbers[name] = array[...]
-    count = matrices.shape[0]
-    for name, values in numbers.items():
-        if values.shape != (count,):
-            raise ValueError(f"{name} has shape {values.shape}; expected ({count},) as {matrix}")
     for name in COUNTS:
         if name in arrays:
             count = min(count, number_of(arrays[name][...], name))
@@ -846,13 +838,11 @@ def links_of(order):
 def heights(order):
     """(n,) elements of the longest chain before each element: its proper time."""
     count = np.zeros(len(order), np.int64)
-    after = np.ones(len(order), bool)
-    while True:
-        # at first all elements; then those that come after one of them, and so on
-        after = order[after].any(0)
-        if not after.any():
-            return count
+    after = order.any(0)  # at first those that come after an element
+    while after.any():
         count += after
+        after = order[after].any(0)  # then those that come after one of these, and so on
+    return count
 
 
 def describe(order):
@@ -902,6 +892,7 @@ def read_all(paths, tasks):
                     bad.append(f"{path}: {name}: {error}")
         except Exception as error:  # zarr and its decoders raise many kinds
             raise InputError(f"{path}: {error} (--help has the format)") from error
+
     if turned:
         text = "have ones below the diagonal alone, and are read transposed, as Julia writes them"
         logging.info(f"{len(turned)} matrices {text}, such as {turned[0]}")
@@ -973,8 +964,7 @@ def prepare(args):
     key = [READER, args.tasks, args.skip_bad_data]
     for path in map(Path, args.data):
         if not path.exists():
-            text = "is not there (tools/make_causal_sets.py makes the default)"
-            raise InputError(f"--data {path}: {text}")
+            raise InputError(f"--data {path} is not there (tools/make_causal_sets.py makes one)")
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         stats = [file.stat() for file in files]
         key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])

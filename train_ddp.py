@@ -325,6 +325,11 @@ def keep_masks_whole():
 # --------------------------------------------------------------------------------------------------
 # Loss
 
+QUERY = -1  # in `pair_loss` these stand for the query that a document answers
+NEGATIVE = -2
+FILLER = -3
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
+
 
 def distance(vectors, targets):
     """Unit vectors (B, D) -> (B,), the squared distance. The squares are summed over D. The
@@ -346,20 +351,12 @@ def text_loss(args, batch, vectors):
     return terms.sum() / batch.total
 
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
-
-
 def gather_rows(rows, room, filler=0):
     """Rows (n, ...) of all W ranks (W room, ...), each rank's filled up to `room`. (all ranks)"""
     filling = rows.new_full((room - len(rows), *rows.shape[1:]), filler)
     gathered = rows.new_empty(dist.get_world_size() * room, *rows.shape[1:])
     all_gather(gathered, torch.cat([rows, filling]))
     return gathered
-
-
-QUERY = -1  # these stand for the query that a document answers
-NEGATIVE = -2
-FILLER = -3
 
 
 def pair_loss(args, batches, vectors):
@@ -685,8 +682,7 @@ def save_artifact(args, model):
     """Save the student as a SentenceTransformer. Returns its folder. (rank 0)"""
     short = re.sub(r"\W+", "-", Path(args.student_model).name).strip("-")
     mode = "" if args.use_projection else "-mrl"
-    name = f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
-    path = Path(args.artifacts_dir) / name
+    path = Path(args.artifacts_dir) / f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
     if path.exists():  # it may be another run's
         moved = path.rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         logging.info(f"what {path} had is now in {moved}")
@@ -725,9 +721,8 @@ def main(args):
     loop = {"step": 0, "phase": 0, "before": 0, "best": {}}  # before: steps before this phase
     if state:
         loop = state["loop"]
-    fixed = OF_PHASE2 if loop["phase"] == 2 else []
-    for name in fixed:
-        if getattr(args, name) != state["args"][name]:
+    for name in OF_PHASE2:
+        if loop["phase"] == 2 and getattr(args, name) != state["args"][name]:
             text = f"{name} was {state['args'][name]} when phase 2 began"
             raise InputError(f"{text}: {HINT}")
     logging.info("Preparing data loaders...")
@@ -753,12 +748,11 @@ def main(args):
     # a head with random weights would make the student look worse than it is
     baselines = {"untrained": evaluate(args, student, corpus, vectors, device)}
     teacher = torch.from_numpy(vectors[corpus.eval_texts])
-    sizes = {"teacher": vectors.dimensions}
+    whole = unit_targets(teacher, vectors.dimensions)
+    baselines["teacher"] = on_rank0(ranking_metrics, corpus, whole)
     if not args.use_projection:
-        sizes[f"its first {width}"] = width
-    for name, dimensions in sizes.items():
-        found = unit_targets(teacher, dimensions)
-        baselines[name] = on_rank0(ranking_metrics, corpus, found)
+        first = unit_targets(teacher, width)
+        baselines[f"its first {width}"] = on_rank0(ranking_metrics, corpus, first)
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         add_head(model, args.projection_hidden, vectors.dimensions)
@@ -794,10 +788,10 @@ def main(args):
 # Reading: the user's files and models, once. Training needs only Corpus and Vectors
 
 READER = 4  # raise it when you change what is read or kept: else an old cache is used
+BLOCK = 1024  # texts in a file of the teacher's vectors
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
-FORMATS = {"jsonl": "json", "json": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet"}
-FORMATS["txt"] = "text"
+FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
 # other names of columns; if there are several, the first is read
 ALIASES = {"anchor": "query", "question": "query", "answer": "positive", "pos": "positive"}
 ALIASES.update(text="positive", neg="negative")
@@ -1096,7 +1090,7 @@ def prepare(args):
         rows1, rows2 = read_sources(args, folder.parent / "tables")
         texts, num_queries, arrays = split_texts(args, rows1, rows2)
         (folder / "texts.json").write_text(json.dumps(texts))
-        fitted = ["\n".join([texts[i] for i in pair]) for pair in arrays["pairs"]]
+        fitted = [f"{texts[query]}\n{texts[document]}" for query, document in arrays["pairs"]]
         fitted = fitted or [texts[i] for i in arrays["phase1"]]
         if args.teacher_model == "builtin:lsa":
             make_lsa(folder / "teacher", fitted)
@@ -1143,15 +1137,8 @@ def load_corpus(folder):
     return corpus
 
 
-# The task in the default teacher's model card; its documents have no prompt.
-INFLY_PROMPT = (
-    "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
-)
-
-
 def load_model(args, kind, folder, **options):
-    """The teacher or the student, a SentenceTransformer, on the CPU. `folder` has the builtin
-    ones."""
+    """The teacher or the student, a SentenceTransformer, on the CPU. folder: of builtin ones."""
     import transformers
     from sentence_transformers import SentenceTransformer
 
@@ -1223,9 +1210,6 @@ class Vectors:
         return np.stack([self.blocks[row // BLOCK][row % BLOCK] for row in rows])
 
 
-BLOCK = 1024
-
-
 def teacher_vectors(args, folder, corpus, device):
     """Let the teacher read all texts. They are dealt to the ranks in blocks, a file each. A block
     that is there is not computed again: a stopped run goes on, on any number of ranks. Returns
@@ -1253,9 +1237,8 @@ def teacher_vectors(args, folder, corpus, device):
         vectors = F.normalize(vectors.float(), dim=1).cpu().numpy()
         if not np.isfinite(vectors).all():
             raise InputError(f"the teacher's vectors are not finite, near {part[0][:80]!r}")
-        new = blocks[i].with_suffix(f".{os.getpid()}.tmp")
-        with open(new, "wb") as file:
-            np.save(file, vectors.astype(np.float16))
+        new = blocks[i].with_suffix(f".{os.getpid()}.npy")
+        np.save(new, vectors.astype(np.float16))
         new.replace(blocks[i])  # which is never half written
     dist.barrier()
     return Vectors(place, blocks)
@@ -1266,7 +1249,10 @@ def load_teacher(args, folder, device):
     if device.type != "cpu":
         options["model_kwargs"] = {"dtype": torch.bfloat16}  # fp16 breaks some large models
     if "inf-retriever" in args.teacher_model:
-        options.update(config_kwargs={"use_cache": False}, prompts={"query": INFLY_PROMPT})
+        # the task in its model card; its documents have no prompt
+        task = "Given a web search query, retrieve relevant passages that answer the query"
+        prompts = {"query": f"Instruct: {task}\nQuery: "}
+        options.update(config_kwargs={"use_cache": False}, prompts=prompts)
     teacher = load_model(args, "teacher", folder, **options)
     text = f"at most {teacher.max_seq_length} tokens of each, prompts {teacher.prompts}"
     logging.info(f"The teacher reads all texts, {text}")
@@ -1286,13 +1272,12 @@ def make_lsa(folder, texts):
     words = r"[^\W\d_]+|\d+"  # array_split and arraySplit2 fall apart
     tfidf = TfidfVectorizer(token_pattern=words, max_features=12_000, dtype=np.float32).fit(texts)
     tfidf.idf_ = tfidf.idf_**1.5  # rare words count more: better on documentation
-    size = len(tfidf.vocabulary_)
-    svd = TruncatedSVD(min(384, size, len(texts)), n_iter=3, random_state=0)
-    svd.fit(tfidf.transform(texts))
+    matrix = tfidf.transform(texts)  # (texts, words)
+    svd = TruncatedSVD(min(384, *matrix.shape), n_iter=3, random_state=0).fit(matrix)
     vectors = tfidf.idf_[:, None] * svd.components_.T
     vectors = np.concatenate([vectors, 0 * vectors[:1]]).astype(np.float32)  # of unknown words: 0
     vocabulary = {word: int(i) for word, i in tfidf.vocabulary_.items()}
-    vocabulary["[UNK]"] = size
+    vocabulary["[UNK]"] = len(vocabulary)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(words), "removed", invert=True)
@@ -1331,9 +1316,8 @@ def make_bert(folder, args, texts, layers=1, width=128):
     )
     torch.manual_seed(args.seed)
     BertModel(config).save_pretrained(folder)
-    network = Transformer(str(folder), max_seq_length=length)
-    model = SentenceTransformer(modules=[network, Pooling(width)], device="cpu")
-    model.save(str(folder), create_model_card=False)
+    modules = [Transformer(str(folder), max_seq_length=length), Pooling(width)]
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
 
 
 # ==================================================================================================
