@@ -20,12 +20,12 @@ Logged, means over pairs: loss (without --sft_weight's part; at the start ln 2, 
 1 / (2 beta)^2), rewards (beta times the log-ratio to the reference, nats): accuracies (share of the
 pairs with a margin above 0; a tie is a half) and margins (of the preferred less that of the other);
 lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
-(share of the time). Before training and after each epoch val/..., with likelihood_accuracy (the
-preferred is the likelier) and, of the preferred at temperature 1, nll and recovery per designed
-residue.
+(share of the time), peak_gb (of a GPU). Before training and after each epoch val/..., with
+likelihood_accuracy (the preferred is the likelier) and, of the preferred at temperature 1, nll and
+recovery per designed residue.
 
-Files in --output_dir: latest.pt and best_model.pt (lowest val/loss), which ProteinMPNN's own tools
-load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
+Files in --output_dir: latest.pt, best_model.pt (lowest val/loss) and step_N.pt, which ProteinMPNN's
+tools load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
 latest.pt. "(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank
 0 does. The task comes first, then the reading of files, then what all scripts share.
 """

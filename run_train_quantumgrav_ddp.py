@@ -14,15 +14,16 @@ the dimension of a sprinkling; manifold, whether it is a sprinkling at all.
 Data (--data): .npz files or zarr stores of arrays that count the sets by their first axis:
 adjacency_matrix (sets, N, N), 1 where i is in the past of j, and all such i < j; atomcount, the
 elements of each set; for each task an array of whole numbers (below 0: not known) or names. Or zarr
-stores with groups cset_0, cset_1, ... of such arrays. Their other names: ADJACENCY and below.
+stores with groups cset_0, cset_1, ... of such arrays. Other names: see ADJACENCY in the script.
 
 Logged, over all ranks: step, epoch, lr, loss (cross entropy in nats per set, summed over the
 tasks), grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s,
-data_wait (share of the time). After every epoch: val/loss, and val/TASK/... loss, accuracy,
-f1_macro, f1_weighted, ece (calibration error in 15 bins).
+data_wait (share of the time), peak_gb (of a GPU). After every epoch: val/loss, and val/TASK/...
+loss, accuracy, f1_macro, f1_weighted, ece (calibration error in 15 bins).
 
-Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end summary.json, curves.png, and
-of the test set predictions.npz and confusion_TASK.png. The same command goes on from latest.pt.
+Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
+curves.png, and of the test set predictions.npz and confusion_TASK.png. The same command goes on
+from latest.pt.
 
 Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
 that only rank 0 does.
@@ -116,8 +117,9 @@ def parse_args():
     add_common_arguments(parser, output_dir="outputs/quantumgrav", precision="fp32")
     args = parse_with_config(parser)
 
-    if len(set(args.tasks)) < len(args.tasks):
-        parser.error("--tasks: one is given twice")
+    for name in ("tasks", "stop_metrics"):
+        if len(set(getattr(args, name))) < len(getattr(args, name)):
+            parser.error(f"--{name}: one is given twice")
     metrics = ["loss"]
     for task in args.tasks:
         metrics += [f"{task}/{name}" for name in METRICS]

@@ -17,12 +17,12 @@ by a hash: equal ones are on one side.
 
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (sequences), data_wait (share of the time that the step waits for data). Of averaged
+samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged
 weights, on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard
 error), val/perplexity; val/unigram is what the residues' shares in the training data give.
 
-Files in --output_dir: latest.pt, best.pt, metrics.jsonl; at the end summary.json, curves.png. The
-same command, given again, goes on from latest.pt.
+Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
+curves.png. The same command, given again, goes on from latest.pt.
 
 Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
 that only rank 0 does. The task comes first, then the reading of files, then what all scripts share.

@@ -19,10 +19,10 @@ Or lines [query, positive, negative ...]. Held out are --eval_fraction of the qu
 
 Logged, over all ranks: step, phase, epoch, lr, loss, in phase 2 its parts infonce (nats per query)
 and distance (squared), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (texts or queries), data_wait (share of the time). val/...: ndcg@10, mrr@10,
-recall@100 (0 to 1, held-out queries), teacher_cosine.
+samples_per_s (texts or queries), data_wait (share of the time), peak_gb (of a GPU). val/...:
+ndcg@10, mrr@10, recall@100 (0 to 1, held-out queries), teacher_cosine.
 
-Files in --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt (of both), metrics.jsonl;
+Files in --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt, step_N.pt, metrics.jsonl;
 at the end summary.json, curves.png; with --save_to_artifacts a SentenceTransformer in
 --artifacts_dir. The same command, given again, goes on from latest.pt. Below, "(all ranks)" means
 that every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.

@@ -1,6 +1,7 @@
 """run_dpo_ddp.py and its tools as a user calls them: how a run starts and ends, what is done once,
 errors."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -10,7 +11,14 @@ import shutil
 import pandas
 import pytest
 import torch
-from helpers import ROOT, call_program, import_tool, run_here, write_structures
+from helpers import (
+    ROOT,
+    call_program,
+    import_tool,
+    parse_arguments,
+    run_here,
+    write_structures,
+)
 from runs import Run, differences
 from test_dpo_model import RELEASED, backbone, inputs, network, official_network, order
 
@@ -60,6 +68,29 @@ def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
     assert rows[0]["val/rewards/accuracies"] == 0.5
     assert [row["epoch"] for row in rows] == [0] * 6
     assert rows[1]["loss"] == pytest.approx(expected, rel=1e-5 if kind == "sigmoid" else 1e-4)
+
+
+def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
+    """Also where --batch_size is larger than what is held out."""
+    words = f"--train_data={data}/pairs.json --cache_dir={tmp_path} --batch_size=100"
+    args = parse_arguments(script, *words.split(), "--val_fraction=0.4")
+    pairs = script.Pairs(script.prepare(args, neighbours=48), args)
+    pairs.split()
+    model = script.ProteinMPNN()
+    validated = []
+
+    def batch(ids, total):
+        validated.append(ids.tolist())
+        return script.Pairs.batch(pairs, ids, total)
+
+    monkeypatch.setattr(pairs, "batch", batch)
+    monkeypatch.setattr(script, "gather", lambda own: [own])
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
+        script.evaluate(model, model, pairs, args, contextlib.nullcontext, torch.device("cpu"))
+    assert [len(ids) for ids in validated] == [4, 4]
+    assert sum(validated, []) == pairs.valid_ids.tolist()
 
 
 def test_a_resumed_run_is_not_its_own_reference(data, trained, tmp_path):

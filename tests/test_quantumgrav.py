@@ -203,6 +203,8 @@ def test_baselines(causal_sets):
 def test_tasks_and_metrics_that_are_refused():
     with pytest.raises(script.InputError, match="--tasks: one is given twice"):
         arguments("--tasks", "cls", "cls")
+    with pytest.raises(script.InputError, match="--stop_metrics: one is given twice"):
+        arguments("--stop_metrics", "loss", "loss")  # with --stop_mode all none would be a gain
     with pytest.raises(script.InputError, match="--stop_metrics dim/loss"):
         arguments("--stop_metrics=dim/loss")
 
