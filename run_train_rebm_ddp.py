@@ -344,8 +344,9 @@ class WideResNet(Network):
         return F.relu(self.bn1(x)).mean((2, 3))
 
 
-DEPTHS_AND_FACTORS = "28x2 28x10 28x20 34x10 34x20 40x10 70x16".split()
-MODELS = ["SmallNet", *[f"WideResNet{numbers}" for numbers in DEPTHS_AND_FACTORS]]
+# depths and factors of networks; SmallNet has those of a WideResNet that takes as much memory
+SIZES = [(28, 2), (28, 10), (28, 20), (34, 10), (34, 20), (40, 10), (70, 16)]
+MODELS = {"SmallNet": (10, 1.5), **{f"WideResNet{d}x{factor}": (d, factor) for d, factor in SIZES}}
 
 
 def make_network(args, classes, channels, size):
@@ -353,8 +354,7 @@ def make_network(args, classes, channels, size):
     if args.model_type == "SmallNet":
         model = SmallNet(classes, channels, size)
     else:
-        depth, factor = args.model_type.removeprefix("WideResNet").split("x")
-        model = WideResNet(int(depth), int(factor), classes, channels)
+        model = WideResNet(*MODELS[args.model_type], classes, channels)
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -525,14 +525,9 @@ def make_optimizer(args, model, stage):
 def image_bytes(args, stage, size):
     """What an image takes of a GPU in fp32: a block has about 8 tensors of its width; in stage 2
     there are two more images for each."""
-    width = 24
-    blocks = 1
-    if args.model_type != "SmallNet":
-        depth, factor = map(int, args.model_type.removeprefix("WideResNet").split("x"))
-        width = 16 * factor
-        blocks = (depth - 4) / 6
-    numbers = 8 * blocks * width * 1.75 * size**2  # 1 + 1/2 + 1/4: the blocks after them
-    return 4 * numbers * (3 if stage == "dat" else 1)
+    depth, factor = MODELS[args.model_type]
+    blocks = (depth - 4) / 6 * 1.75  # 1 + 1/2 + 1/4: the blocks after them
+    return 4 * 8 * blocks * 16 * factor * size**2 * (3 if stage == "dat" else 1)
 
 
 def update_average(average, model, decay, step):
