@@ -267,8 +267,7 @@ class Network(nn.Module):
         mean = [0.4913997551666284, 0.48215855929893703, 0.4465309133731618]
         deviation = [0.24703225141799082, 0.24348516474564, 0.26158783926049628]
         if channels == 1:
-            mean = [0.5]
-            deviation = [0.5]
+            mean = deviation = [0.5]
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
 
@@ -295,8 +294,7 @@ class SmallNet(Network):
         if size > 4:  # to 4 x 4; the gradient of nn.AdaptiveAvgPool2d differs from run to run
             stride = size // 4
             layers.append(nn.AvgPool2d(size - 3 * stride, stride))
-            size = 4
-        layers += [nn.Flatten(), nn.Linear(before * size**2, 128), nn.SiLU()]
+        layers += [nn.Flatten(), nn.Linear(before * min(size, 4) ** 2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, classes)
 
@@ -328,11 +326,9 @@ class WideResNet(Network):
         before = 16
         for number, stride in ((1, 1), (2, 2), (3, 2)):
             after = 8 * factor * 2**number
-            group = nn.Module()
-            group.layer = nn.Sequential(WideBlock(before, after, stride))
-            for _ in range((depth - 4) // 6 - 1):
-                group.layer.append(WideBlock(after, after, 1))
-            self.add_module(f"block{number}", group)
+            blocks = [WideBlock(before, after, stride)]
+            blocks += [WideBlock(after, after, 1) for _ in range((depth - 4) // 6 - 1)]
+            self.add_module(f"block{number}", nn.ModuleDict({"layer": nn.Sequential(*blocks)}))
             before = after
         self.bn1 = nn.BatchNorm2d(before)
         self.fc = nn.Linear(before, classes)
@@ -340,7 +336,7 @@ class WideResNet(Network):
     def features(self, x):
         x = self.conv1(x)
         for group in (self.block1, self.block2, self.block3):
-            x = group.layer(x)
+            x = group["layer"](x)
         return F.relu(self.bn1(x)).mean((2, 3))
 
 
@@ -374,9 +370,8 @@ def read_weights(path, model):
             if key in state:
                 state = state[key]
                 break
-        found = {}
-        for name, tensor in state.items():
-            found[re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)] = tensor
+        prefix = r"^((module|_orig_mod|base_model)\.)+"
+        found = {re.sub(prefix, "", name): tensor for name, tensor in state.items()}
         found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
         model.load_state_dict(found)
     except Exception as error:  # torch.load raises many kinds
