@@ -171,8 +171,7 @@ class Batch(NamedTuple):
     ood_x: torch.Tensor | None = None
 
     def to(self, device):
-        tensors = [tensor for tensor in self if tensor is not None]
-        return Batch(*[tensor.to(device, non_blocking=True) for tensor in tensors])
+        return Batch(*[field.to(device, non_blocking=True) for field in self if field is not None])
 
 
 class Images:
@@ -196,8 +195,7 @@ class Images:
 
     def some(self, part, most):
         """`most` of them, drawn at random (the first ones would be of one class), in order."""
-        ids = self.part(part)
-        return np.sort(np.random.default_rng(0).permutation(ids)[:most])
+        return np.sort(np.random.default_rng(0).permutation(self.part(part))[:most])
 
 
 def augment(image, kind, rng):
@@ -793,13 +791,11 @@ def find_in_folder(root):
     kinds = Image.registered_extensions()
     unread = []
     for path in files_below(root):
-        folders = list(path.relative_to(root).parts[:-1])
-        part = TRAIN
-        if parts:
-            part = parts.get(folders.pop(0)) if folders else None
+        folders = [*path.relative_to(root).parts[:-1], None, None]  # None: there is no folder
+        part = parts.get(folders.pop(0)) if parts else TRAIN
         is_image = path.name[0] != "." and kinds.get(path.suffix.lower()) in Image.OPEN
         if is_image and part is not None:
-            yield path, folders[0] if folders else None, part
+            yield path, folders[0], part
         else:
             unread.append(path)
     say(root, "files or folders are not read as images", unread)
@@ -925,8 +921,7 @@ def read_image(file, channels, size):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert("L" if channels == 1 else "RGB")
-    if image.size != (size, size):
-        image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
+    image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
     return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
 
 
@@ -1013,10 +1008,9 @@ def prepare(args, name, indist=None):
         raise InputError(f"{name}: {text}; expected train/CLASS/..., or x_train and y_train")
 
     first = rows[0][0]
-    is_array = isinstance(first, np.ndarray)
-    is_grey = args.grey or (is_array and first.shape[2:] in ((), (1,)))
-    size = args.size or (len(first) if is_array else 32)
-    shape = indist.shape if indist else (1 if is_grey else 3, size)
+    size, _, *colors = first.shape if isinstance(first, np.ndarray) else (32, 32, 3)
+    channels = 1 if args.grey or colors in ([], [1]) else 3
+    shape = indist.shape if indist else (channels, args.size or size)
     key = [READER, name, indist and indist.hash, shape, len(rows), version]
     write = functools.partial(write_images, name=name, rows=rows, shape=shape, indist=indist)
     return cached(args.cache_dir, "images", key, write)
