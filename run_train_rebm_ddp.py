@@ -146,8 +146,7 @@ def as_options(words, parser):
         key, equals, value = word.partition("=")
         section, dot, name = key.removeprefix("--").rpartition(".")
         if equals and (dot or not word.startswith("-")):
-            prefix = f"--{section}_" if section else "--"
-            options += config_words({name: value}, parser, prefix)
+            options += config_words({name: value}, parser, f"--{section}_" if section else "--")
         elif word.endswith((".yaml", ".yml")) and not equals and options[-1:] != ["--config"]:
             options.append(f"--config={word}")
         else:
@@ -360,8 +359,7 @@ def make_network(args, classes, channels, size):
 
 def read_weights(path, model):
     """{name: tensor}, which the model now has: the averaged weights of a checkpoint of ours, those
-    of the original's files, or a state_dict. Prefixes of wrappers may stand before the names of the
-    network. InputError if it has others. (rank 0)"""
+    of the original's files, or a state_dict; names may have prefixes of wrappers. (rank 0)"""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
@@ -421,19 +419,14 @@ def auc(real, fake):
     return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
 
 
-def copy_rounded(model, twin):
-    """Those weights of the twin that are in bf16 do not share the memory of the network's."""
-    pairs = zip(twin.parameters(), model.parameters(), strict=True)
-    rounded = [(low, weight.detach()) for low, weight in pairs if low.dtype != weight.dtype]
-    if rounded:
-        torch._foreach_copy_(*zip(*rounded, strict=True))
-
-
 def sums_of_losses(args, ddp_model, twin, batch, T):
     """(2,) sums over a micro-batch: the cross entropy of attacked images; and the binary cross
     entropy, half of it each, of real images and of OOD images that an attack of T steps has moved
     towards the labels y of the real ones. And f_y (2, B) of both. (Stage 1: no more than 0.)"""
-    copy_rounded(ddp_model, twin)
+    for low, weight in zip(twin.parameters(), ddp_model.parameters(), strict=True):
+        if low.dtype != weight.dtype:  # those in bf16 do not share the memory of the network's
+            low.copy_(weight.detach())
+
     length = [args.indist_attack_clf_max_steps, args.indist_attack_clf_step_size]
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
     x = attack(twin, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
@@ -641,10 +634,9 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
 
 
 def start_networks(args, device, indist, state):
-    """The network in four forms: the one that is trained; that of averaged weights, which are
-    validated, and kept in best.pt; one for attacks, which shares the memory of the first (with
-    bf16: not of its convolutions), but is frozen, and in evaluation mode; the first one within DDP.
-    And the function that makes the context of a forward pass. (all ranks)"""
+    """The network that is trained; that of averaged weights, for validation and best.pt; one for
+    attacks, frozen and in evaluation mode, which shares the memory of the first (with bf16: not of
+    its convolutions); the first within DDP; and what makes a forward pass's context. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
@@ -661,11 +653,9 @@ def start_networks(args, device, indist, state):
     twin = copy.deepcopy(average)
     twin.load_state_dict(model.state_dict(), assign=True)
     autocast = choose_precision(args, device)
-    with autocast():
-        has_bf16 = torch.is_autocast_enabled(device.type)
-    if has_bf16:  # autocast would round frozen weights anew in each step of an attack
+    with autocast():  # it would round frozen weights anew in each step of an attack
         for layer in twin.modules():
-            if isinstance(layer, nn.Conv2d):
+            if isinstance(layer, nn.Conv2d) and torch.is_autocast_enabled(device.type):
                 layer.to(torch.bfloat16)
     if args.compile:
         twin = torch.compile(twin)
@@ -674,9 +664,8 @@ def start_networks(args, device, indist, state):
 
 def main(args):
     device = setup_ddp(args)
-    free_on_resume = """data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log
-        use_ddp""".split()
-    state = open_run(args, free_on_resume)
+    free_on_resume = "data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log use_ddp"
+    state = open_run(args, free_on_resume.split())
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
@@ -859,19 +848,18 @@ def find_in_pickles(root):
     if (root / "meta").exists():
         names = ["meta", "train", "test"]
         kind = "fine_label"
-    for name in names:
+    for path in [root / name for name in names]:
         try:
-            with open(root / name, "rb") as file:
+            with open(path, "rb") as file:
                 content = ArrayUnpickler(file, encoding="latin1").load()
-            if name == names[0]:
+            if path.name == names[0]:
                 known = content[f"{kind}_names"]
                 continue
             images = content["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             classes = [known[label] for label in content[f"{kind}s"]]
         except (pickle.UnpicklingError, EOFError, LookupError, ValueError) as error:
-            text = f"{root / name}: {error}; expected it as CIFAR's authors ship it"
-            raise InputError(text) from None
-        part = TEST if name.startswith("test") else TRAIN
+            raise InputError(f"{path}: {error}; expected it as CIFAR's authors ship it") from None
+        part = TEST if path.name.startswith("test") else TRAIN
         yield from zip(images, classes, [part] * len(images), strict=True)
 
 
