@@ -146,8 +146,7 @@ def as_options(words, parser):
         key, equals, value = word.partition("=")
         section, dot, name = key.removeprefix("--").rpartition(".")
         if equals and (dot or not word.startswith("-")):
-            prefix = f"--{section}_" if section else "--"
-            options += config_words({name: value}, parser, prefix)
+            options += config_words({name: value}, parser, f"--{section}_" if section else "--")
         elif word.endswith((".yaml", ".yml")) and not equals and options[-1:] != ["--config"]:
             options.append(f"--config={word}")
         else:
@@ -171,8 +170,7 @@ class Batch(NamedTuple):
     ood_x: torch.Tensor | None = None
 
     def to(self, device):
-        tensors = [tensor for tensor in self if tensor is not None]
-        return Batch(*[tensor.to(device, non_blocking=True) for tensor in tensors])
+        return Batch(*[field.to(device, non_blocking=True) for field in self if field is not None])
 
 
 class Images:
@@ -196,8 +194,7 @@ class Images:
 
     def some(self, part, most):
         """`most` of them, drawn at random (the first ones would be of one class), in order."""
-        ids = self.part(part)
-        return np.sort(np.random.default_rng(0).permutation(ids)[:most])
+        return np.sort(np.random.default_rng(0).permutation(self.part(part))[:most])
 
 
 def augment(image, kind, rng):
@@ -267,8 +264,7 @@ class Network(nn.Module):
         mean = [0.4913997551666284, 0.48215855929893703, 0.4465309133731618]
         deviation = [0.24703225141799082, 0.24348516474564, 0.26158783926049628]
         if channels == 1:
-            mean = [0.5]
-            deviation = [0.5]
+            mean = deviation = [0.5]
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
 
@@ -295,8 +291,7 @@ class SmallNet(Network):
         if size > 4:  # to 4 x 4; the gradient of nn.AdaptiveAvgPool2d differs from run to run
             stride = size // 4
             layers.append(nn.AvgPool2d(size - 3 * stride, stride))
-            size = 4
-        layers += [nn.Flatten(), nn.Linear(before * size**2, 128), nn.SiLU()]
+        layers += [nn.Flatten(), nn.Linear(before * min(size, 4) ** 2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, classes)
 
@@ -328,11 +323,9 @@ class WideResNet(Network):
         before = 16
         for number, stride in ((1, 1), (2, 2), (3, 2)):
             after = 8 * factor * 2**number
-            group = nn.Module()
-            group.layer = nn.Sequential(WideBlock(before, after, stride))
-            for _ in range((depth - 4) // 6 - 1):
-                group.layer.append(WideBlock(after, after, 1))
-            self.add_module(f"block{number}", group)
+            blocks = [WideBlock(before, after, stride)]
+            blocks += [WideBlock(after, after, 1) for _ in range((depth - 4) // 6 - 1)]
+            self.add_module(f"block{number}", nn.ModuleDict({"layer": nn.Sequential(*blocks)}))
             before = after
         self.bn1 = nn.BatchNorm2d(before)
         self.fc = nn.Linear(before, classes)
@@ -340,12 +333,13 @@ class WideResNet(Network):
     def features(self, x):
         x = self.conv1(x)
         for group in (self.block1, self.block2, self.block3):
-            x = group.layer(x)
+            x = group["layer"](x)
         return F.relu(self.bn1(x)).mean((2, 3))
 
 
-DEPTHS_AND_FACTORS = "28x2 28x10 28x20 34x10 34x20 40x10 70x16".split()
-MODELS = ["SmallNet", *[f"WideResNet{numbers}" for numbers in DEPTHS_AND_FACTORS]]
+# depths and factors of networks; SmallNet has those of a WideResNet that takes as much memory
+SIZES = [(28, 2), (28, 10), (28, 20), (34, 10), (34, 20), (40, 10), (70, 16)]
+MODELS = {"SmallNet": (10, 1.5), **{f"WideResNet{d}x{factor}": (d, factor) for d, factor in SIZES}}
 
 
 def make_network(args, classes, channels, size):
@@ -353,8 +347,7 @@ def make_network(args, classes, channels, size):
     if args.model_type == "SmallNet":
         model = SmallNet(classes, channels, size)
     else:
-        depth, factor = args.model_type.removeprefix("WideResNet").split("x")
-        model = WideResNet(int(depth), int(factor), classes, channels)
+        model = WideResNet(*MODELS[args.model_type], classes, channels)
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -366,17 +359,15 @@ def make_network(args, classes, channels, size):
 
 def read_weights(path, model):
     """{name: tensor}, which the model now has: the averaged weights of a checkpoint of ours, those
-    of the original's files, or a state_dict. Prefixes of wrappers may stand before the names of the
-    network. InputError if it has others. (rank 0)"""
+    of the original's files, or a state_dict; names may have prefixes of wrappers. (rank 0)"""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
             if key in state:
                 state = state[key]
                 break
-        found = {}
-        for name, tensor in state.items():
-            found[re.sub(r"^((module|_orig_mod|base_model)\.)+", "", name)] = tensor
+        prefix = r"^((module|_orig_mod|base_model)\.)+"
+        found = {re.sub(prefix, "", name): tensor for name, tensor in state.items()}
         found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
         model.load_state_dict(found)
     except Exception as error:  # torch.load raises many kinds
@@ -428,19 +419,14 @@ def auc(real, fake):
     return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
 
 
-def copy_rounded(model, twin):
-    """Those weights of the twin that are in bf16 do not share the memory of the network's."""
-    pairs = zip(twin.parameters(), model.parameters(), strict=True)
-    rounded = [(low, weight.detach()) for low, weight in pairs if low.dtype != weight.dtype]
-    if rounded:
-        torch._foreach_copy_(*zip(*rounded, strict=True))
-
-
 def sums_of_losses(args, ddp_model, twin, batch, T):
     """(2,) sums over a micro-batch: the cross entropy of attacked images; and the binary cross
     entropy, half of it each, of real images and of OOD images that an attack of T steps has moved
     towards the labels y of the real ones. And f_y (2, B) of both. (Stage 1: no more than 0.)"""
-    copy_rounded(ddp_model, twin)
+    for low, weight in zip(twin.parameters(), ddp_model.parameters(), strict=True):
+        if low.dtype != weight.dtype:  # those in bf16 do not share the memory of the network's
+            low.copy_(weight.detach())
+
     length = [args.indist_attack_clf_max_steps, args.indist_attack_clf_step_size]
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
     x = attack(twin, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
@@ -525,14 +511,9 @@ def make_optimizer(args, model, stage):
 def image_bytes(args, stage, size):
     """What an image takes of a GPU in fp32: a block has about 8 tensors of its width; in stage 2
     there are two more images for each."""
-    width = 24
-    blocks = 1
-    if args.model_type != "SmallNet":
-        depth, factor = map(int, args.model_type.removeprefix("WideResNet").split("x"))
-        width = 16 * factor
-        blocks = (depth - 4) / 6
-    numbers = 8 * blocks * width * 1.75 * size**2  # 1 + 1/2 + 1/4: the blocks after them
-    return 4 * numbers * (3 if stage == "dat" else 1)
+    depth, factor = MODELS[args.model_type]
+    blocks = (depth - 4) / 6 * 1.75  # 1 + 1/2 + 1/4: the blocks after them
+    return 4 * 8 * blocks * 16 * factor * size**2 * (3 if stage == "dat" else 1)
 
 
 def update_average(average, model, decay, step):
@@ -653,10 +634,9 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
 
 
 def start_networks(args, device, indist, state):
-    """The network in four forms: the one that is trained; that of averaged weights, which are
-    validated, and kept in best.pt; one for attacks, which shares the memory of the first (with
-    bf16: not of its convolutions), but is frozen, and in evaluation mode; the first one within DDP.
-    And the function that makes the context of a forward pass. (all ranks)"""
+    """The network that is trained; that of averaged weights, for validation and best.pt; one for
+    attacks, frozen and in evaluation mode, which shares the memory of the first (with bf16: not of
+    its convolutions); the first within DDP; and what makes a forward pass's context. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
@@ -673,11 +653,9 @@ def start_networks(args, device, indist, state):
     twin = copy.deepcopy(average)
     twin.load_state_dict(model.state_dict(), assign=True)
     autocast = choose_precision(args, device)
-    with autocast():
-        has_bf16 = torch.is_autocast_enabled(device.type)
-    if has_bf16:  # autocast would round frozen weights anew in each step of an attack
+    with autocast():  # it would round frozen weights anew in each step of an attack
         for layer in twin.modules():
-            if isinstance(layer, nn.Conv2d):
+            if isinstance(layer, nn.Conv2d) and torch.is_autocast_enabled(device.type):
                 layer.to(torch.bfloat16)
     if args.compile:
         twin = torch.compile(twin)
@@ -686,9 +664,8 @@ def start_networks(args, device, indist, state):
 
 def main(args):
     device = setup_ddp(args)
-    free_on_resume = """data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log
-        use_ddp""".split()
-    state = open_run(args, free_on_resume)
+    free_on_resume = "data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log use_ddp"
+    state = open_run(args, free_on_resume.split())
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
@@ -803,13 +780,11 @@ def find_in_folder(root):
     kinds = Image.registered_extensions()
     unread = []
     for path in files_below(root):
-        folders = list(path.relative_to(root).parts[:-1])
-        part = TRAIN
-        if parts:
-            part = parts.get(folders.pop(0)) if folders else None
+        folders = [*path.relative_to(root).parts[:-1], None, None]  # None: there is no folder
+        part = parts.get(folders.pop(0)) if parts else TRAIN
         is_image = path.name[0] != "." and kinds.get(path.suffix.lower()) in Image.OPEN
         if is_image and part is not None:
-            yield path, folders[0] if folders else None, part
+            yield path, folders[0], part
         else:
             unread.append(path)
     say(root, "files or folders are not read as images", unread)
@@ -873,19 +848,18 @@ def find_in_pickles(root):
     if (root / "meta").exists():
         names = ["meta", "train", "test"]
         kind = "fine_label"
-    for name in names:
+    for path in [root / name for name in names]:
         try:
-            with open(root / name, "rb") as file:
+            with open(path, "rb") as file:
                 content = ArrayUnpickler(file, encoding="latin1").load()
-            if name == names[0]:
+            if path.name == names[0]:
                 known = content[f"{kind}_names"]
                 continue
             images = content["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             classes = [known[label] for label in content[f"{kind}s"]]
         except (pickle.UnpicklingError, EOFError, LookupError, ValueError) as error:
-            text = f"{root / name}: {error}; expected it as CIFAR's authors ship it"
-            raise InputError(text) from None
-        part = TEST if name.startswith("test") else TRAIN
+            raise InputError(f"{path}: {error}; expected it as CIFAR's authors ship it") from None
+        part = TEST if path.name.startswith("test") else TRAIN
         yield from zip(images, classes, [part] * len(images), strict=True)
 
 
@@ -935,8 +909,7 @@ def read_image(file, channels, size):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert("L" if channels == 1 else "RGB")
-    if image.size != (size, size):
-        image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
+    image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
     return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
 
 
@@ -1023,10 +996,9 @@ def prepare(args, name, indist=None):
         raise InputError(f"{name}: {text}; expected train/CLASS/..., or x_train and y_train")
 
     first = rows[0][0]
-    is_array = isinstance(first, np.ndarray)
-    is_grey = args.grey or (is_array and first.shape[2:] in ((), (1,)))
-    size = args.size or (len(first) if is_array else 32)
-    shape = indist.shape if indist else (1 if is_grey else 3, size)
+    size, _, *colors = first.shape if isinstance(first, np.ndarray) else (32, 32, 3)
+    channels = 1 if args.grey or colors in ([], [1]) else 3
+    shape = indist.shape if indist else (channels, args.size or size)
     key = [READER, name, indist and indist.hash, shape, len(rows), version]
     write = functools.partial(write_images, name=name, rows=rows, shape=shape, indist=indist)
     return cached(args.cache_dir, "images", key, write)
