@@ -686,6 +686,8 @@ def main(args):
     loop.update(classes=indist.classes, shape=[*indist.shape])  # for whoever loads the weights
     if state:
         loop = state["loop"]
+    if loop["phase"] == PHASES["dat"] and args.total_epochs == 0:
+        raise InputError("--total_epochs 0: stage 2 has begun, give as many or more")
     torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
     nets = start_networks(args, device, indist, state)
     logging.info(f"Initialized DDP with {world_size} processes")

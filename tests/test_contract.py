@@ -187,6 +187,9 @@ def test_a_finished_run_is_made_longer(task):
     assert f"resuming {folder} at step {task.whole.step}" in run.text
     assert run.step > task.whole.step and run.summary["status"] == "finished"
     assert run.rows[: len(task.whole.rows)] == task.whole.rows
+    if task.name == "run_train_rebm_ddp":
+        refused = task.run(folder, "--total_epochs=0", ranks=1, statuses={2})
+        assert "stage 2 has begun" in refused.refusal()
 
 
 def test_help(task):
