@@ -1325,9 +1325,9 @@ def make_bert(folder, args, texts, layers=1, width=128):
 
 START = time.monotonic()
 SCRIPT = Path(sys.argv[0]).name
+sys.stderr = sys.stderr or open(os.devnull, "w")  # where it is closed
 
-# In these variables a launcher tells a process its rank, the number of ranks, and its rank on this
-# machine. A launcher is there if all of its variables are.
+# In these a launcher tells a process its rank, the number of ranks, and its rank on this machine.
 LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun
     ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],  # Open MPI
@@ -1438,15 +1438,14 @@ def parse_with_config(parser):
     args = parser.parse_args()
     if args.config is None:
         return args
-    if sum(word.partition("=")[0] == "--config" for word in sys.argv) > 1:
-        raise InputError("--config is given twice: all options have to be in one file")
     try:
         content = yaml.load(Path(args.config).read_text(encoding="utf-8-sig"), UniqueKeyLoader)
         if not isinstance(content, dict):
             raise InputError("expected lines such as batch_size: 32")
         words = config_words(content, parser)
-        names = [word.partition("=")[0] for word in ["--config", *words] if word[:2] == "--"]
-        if len(set(names)) < len(names):  # in two sections
+        names = [word.partition("=")[0] for word in words if word[:2] == "--"]
+        names += [word[:8] for word in sys.argv if word.partition("=")[0] == "--config"]
+        if len(set(names)) < len(names):  # in two sections, or files
             raise InputError(f"{max(names, key=names.count)} is given twice")
         parser.parse_args(words)
     except (OSError, ValueError, yaml.YAMLError, InputError) as error:
@@ -1768,8 +1767,7 @@ def wrap_ddp(model, args, device):
     if dist.get_world_size() == 1:  # nothing to add up
         return compiled
     ddp_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
-    # Buffers are alike on all ranks, or each rank's own. (Torch 2.13 renames the argument.)
-    ddp_model.broadcast_buffers = False
+    ddp_model.broadcast_buffers = False  # they are alike. (Torch 2.13 renames the argument.)
     # After its first backward pass DDP reorders the gradients, and sums over three or more ranks
     # change in the last bit. So make that pass now, through nn.Identity, with a loss of 0.
     network = ddp_model.module
@@ -1784,8 +1782,7 @@ def wrap_ddp(model, args, device):
 def seed_step(args, step):
     """Dropout depends on (seed, step, rank) alone: there is no random state to be saved."""
     seed = (args.seed * 1_000_003 + step) * 4099 + dist.get_rank()
-    # torch.manual_seed asks devices of all kinds, which takes longer than a small kernel
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks all kinds of devices: slow
     if torch.accelerator.is_available():
         torch.get_device_module().manual_seed(seed)
 
@@ -1813,7 +1810,7 @@ class Meter:
     agree whether to stop."""
 
     def __init__(self, names, args, device):
-        self.names = names  # of metrics: the sum over the ranks is that of the step
+        self.names = names  # of metrics (n,): the sum over the ranks is that of the step
         self.args = args
         # of the steps whose gradient was finite: their metrics, its norm, and how many they are
         self.sums = torch.zeros(len(names) + 2, device=device)
@@ -1834,7 +1831,6 @@ class Meter:
         return batch
 
     def add(self, metrics, norm):
-        """metrics: (len(names),) of a step"""
         values = torch.cat([metrics, norm.reshape(1), torch.ones_like(norm).reshape(1)])
         is_finite = norm.isfinite()
         self.sums += torch.where(is_finite, values, 0.0)
@@ -1908,11 +1904,9 @@ def lock_folder(folder):
 def find_checkpoint(args):
     """The state to go on from; None for a new run. (rank 0)"""
     folder = Path(args.output_dir)
-    lock_folder(folder)
     latest = folder / "latest.pt"
     summary = folder / "summary.json"  # of a run that has ended
-    restarts = [os.environ.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM")]
-    if args.fresh and (latest.exists() or summary.exists()) and restarts == ["0", "0"]:
+    if args.fresh and (latest.exists() or summary.exists()):
         moved = folder.rename(f"{folder}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         logging.info(f"--fresh: what {folder} had is now in {moved}")
         lock_folder(folder)
@@ -1928,7 +1922,10 @@ def open_run(args, free_on_resume):
     compare options. Returns the state to go on from, None for a new run. (all ranks)"""
     if args.prepare_only:
         return None
-    state = on_rank0(find_checkpoint, args)
+    restarts = [os.environ.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM")]
+    args.fresh = args.fresh and restarts == ["0", "0"]  # a launcher that restarts gives it again
+    on_rank0(lock_folder, Path(args.output_dir))
+    state = None if args.fresh else on_rank0(find_checkpoint, args)
     if state and state.get("script") != SCRIPT:
         raise InputError(f"{args.output_dir} holds a run of {state.get('script')}: {HINT}")
     if args.global_batch_size == 0:
@@ -1959,6 +1956,8 @@ def begin_run(args, state, data_hash):
         raise InputError("the ranks have read different data: all must see one --cache_dir")
     if state and state["args"]["data_hash"] != data_hash:
         raise InputError(f"{args.output_dir} has a run on other data (data_hash): {HINT}")
+    if args.fresh:  # the data are good: move the old run aside
+        on_rank0(find_checkpoint, args)
     for stop in STOP_SIGNALS:
         signal.signal(stop, on_signal)
 

@@ -315,7 +315,7 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
     state["args"]["data_hash"] = "of other data"
     torch.save(state, tmp_path / "changed.pt")
     wrong = {
-        "text.pt: expected best.pt or latest.pt of": [tmp_path / "text.pt", new],
+        "text.pt: expected best.pt, step_N.pt or latest.pt of": [tmp_path / "text.pt", new],
         "there.csv: expected a new file": [best, new, "--out", tmp_path / "there.csv"],
         "are of SETS, and none are given": [best, "--labels", "kind"],
         "has the tasks kind, flat": [best, new, "--labels", "x"],

@@ -101,7 +101,7 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
     assert "not the network's" in call_script(*call, status=2)
     torch.save({"script": "train_ddp.py"}, tmp_path / "other.pt")
     text = call_script("tools/evaluate_rebm", tmp_path / "other.pt", status=2)
-    assert "other.pt: expected best.pt or latest.pt of run_train_rebm_ddp.py" in text
+    assert "other.pt: expected best.pt, step_N.pt or latest.pt of run_train_rebm_ddp.py" in text
     assert len(text.splitlines()) == 1
 
 

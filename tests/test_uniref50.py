@@ -314,16 +314,17 @@ def test_learning_rate():
         assert [script.gpu_factor(args, gpus) for gpus in (1, 8)] == [1, factor]
 
 
-def test_names_of_the_original(tmp_path, capsys):
+@pytest.mark.parametrize("mode", ["disabled", "offline"])
+def test_a_wandb_project_without_wandb(folder, mode, caplog):
+    options = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache", "--device=cpu"]
+    run_here(script, *options, "--wandb_project=p", f"--wandb_mode={mode}", "--prepare_only")
+    assert ("nothing is sent to wandb" in caplog.text) == (mode == "disabled")
+
+
+def test_names_of_the_original(tmp_path):
     (tmp_path / "c.yaml").write_text("work_dir: a\neval: {batch_size: 3}\n")
     args = arguments(f"--config={tmp_path}/c.yaml", "--log_every=3", "--log_freq=5")
     assert (args.output_dir, args.log_every, args.eval_batch_size) == ("a", 5, 3)
-    for words, said in (
-        (["--wandb_name=a"], True),
-        (["--wandb_name=a", "--wandb_mode=online"], False),
-    ):
-        arguments(*words)
-        assert ("nothing is sent to wandb" in capsys.readouterr().err) == said
 
 
 def test_wrong_options():

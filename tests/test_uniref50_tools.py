@@ -342,7 +342,7 @@ def test_wrong_uses_of_the_sampler(trained, tmp_path):
         f"{best} --compare={tmp_path}/full.fasta": "expected proteins, and some that are held out",
         f"{best} --out=/no/such/folder/x": "there is no folder",
         f"{best} --out={tmp_path}/full.fasta": "exists: give another",
-        f"{tmp_path}/full.fasta": "expected best.pt or latest.pt of",
+        f"{tmp_path}/full.fasta": "expected best.pt, step_N.pt or latest.pt of",
     }
     for words, reason in cases.items():
         argv = f"--device=cpu --out={tmp_path}/x {words}".split()

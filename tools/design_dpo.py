@@ -5,8 +5,8 @@
         --mutable_ranges 6-17 --num_samples 20 --temperature 0.2
     python tools/design_dpo.py v_48_020.pt complex.pdb --num_samples 48 --out designs
 
-The network: best_model.pt or latest.pt of a run, or released weights of ProteinMPNN. Its reference,
-that of the run or --reference, draws as many, for comparison.
+The network: best_model.pt, step_N.pt or latest.pt of a run, or released weights of ProteinMPNN. Its
+reference, that of the run or --reference, draws as many, for comparison.
 
 Writes designs.fasta: the structure's own sequence, then those drawn, with '/' between chains; and
 designs.csv, a table for tools/make_dpo_pairs.py (the design chains alone, without '/'), to which

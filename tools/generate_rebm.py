@@ -32,7 +32,7 @@ from run_train_rebm_ddp import COUNT, TEST, HelpFormatter, InputError, Parser, e
 def add_network_arguments(parser):
     """What all tools that load a network of a run take."""
     add = parser.add_argument
-    add("checkpoint", type=Path, help="best.pt, at_best.pt or latest.pt of a run")
+    add("checkpoint", type=Path, help="best.pt, at_best.pt, step_N.pt or latest.pt of a run")
     add("--data", type=expanded, help="images, if not those of the run")
     add("--outdist_data", type=expanded, help="OOD images, if not those of the run")
     add("--cache_dir", type=expanded, help="where what is read is kept, if not where the run did")
@@ -68,7 +68,9 @@ def load_network(checkpoint, device):
     except Exception as error:  # torch.load raises many kinds
         raise InputError(f"{checkpoint}: {' '.join(str(error).split())[:200]}") from None
     if state.get("script") != "run_train_rebm_ddp.py":
-        raise InputError(f"{checkpoint}: expected best.pt or latest.pt of run_train_rebm_ddp.py")
+        raise InputError(
+            f"{checkpoint}: expected best.pt, step_N.pt or latest.pt of run_train_rebm_ddp.py"
+        )
     options = argparse.Namespace(**state["args"])
     model = script.make_network(options, len(state["loop"]["classes"]), *state["loop"]["shape"])
     script.read_weights(checkpoint, model)

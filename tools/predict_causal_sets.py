@@ -31,7 +31,7 @@ from run_train_quantumgrav_ddp import HelpFormatter, InputError, Parser
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
+    add("checkpoint", type=Path, help="best.pt, step_N.pt or latest.pt of a run")
     add("sets", nargs="*", type=Path, metavar="SETS", help="stores and files")
     add("--out", type=Path, default=Path("predictions.csv"), help="file to write")
     add("--labels", nargs="+", default=[], metavar="NAME", help="labels of SETS")
@@ -56,7 +56,7 @@ def load_network(path, device):
         model = script.CausalSetNet(options, classes)
         model.load_state_dict(state["model"])
     except Exception as error:  # there is no such file, or its network is another
-        text = f"expected best.pt or latest.pt of {script.__file__}"
+        text = f"expected best.pt, step_N.pt or latest.pt of {script.__file__}"
         raise InputError(f"{path}: {text} ({type(error).__name__})") from error
     return model.to(device), options, classes
 

@@ -42,7 +42,7 @@ REFERENCE = 2000  # sequences of each part that samples are compared with
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=script.HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="best.pt or latest.pt of a run")
+    add("checkpoint", type=Path, help="best.pt, step_N.pt or latest.pt of a run")
     add("--out", type=Path, default=Path("samples.fasta"), help="file to write")
     add("--count", type=COUNT, default=16, help="samples; with --infill of each record")
     add("--length", type=NATURAL, default=0, help="residues; 0: as in training, after cropping")
@@ -73,7 +73,7 @@ def load_network(path, device):
         model = script.Denoiser(options)
         model.load_state_dict(state["average"])
     except Exception as error:  # there is no such file, or its network is another
-        text = f"expected best.pt or latest.pt of {script.__file__}"
+        text = f"expected best.pt, step_N.pt or latest.pt of {script.__file__}"
         raise InputError(f"{path}: {text} ({type(error).__name__})") from error
     return model.eval().to(device), options, state["loop"]
 

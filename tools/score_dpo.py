@@ -4,8 +4,8 @@
     python tools/score_dpo.py outputs/dpo_ddp/best_model.pt pairs.json
     python tools/score_dpo.py soluble_v_48_030.pt pairs.json --reference soluble_v_48_020.pt
 
-The network: best_model.pt or latest.pt of a run of run_dpo_ddp.py, or released weights of
-ProteinMPNN. Without pairs: those that the run held out. The reference is that of the run.
+The network: best_model.pt, step_N.pt or latest.pt of a run of run_dpo_ddp.py, or released weights
+of ProteinMPNN. Without pairs: those that the run held out. The reference is that of the run.
 
 Writes a CSV file with a line for each pair: what the training logs as val/..., with beta and
 temperature of the run (of released weights 0.1). Prints the means, of network and reference.
