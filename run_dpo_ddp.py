@@ -463,6 +463,7 @@ def evaluate(model, reference, data, args, autocast, device):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
+    world_size = dist.get_world_size()
     # in fp32 a residue takes about 80 numbers for each unit of a message from a neighbor
     room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.neighbours)
     sampler = GlobalBatchSampler(data.train_ids, args, data.lengths, room)
@@ -518,7 +519,7 @@ def train(args, device, data, model, state, log):
                 with torch.no_grad():
                     before = frozen(*batch[:5])
             loss, own_shares = share_of_loss(args, logits, before, batch)
-            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
+            (loss * world_size).backward()  # DDP takes the mean, we want the sum
             shares += own_shares
         norm = update_if_finite(args, optimizer)
         meter.add(shares, norm)

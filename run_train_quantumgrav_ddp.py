@@ -491,6 +491,7 @@ def make_optimizer(args, model):
 def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
+    world_size = dist.get_world_size()
     # in fp32 an element or link takes up to 3 numbers for each unit of a layer
     room = room_on_gpu(model, device) / (4 * 3 * args.hidden_dim * args.num_layers)
     sampler = GlobalBatchSampler(data.part("train"), args, data.cost, room)
@@ -531,7 +532,7 @@ def train(args, device, data, model, state, log):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = share_of_loss(ddp_model(batch), batch)
-            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
+            (loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
         norm = update_if_finite(args, optimizer)
         meter.add(step_loss, norm)
