@@ -74,23 +74,23 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 BATCH_SIZE = 64  # sets of a micro-batch, if --batch_size is not given
 EVAL_BATCH_SIZE = 32  # sets that a rank validates at a time
+DATA = "data/causal_sets.npz"  # what tools/make_causal_sets.py writes
 
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("task").add_argument
-    default = ["data/causal_sets.npz"]
-    add("--data", nargs="+", type=expanded, default=default, help=".npz files and .zarr stores")
+    add("--data", nargs="+", type=expanded, default=[DATA], help=".npz files and .zarr stores")
     add("--tasks", nargs="+", default=["cls"], help="arrays of labels to predict")
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
-    add("--split_seed", type=NATURAL, default=0, help="another one: another split")
+    add("--split_seed", type=NATURAL, default=0, help="another seed draws another split")
     add("--features", nargs="+", default=FEATURES[:4], choices=FEATURES, help="inputs per element")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=COUNT, default=64, help="width")
     add("--num_layers", type=COUNT, default=3, help="layers of message passing")
-    add("--messages", default="mean", choices=["mean", "sum", "none"], help="from neighbours")
+    add("--messages", default="mean", choices=["mean", "sum", "none"], help="how they are added up")
     add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
     add("--head_dim", type=COUNT, default=64, help="hidden width of a head")
 
@@ -101,10 +101,9 @@ def parse_args():
     add("--warmup", type=number(0, 1), default=0.3, help="share of the run in which lr rises")
 
     add = parser.add_argument_group("validation, after every epoch").add_argument
-    text = "such as: loss cls/f1_macro; the first chooses best.pt"
-    add("--stop_metrics", nargs="+", default=["loss"], help=text)
+    add("--stop_metrics", nargs="+", default=["loss"], help="the first chooses best.pt")
     add("--patience", type=NATURAL, default=0, help="epochs without a gain that end it; 0: never")
-    add("--stop_mode", default="any", choices=["any", "all"], help="of them must improve: a gain")
+    add("--stop_mode", default="any", choices=["any", "all"], help="of them must get better")
     add("--delta", type=number(0), default=0.0, help="a gain must be larger than this")
     add("--grace", type=NATURAL, default=0, help="epochs at the start that --patience ignores")
 
@@ -113,7 +112,7 @@ def parse_args():
     add("--master_addr", help="where ranks meet; the variable MASTER_ADDR wins")
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
 
-    # fp32 on GPUs, too: a GPU waits for the host with a network this small, and casts are more work
+    # fp32 on GPUs, too: with a network this small they wait for the host, and casts are more to do
     add_common_arguments(parser, output_dir="outputs/quantumgrav", precision="fp32")
     args = parse_with_config(parser)
 
@@ -145,7 +144,7 @@ class Batch(NamedTuple):
     """B sets of different sizes, not padded but laid one after the other: a big graph of N elements
     and E links, in which no link leads from one set to another.
 
-    The neighbours of element i in its past are past[past_ptr[i] : past_ptr[i + 1]]; of its future
+    The neighbors of element i in its past are past[past_ptr[i] : past_ptr[i + 1]]; of its future
     likewise."""
 
     features: torch.Tensor  # (N, features) float32
@@ -174,7 +173,7 @@ class CausalSets(Dataset):
             return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
         # rows node_ptr[i] to node_ptr[i + 1] - 1 of features belong to set i, and edge_ptr says the
-        # same of past and future, the neighbours of its elements, which begin at 0 in each set
+        # same of past and future, the neighbors of its elements, which begin at 0 in each set
         self.node_ptr = load("node_ptr")
         self.edge_ptr = load("edge_ptr")
         self.features = load("features")  # FEATURES of each element
@@ -209,10 +208,12 @@ class CausalSets(Dataset):
         return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
 
     def __getitem__(self, item):
-        """item: (step, which is not needed here; ids of the global batch; the places in it of the
-        sets in this micro-batch)."""
-        _, global_ids, places = item
-        ids = global_ids[places]
+        """What the sampler yields -> the Batch."""
+        _, global_ids, positions = item
+        return self.make_batch(global_ids[positions], global_ids)
+
+    def make_batch(self, ids, global_ids):
+        """The Batch of the sets `ids`, which are some of a global batch."""
         nodes = ragged_rows(self.node_ptr, ids)
         edges = ragged_rows(self.edge_ptr, ids)
         features = self.features[nodes]
@@ -271,15 +272,15 @@ def sum_bags(x, rows, ptr):
     return F.embedding_bag(rows, x, ptr, mode="sum", include_last_offset=True)
 
 
-class SumNeighbours(torch.autograd.Function):
-    """(N, D) -> (N, D): for each element the sum of its neighbours' rows in one direction. The
+class SumNeighbors(torch.autograd.Function):
+    """(N, D) -> (N, D): for each element the sum of its neighbors' rows in one direction. The
     gradient is the sum over the reversed links. We have these lists; the backward pass of
     embedding_bag would find them by sorting."""
 
     @staticmethod
-    def forward(ctx, x, neighbours, ptr, reversed_neighbours, reversed_ptr):
-        ctx.save_for_backward(reversed_neighbours, reversed_ptr)
-        return sum_bags(x, neighbours, ptr)
+    def forward(ctx, x, neighbors, ptr, reversed_neighbors, reversed_ptr):
+        ctx.save_for_backward(reversed_neighbors, reversed_ptr)
+        return sum_bags(x, neighbors, ptr)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -291,10 +292,10 @@ class MessageLayer(nn.Module):
 
     def __init__(self, inputs, args):
         super().__init__()
-        self.kind = args.messages
+        self.aggregation = args.messages
         # the element itself; else messages from its past, from its future, and itself
-        parts = 1 if args.messages == "none" else 3
-        self.linear = nn.Linear(inputs * parts, args.hidden_dim)
+        sources = 1 if args.messages == "none" else 3
+        self.linear = nn.Linear(inputs * sources, args.hidden_dim)
         # LayerNorm, not BatchNorm: a set's output must not depend on who else is in the batch
         self.norm = nn.LayerNorm(args.hidden_dim)
         self.skip = nn.Identity()
@@ -303,20 +304,20 @@ class MessageLayer(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x, batch):
-        parts = [x]
-        if self.kind != "none":
+        inputs = [x]
+        if self.aggregation != "none":
             past = (batch.past, batch.past_ptr)
             future = (batch.future, batch.future_ptr)
-            parts = [self.messages(x, past, future), self.messages(x, future, past), x]
-        y = F.relu(self.norm(self.linear(torch.cat(parts, dim=1))))
+            inputs = [self.aggregate(x, past, future), self.aggregate(x, future, past), x]
+        y = F.relu(self.norm(self.linear(torch.cat(inputs, dim=1))))
         return self.dropout(y + self.skip(x))
 
-    def messages(self, x, links, reversed_links):
-        """(N, D): for each element the sum or mean over its neighbours in one direction"""
-        total = SumNeighbours.apply(x.float(), *links, *reversed_links)  # fp32 under autocast, too
-        if self.kind == "sum":
+    def aggregate(self, x, links, reversed_links):
+        """(N, D): for each element the sum or mean over its neighbors in one direction"""
+        total = SumNeighbors.apply(x.float(), *links, *reversed_links)  # fp32 under autocast, too
+        if self.aggregation == "sum":
             return total
-        return total / links[1].diff().clamp(min=1)[:, None]  # by the number of neighbours
+        return total / links[1].diff().clamp(min=1)[:, None]  # by the number of neighbors
 
 
 class CausalSetNet(nn.Module):
@@ -359,7 +360,7 @@ def pool(x, sizes):
 # Loss
 
 
-def share_of_loss(logits, batch):
+def batch_loss(logits, batch):
     """What this micro-batch adds to the mean cross entropy of the global batch.
 
     Why not the mean over the micro-batch? Ranks may have different numbers of labelled sets, and a
@@ -367,7 +368,7 @@ def share_of_loss(logits, batch):
     batch, and the shares are summed: over micro-batches by backward(), over ranks by DDP, which
     takes their mean, times the number of ranks (see `train`). A task without labels in the global
     batch counts 0."""
-    loss = 0.0
+    loss = torch.zeros((), device=batch.labels.device)
     for i, output in enumerate(logits.values()):
         labels = batch.labels[:, i]
         total = F.cross_entropy(output, labels, ignore_index=-1, reduction="sum")
@@ -407,7 +408,7 @@ def predict(model, data, ids, args, device):
     model.eval()
     batches = np.array_split(np.arange(len(ids)), math.ceil(len(ids) / EVAL_BATCH_SIZE))
     for rows in batches[dist.get_rank() :: dist.get_world_size()]:
-        batch = data[0, ids, rows].to(device)
+        batch = data.make_batch(ids[rows], ids).to(device)
         for task, logits in model(batch).items():
             logp[task][rows[0] : rows[-1] + 1] = logits.log_softmax(dim=1)
     model.train()
@@ -441,10 +442,10 @@ def is_better(name, value, best, delta=0.0):
     return value > best + delta
 
 
-def note_epoch(loop, metrics, epoch, args):
-    """Count the epochs without a gain in loop["waited"]. Returns whether this epoch is the best so
-    far. A gain is when any, or all, of --stop_metrics are better than loop["best_values"]; with
-    `all`, one that is better alone keeps its old best value."""
+def count_waiting(loop, metrics, epoch, args):
+    """Count the epochs without a gain in loop["waited"]. A gain is when any, or all, of
+    --stop_metrics are better than loop["best_values"] by more than --delta; with `all`, one that is
+    better alone keeps its old best value."""
     gained = {}
     for name in args.stop_metrics:
         if is_better(name, metrics[name], loop["best_values"].get(name), args.delta):
@@ -456,15 +457,93 @@ def note_epoch(loop, metrics, epoch, args):
     elif epoch >= args.grace:
         loop["waited"] += 1
 
-    first = args.stop_metrics[0]
-    if not is_better(first, metrics[first], loop["best"].get("value")):
+
+def is_best(loop, metrics, args):
+    """Whether the first of --stop_metrics is better than ever, by however little. Then it is kept
+    in loop["best"]."""
+    name = args.stop_metrics[0]
+    if not is_better(name, metrics[name], loop["best"].get("value")):
         return False
-    loop["best"] = {"metric": first, "value": metrics[first], "step": loop["step"]}
+    loop["best"] = {"metric": name, "value": metrics[name], "step": loop["step"]}
     return True
 
 
 def is_stopped_early(loop, args):
     return 0 < args.patience <= loop["waited"]
+
+
+def measure_baselines(data):
+    """{task: {name: test accuracy}} of what needs no network. (rank 0)
+
+    majority             the commonest class
+    logistic regression  on counts of elements, pairs, links, chains
+    Myrheim-Meyer        for a task `dim` or `dimension`: the dimension whose sprinklings have that
+                         share of related pairs (Meyer 1988)"""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    baselines = {}
+    for column, (task, names) in enumerate(data.classes.items()):
+        labels = data.labels[:, column]
+        train = (labels >= 0) & (data.split == 0)
+        test = (labels >= 0) & (data.split == 2)
+        counts = data.statistics
+        classifier = LogisticRegression(C=100, max_iter=2000)  # the default penalty costs accuracy
+        model = make_pipeline(StandardScaler(), classifier)
+        guesses = {"majority": np.bincount(labels[train]).argmax()}
+        if len(np.unique(labels[train])) > 1:
+            model.fit(np.log1p(counts[train]), labels[train])
+            guesses["logistic regression"] = model.predict(np.log1p(counts[test]))
+        if task in ("dim", "dimension") and all(name.isdigit() for name in names):
+            sizes, pairs = counts[test, :2].T
+            dims = myrheim_meyer(2 * pairs / (sizes * (sizes - 1)))
+            guesses["Myrheim-Meyer"] = np.abs(dims[:, None] - np.array(names, float)).argmin(1)
+        baselines[task] = {
+            name: float((labels[test] == guess).mean()) for name, guess in guesses.items()
+        }
+    return baselines
+
+
+def myrheim_meyer(fractions):
+    """The dimensions from 1 to 12 whose sprinklings have these shares of related pairs."""
+    dims = np.linspace(1, 12, 11_001)
+    expected = [math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)) for d in dims]
+    return np.interp(-np.asarray(fractions), -np.array(expected), dims)  # they fall with d
+
+
+def report(args, data, ids, metrics, logp):
+    """The test, beside what needs no network; predictions.npz, a confusion matrix for each task.
+    Returns the baselines. (rank 0)"""
+    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
+    baselines = measure_baselines(data)
+    for task in data.classes:
+        accuracy = metrics[f"{task}/accuracy"]
+        for name, value in {**baselines[task], "this network": accuracy}.items():
+            logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
+        if accuracy < max(baselines[task].values()):
+            logging.warning(f"{task}: the network is worse than what needs no network")
+    save_predictions(args, data, ids, logp)
+    return baselines
+
+
+def save_predictions(args, data, ids, logp):
+    folder = Path(args.output_dir)
+    arrays = {f"logp_{task}": part for task, part in logp.items()}
+    np.savez(folder / "predictions.npz", ids=ids, labels=data.labels[ids], **arrays)
+    for i, (task, names) in enumerate(data.classes.items()):
+        labels = data.labels[ids, i]
+        guess = logp[task].argmax(1)
+        plot = ConfusionMatrixDisplay.from_predictions(
+            labels[labels >= 0],
+            guess[labels >= 0],
+            labels=range(len(names)),
+            display_labels=[name.replace("$", r"\$") for name in names],  # no formula
+            normalize="true",
+            include_values=len(names) <= 30,  # more are slow to draw, and nobody reads them
+            xticks_rotation="vertical",
+        )
+        plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -531,7 +610,7 @@ def train(args, device, data, model, state, log):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                loss = share_of_loss(ddp_model(batch), batch)
+                loss = batch_loss(ddp_model(batch), batch)
             (loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
         norm = update_if_finite(args, optimizer)
@@ -552,7 +631,8 @@ def train(args, device, data, model, state, log):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **row})
-            if note_epoch(loop, metrics, epoch, args):
+            count_waiting(loop, metrics, epoch, args)
+            if is_best(loop, metrics, args):
                 logging.info(f"Found better model at epoch {epoch}.")
                 save("best.pt")
 
@@ -568,76 +648,6 @@ def train(args, device, data, model, state, log):
 
 # --------------------------------------------------------------------------------------------------
 # Main
-
-
-def measure_baselines(data):
-    """{task: {name: test accuracy}} of what needs no network: the commonest class; logistic
-    regression on counts of elements, pairs, links, chains; for a task `dim` or `dimension` the
-    dimension whose sprinklings have that share of related pairs (Meyer 1988). (rank 0)"""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    baselines = {}
-    for column, (task, names) in enumerate(data.classes.items()):
-        labels = data.labels[:, column]
-        train = (labels >= 0) & (data.split == 0)
-        test = (labels >= 0) & (data.split == 2)
-        counts = data.statistics
-        classifier = LogisticRegression(C=100, max_iter=2000)  # the default penalty costs accuracy
-        model = make_pipeline(StandardScaler(), classifier)
-        guesses = {"majority": np.bincount(labels[train]).argmax()}
-        if len(np.unique(labels[train])) > 1:
-            model.fit(np.log1p(counts[train]), labels[train])
-            guesses["logistic regression"] = model.predict(np.log1p(counts[test]))
-        if task in ("dim", "dimension") and all(name.isdigit() for name in names):
-            found = myrheim_meyer(2 * counts[test, 1] / (counts[test, 0] * (counts[test, 0] - 1)))
-            guesses["Myrheim-Meyer"] = np.abs(found[:, None] - np.array(names, float)).argmin(1)
-        baselines[task] = {
-            name: float((labels[test] == guess).mean()) for name, guess in guesses.items()
-        }
-    return baselines
-
-
-def myrheim_meyer(fractions):
-    """The dimensions from 1 to 12 whose sprinklings have these shares of related pairs."""
-    dims = np.linspace(1, 12, 11_001)
-    expected = [math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)) for d in dims]
-    return np.interp(-np.asarray(fractions), -np.array(expected), dims)  # they fall with d
-
-
-def report(args, data, ids, metrics, logp):
-    """The test, beside what needs no network; predictions.npz, a confusion matrix for each task.
-    Returns the baselines. (rank 0)"""
-    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
-    baselines = measure_baselines(data)
-    for task in data.classes:
-        accuracy = metrics[f"{task}/accuracy"]
-        for name, value in {**baselines[task], "this network": accuracy}.items():
-            logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
-        if accuracy < max(baselines[task].values()):
-            logging.warning(f"{task}: the network is worse than what needs no network")
-    save_predictions(args, data, ids, logp)
-    return baselines
-
-
-def save_predictions(args, data, ids, logp):
-    folder = Path(args.output_dir)
-    arrays = {f"logp_{task}": part for task, part in logp.items()}
-    np.savez(folder / "predictions.npz", ids=ids, labels=data.labels[ids], **arrays)
-    for i, (task, names) in enumerate(data.classes.items()):
-        labels = data.labels[ids, i]
-        guess = logp[task].argmax(1)
-        plot = ConfusionMatrixDisplay.from_predictions(
-            labels[labels >= 0],
-            guess[labels >= 0],
-            labels=range(len(names)),
-            display_labels=[name.replace("$", r"\$") for name in names],  # no formula
-            normalize="true",
-            include_values=len(names) <= 30,  # more are slow to draw, and nobody reads them
-            xticks_rotation="vertical",
-        )
-        plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
 
 
 def main(args):

@@ -56,7 +56,7 @@ class PortLayer(nn.Module):
         super().__init__()
         from torch_geometric.nn import SimpleConv
 
-        self.neighbours = SimpleConv(aggr="mean")
+        self.neighbors = SimpleConv(aggr="mean")
         self.linear = nn.Linear(3 * inputs, width)
         self.norm = nn.LayerNorm(width)
         self.skip = nn.Identity()
@@ -65,7 +65,7 @@ class PortLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, edges):
-        parts = [self.neighbours(x, edges), self.neighbours(x, edges.flip(0)), x]
+        parts = [self.neighbors(x, edges), self.neighbors(x, edges.flip(0)), x]
         y = F.relu(self.norm(self.linear(torch.cat(parts, dim=1))))
         return self.dropout(y + self.skip(x))
 

@@ -82,7 +82,10 @@ def load_data(module, args):
     """(data set, ids to train on, cost of each, a function of a batch: the loss), as main() of a
     script has them. (not of train_ddp.py)"""
 
-    def loss_of(batch):
+    def loss_of_sets(batch):
+        return module.batch_loss(model(batch), batch)
+
+    def loss_of_proteins(batch):
         return module.share_of_loss(model(batch), batch)
 
     def loss_of_pairs(batch):
@@ -95,13 +98,13 @@ def load_data(module, args):
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)
         model = module.CausalSetNet(args, data.classes).to("meta")
-        return data, data.part("train"), data.cost, loss_of
+        return data, data.part("train"), data.cost, loss_of_sets
 
     if module.__name__ == "run_train_uniref50_ddp":
         proteins = module.Proteins(module.read_once(module.prepare, args), args)
         model = module.Denoiser(args).to("meta")
         data = module.NoisyProteins(proteins, args.seed)
-        return data, proteins.train, proteins.residues, loss_of
+        return data, proteins.train, proteins.residues, loss_of_proteins
 
     if module.__name__ == "run_dpo_ddp":
         model = module.ProteinMPNN().to("meta")

@@ -47,9 +47,9 @@ class Copies(TorchDispatchMode):
 
 def quantumgrav(script, args):
     data = script.CausalSets(script.prepare(args), args)
-    batch = data[0, data.part("train")[:8], np.arange(8)]
+    batch = data.make_batch(data.part("train")[:8], data.part("train")[:8])
     model = script.CausalSetNet(args, data.classes)
-    return model, batch, lambda model, batch: script.share_of_loss(model(batch), batch)
+    return model, batch, lambda model, batch: script.batch_loss(model(batch), batch)
 
 
 def dpo(script, args):

@@ -33,7 +33,7 @@ def load(path, *options):
 
 
 def with_matrices(model, args, order):
-    """The logits of one set, in float64: sums over neighbours are products with its links."""
+    """The logits of one set, in float64: sums over neighbors are products with its links."""
     x = torch.from_numpy(script.describe(order)["features"][:, :4]).double().log1p()
     links = torch.from_numpy(script.links_of(order)).double()
     for layer in model.layers:
@@ -63,7 +63,7 @@ def test_network_and_gradient_set_by_set(causal_sets, data, messages):
 
     raw = np.load(causal_sets)
     ids = np.array([5, 100, 7, 239, 7])
-    found = model(data[0, ids, np.arange(5)])
+    found = model(data.make_batch(ids, ids))
     for row, i in enumerate(ids):
         n = raw["atomcount"][i]
         order = raw["adjacency_matrix"][i, :n, :n].astype(bool)
@@ -84,7 +84,7 @@ def test_shares_of_the_loss_add_up_to_the_mean():
     total = 0.0
     for rows in torch.arange(11).tensor_split(5):
         batch = SimpleNamespace(labels=labels[rows], counts=(labels >= 0).sum(0))
-        total += script.share_of_loss({"a": logits[0][rows], "b": logits[1][rows]}, batch)
+        total += script.batch_loss({"a": logits[0][rows], "b": logits[1][rows]}, batch)
     assert total.item() == pytest.approx(sum(losses).item(), abs=1e-5)
 
 
@@ -107,7 +107,7 @@ def test_evaluation(data, group):
     labels = torch.from_numpy(data.labels[ids])
     assert (labels[:, 1] < 0).any()
     model = script.CausalSetNet(arguments(*SMALL, "--dropout=0.5"), CLASSES)
-    whole = data[0, ids, np.arange(len(ids))]
+    whole = data.make_batch(ids, ids)
     outputs = model.eval()(whole)
     assert not torch.allclose(model.train()(whole)["cls"], outputs["cls"])
     seen = []
@@ -141,7 +141,8 @@ def test_patience(options, epochs):
     for loop["step"], values in enumerate(epochs):
         assert not script.is_stopped_early(loop, args)
         metrics = dict(zip(args.stop_metrics, values, strict=True))
-        script.note_epoch(loop, metrics, loop["step"], args)
+        script.count_waiting(loop, metrics, loop["step"], args)
+        script.is_best(loop, metrics, args)
     assert script.is_stopped_early(loop, args)
     values = [row[0] for row in epochs]
     best = min(values) if args.stop_metrics[0] == "loss" else max(values)

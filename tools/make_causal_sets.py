@@ -93,7 +93,7 @@ def percolate(rng, n, fraction):
 
 def make_order(kind, rng, n):
     """(n, n) bool: a random order of this kind."""
-    if kind == "layered":  # random pairs of neighbouring layers, and what follows from them
+    if kind == "layered":  # random pairs of neighboring layers, and what follows from them
         layer = np.sort(rng.integers(rng.integers(3, 9), size=n))
         p = rng.uniform(0.2, 0.8)
         return closure((layer[None, :] - layer[:, None] == 1) & (rng.random((n, n)) < p))
