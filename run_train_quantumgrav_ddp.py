@@ -1,32 +1,30 @@
 """Train a graph network on causal sets: is a partial order a piece of spacetime, and of which kind?
 
 A causal set is a finite partial order: its elements are events, and the order is "is in the past
-of" (Bombelli et al. 1987). The network sees elements and links (related pairs with nothing between
-them) and says how the set was made. Tasks: cls, which of several kinds it is: points scattered in
-Minkowski space of 2, 3 or 4 dimensions ("sprinklings"), or random orders that look like them; dim,
-the dimension of a sprinkling; manifold, whether it is a sprinkling at all.
+of" (Bombelli et al. 1987). The network sees elements, links (related pairs with nothing between
+them) and counts of the whole set. It predicts classes (tasks), such as cls, the kind of a set:
+points scattered in Minkowski space of 2, 3 or 4 dimensions ("sprinklings"), or random orders that
+look like them; and numbers (targets), such as a curvature.
 
     python tools/make_causal_sets.py    # of the repository: 12,000 sets, data/causal_sets.npz
     torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py
-    python run_train_quantumgrav_ddp.py --nproc_per_node 3 --lr 3e-4 --output_dir outputs/lr3
-    mpiexec -n 12 python run_train_quantumgrav_ddp.py    # or srun
+    mpiexec -n 12 python run_train_quantumgrav_ddp.py --lr 3e-4 --output_dir outputs/x    # or srun
 
 Data (--data): .npz files or zarr stores of arrays that count the sets by their first axis:
 adjacency_matrix (sets, N, N), 1 where i is in the past of j, and all such i < j; atomcount, the
-elements of each set; for each task an array of whole numbers (below 0: not known) or names. Or zarr
-stores with groups cset_0, cset_1, ... of such arrays. Other names: see ADJACENCY in the script.
+elements of each set; for each task whole numbers (below 0 or NaN: not known) or names; for each
+target numbers (NaN: not known). For large sets, in place of matrices, link_pairs (links, 2), the
+links (i, j) of all sets, and link_counts, how many each set has. Or zarr stores with groups cset_0,
+cset_1, ... of such arrays. Other names: see ADJACENCY in the script.
 
-Logged, over all ranks: step, epoch, lr, loss (cross entropy in nats per set, summed over the
-tasks), grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s,
-data_wait (share of the time), peak_gb (of a GPU). After every epoch: val/loss, and val/TASK/...
-loss, accuracy, f1_macro, f1_weighted, ece (calibration error in 15 bins).
+Logged, over all ranks: step, epoch, lr, loss (summed over tasks and targets), grad_norm (before
+clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait (share of the
+time), peak_gb (of a GPU). After every epoch: val/loss, and METRICS of each task and target.
 
-Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
-curves.png, and of the test set predictions.npz and confusion_TASK.png. The same command goes on
-from latest.pt.
-
-Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
-that only rank 0 does.
+Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl, split.npz (what was trained
+on); at the end summary.json, curves.png, and predictions.npz of the test set. The same command goes
+on from latest.pt. "(all ranks)" means that every rank must call a function, in the same order, and
+"(rank 0)" that only rank 0 does.
 """
 
 # /// script
@@ -47,11 +45,13 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -63,7 +63,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import yaml
-from sklearn.metrics import ConfusionMatrixDisplay, f1_score
+from sklearn.metrics import confusion_matrix, f1_score
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.class_weight import compute_sample_weight
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
@@ -74,29 +76,33 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 BATCH_SIZE = 64  # sets of a micro-batch, if --batch_size is not given
 EVAL_BATCH_SIZE = 32  # sets that a rank validates at a time
-DATA = "data/causal_sets.npz"  # what tools/make_causal_sets.py writes
 
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("task").add_argument
-    add("--data", nargs="+", type=expanded, default=[DATA], help=".npz files and .zarr stores")
-    add("--tasks", nargs="+", default=["cls"], help="arrays of labels to predict")
+    default = ["data/causal_sets.npz"]
+    add("--data", nargs="+", type=expanded, default=default, help=".npz files and .zarr stores")
+    add("--tasks", nargs="*", help="classes to predict; where nothing is given: cls")
+    add("--targets", nargs="*", default=[], help="numbers to predict")
+    choices = ["none", "balanced"]
+    add(
+        "--class_weights", default="none", choices=choices, help="balanced: rare classes count more"
+    )
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
     add("--split_seed", type=NATURAL, default=0, help="another seed draws another split")
-    add("--features", nargs="+", default=FEATURES[:4], choices=FEATURES, help="inputs per element")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=COUNT, default=64, help="width")
     add("--num_layers", type=COUNT, default=3, help="layers of message passing")
     add("--messages", default="mean", choices=["mean", "sum", "none"], help="how they are added up")
     add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
-    add("--head_dim", type=COUNT, default=64, help="hidden width of a head")
+    add("--head_dim", type=COUNT, default=128, help="hidden width of a head")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=15, help="passes over the training sets at most")
-    add("--lr", type=number(0), default=1e-3, help="peak learning rate")
+    add("--lr", type=number(0), default=4e-3, help="peak learning rate")
     add("--weight_decay", type=number(0), default=5e-5, help="of matrices; biases and norms: 0")
     add("--warmup", type=number(0, 1), default=0.3, help="share of the run in which lr rises")
 
@@ -116,12 +122,13 @@ def parse_args():
     add_common_arguments(parser, output_dir="outputs/quantumgrav", precision="fp32")
     args = parse_with_config(parser)
 
-    for name in ("tasks", "stop_metrics"):
-        if len(set(getattr(args, name))) < len(getattr(args, name)):
-            parser.error(f"--{name}: one is given twice")
-    metrics = ["loss"]
-    for task in args.tasks:
-        metrics += [f"{task}/{name}" for name in METRICS]
+    if args.tasks is None:
+        args.tasks = [] if args.targets else ["cls"]
+    args.outputs = (*args.tasks, *args.targets)
+    metrics = ["loss", *[f"{task}/{name}" for task in args.tasks for name in METRICS]]
+    metrics += [f"{target}/{name}" for target in args.targets for name in TARGET_METRICS]
+    if len(set(metrics)) < len(metrics):
+        parser.error("--tasks and --targets: one is given twice")
     for name in args.stop_metrics:
         if name not in metrics:
             parser.error(f"--stop_metrics {name}: expected some of {', '.join(metrics)}")
@@ -136,8 +143,19 @@ def parse_args():
 # --------------------------------------------------------------------------------------------------
 # Data
 
-# what may be known of an element
+# what is known of an element
 FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
+# and of a set; chains: of three elements; intervals_of_k: pairs with k elements between them
+NUMBERS = "elements pairs links minimal_elements maximal_elements longest_chain chains".split()
+NUMBERS += [*[f"intervals_of_{k}" for k in range(11)], "larger_intervals"]
+# what `describe` makes of a set; a file of each has the rows of all sets
+ARRAYS = {
+    "features": np.dtype((np.float32, len(FEATURES))),  # of each element
+    "past": np.dtype(np.int16),  # what each element is linked to in its past, counted in its set
+    "future": np.dtype(np.int16),
+    "numbers": np.dtype((np.float64, len(NUMBERS))),  # of each set
+    "digests": np.dtype("S16"),  # the same for sets with the same order
+}
 
 
 class Batch(NamedTuple):
@@ -145,63 +163,82 @@ class Batch(NamedTuple):
     and E links, in which no link leads from one set to another.
 
     The neighbors of element i in its past are past[past_ptr[i] : past_ptr[i + 1]]; of its future
-    likewise."""
+    likewise. Outputs are the tasks, then the targets."""
 
-    features: torch.Tensor  # (N, features) float32
+    features: torch.Tensor  # (N, 6) float32, logarithms of FEATURES
     sizes: torch.Tensor  # (B,) int64, elements per set
     past: torch.Tensor  # (E,) int64
     past_ptr: torch.Tensor  # (N + 1,) int64
     future: torch.Tensor  # (E,) int64
     future_ptr: torch.Tensor  # (N + 1,) int64
-    labels: torch.Tensor  # (B, tasks) int64, -1 where there is none
-    counts: torch.Tensor  # (tasks,) int64, labelled sets of the global batch: divides the loss
+    numbers: torch.Tensor  # (B, 19) float32, logarithms of NUMBERS, standardized
+    labels: torch.Tensor  # (B, outputs) float32: classes; targets, standardized; 0: not known
+    weights: torch.Tensor  # (B, outputs) float32, in the loss; 0: not known
+    totals: torch.Tensor  # (outputs,) float32, their sums over the global batch
 
     def to(self, device):
         return Batch(*[tensor.to(device, non_blocking=True) for tensor in self])
 
 
 class CausalSets(Dataset):
-    """What `prepare` has written, mapped into memory that the ranks of a node share."""
+    """What `prepare` has written, mapped into memory that the ranks of a node share.
 
-    def __init__(self, folder, args):
+    facts: what a network knows of the data it was trained on; None: found in this data."""
+
+    def __init__(self, folder, args, facts=None):
         meta = json.loads((folder / "meta.json").read_text())
-        self.classes = meta["classes"]
         self.hash = meta["hash"]
-
-        def load(name):
-            # np.asarray: still mapped, and faster than np.memmap itself
-            return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-
-        # rows node_ptr[i] to node_ptr[i + 1] - 1 of features belong to set i, and edge_ptr says the
-        # same of past and future, the neighbors of its elements, which begin at 0 in each set
-        self.node_ptr = load("node_ptr")
-        self.edge_ptr = load("edge_ptr")
-        self.features = load("features")  # FEATURES of each element
-        self.past = load("past")
-        self.future = load("future")
-        self.labels = load("labels")  # a column for each task, -1 where there is no label
-        self.statistics = load("statistics")  # of each set, for the baselines
-        self.original = load("original")  # the first set that is the same: mostly itself
-        self.columns = [FEATURES.index(name) for name in args.features]
-        self.split = split_sets(self.original, args.split, args.split_seed)
-        for part in ("train", "valid", "test"):
-            for task, labels in zip(self.classes, self.labels[self.part(part)].T, strict=True):
-                self.count_classes(part, task, labels[labels >= 0])
-        self.sizes = np.diff(self.node_ptr)  # elements of each set
-        self.edges = np.diff(self.edge_ptr)
+        self.labels = np.load(folder / "labels.npy")  # (sets, outputs): class, value, NaN: unknown
+        arrays = [np.memmap(folder / f"{name}.bin", ARRAYS[name], mode="r") for name in ARRAYS]
+        # np.asarray: still mapped, and faster than np.memmap itself
+        self.features, self.past, self.future, self.counts, self.digests = map(np.asarray, arrays)
+        self.sizes = self.counts[:, NUMBERS.index("elements")].astype(np.int64)
+        self.edges = self.counts[:, NUMBERS.index("links")].astype(np.int64)
         self.cost = self.sizes + self.edges  # time and memory of a set grow with it
+        # rows node_ptr[i] to node_ptr[i + 1] - 1 of features belong to set i, and edge_ptr says the
+        # same of past and future
+        self.node_ptr = np.concatenate([[0], np.cumsum(self.sizes)])
+        self.edge_ptr = np.concatenate([[0], np.cumsum(self.edges)])
 
-    def count_classes(self, part, task, labels):
-        """Say how many sets of each class a part has. InputError where it has no labels."""
-        names = self.classes[task]
-        counts = np.bincount(labels, minlength=len(names))
-        if not counts.any():
-            raise InputError(f"--tasks {task}: no set of the {part} part has this label")
-        texts = [f"{name} {count}" for name, count in zip(names, counts, strict=True)]
-        logging.info(f"{part}, {task}: {', '.join(texts[:20])}")
-        lacking = np.count_nonzero(counts == 0)
-        if lacking > 0:
-            logging.warning(f"{lacking} of the {len(names)} classes of {task} are not in {part}")
+        logs = np.log1p(self.counts)
+        if facts is None:
+            self.split = split_sets(self.digests, args.split, args.split_seed)
+            self.say_what_is_known(meta["classes"])
+            train = self.part("train")
+            is_task = [len(names) > 0 for names in meta["classes"].values()]
+            numbers = StandardScaler().fit(logs[train])  # a scale is 1 where all are equal
+            labels = StandardScaler().fit(self.labels[train])
+            facts = {
+                "classes": meta["classes"],  # {task: names of its classes, target: []}
+                "numbers": [numbers.mean_.tolist(), numbers.scale_.tolist()],
+                "means": np.where(is_task, 0.0, labels.mean_).tolist(),
+                "scales": np.where(is_task, 1.0, labels.scale_).tolist(),
+            }
+        self.facts = facts
+        self.classes = facts["classes"]
+        mean, scale = facts["numbers"]
+        self.numbers = ((logs - mean) / scale).astype(np.float32)
+        standardized = (self.labels - facts["means"]) / facts["scales"]
+        self.standardized = np.nan_to_num(standardized).astype(np.float32)
+        self.weights = (~np.isnan(self.labels)).astype(np.float32)
+        for i in range(len(args.tasks) if args.class_weights == "balanced" else 0):
+            ids = np.flatnonzero((self.weights[:, i] > 0) & (self.split == 0))
+            self.weights[ids, i] = compute_sample_weight("balanced", self.labels[ids, i])
+
+    def say_what_is_known(self, classes):
+        """Of each part: the sets of each class, the range of targets. InputError: too few."""
+        for part in ("train", "valid", "test"):
+            for (output, names), labels in zip(classes.items(), self.labels.T, strict=True):
+                known = labels[self.part(part)]
+                known = known[~np.isnan(known)]
+                if len(np.unique(known)) < (2 if part == "train" else 1):
+                    text = f"{output}: too few sets of the {part} part have this label"
+                    raise InputError(f"{text}, or all the same: {np.unique(known)}")
+                text = f"{len(known)} known, from {known.min():g} to {known.max():g}"
+                if names:
+                    counts = np.bincount(known.astype(int), minlength=len(names))
+                    text = ", ".join(map("{} {}".format, names[:20], counts))
+                logging.info(f"{part}, {output}: {text}")
 
     def part(self, name):
         """Numbers of the sets to train on, to validate on or to test on."""
@@ -214,53 +251,40 @@ class CausalSets(Dataset):
 
     def make_batch(self, ids, global_ids):
         """The Batch of the sets `ids`, which are some of a global batch."""
-        nodes = ragged_rows(self.node_ptr, ids)
-        edges = ragged_rows(self.edge_ptr, ids)
-        features = self.features[nodes]
+        features = torch.from_numpy(rows_of_sets(self.features, self.node_ptr, ids))
+        degrees = features[:, :2].T.long()  # of past and future
+        past_ptr, future_ptr = F.pad(degrees.cumsum(1), (1, 0))
         begin = np.cumsum(self.sizes[ids]) - self.sizes[ids]  # number of each set's first element
         begin = np.repeat(begin, self.edges[ids])
-        return Batch(
-            # degrees and heights range over orders of magnitude: hence their logarithm
-            torch.from_numpy(features[:, self.columns]).log1p(),
-            torch.from_numpy(self.sizes[ids]),
-            torch.from_numpy(self.past[edges] + begin),
-            pointers(features[:, FEATURES.index("in_degree")]),
-            torch.from_numpy(self.future[edges] + begin),
-            pointers(features[:, FEATURES.index("out_degree")]),
-            torch.from_numpy(self.labels[ids]),
-            torch.from_numpy((self.labels[global_ids] >= 0).sum(0)),
-        )
+        past = torch.from_numpy(rows_of_sets(self.past, self.edge_ptr, ids) + begin)
+        future = torch.from_numpy(rows_of_sets(self.future, self.edge_ptr, ids) + begin)
+        of_sets = [self.sizes, self.numbers, self.standardized, self.weights]
+        sizes, numbers, labels, weights = [torch.from_numpy(array[ids]) for array in of_sets]
+        totals = torch.from_numpy(self.weights[global_ids].sum(0))
+        # degrees and heights range over orders of magnitude: hence their logarithm
+        links = (past, past_ptr, future, future_ptr)
+        return Batch(features.log1p(), sizes, *links, numbers, labels, weights, totals)
 
 
-def pointers(lengths):
-    """(n,) -> (n + 1,) int64: where parts of these lengths begin, and where the last one ends."""
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+def rows_of_sets(array, ptr, ids):
+    """The rows of the sets `ids`, one after the other; of set i: ptr[i] to ptr[i + 1] - 1"""
+    return np.concatenate([array[ptr[i] : ptr[i + 1]] for i in ids])
 
 
-def ragged_rows(ptr, ids):
-    """The rows of the sets `ids` in an array where set i has rows ptr[i] to ptr[i + 1] - 1.
-    With ptr [0, 2, 5] and ids [1, 0]: [2, 3, 4, 0, 1]."""
-    lengths = ptr[ids + 1] - ptr[ids]
-    begin = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(ptr[ids] - begin, lengths)
-
-
-def split_sets(original, shares, seed):
-    """(sets,) uint8: 0 train, 1 valid, 2 test, in these shares, rounded.
-
-    original[i] is the first set that is the same as set i: i itself, unless set i is a copy. Copies
-    lie in one part, or sets to train on would also be in the test."""
-    distinct = np.unique(original)
-    count = len(distinct)
+def split_sets(digests, shares, seed):
+    """(sets,) uint8: 0 train, 1 valid, 2 test, in these shares, rounded. Sets with the same digest
+    are copies, and lie in one part, or sets to train on would also be in the test."""
+    _, first, copy_of = np.unique(digests, return_index=True, return_inverse=True)
+    count = len(first)
     if abs(sum(shares) - 1) > 1e-6 or min(shares) * count < 1:
         text = f"expected three shares, sum 1, each of at least one of the {count} sets"
         raise InputError(f"--split {shares}: {text}")
     ends = np.floor(np.cumsum(shares[:2]) * count + 0.5).astype(int)
-    _, valid, test = np.split(np.random.default_rng(seed).permutation(distinct), ends)
-    split = np.zeros(len(original), np.uint8)
+    _, valid, test = np.split(np.random.default_rng(seed).permutation(np.sort(first)), ends)
+    split = np.zeros(len(digests), np.uint8)
     split[valid] = 1
     split[test] = 2
-    return split[original]
+    return split[first[copy_of]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,8 +298,7 @@ def sum_bags(x, rows, ptr):
 
 class SumNeighbors(torch.autograd.Function):
     """(N, D) -> (N, D): for each element the sum of its neighbors' rows in one direction. The
-    gradient is the sum over the reversed links. We have these lists; the backward pass of
-    embedding_bag would find them by sorting."""
+    gradient is the sum over the reversed links: embedding_bag would find them by sorting."""
 
     @staticmethod
     def forward(ctx, x, neighbors, ptr, reversed_neighbors, reversed_ptr):
@@ -314,65 +337,67 @@ class MessageLayer(nn.Module):
 
     def aggregate(self, x, links, reversed_links):
         """(N, D): for each element the sum or mean over its neighbors in one direction"""
-        total = SumNeighbors.apply(x.float(), *links, *reversed_links)  # fp32 under autocast, too
+        # in fp32 under autocast, too: thousands of neighbors are too many to add up in bf16
+        total = SumNeighbors.apply(x.float(), *links, *reversed_links)
         if self.aggregation == "sum":
             return total
-        return total / links[1].diff().clamp(min=1)[:, None]  # by the number of neighbors
+        return total / links[1].diff().clamp(min=1).float()[:, None]  # by the number of neighbors
 
 
 class CausalSetNet(nn.Module):
-    """Message passing, pooling over each set, and one head per task."""
+    """Message passing, pooling over each set, and one head for each task and target."""
 
     def __init__(self, args, classes):
         super().__init__()
-        widths = [len(args.features)] + [args.hidden_dim] * (args.num_layers - 1)
+        widths = [len(FEATURES)] + [args.hidden_dim] * (args.num_layers - 1)
         self.layers = nn.ModuleList([MessageLayer(width, args) for width in widths])
-        pooled = 3 * args.hidden_dim + 1
-        self.norm = nn.LayerNorm(pooled)
-        self.tasks = list(classes)
+        self.norm = nn.LayerNorm(3 * args.hidden_dim)
+        self.outputs = list(classes)
         self.heads = nn.ModuleList()
         for names in classes.values():
-            hidden = nn.Linear(pooled, args.head_dim)
-            output = nn.Linear(args.head_dim, len(names))
+            hidden = nn.Linear(3 * args.hidden_dim + len(NUMBERS), args.head_dim)
+            output = nn.Linear(args.head_dim, max(1, len(names)))
             self.heads.append(nn.Sequential(hidden, nn.ReLU(), output))
 
     def forward(self, batch):
-        """{task: (B, classes) logits}"""
+        """{task: (B, classes) logits, target: (B, 1) standardized values}"""
         x = batch.features
         for layer in self.layers:
             x = layer(x, batch)
-        x = self.norm(pool(x.float(), batch.sizes))
-        return {task: head(x).float() for task, head in zip(self.tasks, self.heads, strict=True)}
+        # no message tells how many elements lie between two others: so the heads get such numbers
+        x = torch.cat([self.norm(pool(x.float(), batch.sizes)), batch.numbers], dim=1)
+        return {name: head(x).float() for name, head in zip(self.outputs, self.heads, strict=True)}
 
 
 def pool(x, sizes):
-    """(N, D), (B,) -> (B, 3 D + 1): mean, maximum and sum over the elements of each set, and the
-    logarithm of its size, which a mean or a maximum cannot see."""
-    owner = torch.repeat_interleave(sizes, output_size=len(x))  # reads nothing back from a GPU
-    index = owner[:, None].expand_as(x)
-    # scatter_add with an expanded index: on CPUs it is many times as fast as index_add
-    total = x.new_zeros(len(sizes), x.shape[1]).scatter_add(0, index, x)
-    maximum = torch.full_like(total, -math.inf).scatter_reduce(0, index, x, "amax")
-    return torch.cat([total / sizes[:, None], maximum, total, sizes.log()[:, None]], dim=1)
+    """(N, D), (B,) -> (B, 3 D): mean, maximum and sum over the elements of each set. Elements that
+    tie share the gradient of a maximum."""
+    # unsafe: without a check of the sizes, for which it would read them back from a GPU
+    total = torch.segment_reduce(x, "sum", lengths=sizes, unsafe=True)
+    maximum = torch.segment_reduce(x, "max", lengths=sizes, unsafe=True)
+    return torch.cat([total / sizes[:, None], maximum, total], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
 # Loss
 
 
-def batch_loss(logits, batch):
-    """What this micro-batch adds to the mean cross entropy of the global batch.
+def batch_loss(outputs, batch):
+    """What this micro-batch adds to the loss of the global batch: for each task the mean cross
+    entropy, for each target the mean squared error of standardized values, summed.
 
-    Why not the mean over the micro-batch? Ranks may have different numbers of labelled sets, and a
-    mean of such means is not the mean. So each share is divided by the count of the whole global
-    batch, and the shares are summed: over micro-batches by backward(), over ranks by DDP, which
-    takes their mean, times the number of ranks (see `train`). A task without labels in the global
-    batch counts 0."""
-    loss = torch.zeros((), device=batch.labels.device)
-    for i, output in enumerate(logits.values()):
+    Why not means over the micro-batch? Ranks may have different numbers of labelled sets, and a
+    mean of such means is not the mean. So we divide by the weights of the whole global batch, and
+    then sum: over micro-batches by backward(), over ranks by DDP, which takes their mean, times the
+    number of ranks (see `train`). An output without labels in the global batch counts 0."""
+    loss = 0.0
+    for i, output in enumerate(outputs.values()):
         labels = batch.labels[:, i]
-        total = F.cross_entropy(output, labels, ignore_index=-1, reduction="sum")
-        loss = loss + total / batch.counts[i].clamp(min=1)
+        if output.shape[1] > 1:
+            errors = F.cross_entropy(output, labels.long(), reduction="none")
+        else:
+            errors = (output[:, 0] - labels).square()
+        loss = loss + (errors * batch.weights[:, i]).sum() / batch.totals[i].clamp(min=1e-6)
     return loss
 
 
@@ -380,10 +405,13 @@ def batch_loss(logits, batch):
 # Evaluation
 
 METRICS = ["loss", "accuracy", "f1_macro", "f1_weighted", "ece"]  # of a task
+TARGET_METRICS = ["loss", "mae", "rmse", "r2"]
 
 
-def classification(logp, labels):
-    """METRICS of log-probabilities (n, K) and labels (n,); ece as in Guo et al. (2017)."""
+def classification(logp, labels, _=None):
+    """METRICS of log-probabilities (n, K) and labels (n,): cross entropy in nats; f1, mean over
+    classes, or weighted by their sets; calibration error in 15 bins (Guo et al. 2017)."""
+    labels = labels.astype(int)
     guess = logp.argmax(1)
     confidence = np.nan_to_num(np.exp(logp.max(1)))  # a NaN counts as 0
     bins = np.minimum((confidence * 15).astype(int), 14)
@@ -397,47 +425,64 @@ def classification(logp, labels):
     }
 
 
+def regression(values, labels, scale):
+    """TARGET_METRICS of values (n,) and labels (n,) in the target's unit; but loss is the mean
+    square in standard deviations, and r2 is the share of the variance that is explained."""
+    square = float(np.square(values - labels).mean())
+    mae = float(np.abs(values - labels).mean())
+    r2 = float(1 - square / max(labels.var(), 1e-300))
+    return {"loss": square / scale**2, "mae": mae, "rmse": square**0.5, "r2": r2}
+
+
 @torch.no_grad()
-def predict(model, data, ids, args, device):
-    """{task: log-probabilities (len(ids), classes)} on every rank, without autocast. Batch k goes
-    to rank k % world_size: each set counts once, whatever the number of ranks. (all ranks)"""
-    logp = {}
-    for task, names in data.classes.items():
-        logp[task] = torch.zeros(len(ids), len(names), device=device)
+def predict(model, data, ids, device):
+    """{task: log-probabilities (len(ids), classes), target: values (len(ids),)} on every rank,
+    without autocast. Batch k goes to rank k % world_size: each set counts once, whatever the number
+    of ranks. (all ranks)"""
+    outputs = {}
+    for name, names in data.classes.items():
+        outputs[name] = torch.zeros(len(ids), max(1, len(names)), device=device)
 
     model.eval()
     batches = np.array_split(np.arange(len(ids)), math.ceil(len(ids) / EVAL_BATCH_SIZE))
     for rows in batches[dist.get_rank() :: dist.get_world_size()]:
         batch = data.make_batch(ids[rows], ids).to(device)
-        for task, logits in model(batch).items():
-            logp[task][rows[0] : rows[-1] + 1] = logits.log_softmax(dim=1)
+        for name, output in model(batch).items():
+            output = output.log_softmax(dim=1) if data.classes[name] else output
+            outputs[name][rows[0] : rows[-1] + 1] = output
     model.train()
 
-    for part in logp.values():
-        dist.all_reduce(part)  # each row is zero on all ranks but one
-    return {task: part.cpu().double().numpy() for task, part in logp.items()}
+    for name, mean, scale in zip(
+        data.classes, data.facts["means"], data.facts["scales"], strict=True
+    ):
+        dist.all_reduce(outputs[name])  # each row is zero on all ranks but one
+        outputs[name] = outputs[name].cpu().double().numpy()
+        if not data.classes[name]:
+            outputs[name] = outputs[name][:, 0] * scale + mean
+    return outputs
 
 
-def evaluate(model, data, ids, args, device):
-    """Returns metrics of the sets `ids`: loss, and TASK/... METRICS of each task; and their
-    log-probabilities, as `predict` does. (all ranks)"""
-    logp = predict(model, data, ids, args, device)
+def evaluate(model, data, ids, device):
+    """Returns metrics of the sets `ids`: loss, the sum over outputs, and OUTPUT/... METRICS or
+    TARGET_METRICS of each; and what `predict` returns. (all ranks)"""
+    outputs = predict(model, data, ids, device)
     metrics = {"loss": 0.0}
-    for i, task in enumerate(data.classes):
+    for i, (name, names) in enumerate(data.classes.items()):
         labels = data.labels[ids, i]
-        known = labels >= 0
+        known = ~np.isnan(labels)
+        inputs = [outputs[name][known], labels[known], data.facts["scales"][i]]
         # All ranks decide by these, so one computes them: the last bit may depend on the processor.
-        for name, value in on_rank0(classification, logp[task][known], labels[known]).items():
-            metrics[f"{task}/{name}"] = value
-        metrics["loss"] += metrics[f"{task}/loss"]
-    return metrics, logp
+        values = on_rank0(classification if names else regression, *inputs)
+        metrics["loss"] += values["loss"]
+        metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
+    return metrics, outputs
 
 
 def is_better(name, value, best, delta=0.0):
     """Whether a metric is better than `best` (None: there is none yet) by more than delta."""
     if best is None:
         return True
-    if name.endswith(("loss", "ece")):
+    if name.endswith(("loss", "ece", "mae", "rmse")):
         return value < best - delta
     return value > best + delta
 
@@ -450,12 +495,13 @@ def count_waiting(loop, metrics, epoch, args):
     for name in args.stop_metrics:
         if is_better(name, metrics[name], loop["best_values"].get(name), args.delta):
             gained[name] = metrics[name]
-    needed = len(args.stop_metrics) if args.stop_mode == "all" else 1
+    needed = len(set(args.stop_metrics)) if args.stop_mode == "all" else 1
     if len(gained) >= needed:
         loop["best_values"].update(gained)
         loop["waited"] = 0
     elif epoch >= args.grace:
         loop["waited"] += 1
+    loop["is_over"] = 0 < args.patience <= loop["waited"]
 
 
 def is_best(loop, metrics, args):
@@ -468,40 +514,44 @@ def is_best(loop, metrics, args):
     return True
 
 
-def is_stopped_early(loop, args):
-    return 0 < args.patience <= loop["waited"]
-
-
 def measure_baselines(data):
-    """{task: {name: test accuracy}} of what needs no network. (rank 0)
+    """{task: {name: test accuracy}, target: {name: test rmse}} of what needs no network: the
+    commonest class, or the mean; logistic or ridge regression on NUMBERS; gradient boosting on
+    NUMBERS and quantiles of FEATURES; of `dim` or `dimension` the one whose sprinklings have that
+    share of related pairs (Myrheim-Meyer: Meyer 1988). (rank 0)"""
+    from sklearn import dummy, ensemble, linear_model
 
-    majority             the commonest class
-    logistic regression  on counts of elements, pairs, links, chains
-    Myrheim-Meyer        for a task `dim` or `dimension`: the dimension whose sprinklings have that
-                         share of related pairs (Meyer 1988)"""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
+    quantiles = []
+    for begin, end in itertools.pairwise(data.node_ptr):
+        features = data.features[begin:end]
+        quantiles.append(np.quantile(features, [0.1, 0.3, 0.5, 0.7, 0.9], axis=0).ravel())
+    inputs = np.hstack([data.numbers, quantiles])
+    elements, pairs = data.counts[:, :2].T
+    dims = myrheim_meyer(2 * pairs / (elements * (elements - 1)))
     baselines = {}
-    for column, (task, names) in enumerate(data.classes.items()):
-        labels = data.labels[:, column]
-        train = (labels >= 0) & (data.split == 0)
-        test = (labels >= 0) & (data.split == 2)
-        counts = data.statistics
-        classifier = LogisticRegression(C=100, max_iter=2000)  # the default penalty costs accuracy
-        model = make_pipeline(StandardScaler(), classifier)
-        guesses = {"majority": np.bincount(labels[train]).argmax()}
-        if len(np.unique(labels[train])) > 1:
-            model.fit(np.log1p(counts[train]), labels[train])
-            guesses["logistic regression"] = model.predict(np.log1p(counts[test]))
-        if task in ("dim", "dimension") and all(name.isdigit() for name in names):
-            sizes, pairs = counts[test, :2].T
-            dims = myrheim_meyer(2 * pairs / (sizes * (sizes - 1)))
-            guesses["Myrheim-Meyer"] = np.abs(dims[:, None] - np.array(names, float)).argmin(1)
-        baselines[task] = {
-            name: float((labels[test] == guess).mean()) for name, guess in guesses.items()
-        }
+    for (name, names), labels in zip(data.classes.items(), data.labels.T, strict=True):
+        train = ~np.isnan(labels) & (data.split == 0)
+        test = ~np.isnan(labels) & (data.split == 2)
+        models = {"mean": dummy.DummyRegressor(), "ridge regression": linear_model.RidgeCV()}
+        models["boosting"] = ensemble.HistGradientBoostingRegressor(random_state=0)
+        if names:
+            linear = linear_model.LogisticRegression(C=100, max_iter=2000)  # 1 costs accuracy
+            models = {"commonest": dummy.DummyClassifier(), "logistic regression": linear}
+            models["boosting"] = ensemble.HistGradientBoostingClassifier(random_state=0)
+        guesses = {}
+        for kind, model in models.items():
+            columns = inputs if kind == "boosting" else data.numbers
+            guesses[kind] = model.fit(columns[train], labels[train]).predict(columns[test])
+        if name in ("dim", "dimension"):
+            guesses["Myrheim-Meyer"] = dims[test]
+            if names:
+                numbers = {name: number for number, name in enumerate(names)}
+                guesses["Myrheim-Meyer"] = [numbers.get(f"{dim:.0f}", -1) for dim in dims[test]]
+        baselines[name] = {}
+        for kind, guess in guesses.items():
+            accuracy = np.mean(labels[test] == guess)
+            rmse = np.mean((labels[test] - guess) ** 2) ** 0.5
+            baselines[name][kind] = float(accuracy if names else rmse)
     return baselines
 
 
@@ -512,38 +562,30 @@ def myrheim_meyer(fractions):
     return np.interp(-np.asarray(fractions), -np.array(expected), dims)  # they fall with d
 
 
-def report(args, data, ids, metrics, logp):
-    """The test, beside what needs no network; predictions.npz, a confusion matrix for each task.
-    Returns the baselines. (rank 0)"""
+def report(args, data, ids, metrics, outputs):
+    """The test, beside what needs no network; predictions.npz. Returns the baselines, and for each
+    task the f1 of each class and the confusion matrix (a row for each label). (rank 0)"""
     logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
     baselines = measure_baselines(data)
-    for task in data.classes:
-        accuracy = metrics[f"{task}/accuracy"]
-        for name, value in {**baselines[task], "this network": accuracy}.items():
-            logging.info(f"test accuracy  {task:10} {name:20} {value:.4f}")
-        if accuracy < max(baselines[task].values()):
-            logging.warning(f"{task}: the network is worse than what needs no network")
-    save_predictions(args, data, ids, logp)
-    return baselines
-
-
-def save_predictions(args, data, ids, logp):
-    folder = Path(args.output_dir)
-    arrays = {f"logp_{task}": part for task, part in logp.items()}
-    np.savez(folder / "predictions.npz", ids=ids, labels=data.labels[ids], **arrays)
-    for i, (task, names) in enumerate(data.classes.items()):
-        labels = data.labels[ids, i]
-        guess = logp[task].argmax(1)
-        plot = ConfusionMatrixDisplay.from_predictions(
-            labels[labels >= 0],
-            guess[labels >= 0],
-            labels=range(len(names)),
-            display_labels=[name.replace("$", r"\$") for name in names],  # no formula
-            normalize="true",
-            include_values=len(names) <= 30,  # more are slow to draw, and nobody reads them
-            xticks_rotation="vertical",
-        )
-        plot.figure_.savefig(folder / f"confusion_{task}.png", bbox_inches="tight")
+    by_class = {}
+    arrays = {"ids": ids, "labels": data.labels[ids]}
+    for (name, names), labels in zip(data.classes.items(), data.labels[ids].T, strict=True):
+        figure = "accuracy" if names else "rmse"
+        reached = metrics[f"{name}/{figure}"]
+        for kind, value in {**baselines[name], "this network": reached}.items():
+            logging.info(f"test {figure}  {name:10} {kind:20} {value:.4f}")
+            if is_better(figure, value, reached):
+                logging.warning(f"{name}: the network is worse than what needs no network: {kind}")
+        arrays[f"logp_{name}" if names else name] = outputs[name]
+        if names:
+            known = ~np.isnan(labels)
+            pair = (labels[known], outputs[name][known].argmax(1))
+            classes = range(len(names))
+            f1 = f1_score(*pair, labels=classes, average=None, zero_division=0).tolist()
+            matrix = confusion_matrix(*pair, labels=classes).tolist()
+            by_class[name] = {"names": names, "f1": f1, "confusion": matrix}
+    np.savez(Path(args.output_dir) / "predictions.npz", **arrays)
+    return baselines, by_class
 
 
 # --------------------------------------------------------------------------------------------------
@@ -578,15 +620,15 @@ def train(args, device, data, model, state, log):
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
     optimizer = make_optimizer(args, model)
     autocast = choose_precision(args, device)
-    # where training stands; and, for whoever loads the weights, the names of the outputs
-    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0, "classes": data.classes}
+    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0, "is_over": False}
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         state.clear()  # each rank has a copy: free it
     ddp_model = wrap_ddp(model, args, device)
-    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=model)
+    contents = {"loop": loop, "model": model, "data": data.facts}
+    save = functools.partial(save_checkpoint, args=args, log=log, **contents)
     sampler.start = loop["step"]
     batches = make_loader(data, sampler, args, device)
 
@@ -594,7 +636,7 @@ def train(args, device, data, model, state, log):
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
     meter = Meter(["loss"], args, device)
     reason = ""
-    while loop["step"] < steps and not reason and not is_stopped_early(loop, args):
+    while loop["step"] < steps and not reason and not loop["is_over"]:
         step = loop["step"]
         epoch, position = divmod(step, sampler.steps)
         if position == 0:
@@ -626,7 +668,7 @@ def train(args, device, data, model, state, log):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics, _ = evaluate(model, data, data.part("valid"), args, device)
+            metrics, _ = evaluate(model, data, data.part("valid"), device)
             if not math.isfinite(metrics["loss"]):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
@@ -634,6 +676,7 @@ def train(args, device, data, model, state, log):
             count_waiting(loop, metrics, epoch, args)
             if is_best(loop, metrics, args):
                 logging.info(f"Found better model at epoch {epoch}.")
+                logging.info(f"Saving checkpoint for model at epoch {epoch}")
                 save("best.pt")
 
         # save, with what the evaluation has changed
@@ -663,6 +706,8 @@ def main(args):
     for name, title in {"train": "Training", "valid": "Validation", "test": "Test"}.items():
         logging.info(f"  {title + ' samples:':19} {len(data.part(name)):,}")
     begin_run(args, state, data.hash)
+    split = Path(args.output_dir) / "split.npz"  # by which tools know what was trained on
+    on_rank0(functools.partial(np.savez, split, digests=data.digests, split=data.split))
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = CausalSetNet(args, data.classes).to(device)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -673,7 +718,7 @@ def main(args):
     figures = {"steps": loop["step"], "best": loop["best"]}
     if reason:
         return log.stop(reason, **figures)
-    if is_stopped_early(loop, args):
+    if loop["is_over"]:
         logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
     logging.info("Training process completed.")
     logging.info("Starting testing phase...")
@@ -682,9 +727,10 @@ def main(args):
     best = Path(args.output_dir) / "best.pt"
     model.load_state_dict(on_rank0(torch.load, best, "cpu")["model"])
     ids = data.part("test")
-    metrics, logp = evaluate(model, data, ids, args, device)
-    baselines = on_rank0(report, args, data, ids, metrics, logp)
-    log.close("finished", **figures, test=metrics, baselines=baselines)
+    metrics, outputs = evaluate(model, data, ids, device)
+    baselines, by_class = on_rank0(report, args, data, ids, metrics, outputs)
+    figures.update(test=metrics, baselines=baselines, classes=by_class)
+    log.close("finished", **figures)
     logging.info("Training and testing completed successfully!")
     return 0
 
@@ -695,9 +741,12 @@ def main(args):
 # Names in stores of QuantumGrav.jl and of its Python package. The first that is there is read.
 ADJACENCY = ["adjacency_matrix", "adj"]  # all related pairs
 LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
+PAIRS = "link_pairs"  # the same as rows (i, j), of all sets, ...
+PAIR_COUNTS = "link_counts"  # ... and how many rows each set has
+RELATIONS = [*ADJACENCY, *LINKS, PAIRS]
 SIZES = ["atomcount", "cset_size"]
 COUNTS = ["num_samples", "num_causal_sets"]  # how many sets of a larger store are there
-READER = 8  # raise it when you change what is read or kept: else an old cache is used
+READER = 9  # raise it when you change what is read or kept: else an old cache is used
 
 
 def choose(arrays, *names):
@@ -707,281 +756,324 @@ def choose(arrays, *names):
     raise ValueError(f"has {', '.join(arrays) or 'nothing'}; expected {' or '.join(names)}")
 
 
-def open_arrays(folder, tasks):
-    """{name: array} of the arrays directly in a folder of a zarr store; of those that we do not
-    need, which may be many, {name: None}. We look for them ourselves: groups that Julia writes have
-    no file that zarr would know them by."""
-    import zarr
+def expect(condition, text):
+    if not condition:
+        raise ValueError(text)
 
-    arrays = {}
-    for path in sorted(folder.iterdir()):
-        meta = path / "zarr.json"  # of format 3; groups have it, too
-        if (path / ".zarray").exists() or (meta.exists() and '"array"' in meta.read_text()):
-            is_needed = path.name in [*ADJACENCY, *LINKS, *SIZES, *COUNTS, *tasks]
-            arrays[path.name] = zarr.open_array(path, mode="r") if is_needed else None
+
+@functools.lru_cache(maxsize=2)
+def open_arrays(path, outputs):
+    """{name: array} of an .npz file, or directly in a folder of a zarr store; {name: None} of those
+    that we do not need, which may be many."""
+    needed = {*RELATIONS, PAIR_COUNTS, *SIZES, *COUNTS, *outputs}
+    if path.is_dir():
+        import zarr
+
+        # we look for them ourselves: groups that Julia writes have no file that zarr knows them by
+        arrays = {folder.name: None for folder in sorted(path.glob("*/"))}
+        for name in needed.intersection(arrays):
+            arrays[name] = zarr.open_array(path / name, mode="r")
+        return arrays
+    expect(zipfile.is_zipfile(path), "is no .npz file, and no zarr store")
+    file = np.load(path)
+    arrays = dict.fromkeys(file.files)
+    for name in needed.intersection(arrays):
+        try:
+            arrays[name] = file[name]
+        except ValueError:
+            text = "pad matrices of different sizes with zeros, and give labels as texts or numbers"
+            raise ValueError(f"{name} is an array of objects: {text}") from None
     return arrays
 
 
-def lost_chunks(array):
-    """Chunks that a store lacks, or leaves out because they are zeros: both read as zeros."""
-    return getattr(array, "nchunks", 0) - getattr(array, "nchunks_initialized", 0)
-
-
-def read_sets(path, tasks):
-    """Yields for each set its name, and {name of an array: its value}.
-
-    path is an .npz file or a zarr store whose arrays hold all sets, counted by the first axis, in
-    the store itself or in a group; or a zarr store with a group for each set."""
-    if path.is_file():
-        try:
-            arrays = dict(np.load(path))
-        except (TypeError, ValueError):
-            text = "pad matrices of different sizes with zeros, and give atomcount"
-            raise ValueError(f"no .npz file, or one with arrays of objects: {text}") from None
-        yield from read_flat(arrays, tasks)
-        return
+def list_units(path, outputs):
+    """What is read at a time: (a group of one set, None), or (an .npz file, or a folder of arrays
+    that hold all sets, counted by the first axis; a range of these sets)."""
     groups = [group for group in path.glob("cset_*") if group.name[5:].isdigit()]
-    lost = []
-    for group in sorted(groups, key=lambda group: int(group.name[5:])):
-        arrays = open_arrays(group, tasks)
-        lost += [f"{group.name}/{task}" for task in tasks if lost_chunks(arrays.get(task)) > 0]
-        values = {name: None if array is None else array[...] for name, array in arrays.items()}
-        yield group.name, values
-    if lost:
-        logging.warning(f"{len(lost)} labels are not stored, and read as zeros, such as {lost[0]}")
     if groups:
+        groups.sort(key=lambda group: int(group.name[5:]))
+        return [(group, None) for group in groups]
+    units = []
+    for folder in [path, *sorted(path.glob("*/"))]:
+        arrays = open_arrays(folder, outputs)
+        if not any(name in arrays for name in RELATIONS):
+            continue
+        name = choose(arrays, *RELATIONS)
+        counted = choose(arrays, PAIR_COUNTS) if name == PAIRS else name
+        count = arrays[counted].shape[0]
+        shapes = {other: (count,) for other in [*outputs, choose(arrays, *SIZES)]}
+        if name == PAIRS:
+            shapes[name] = (arrays[counted][...].sum(), 2)
+        for other, expected in shapes.items():
+            shape = arrays[choose(arrays, other)].shape
+            expect(
+                shape == expected, f"{other} has shape {shape}; expected {expected} as {counted}"
+            )
+        # about 1 MB, or a chunk of a store, which is decompressed at once
+        chunk = 1 if name == PAIRS else getattr(arrays[name], "chunks", [1])[0]
+        step = chunk * math.ceil(2**20 * count / max(1, arrays[name].nbytes) / chunk)
+        for total in COUNTS:
+            if total in arrays:
+                count = min(count, number_of(arrays[total][...], total))
+        units += [(folder, range(i, min(i + step, count))) for i in range(0, count, step)]
+    expect(units, f"has no sets, or none of {', '.join(RELATIONS)}")
+    return units
+
+
+def read_unit(unit, outputs):
+    """Yields for each set its name, and {name of an array: its value}."""
+    path, ids = unit
+    arrays = open_arrays(path, outputs)
+    if ids is None:
+        yield (
+            path.name,
+            {name: None if array is None else array[...] for name, array in arrays.items()},
+        )
         return
-    for folder in [path, *sorted(path.iterdir())]:
-        arrays = open_arrays(folder, tasks) if folder.is_dir() else {}
-        if any(name in arrays for name in [*ADJACENCY, *LINKS]):
-            groups.append(folder)
-            yield from read_flat(arrays, tasks)
-    if not groups:
-        raise ValueError(f"has no {' or '.join([*ADJACENCY, *LINKS])}")
-
-
-def read_flat(arrays, tasks):
-    """The sets of arrays whose first axis counts them, as `read_sets` yields them."""
-    matrix = choose(arrays, *ADJACENCY, *LINKS)
-    matrices = arrays[matrix]
-    count = matrices.shape[0]
-    numbers = {}
-    for name in [*tasks, choose(arrays, *SIZES)]:
-        array = arrays[choose(arrays, name)]
-        if array.shape != (count,):
-            raise ValueError(f"{name} has shape {array.shape}; expected ({count},) as {matrix}")
-        lost = lost_chunks(array)
-        if lost > 0:
-            logging.warning(f"{name}: {lost} chunks are not stored, and read as zeros")
-        numbers[name] = array[...]
-    for name in COUNTS:
-        if name in arrays:
-            count = min(count, number_of(arrays[name][...], name))
-
-    # what is packed together is read once: a chunk, or all of an .npz file
-    piece = max(1, getattr(matrices, "chunks", matrices.shape)[0])
-    for first in range(0, count, piece):
-        rows = matrices[first : min(first + piece, count)]
-        for i, row in enumerate(rows, first):
-            yield f"set {i}", {matrix: row, **{name: value[i] for name, value in numbers.items()}}
+    rows = slice(ids.start, ids.stop)
+    columns = {name: arrays[name][rows] for name in [*outputs, choose(arrays, *SIZES)]}
+    name = choose(arrays, *RELATIONS)
+    if name == PAIRS:
+        ends = np.cumsum(arrays[PAIR_COUNTS][: ids.stop])
+        begin = ends[ids.start] - arrays[PAIR_COUNTS][ids.start]
+        columns[name] = np.split(arrays[name][begin : ends[-1]], ends[rows][:-1] - begin)
+    else:
+        columns[name] = arrays[name][rows]
+    for i, number in enumerate(ids):
+        yield f"set {number}", {name: column[i] for name, column in columns.items()}
 
 
 def number_of(value, name):
-    """A size or a label; a label may also be a name. Some write numbers as texts."""
+    """A size or a label, -1 for NaN; a label may also be a name. Some write numbers as texts."""
     number = np.asarray(value).item()
     if isinstance(number, bytes):
         number = number.decode()
     if isinstance(number, str) and not re.fullmatch(r" *-?\d+ *", number):
-        return number
-    if not float(number).is_integer():  # also NaN
-        raise ValueError(f"{name} is {number}; expected a whole number")
+        return number.strip()
+    if isinstance(number, float) and math.isnan(number):
+        return -1
+    expect(float(number).is_integer(), f"{name} is {number}; expected a whole number")
     return int(number)
 
 
-def order_of(values):
-    """The order (n, n) bool of a set: [i, j] where i is in the past of j, so that i < j. Raises
-    ValueError where the matrix is no such thing."""
-    name = choose(values, *ADJACENCY, *LINKS)
-    matrix = values[name]
-    n = len(matrix)
-    for size in SIZES:
-        if size in values:
-            n = number_of(values[size], size)
-    if matrix.shape != (len(matrix), len(matrix)) or not 2 <= n <= min(len(matrix), 32767):
-        text = f"{n} elements in {name} of shape {matrix.shape}"
-        raise ValueError(f"{text}; expected a square of 2 to 32767")
-    if matrix[n:].any() or matrix[:, n:].any():
-        raise ValueError(f"{name} has pairs beyond its {n} elements")
-    matrix = matrix[:n, :n]
-    if not ((matrix == 0) | (matrix == 1)).all():
-        raise ValueError(f"{name} has other entries than 0 and 1")
-    if not matrix.any():
-        raise ValueError(f"{name} has no pairs at all: is a chunk of the store missing?")
-
-    matrix = matrix.astype(bool)
+def relations_of(values):
+    """Of a set: for each element those earlier ones that it is said to be related to, all or the
+    links, as an integer: bit i is 1 for element i. ValueError where they are no such thing."""
+    name = choose(values, *RELATIONS)
+    given = values[name]
+    size = choose(values, *SIZES, name)
+    n = len(given) if size == name else number_of(values[size], size)
+    expect(2 <= n <= 32767, f"{n} elements; expected 2 to 32767")
+    if name == PAIRS:
+        earlier, later = given.T
+        is_sound = len(given) > 0 and earlier.min() >= 0 and later.max() < n
+        text = f"{name} has no rows, or others than (i, j) with 0 <= i < j < {n}"
+        expect(is_sound and (earlier < later).all(), text)
+        relations = [0] * n
+        for i, j in given.tolist():
+            relations[j] |= 1 << i
+        return relations
+    is_square = given.shape == (len(given), len(given)) and n <= len(given)
+    expect(is_square, f"{n} elements in {name} of shape {given.shape}; expected a square")
+    matrix = np.zeros_like(given, bool)
+    matrix[:n, :n] = given[:n, :n]
+    text = f"{name} has other entries than 0 and 1, or pairs beyond its {n} elements"
+    expect(np.array_equal(matrix, given), text)
+    expect(matrix.any(), f"{name} has no pairs at all: is a chunk of the store missing?")
     if not np.triu(matrix).any():
         matrix = matrix.T  # as arrays of Julia arrive
-    if np.tril(matrix).any():
-        text = "a cycle, ones on its diagonal, or elements that are not sorted in time"
-        raise ValueError(f"{name} has {text}; expected 1 only where i < j")
-    order = closure(matrix)
-    if name in ADJACENCY and not np.array_equal(matrix, order):
-        raise ValueError(f"{name} is not transitive; expected all related pairs")
-    if name in LINKS and not np.array_equal(matrix, links_of(order)):
-        raise ValueError(f"{name} is not made of the pairs with nothing between them")
-    return order
+    text = "a cycle, ones on its diagonal, or elements that are not sorted in time"
+    expect(not np.tril(matrix).any(), f"{name} has {text}; expected 1 only where i < j")
+    rows = np.packbits(matrix[:n, :n].T, axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in rows]
 
 
-def closure(edges):
-    """The transitive closure (n, n) bool of an acyclic graph."""
-    while True:
-        step = edges.astype(np.float32)  # numpy multiplies floats much faster than integers
-        more = edges | (step @ step > 0.5)
-        if np.array_equal(more, edges):
-            return edges
-        edges = more
+def links_of(relations):
+    """Of relations that are all, or so many that the others follow: for each element the earlier
+    ones that it is linked to, and its whole past as an integer."""
+    links = []
+    past = []
+    for left in relations:
+        linked = []
+        before = 0
+        while left:  # the latest element that is left is linked; those in its past are not
+            latest = left.bit_length() - 1
+            linked.append(latest)
+            before |= past[latest] | 1 << latest
+            left &= ~before
+        links.append(linked[::-1])
+        past.append(before)
+    return links, past
 
 
-def links_of(order):
-    """The transitive reduction (n, n) bool of an order: pairs with nothing between them."""
-    step = order.astype(np.float32)  # counts below 2^24 are exact
-    return order & (step @ step < 0.5)
+def climb(links, elements):
+    """For each element the longest chain that leads to it, without it: its proper time; and what
+    comes before it: (n,), and bits (n, words) uint64. `elements`: those that one is linked to come
+    before it."""
+    height = [0] * len(links)
+    before = [0] * len(links)
+    for element in elements:
+        for other in links[element]:
+            height[element] = max(height[element], height[other] + 1)
+            before[element] |= before[other] | 1 << other
+    width = 8 * math.ceil(len(links) / 64)
+    whole = b"".join(bits.to_bytes(width, "little") for bits in before)
+    return height, np.frombuffer(whole, np.uint64).reshape(len(links), -1)
 
 
-def heights(order):
-    """(n,) elements of the longest chain before each element: its proper time."""
-    count = np.zeros(len(order), np.int64)
-    after = order.any(0)  # at first those that come after an element
-    while after.any():
-        count += after
-        after = order[after].any(0)  # then those that come after one of these, and so on
-    return count
+def count_intervals(past, future):
+    """(12,): related pairs with 0, 1, ..., 10 elements between them, and with more. These numbers
+    tell what is like a spacetime (Glaser and Surya 2013). past and future: bits as of `climb`. Of
+    more than 2,048 elements every k-th is looked at, and the numbers are scaled up."""
+    n = len(past)
+    k = math.ceil(n / 2048)
+    is_related = np.unpackbits(past[::k].view(np.uint8), axis=1, count=n, bitorder="little")
+    later, earlier = np.nonzero(is_related[:, k // 2 :: k])
+    counts = np.zeros(12)
+    for pairs in np.array_split(np.arange(len(later)), 1 + len(later) * past.shape[1] // 2**20):
+        between = past[later[pairs] * k] & future[earlier[pairs] * k + k // 2]
+        between = np.bitwise_count(between).sum(1)
+        counts += np.bincount(np.minimum(between, 11), minlength=12)
+    return counts * (np.bitwise_count(past).sum() / max(1, counts.sum()))
 
 
-def describe(order):
-    """What is kept of a set with this order: {name: array}"""
-    link = links_of(order)
-    past_height = heights(order)
-    future_height = heights(order.T)  # the past of the order turned round
-    past_size = order.sum(0)
-    future_size = order.sum(1)
-    features = [link.sum(0), link.sum(1), past_height, future_height, past_size, future_size]
-    statistics = [
-        len(order),
-        order.sum(),  # related pairs
-        link.sum(),
-        (past_size == 0).sum(),  # minimal elements
-        (future_size == 0).sum(),  # maximal elements
-        past_height.max() + 1,  # elements of the longest chain
-        (past_size * future_size).sum(),  # chains of 3, counted by the one in the middle
-    ]
-    return {
-        "features": np.stack(features, axis=1).astype(np.float32),
-        "past": np.nonzero(link.T)[1].astype(np.int16),
-        "future": np.nonzero(link)[1].astype(np.int16),
-        "statistics": np.array([statistics], np.float64),
+def describe(values):
+    """What is kept of a set: {name in ARRAYS: its rows}. ValueError where it is no order."""
+    name = choose(values, *RELATIONS)
+    relations = relations_of(values)
+    links, past = links_of(relations)
+    in_degree = list(map(len, links))
+    if name in ADJACENCY:
+        expect(past == relations, f"{name} is not transitive; expected all related pairs")
+    else:
+        text = f"{name} is not made of the pairs with nothing between them"
+        expect(sum(in_degree) == sum(map(int.bit_count, relations)), text)
+    reversed_links = [[] for _ in links]
+    for later, linked in enumerate(links):
+        for earlier in linked:
+            reversed_links[earlier].append(later)
+    out_degree = list(map(len, reversed_links))
+    past_height, past = climb(links, range(len(links)))
+    future_height, future = climb(reversed_links, reversed(range(len(links))))
+    past_size = np.bitwise_count(past).sum(1, dtype=np.int64)
+    future_size = np.bitwise_count(future).sum(1, dtype=np.int64)
+
+    features = [in_degree, out_degree, past_height, future_height, past_size, future_size]
+    extremal = [np.count_nonzero(past_size == 0), np.count_nonzero(future_size == 0)]
+    chains = (past_size * future_size).sum()  # by the element in the middle
+    numbers = [len(links), past_size.sum(), sum(in_degree), *extremal, max(past_height) + 1, chains]
+    arrays = {
+        "features": np.array(features, np.float32).T.copy(),
+        "past": np.concatenate(links).astype(np.int16),
+        "future": np.concatenate(reversed_links).astype(np.int16),
+        "numbers": np.array([*numbers, *count_intervals(past, future)]),
     }
+    digest = hashlib.sha256(arrays["features"].tobytes() + arrays["past"].tobytes())
+    return {**arrays, "digests": np.array(digest.hexdigest()[:16], "S16")}
 
 
-def read_all(paths, tasks):
-    """Lists: what `describe` returns of each set; its labels; its file and name; what is wrong with
-    bad sets"""
-    sets = []
+class Units(Dataset):
+    """[i] is the folder of unit i, made once: a reading that is killed lost no more than that."""
+
+    def __init__(self, units, args, key):
+        self.units = units
+        self.args = args
+        self.key = key
+
+    def __getitem__(self, i):
+        write = functools.partial(write_unit, self.units[i], self.args)
+        return str(cached(self.args.cache_dir, "unit", [self.key, str(self.units[i])], write))
+
+
+def write_unit(unit, args, folder):
+    """Describe the sets of a unit: ARRAYS, and [labels, what is wrong] as JSON."""
+    arrays = {name: [] for name in ARRAYS}
     labels = []
-    names = []
     bad = []
-    turned = []
-    for path in paths:
+    for name, values in read_unit(unit, args.outputs):
         try:
-            for name, values in tqdm(read_sets(path, tasks), desc=path.name, disable=None):
-                try:
-                    own = [number_of(values[choose(values, task)], task) for task in tasks]
-                    sets.append(describe(order_of(values)))
-                    labels.append(own)
-                    names.append((str(path), name))
-                    if np.tril(values[choose(values, *ADJACENCY, *LINKS)]).any():
-                        turned.append(f"{path}: {name}")
-                except ValueError as error:
-                    bad.append(f"{path}: {name}: {error}")
-        except Exception as error:  # zarr and its decoders raise many kinds
-            raise InputError(f"{path}: {error} (--help has the format)") from error
-
-    if turned:
-        text = "have ones below the diagonal alone, and are read transposed, as Julia writes them"
-        logging.info(f"{len(turned)} matrices {text}, such as {turned[0]}")
-    return sets, labels, names, bad
-
-
-def find_copies(sets):
-    """(sets,) int64: the first set that has the same order, its elements in the same places."""
-    original = np.arange(len(sets))
-    seen = {}
-    for i, values in enumerate(sets):
-        key = values["features"].tobytes() + values["past"].tobytes()
-        original[i] = seen.setdefault(key, i)
-    return original
-
-
-def hash_of_orders(arrays):
-    """By which data that were trained on are known again, whatever their labels and file names."""
-    digest = hashlib.sha256(arrays["features"])
-    digest.update(arrays["past"])
-    return digest.hexdigest()[:12]
+            row = [number_of(values[choose(values, task)], task) for task in args.tasks]
+            for target in args.targets:
+                row.append(float(np.asarray(values[choose(values, target)]).item()))
+                expect(not math.isinf(row[-1]), f"{target} is {row[-1]}; expected a number or NaN")
+            for key, array in describe(values).items():
+                arrays[key].append(array.tobytes())
+            labels.append(row)
+        except ValueError as error:
+            bad.append(f"{unit[0]}: {name}: {error}")
+    for name, parts in arrays.items():
+        (folder / f"{name}.bin").write_bytes(b"".join(parts))
+    (folder / "labels.json").write_text(json.dumps([labels, bad]))
 
 
 def classes_of(values):
-    """(labels (sets,), -1 where there is none; the names of the classes) of the values of a task"""
+    """(labels (sets,), NaN where there is none; the names of the classes) of the values of a task"""
     known = {value for value in values if value != "" and (isinstance(value, str) or value >= 0)}
     names = sorted(known, key=lambda value: (isinstance(value, str), value))
     numbers = {name: number for number, name in enumerate(names)}
-    return [numbers.get(value, -1) for value in values], [str(name) for name in names]
+    return [numbers.get(value, math.nan) for value in values], [str(name) for name in names]
 
 
-def write_sets(folder, args):
-    """Read --data, and write its arrays. (rank 0)"""
-    sets, values, names, bad = read_all([Path(path) for path in args.data], args.tasks)
+def write_sets(args, key, new):
+    """Read --data with all cores, unit by unit, into the folder `new`. (rank 0)"""
+    rows = []
+    bad = []
+    folders = []
+    for path in map(Path, args.data):
+        try:
+            units = list_units(path, args.outputs)
+            workers = min(len(units), len(os.sched_getaffinity(0)))
+            options = argparse.Namespace(num_workers=workers if workers > 1 else 0)
+            loader = make_loader(
+                Units(units, args, key), range(len(units)), options, torch.device("cpu")
+            )
+            for folder in tqdm(loader, desc=path.name, total=len(units), disable=None):
+                folders.append(Path(folder))
+                for name in ARRAYS:
+                    with open(new / f"{name}.bin", "ab") as file:
+                        file.write((folders[-1] / f"{name}.bin").read_bytes())
+                labels, wrong = json.loads((folders[-1] / "labels.json").read_text())
+                rows += labels
+                bad += wrong
+        except Exception as error:  # zarr and its decoders raise many kinds; a worker adds lines
+            text = str(error).strip().splitlines()[-1]
+            raise InputError(f"{path}: {text} (--help has the format)") from error
     if bad:
-        text = "\n  ".join([f"{len(bad)} of {len(sets) + len(bad)} sets are bad:", *bad[:20]])
-        if not args.skip_bad_data:
+        text = "\n  ".join([f"{len(bad)} of {len(rows) + len(bad)} sets are bad:", *bad[:20]])
+        if not args.skip_bad_data or not rows:
             raise InputError(f"{text}\n(--skip_bad_data leaves them out)")
         logging.warning(text)
-    if not sets:
-        raise InputError(f"--data {' '.join(args.data)}: no sets")
 
-    arrays = {name: np.concatenate([found[name] for found in sets]) for name in sets[0]}
-    classes = {}
-    labels = []
-    for task, column in zip(args.tasks, zip(*values, strict=True), strict=True):
-        own, classes[task] = classes_of(column)
-        labels.append(own)
-        if len(classes[task]) < 2:
-            raise InputError(f"--tasks {task}: expected 2 classes or more, found {classes[task]}")
-    arrays["labels"] = np.stack(labels, axis=1)
-    arrays["original"] = find_copies(sets)
-    copies = np.flatnonzero(arrays["original"] != np.arange(len(sets)))
+    classes = dict.fromkeys(args.outputs, [])
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    for i, task in enumerate(args.tasks):
+        columns[i], classes[task] = classes_of(columns[i])
+    labels = np.array(columns, np.float64).T
+    np.save(new / "labels.npy", labels)
+    digests = np.fromfile(new / "digests.bin", ARRAYS["digests"])
+    copies = np.delete(np.arange(len(digests)), np.unique(digests, return_index=True)[1])
     if len(copies) > 0:
-        text = f"{len(copies)} sets are copies, such as {' '.join(names[copies[0]])}"
+        text = f"{len(copies)} sets are copies, such as set {copies[0]} of all"
         logging.info(f"{text}: each lies in the part of its original")
-    arrays["node_ptr"] = np.cumsum([0, *arrays["statistics"][:, 0]], dtype=np.int64)
-    arrays["edge_ptr"] = np.cumsum([0, *arrays["statistics"][:, 2]], dtype=np.int64)
-    digest = hashlib.sha256(json.dumps(classes).encode())
-    for name, array in sorted(arrays.items()):
-        np.save(folder / f"{name}.npy", array)
-        digest.update(array)
-    meta = {"classes": classes, "hash": f"{digest.hexdigest()[:12]} {hash_of_orders(arrays)}"}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    content = json.dumps(classes).encode() + labels.tobytes() + digests.tobytes()
+    meta = {"classes": classes, "hash": hashlib.sha256(content).hexdigest()[:12]}
+    (new / "meta.json").write_text(json.dumps(meta))
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def prepare(args):
     """The folder with the sets of --data, read once, and kept. (rank 0)"""
-    key = [READER, args.tasks, args.skip_bad_data]
+    key = [READER, args.tasks, args.targets]
     for path in map(Path, args.data):
         if not path.exists():
             raise InputError(f"--data {path} is not there (tools/make_causal_sets.py makes one)")
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         stats = [file.stat() for file in files]
         key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
-    return cached(args.cache_dir, "sets", key, lambda new: write_sets(new, args))
+    key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    write = functools.partial(write_sets, args, key)
+    return cached(args.cache_dir, "sets", [key, args.skip_bad_data], write)
 
 
 # ==================================================================================================
