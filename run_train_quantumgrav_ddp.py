@@ -117,6 +117,7 @@ def parse_args():
     add("--world_size", type=COUNT, help="as --nproc_per_node")
     add("--master_addr", help="where ranks meet; the variable MASTER_ADDR wins")
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
+    add("--find_unused_parameters", type=boolean, choices=[False], help="False: none are unused")
 
     # fp32 on GPUs, too: with a network this small they wait for the host, and casts are more to do
     add_common_arguments(parser, output_dir="outputs/quantumgrav", precision="fp32")
@@ -803,7 +804,7 @@ def list_units(path, outputs):
         count = arrays[counted].shape[0]
         shapes = {other: (count,) for other in [*outputs, choose(arrays, *SIZES)]}
         if name == PAIRS:
-            shapes[name] = (arrays[counted][...].sum(), 2)
+            shapes[name] = (int(arrays[counted][...].sum()), 2)
         for other, expected in shapes.items():
             shape = arrays[choose(arrays, other)].shape
             expect(
@@ -825,10 +826,8 @@ def read_unit(unit, outputs):
     path, ids = unit
     arrays = open_arrays(path, outputs)
     if ids is None:
-        yield (
-            path.name,
-            {name: None if array is None else array[...] for name, array in arrays.items()},
-        )
+        values = {name: None if array is None else array[...] for name, array in arrays.items()}
+        yield str(path), values
         return
     rows = slice(ids.start, ids.stop)
     columns = {name: arrays[name][rows] for name in [*outputs, choose(arrays, *SIZES)]}
@@ -840,7 +839,7 @@ def read_unit(unit, outputs):
     else:
         columns[name] = arrays[name][rows]
     for i, number in enumerate(ids):
-        yield f"set {number}", {name: column[i] for name, column in columns.items()}
+        yield f"{path}: set {number}", {name: column[i] for name, column in columns.items()}
 
 
 def number_of(value, name):
@@ -861,7 +860,7 @@ def relations_of(values):
     links, as an integer: bit i is 1 for element i. ValueError where they are no such thing."""
     name = choose(values, *RELATIONS)
     given = values[name]
-    size = choose(values, *SIZES, name)
+    size = choose(values, *SIZES) if name == PAIRS else choose(values, *SIZES, name)
     n = len(given) if size == name else number_of(values[size], size)
     expect(2 <= n <= 32767, f"{n} elements; expected 2 to 32767")
     if name == PAIRS:
@@ -986,8 +985,9 @@ class Units(Dataset):
 
 
 def write_unit(unit, args, folder):
-    """Describe the sets of a unit: ARRAYS, and [labels, what is wrong] as JSON."""
+    """Describe the sets of a unit: ARRAYS, and [names, labels, what is wrong] as JSON."""
     arrays = {name: [] for name in ARRAYS}
+    names = []
     labels = []
     bad = []
     for name, values in read_unit(unit, args.outputs):
@@ -998,12 +998,13 @@ def write_unit(unit, args, folder):
                 expect(not math.isinf(row[-1]), f"{target} is {row[-1]}; expected a number or NaN")
             for key, array in describe(values).items():
                 arrays[key].append(array.tobytes())
+            names.append(name)
             labels.append(row)
         except ValueError as error:
-            bad.append(f"{unit[0]}: {name}: {error}")
+            bad.append(f"{name}: {error}")
     for name, parts in arrays.items():
         (folder / f"{name}.bin").write_bytes(b"".join(parts))
-    (folder / "labels.json").write_text(json.dumps([labels, bad]))
+    (folder / "labels.json").write_text(json.dumps([names, labels, bad]))
 
 
 def classes_of(values):
@@ -1016,6 +1017,7 @@ def classes_of(values):
 
 def write_sets(args, key, new):
     """Read --data with all cores, unit by unit, into the folder `new`. (rank 0)"""
+    names = []
     rows = []
     bad = []
     folders = []
@@ -1032,7 +1034,8 @@ def write_sets(args, key, new):
                 for name in ARRAYS:
                     with open(new / f"{name}.bin", "ab") as file:
                         file.write((folders[-1] / f"{name}.bin").read_bytes())
-                labels, wrong = json.loads((folders[-1] / "labels.json").read_text())
+                own_names, labels, wrong = json.loads((folders[-1] / "labels.json").read_text())
+                names += own_names
                 rows += labels
                 bad += wrong
         except Exception as error:  # zarr and its decoders raise many kinds; a worker adds lines
@@ -1053,11 +1056,12 @@ def write_sets(args, key, new):
     digests = np.fromfile(new / "digests.bin", ARRAYS["digests"])
     copies = np.delete(np.arange(len(digests)), np.unique(digests, return_index=True)[1])
     if len(copies) > 0:
-        text = f"{len(copies)} sets are copies, such as set {copies[0]} of all"
+        text = f"{len(copies)} sets are copies, such as {names[copies[0]]}"
         logging.info(f"{text}: each lies in the part of its original")
     content = json.dumps(classes).encode() + labels.tobytes() + digests.tobytes()
     meta = {"classes": classes, "hash": hashlib.sha256(content).hexdigest()[:12]}
     (new / "meta.json").write_text(json.dumps(meta))
+    (new / "names.json").write_text(json.dumps(names))  # for tools
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -1231,7 +1235,7 @@ def config_words(content, parser, prefix="--"):
             words += config_words(value, parser, f"{name}_" if is_prefix else prefix)
         elif isinstance(value, list):
             words += [name, *map(str, value)]
-        elif value is not None or name not in options:  # left empty: the default
+        elif value is not None:  # left empty: the default
             words.append(f"{name}={value}")
     return words
 

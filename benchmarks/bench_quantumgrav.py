@@ -18,8 +18,7 @@ ready        as in memory, but batches are made only once, and stay on the devic
 The loop has some advantages more: no validation and no checkpoint after an epoch, no gradient
 clipping, no progress bar.
 
-Networks. default: that of the script. 1x32: one layer of width 32 with dropout 0.3, in- and
-out-degrees as features.
+Networks. default: that of the script. 1x32: one layer of width 32 with dropout 0.3.
 """
 
 import argparse
@@ -36,12 +35,11 @@ from torch import nn
 UNIT = "sets/s"
 BATCH = 64
 LOG_EVERY = 10
-HEAD = 64  # of the script
+FEATURES, NUMBERS, HEAD = 6, 19, 128  # of the script
 PORT_SETS = 4000  # at most
-FEATURES = "in_degree out_degree past_height future_height".split()
 WORKS = {
-    "default": {"features": FEATURES, "hidden_dim": 64, "num_layers": 3, "dropout": 0.0},
-    "1x32": {"features": FEATURES[:2], "hidden_dim": 32, "num_layers": 1, "dropout": 0.3},
+    "default": {"hidden_dim": 64, "num_layers": 3, "dropout": 0.0},
+    "1x32": {"hidden_dim": 32, "num_layers": 1, "dropout": 0.3},
 }
 NAMES = {
     "memory": "torch_geometric's loop, sets in memory",
@@ -73,13 +71,13 @@ class PortLayer(nn.Module):
 class PortNet(nn.Module):
     """The network of the script for torch_geometric's batches."""
 
-    def __init__(self, features, hidden_dim, num_layers, dropout):
+    def __init__(self, hidden_dim, num_layers, dropout):
         super().__init__()
-        widths = [len(features)] + [hidden_dim] * (num_layers - 1)
+        widths = [FEATURES] + [hidden_dim] * (num_layers - 1)
         self.layers = nn.ModuleList([PortLayer(width, hidden_dim, dropout) for width in widths])
-        pooled = 3 * hidden_dim + 1  # and the logarithm of the size
-        self.norm = nn.LayerNorm(pooled)
-        self.head = nn.Sequential(nn.Linear(pooled, HEAD), nn.ReLU(), nn.Linear(HEAD, 2))
+        self.norm = nn.LayerNorm(3 * hidden_dim)
+        hidden = nn.Linear(3 * hidden_dim + NUMBERS, HEAD)
+        self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(HEAD, 2))
 
     def forward(self, batch):
         from torch_geometric.nn import global_add_pool, global_max_pool, global_mean_pool
@@ -89,9 +87,8 @@ class PortNet(nn.Module):
             x = layer(x, batch.edge_index)
         # without BATCH it would read the number of sets from a GPU
         pools = [global_mean_pool, global_max_pool, global_add_pool]
-        pooled = [pool(x, batch.batch, BATCH) for pool in pools]
-        pooled.append(batch.ptr.diff().log()[:, None])
-        return self.head(self.norm(torch.cat(pooled, dim=1)))
+        pooled = torch.cat([pool(x, batch.batch, BATCH) for pool in pools], dim=1)
+        return self.head(torch.cat([self.norm(pooled), batch.numbers], dim=1))
 
 
 def port(side, network, seed, device, precision):
@@ -101,10 +98,8 @@ def port(side, network, seed, device, precision):
     import run_train_quantumgrav_ddp as script
 
     graphs = []
-    for columns, edges, label in torch.load("sets.pt"):
-        # of the script's features these are the first
-        x = columns[:, : len(network["features"])].log1p()
-        graphs.append(Data(x, edges, y=label))
+    for x, edges, numbers, label in torch.load("sets.pt"):
+        graphs.append(Data(x, edges, y=label, numbers=numbers))
 
     torch.manual_seed(seed)
     sides.keep_freed_memory()
@@ -140,14 +135,17 @@ def prepare(folder, network):
     options = [f"--out={folder}/sets.npz", f"--samples={count}", "--min_size=32", "--max_size=128"]
     sides.run_tool("make_causal_sets.py", *options, "--kinds", "mink2", "mink3")
     sets = []
-    found = script.read_sets(folder / "sets.npz", ["cls"])
+    units = script.list_units(folder / "sets.npz", ("cls",))
+    found = itertools.chain.from_iterable(script.read_unit(unit, ("cls",)) for unit in units)
     for _, values in itertools.islice(found, PORT_SETS):
-        described = script.describe(script.order_of(values))
+        described = script.describe(values)
+        x = torch.from_numpy(described["features"]).log1p()
         degree = described["features"][:, script.FEATURES.index("in_degree")].astype(int)
         future = np.repeat(np.arange(len(degree)), degree)
         edges = torch.from_numpy(np.stack([described["past"], future]).astype(np.int64))
+        numbers = torch.from_numpy(described["numbers"]).float().log1p()[None]
         label = torch.tensor([["mink2", "mink3"].index(values["cls"])])
-        sets.append((torch.from_numpy(described["features"]), edges, label))
+        sets.append((x, edges, numbers, label))
     torch.save(sets, folder / "sets.pt")
 
 
@@ -157,8 +155,7 @@ def start(folder, network, side, seed):
         return sides.port_job(__file__, side, folder, settings, BATCH)
     options = f"{OPTIONS} --seed={seed}"
     for name, value in network.items():
-        values = value if isinstance(value, list) else [value]
-        options += f" --{name} {' '.join(map(str, values))}"
+        options += f" --{name} {value}"
     script = "run_train_quantumgrav_ddp.py"
     return sides.script_job(script, side, folder, options, BATCH)
 

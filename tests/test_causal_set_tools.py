@@ -2,7 +2,10 @@
 with what must happen. And the way from a store over training to tools/predict_causal_sets.py."""
 
 import csv
+import json
+import math
 import os
+import re
 import shutil
 from functools import partial
 
@@ -17,7 +20,9 @@ import run_train_quantumgrav_ddp as script
 zarr = pytest.importorskip("zarr")
 make = import_tool("make_causal_sets")
 TASKS = ["kind", "flat"]
-TRAIN = "--num_epochs 2 --batch_size 10 --hidden_dim 8 --head_dim 8 --device cpu --tasks kind flat"
+TRAIN = """--num_epochs 2 --batch_size 10 --hidden_dim 8 --head_dim 8 --device cpu
+    --tasks kind flat --targets root"""
+PREDICTED = ["ids", "logp_kind", "root"]  # of predictions.npz
 
 # --------------------------------------------------------------------------------------------------
 # Sets, and stores of them
@@ -25,15 +30,34 @@ TRAIN = "--num_epochs 2 --batch_size 10 --hidden_dim 8 --head_dim 8 --device cpu
 SETS = 30
 KIND = np.resize([3, 7], SETS)
 FLAT = np.resize([0, -1, 1, -1], SETS)  # of kind 7 it is not known
-ORDERS = []  # of 10 to 14 elements
-for number in range(SETS):
-    draws = np.random.default_rng(number)
-    name = "layered" if number % 2 else "mink2"
-    ORDERS.append(make.make_order(name, draws, int(draws.integers(10, 15))))
-MATRICES = np.array([np.pad(order, (0, 15 - len(order))) for order in ORDERS])  # bool
-LINKS = np.array([script.links_of(matrix) for matrix in MATRICES])
-SIZES = np.array([len(order) for order in ORDERS])
-ALL = {"adjacency_matrix": MATRICES, "atomcount": SIZES, "kind": KIND, "flat": FLAT}
+
+
+def matrix_of(past, width):
+    """(width, width) bool of a list of integers: bit i of past[j] is 1 where i is before j."""
+    matrix = np.zeros((width, width), bool)
+    for j, bits in enumerate(past):
+        for i in range(j):
+            matrix[i, j] = bits >> i & 1
+    return matrix
+
+
+def draw(numbers):
+    """Bool matrices of 15 rows, of sets with 10 to 14 elements; and these sizes."""
+    matrices = []
+    sizes = []
+    for number in numbers:
+        draws = np.random.default_rng(number)
+        name = "layered" if number % 2 else "mink2"
+        sizes.append(int(draws.integers(10, 15)))
+        matrices.append(matrix_of(make.make_order(name, draws, sizes[-1]), 15))
+    return np.array(matrices), np.array(sizes)
+
+
+MATRICES, SIZES = draw(range(SETS))
+ORDERS = [matrix[:n, :n] for matrix, n in zip(MATRICES, SIZES, strict=True)]
+LINKS = np.array([matrix & (matrix.astype(int) @ matrix == 0) for matrix in MATRICES])
+ROOT = np.sqrt(SIZES)  # a target
+ALL = {"adjacency_matrix": MATRICES, "atomcount": SIZES, "kind": KIND, "flat": FLAT, "root": ROOT}
 BAD = np.ones((10, 10), np.uint8)  # a cycle
 
 
@@ -60,6 +84,7 @@ def write_grouped(path, zarr_format=2, matrices=MATRICES, name="adj", changes=()
     zarr.create_group(path, zarr_format=zarr_format)
     for i, n in enumerate(SIZES):
         arrays = {name: matrices[i, :n, :n].T.astype(np.uint8), "kind": KIND[i], "flat": FLAT[i]}
+        arrays["root"] = ROOT[i]
         arrays.update(dict(changes).get(i + 1, {}))
         write_arrays(path / f"cset_{i + 1}", arrays, zarr_format)
     return path
@@ -87,15 +112,20 @@ def stores(tmp_path_factory):
 
 
 def test_every_layout_set_by_set(stores):
+    expected = [script.describe({"adjacency_matrix": order}) for order in ORDERS]
     for path in stores.values():
-        found = list(script.read_sets(path, TASKS))
-        assert len(found) == SETS, path
-        for i, (name, values) in enumerate(found):
-            if path.name in ("groups.zarr", "gaps.zarr"):
-                assert name == f"cset_{(i + 1) * (7 if path.name == 'gaps.zarr' else 1)}"
-            assert np.array_equal(script.order_of(values), ORDERS[i]), path
-            labels = [script.number_of(values[task], task) for task in TASKS]
-            assert labels == [KIND[i], FLAT[i]], path
+        data = load(path)
+        for name, rows in zip(script.ARRAYS, arrays_of(data), strict=True):
+            own = b"".join(described[name].tobytes() for described in expected)
+            assert rows.tobytes() == own, (path, name)
+        assert np.array_equal(data.labels[:, 0], KIND == 7), path
+        assert np.array_equal(data.labels[:, 1], np.where(FLAT < 0, np.nan, FLAT), True), path
+        (folder,) = path.parent.glob("cache/sets-*")
+        for i, name in enumerate(json.loads((folder / "names.json").read_text())):
+            number = (i + 1) * (7 if path.name == "gaps.zarr" else 1)
+            is_grouped = path.name in ("groups.zarr", "gaps.zarr")
+            assert name.endswith(f"{path}/cset_{number}" if is_grouped else f": set {i}")
+        shutil.rmtree(folder)
 
 
 def load(path, *options):
@@ -105,18 +135,52 @@ def load(path, *options):
     return script.CausalSets(script.prepare(args), args)
 
 
+def arrays_of(data):
+    """In the order of script.ARRAYS."""
+    return [data.features, data.past, data.future, data.counts, data.digests]
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_reading_that_was_stopped_goes_on(stores, tmp_path, monkeypatch, cores):
+    """It does not read again what it has read. As many processes as cores."""
+    path = shutil.copytree(stores["groups.zarr"], tmp_path / "a.zarr")
+    whole = arrays_of(load(stores["groups.zarr"]))
+    plain = script.describe
+    calls = []
+
+    def describe(values):
+        calls.append(os.getpid())
+        if len(calls) == 11:
+            raise KeyboardInterrupt
+        return plain(values)
+
+    monkeypatch.setattr(script, "describe", describe)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    with pytest.raises(KeyboardInterrupt):
+        load(path)
+    assert len(list((tmp_path / "cache").iterdir())) == 10
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    for rows, own in zip(whole, arrays_of(load(path)), strict=True):
+        assert rows.tobytes() == own.tobytes()
+    assert len(calls) == (11 + 20 if cores == 1 else 11)  # other processes have their own list
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
 def test_both_groups_of_a_store_are_read(tmp_path):
     for group in ("first", "second"):
         write(tmp_path / "a.zarr" / group)
     assert len(load(tmp_path / "a.zarr").labels) == 2 * SETS
 
 
+NONE = math.nan
 LABELS = {  # labels of three sets in turn: the classes, and the labels' numbers
-    "names.npz": (["tree", "", "antichain"], ["antichain", "tree"], [1, -1, 0]),
-    "bytes.zarr": (np.array(["tree", "", "bee"], "S"), ["bee", "tree"], [1, -1, 0]),
-    "variable.zarr": (np.array(["b", "", "a"], np.dtypes.StringDType()), ["a", "b"], [1, -1, 0]),
-    "texts.npz": ([" 3", "-1", "12"], ["3", "12"], [0, -1, 1]),
-    "mixed.npz": (["tree", "-1", "12"], ["12", "tree"], [1, -1, 0]),
+    "names.npz": (["tree", "", "antichain"], ["antichain", "tree"], [1, NONE, 0]),
+    "blanks.npz": (["tree", " tree ", "ant"], ["ant", "tree"], [1, 1, 0]),
+    "bytes.zarr": (np.array(["tree", " ", "bee"], "S"), ["bee", "tree"], [1, NONE, 0]),
+    "variable.zarr": (np.array(["b", "", "a"], np.dtypes.StringDType()), ["a", "b"], [1, NONE, 0]),
+    "texts.npz": ([" 3", "-1", "12"], ["3", "12"], [0, NONE, 1]),
+    "mixed.npz": (["tree", "-1", "12"], ["12", "tree"], [1, NONE, 0]),
+    "floats.zarr": ([3.0, NONE, 12.0], ["3", "12"], [0, NONE, 1]),
 }
 
 
@@ -126,8 +190,28 @@ def test_labels(name, tmp_path):
     values, classes, numbers = LABELS[name]
     data = load(write(tmp_path / name, kind=np.tile(values, SETS // 3)))
     assert data.classes == {"kind": classes, "flat": ["0", "1"]}
-    assert data.labels[:, 0].tolist() == numbers * (SETS // 3)
-    assert data.labels[:, 1].tolist() == FLAT.tolist()
+    assert np.array_equal(data.labels[:, 0], numbers * (SETS // 3), equal_nan=True)
+
+
+def test_targets(tmp_path):
+    """Numbers or their texts; NaN is not known. Standardized over what is trained on."""
+    sizes = SIZES.astype(float)
+    sizes[4] = np.nan
+    data = load(
+        write(tmp_path / "a.npz", x=sizes, text=sizes.astype(str)), "--targets", "x", "text"
+    )
+    assert data.classes == {"kind": ["3", "7"], "flat": ["0", "1"], "x": [], "text": []}
+    train = data.part("train")
+    batch = data.make_batch(np.arange(SETS), train)
+    for column in (2, 3):
+        assert np.array_equal(data.labels[:, column], sizes, equal_nan=True)
+        standardized = (sizes - np.nanmean(sizes[train])) / np.nanstd(sizes[train])
+        assert np.allclose(batch.labels[:, column], np.nan_to_num(standardized), atol=1e-6)
+        assert batch.weights[:, column].tolist() == (~np.isnan(sizes)).tolist()
+        assert batch.totals[column] == np.count_nonzero(~np.isnan(sizes[train]))
+    sizes[3] = np.inf
+    with pytest.raises(script.InputError, match="set 3: x is inf"):
+        load(write(tmp_path / "b.npz", x=sizes), "--targets", "x")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,17 +222,26 @@ def write_cut(path):
     os.truncate(write(path), 1000)
 
 
+def write_pairs(path, **changes):
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    arrays = {"link_pairs": pairs, "link_counts": [2, 1], "atomcount": [3, 3], **changes}
+    np.savez(path, kind=[3, 7], flat=[0, 1], **arrays)
+
+
 REFUSED = {  # name: what writes it, and a part of the one line
     "missing.npz": (lambda path: None, "--data"),
     "cut.npz": (write_cut, "cut.npz: "),
-    "text.npz": (lambda path: path.write_text("no arrays"), "no .npz file, or"),
-    "array.npy": (lambda path: np.save(path, np.eye(3)), "no .npz file, or"),
-    "empty.zarr": (lambda path: path.mkdir(), "has no adjacency_matrix or adj or link_matrix"),
+    "text.npz": (lambda path: path.write_text("no arrays"), "no .npz file"),
+    "array.npy": (lambda path: np.save(path, np.eye(3)), "no .npz file"),
+    "empty.zarr": (lambda path: path.mkdir(), "none of adjacency_matrix, adj, link_matrix"),
+    "objects.npz": (partial(write, kind=np.array([None] * SETS)), "kind is an array of objects"),
     # without sizes the padding would be read as elements
     "sizes.zarr": (partial(write, atomcount=None), "expected atomcount or cset_size"),
     "short.npz": (partial(write, kind=np.ones(SETS - 1)), "kind has shape (29,); expected (30,)"),
-    "one.npz": (partial(write, kind=np.ones(SETS, int)), "kind: expected 2 classes or more"),
+    "one.npz": (partial(write, kind=np.ones(SETS, int)), "kind: too few sets of the train part"),
     "no_sets.npz": (partial(write, num_samples=0), "no sets"),
+    "no_label.npz": (partial(write, kind=None), "atomcount, flat, root; expected kind"),
+    "no_counts.npz": (partial(write_pairs, link_counts=[2, 2]), "shape (3, 2); expected (4, 2)"),
 }
 
 
@@ -160,7 +253,6 @@ def test_stores_that_are_refused(name, tmp_path):
         load(tmp_path / name)
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
-    assert not list(tmp_path.glob("cache/*"))
 
 
 CHAIN = np.triu(np.ones((3, 3)), 1)
@@ -175,43 +267,50 @@ NO_ORDERS = [  # arrays of a set: a part of the message
     ({"adj": CHAIN, "atomcount": 4}, "4 elements"),
     ({"adj": CHAIN, "atomcount": 2.5}, "expected a whole number"),
     ({"adj": np.zeros((4, 4))}, "no pairs at all"),
+    ({"link_pairs": np.array([[0, 3]]), "atomcount": 3}, "0 <= i < j < 3"),
+    ({"link_pairs": np.array([[1, 0]]), "atomcount": 3}, "0 <= i < j < 3"),
+    ({"link_pairs": np.zeros((0, 2), int), "atomcount": 3}, "no rows"),
+    ({"link_pairs": np.array([[0, 1], [0, 2], [1, 2]]), "atomcount": 3}, "nothing between them"),
+    ({"link_pairs": np.array([[0, 1]])}, "expected atomcount"),
 ]
 
 
 @pytest.mark.parametrize(("arrays", "text"), NO_ORDERS)
 def test_what_is_no_order(arrays, text):
     with pytest.raises(ValueError) as raised:
-        script.order_of(arrays)
+        script.describe(arrays)
     assert text in str(raised.value)
 
 
 def test_damaged_sets_are_listed_and_may_be_left_out(tmp_path, caplog):
-    changes = {5: {"adj": BAD}, 21: {"kind": np.nan}}
+    changes = {5: {"adj": BAD}, 21: {"kind": 0.5}}
     path = write_grouped(tmp_path / "a.zarr", changes=changes)
     shutil.rmtree(path / "cset_23" / "flat")
     with pytest.raises(script.InputError, match="3 of 30 sets are bad:") as raised:
         load(path)
-    expected = ["cset_5: adj has a cycle", "cset_21: kind is nan"]
-    expected.append("cset_23: has adj, kind; expected flat")
+    expected = ["cset_5: adj has a cycle", "cset_21: kind is 0.5"]
+    expected.append("cset_23: has adj, kind, root; expected flat")
     for line, start in zip(str(raised.value).splitlines()[1:4], expected, strict=True):
-        assert line.startswith(f"  {path}: {start}")
-    assert not list(tmp_path.glob("cache/*"))
+        assert line.startswith(f"  {path}/{start}")
 
     data = load(path, "--skip_bad_data", *"--split 0.4 0.3 0.3".split())
-    assert f"{path}: cset_5: adj has a cycle" in caplog.text
+    assert f"{path}/cset_5: adj has a cycle" in caplog.text
     assert data.sizes.tolist() == np.delete(SIZES, [4, 20, 22]).tolist()
 
 
-def test_missing_chunks_are_noted(tmp_path, caplog):
-    """Zarr reads them as zeros: as sets of the first class."""
-    path = write(tmp_path / "a.zarr")
-    (path / "kind" / "1").unlink()
-    assert load(path).classes["kind"] == ["0", "3", "7"]
-    path = write_grouped(tmp_path / "b.zarr", 3)
-    (path / "cset_8" / "kind" / "c").unlink()
+def test_chunks_of_zeros(tmp_path, caplog):
+    """Zarr does not store them, which is no fault. The log shows the classes."""
+    caplog.set_level("INFO")
+    path = write(tmp_path / "a.zarr", kind=np.arange(SETS) // 15)
+    assert not (path / "kind" / "0").exists()
+    first = load(path)
+    second = load(write(tmp_path / "b.npz", kind=np.arange(SETS) // 15))
+    assert first.classes == second.classes and np.array_equal(first.labels, second.labels, True)
+    assert "WARNING" not in caplog.text
+    path = write_grouped(tmp_path / "c.zarr", 3)
+    (path / "cset_8" / "kind" / "c").unlink()  # here one is lost
     assert load(path, "--tasks=kind").classes["kind"] == ["0", "3", "7"]
-    assert "kind: 1 chunks are not stored" in caplog.text
-    assert "1 labels are not stored, and read as zeros, such as cset_8/kind" in caplog.text
+    assert "kind: 0 1, 3 " in caplog.text
 
 
 def test_copies_lie_in_one_part(stores, tmp_path, caplog):
@@ -220,25 +319,24 @@ def test_copies_lie_in_one_part(stores, tmp_path, caplog):
     paths = [first, stores["gaps.zarr"], stores["transposed.npz"]]
     caplog.set_level("INFO")
     for seed in range(5):
-        split = ["--split", "0.4", "0.3", "0.3", f"--split_seed={seed}"]
+        split = ["--split", "0.4", "0.3", "0.3", f"--split_seed={seed}", "--tasks", "kind"]
         parts = load(first, *split, "--data", *map(str, paths)).split
         assert np.array_equal(parts[:10], parts[10:20])
         assert np.array_equal(parts[10:40], parts[40:])
         assert np.bincount(parts[10:40]).tolist() == [12, 9, 9]  # the shares are of the originals
-    assert f"40 sets are copies, such as {paths[1]} cset_7" in caplog.text
-    assert "60 matrices have ones below the diagonal alone, and are read transposed" in caplog.text
+    assert f"40 sets are copies, such as {paths[1]}/cset_7" in caplog.text
 
 
 def test_data_are_read_once(tmp_path, monkeypatch):
     """And again when they have changed, or for other labels."""
     path = write(tmp_path / "a.npz")
     first = load(path)
-    monkeypatch.setattr(script, "read_all", None)
+    monkeypatch.setattr(script, "list_units", None)
     assert load(path, "--split_seed=3").hash == first.hash
-    with pytest.raises(TypeError):
+    with pytest.raises(script.InputError):
         load(path, "--tasks=kind")
     write(path)
-    with pytest.raises(TypeError):
+    with pytest.raises(script.InputError):
         load(path)
 
 
@@ -266,42 +364,75 @@ def trained(stores, tmp_path_factory):
 def test_predictions_of_the_test_sets(trained, tmp_path):
     rows, said = predict(tmp_path / "a.csv", trained / "best.pt")
     found = np.load(trained / "predictions.npz")
-    assert [int(row["set"]) for row in rows] == found["ids"].tolist()
     test = Run(trained).summary["test"]
-    assert f"loss={test['kind/loss']:.4f} accuracy={test['kind/accuracy']:.4f}" in said
-    for row, logp in zip(rows, found["logp_kind"], strict=True):
+    assert f"kind loss={test['kind/loss']:.4f} accuracy={test['kind/accuracy']:.4f}" in said
+    assert f"mae={test['root/mae']:.4f} rmse={test['root/rmse']:.4f}" in said
+    assert len(rows) == len(found["ids"])
+    for row, i, logp, size in zip(*[rows, *map(found.get, PREDICTED)], strict=True):
+        # of two stores
+        assert row["set"].endswith(f"cset_{i + 1}" if i < SETS else f": set {i - SETS}")
+        assert row["part"] == "test"
         chances = [float(row["kind_3"]), float(row["kind_7"])]
         assert np.allclose(chances, np.exp(logp), rtol=1e-4)
         assert row["kind"] == ["3", "7"][logp.argmax()]
+        assert float(row["root"]) == pytest.approx(size, rel=1e-4)
 
 
-def test_predictions_on_a_smaller_gpu(trained, tmp_path):
-    """They do not take the micro-batches of a run that had more memory."""
-    state = torch.load(trained / "best.pt", weights_only=True)
-    state["args"]["batch_size"] = 1000
-    torch.save(state, tmp_path / "a.pt")
-    _, options, _ = import_tool("predict_causal_sets").load_network(tmp_path / "a.pt", "cpu")
-    assert options.batch_size == 64
-
-
-def test_predictions_of_new_sets(trained, stores, tmp_path):
+def test_predictions_of_new_sets(trained, tmp_path):
     """With labels, and without: the same probabilities."""
     best = trained / "best.pt"
     path = write_grouped(tmp_path / "b.zarr", changes={5: {"adj": BAD}})
     for folder in [*path.glob("*/kind"), *path.glob("*/flat")]:
         shutil.rmtree(folder)
     rows, said = predict(tmp_path / "b.csv", best, path, "--skip_bad_data")
-    assert f"  {path}: cset_5: adj has a cycle" in said and "accuracy" not in said
-    labelled, said = predict(tmp_path / "c.csv", best, stores["more.zarr"], "--labels", *TASKS)
-    assert "kind, 30 sets with a label" in said and "flat, 15 sets with a label" in said
+    assert f"  {path}/cset_5: adj has a cycle" in said and "accuracy" not in said
+    (tmp_path / "alone").mkdir()
+    alone = shutil.copy(best, tmp_path / "alone" / "best.pt")  # without split.npz
+    labels = ["--labels", *TASKS, "root"]
+    labelled, said = predict(tmp_path / "c.csv", alone, write(tmp_path / "c.npz"), *labels)
+    assert "it is not known which of these sets were trained on" in said
+    assert "kind: 30 of the 30 sets with a label are neither trained nor validated on" in said
+    assert "flat: 15 of the 15 sets" in said
+    errors = [float(row["root"]) - float(row["root_label"]) for row in labelled]
+    mae = float(re.search(r"root .* mae=([\d.]+)", said)[1])
+    assert mae == pytest.approx(np.abs(errors).mean(), abs=2e-4)
     del labelled[4]
     for row, other in zip(rows, labelled, strict=True):
-        i = int(other["set"].removeprefix("set "))
-        assert (row["source"], row["set"]) == (str(path), f"cset_{i + 1}")
+        i = int(other["set"].split()[-1])
+        assert row["set"] == f"{path}/cset_{i + 1}"
         assert other["kind_label"] == str(KIND[i]) and row["kind_label"] == ""
         assert other["flat_label"] == {-1: "", 0: "0", 1: "1"}[FLAT[i]]
-        for name in ("kind_3", "kind_7", "flat_0", "flat_1"):
+        for name in ("kind_3", "kind_7", "flat_0", "flat_1", "root"):
             assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4)
+
+
+NAMED = {  # the sets of a file, and their labels. Sets 0 to 29 are those of the run
+    "grown": (range(SETS + 10), np.resize([3, 7], SETS + 10)),
+    "part": (range(5, 15), np.resize([7, 3], 10)),
+    "other labels": (range(SETS), np.resize([7, 7, 3], SETS)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_sets_that_were_trained_on_are_named(trained, tmp_path, name):
+    """The metrics are of the others."""
+    ids, labels = NAMED[name]
+    matrices, sizes = draw(ids)
+    arrays = {"adjacency_matrix": matrices, "atomcount": sizes, "kind": labels}
+    np.savez(tmp_path / "a.npz", **arrays)
+    words = [trained / "best.pt", tmp_path / "a.npz", "--labels", "kind"]
+    rows, said = predict(tmp_path / "a.csv", *words)
+
+    split = np.load(trained / "split.npz")["split"]
+    parts = [["train", "valid", "test"][split[i]] if i < SETS else "" for i in ids]
+    assert [row["part"] for row in rows] == parts
+    count = parts.count("train")
+    assert f"{count} of {len(ids)} sets are in the train part of the run" in said
+    tested = [row for row in rows if row["part"] in ("", "test")]
+    assert f"kind: {len(tested)} of the {len(ids)} sets with a label are neither" in said
+    if tested:
+        accuracy = np.mean([row["kind"] == row["kind_label"] for row in tested])
+        assert f"accuracy={accuracy:.4f}" in said
 
 
 def test_what_cannot_be_predicted(trained, stores, tmp_path):
@@ -318,17 +449,15 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
         "text.pt: expected best.pt, step_N.pt or latest.pt of": [tmp_path / "text.pt", new],
         "there.csv: expected a new file": [best, new, "--out", tmp_path / "there.csv"],
         "are of SETS, and none are given": [best, "--labels", "kind"],
-        "has the tasks kind, flat": [best, new, "--labels", "x"],
+        "the network has kind, flat, root": [best, new, "--labels", "x"],
         "knows 3, 7, but not 10": [best, other, "--labels", "kind"],
         "bad.npz: set 0: kind is 0.5": [best, bad, "--labels", "kind"],
-        "transposed.npz: the network was trained on it": [best, stores["transposed.npz"]],
         "changed since the network was trained": [tmp_path / "changed.pt"],
-        "a copy of what": [best, stores["gaps.zarr"], new],
     }
     for text, words in wrong.items():
         options = [] if "--out" in words else ["--out", tmp_path / "d.csv"]
         said = call_script("tools/predict_causal_sets", *words, *options, status=2)
         assert text in said
         lines = [line for line in said.splitlines() if not line.startswith("WARNING")]
-        assert len(lines) == (21 if "bad.npz" in text else 1)
+        assert len(lines) == (22 if "bad.npz" in text else 1)
     assert not (tmp_path / "d.csv").exists()

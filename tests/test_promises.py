@@ -35,7 +35,7 @@ CONFIGS = {  # a config file; the options that it gives, or what its refusal nam
     "attack: {eps: 1, attack_steps: 2}": ["--attack_eps=1", "--attack_steps=2"],
     "attack: {inner: {lr: 1}}": "unrecognized arguments: --attack_lr=1",
     "a: {b: {attack: {eps: [1, 2]}}}": ["--attack_eps", "1", "2"],
-    "lr: 1\nlearn: 2\nsee: {d: 3, e: null}": "arguments: --learn=2 --d=3 --e=None",
+    "lr: 1\nlearn: 2\nsee: {d: 3, e: null}": "arguments: --learn=2 --d=3",
     "lr: 1\nlr: 2": "lr is given twice",
     "a: {attack_steps: 1, attack_steps: 1}": "attack_steps is given twice",
     "a: {lr: 1}\nb: {lr: 1}": "--lr is given twice",

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from helpers import call_script, parse_arguments
 from runs import Run
+from sklearn.metrics import confusion_matrix, f1_score, log_loss, r2_score
+from sklearn.utils.class_weight import compute_class_weight
 
 import run_train_quantumgrav_ddp as script
 
 SMALL = "--hidden_dim=16 --head_dim=8 --num_layers=2 --device=cpu".split()
-CLASSES = {"cls": list("abcdef"), "dim": list("234")}
+CLASSES = {"cls": list("abcdef"), "dim": list("234"), "atomcount": []}
 CPU = torch.device("cpu")
 
 arguments = partial(parse_arguments, script)
@@ -24,7 +26,7 @@ arguments = partial(parse_arguments, script)
 
 @pytest.fixture(scope="module")
 def data(causal_sets):
-    return load(causal_sets, "--tasks", "cls", "dim")
+    return load(causal_sets, "--tasks", "cls", "dim", "--targets", "atomcount")
 
 
 def load(path, *options):
@@ -32,10 +34,10 @@ def load(path, *options):
     return script.CausalSets(script.prepare(args), args)
 
 
-def with_matrices(model, args, order):
-    """The logits of one set, in float64: sums over neighbors are products with its links."""
-    x = torch.from_numpy(script.describe(order)["features"][:, :4]).double().log1p()
-    links = torch.from_numpy(script.links_of(order)).double()
+def with_matrices(model, args, order, x, numbers):
+    """The outputs for one set, in float64: sums over neighbors are products with its links."""
+    steps = order.astype(int)
+    links = torch.from_numpy(order & (steps @ steps == 0)).double()
     for layer in model.layers:
         parts = [x]
         if args.messages != "none":
@@ -44,15 +46,14 @@ def with_matrices(model, args, order):
             parts[0] = parts[0] / links.sum(0).clamp(min=1)[:, None]
             parts[1] = parts[1] / links.sum(1).clamp(min=1)[:, None]
         x = layer.norm(layer.linear(torch.cat(parts, dim=1))).relu() + layer.skip(x)
-    size = torch.tensor([math.log(len(x))])
-    pooled = model.norm(torch.cat([x.mean(0), x.amax(0), x.sum(0), size]))
-    return [head(pooled) for head in model.heads]
+    pooled = model.norm(torch.cat([x.mean(0), x.amax(0), x.sum(0)]))
+    return [head(torch.cat([pooled, numbers])) for head in model.heads]
 
 
 @pytest.mark.parametrize("messages", ["mean", "sum", "none"])
 def test_network_and_gradient_set_by_set(causal_sets, data, messages):
-    """Of a batch of any sets in any order, one of them twice. Elements that tie share the gradient
-    of a maximum, as those of torch.amax do."""
+    """Of a batch of any sets in any order, one of them twice. Features are noise, for elements that
+    tie but for the last bit would share the gradient of a maximum, or not."""
     args = arguments(*SMALL, f"--messages={messages}")
     torch.manual_seed(0)
     model = script.CausalSetNet(args, CLASSES)
@@ -63,11 +64,18 @@ def test_network_and_gradient_set_by_set(causal_sets, data, messages):
 
     raw = np.load(causal_sets)
     ids = np.array([5, 100, 7, 239, 7])
-    found = model(data.make_batch(ids, ids))
+    batch = data.make_batch(ids, ids)
+    batch = batch._replace(features=torch.randn(batch.features.shape))
+    found = model(batch)
+    parts = batch.features.double().split(batch.sizes.tolist())
     for row, i in enumerate(ids):
         n = raw["atomcount"][i]
         order = raw["adjacency_matrix"][i, :n, :n].astype(bool)
-        for task, logits in zip(CLASSES, with_matrices(plain, args, order), strict=True):
+        logs = np.log1p(script.describe({"adjacency_matrix": order})["numbers"])
+        mean, scale = data.facts["numbers"]
+        numbers = torch.from_numpy((logs - mean) / scale)
+        outputs = with_matrices(plain, args, order, parts[row], numbers)
+        for task, logits in zip(CLASSES, outputs, strict=True):
             assert torch.allclose(found[task][row].double(), logits, rtol=1e-4, atol=1e-4)
             gradient = torch.randn(logits.shape)
             found[task][row].backward(gradient, retain_graph=True)
@@ -76,16 +84,52 @@ def test_network_and_gradient_set_by_set(causal_sets, data, messages):
         assert torch.allclose(p.grad.double(), q.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_shares_of_the_loss_add_up_to_the_mean():
-    labels = torch.randint(-1, 3, (11, 2))
-    labels[3:8, 1] = -1  # a whole part may have no label of a task
-    logits = [torch.randn(11, k) for k in (3, 4)]
-    losses = [F.cross_entropy(logits[i], labels[:, i], ignore_index=-1) for i in range(2)]
+def test_pool():
+    """Elements that tie share the gradient of a maximum."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 2.0], [3.0, 1.0], [-5.0, -6.0]], requires_grad=True)
+    pooled = script.pool(x, torch.tensor([3, 1]))
+    assert pooled[0].tolist() == pytest.approx([7 / 3, 5 / 3, 3, 2, 7, 5])
+    assert pooled[1].tolist() == [-5, -6] * 3
+    pooled[:, 2:4].sum().backward()
+    assert x.grad.tolist() == [[0, 0.5], [0.5, 0.5], [0.5, 0], [1, 1]]
+
+
+def test_losses_of_micro_batches_add_up_to_the_mean():
+    """Of a task with class weights as scikit-learn has them, one without, and a target."""
+    labels = torch.randint(0, 3, (11, 3)).float()
+    known = torch.rand(11, 3) < 0.8
+    known[3:8, 1] = False  # a whole part may have no label of a task
+    weights = known.float()
+    weights[:, 0] *= torch.tensor([0.5, 1.0, 3.0])[labels[:, 0].long()]
+    outputs = [torch.randn(11, k) for k in (3, 4, 1)]
     total = 0.0
     for rows in torch.arange(11).tensor_split(5):
-        batch = SimpleNamespace(labels=labels[rows], counts=(labels >= 0).sum(0))
-        total += script.batch_loss({"a": logits[0][rows], "b": logits[1][rows]}, batch)
-    assert total.item() == pytest.approx(sum(losses).item(), abs=1e-5)
+        parts = {"labels": labels[rows], "weights": weights[rows], "totals": weights.sum(0)}
+        part = {i: output[rows] for i, output in enumerate(outputs)}
+        total += script.batch_loss(part, SimpleNamespace(**parts)).item()
+    expected = ((outputs[2][:, 0] - labels[:, 2])[known[:, 2]] ** 2).mean().item()
+    for i in range(2):
+        rows = known[:, i]
+        chances = outputs[i].softmax(1)[rows].double()
+        options = {"sample_weight": weights[rows, i], "labels": range(outputs[i].shape[1])}
+        expected += log_loss(labels[rows, i], chances / chances.sum(1, keepdim=True), **options)
+    assert total == pytest.approx(expected, abs=1e-5)
+
+
+def test_class_weights(causal_sets, data):
+    """n / (K n_c), of what is trained on; the others count 1."""
+    options = ["--tasks", "cls", "dim", "--targets", "atomcount", "--class_weights=balanced"]
+    balanced = load(causal_sets, *options)
+    for i in range(2):
+        train = data.part("train")
+        train = train[~np.isnan(data.labels[train, i])]
+        labels = data.labels[train, i]
+        expected = compute_class_weight("balanced", classes=np.unique(labels), y=labels)
+        assert np.allclose(balanced.weights[train, i], expected[labels.astype(int)])
+        assert balanced.weights[train, i].std() > 0.01
+    assert np.array_equal(balanced.weights[:, 2], data.weights[:, 2])
+    for part in ("valid", "test"):
+        assert np.array_equal(balanced.weights[data.part(part)], data.weights[data.part(part)])
 
 
 def test_metrics_by_hand():
@@ -99,28 +143,41 @@ def test_metrics_by_hand():
     assert found["f1_macro"] == pytest.approx(f1 / 2)
     assert found["f1_weighted"] == pytest.approx(f1 * 4 / 5)
 
+    values = np.array([1.0, 2.0, 6.0])
+    found = script.regression(values, np.array([2.0, 2.0, 3.0]), 2.0)
+    assert found["loss"] == pytest.approx(10 / 3 / 4)
+    assert found["mae"] == pytest.approx(4 / 3)
+    assert found["rmse"] == pytest.approx(math.sqrt(10 / 3))
+    assert found["r2"] == pytest.approx(r2_score([2.0, 2.0, 3.0], values))
+
 
 def test_evaluation(data, group):
     """Each set once, without dropout. The loss is the sum of the tasks' means over the sets that
     have a label."""
     ids = data.part("train")[::-1].copy()
     labels = torch.from_numpy(data.labels[ids])
-    assert (labels[:, 1] < 0).any()
+    assert labels[:, 1].isnan().any()
     model = script.CausalSetNet(arguments(*SMALL, "--dropout=0.5"), CLASSES)
     whole = data.make_batch(ids, ids)
     outputs = model.eval()(whole)
     assert not torch.allclose(model.train()(whole)["cls"], outputs["cls"])
     seen = []
     model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0].sizes)))
-    metrics, logp = script.evaluate(model, data, ids, arguments("--batch_size=7"), CPU)
+    metrics, found = script.evaluate(model, data, ids, CPU)
     assert model.training
     assert max(seen) <= script.EVAL_BATCH_SIZE and sum(seen) == len(ids)
     losses = []
-    for (task, output), own in zip(outputs.items(), labels.T, strict=True):
-        assert np.allclose(logp[task], output.log_softmax(1).detach(), rtol=0, atol=1e-5)
-        losses.append(F.cross_entropy(output, own, ignore_index=-1).item())
+    for task, own in zip(["cls", "dim"], labels.T, strict=False):
+        logits = outputs[task]
+        assert np.allclose(found[task], logits.log_softmax(1).detach(), rtol=0, atol=1e-5)
+        own = own.nan_to_num(nan=-1).long()
+        losses.append(F.cross_entropy(logits, own, ignore_index=-1).item())
+        assert metrics[f"{task}/loss"] == pytest.approx(losses[-1], abs=1e-5)
+    sizes = labels[:, 2].numpy()
+    values = outputs["atomcount"][:, 0].detach().numpy() * sizes.std() + sizes.mean()
+    assert np.allclose(found["atomcount"], values, rtol=1e-5)
+    losses.append(np.square((values - sizes) / sizes.std()).mean())
     assert metrics["loss"] == pytest.approx(sum(losses), abs=1e-5)
-    assert metrics["dim/loss"] == pytest.approx(losses[1], abs=1e-5)
 
 
 PATIENCE = {  # options of early stopping, as in the original; metrics until the epoch that ends it
@@ -130,6 +187,7 @@ PATIENCE = {  # options of early stopping, as in the original; metrics until the
     "loss cls/f1_macro --patience 2": [[5, 1], [6, 2], [5, 2], [5, 2]],
     # one metric that gets better alone keeps its old best value: then 4 is better than 5, too
     "loss cls/f1_macro --patience 2 --stop_mode all": [[5, 1], [3, 1], [4, 2], [3, 2], [2, 2]],
+    "loss loss --patience 1 --stop_mode all": [[5, 5], [4, 4], [4, 4]],  # twice is once
 }
 
 
@@ -137,13 +195,13 @@ PATIENCE = {  # options of early stopping, as in the original; metrics until the
 def test_patience(options, epochs):
     """The best epoch needs no --delta: weights that are better by less are better still."""
     args = arguments("--stop_metrics", *options.split())
-    loop = {"best_values": {}, "best": {}, "waited": 0}
+    loop = {"best_values": {}, "best": {}, "waited": 0, "is_over": False}
     for loop["step"], values in enumerate(epochs):
-        assert not script.is_stopped_early(loop, args)
+        assert not loop["is_over"]
         metrics = dict(zip(args.stop_metrics, values, strict=True))
         script.count_waiting(loop, metrics, loop["step"], args)
         script.is_best(loop, metrics, args)
-    assert script.is_stopped_early(loop, args)
+    assert loop["is_over"]
     values = [row[0] for row in epochs]
     best = min(values) if args.stop_metrics[0] == "loss" else max(values)
     assert loop["best"]["step"] == values.index(best)
@@ -175,46 +233,70 @@ def test_the_split():
 @pytest.mark.parametrize("part", ["train", "valid", "test"])
 def test_a_part_without_a_label_or_a_class(causal_sets, data, tmp_path, caplog, part):
     """The first is refused before training, the other is said."""
+    caplog.set_level("INFO")
     arrays = dict(np.load(causal_sets))
-    arrays["cls"][data.part(part)] = "mink2"
     arrays["dim"][data.part(part)] = -1
+    arrays["cls"][data.part(part)[1:]] = "mink2"
+    arrays["cls"][data.part(part)[0]] = "mink3"
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(script.InputError, match=f"dim.* {part}"):
         load(tmp_path / "a.npz", "--tasks", "cls", "dim")
-    assert f"5 of the 6 classes of cls are not in {part}" in caplog.text
+    count = len(data.part(part)) - 1
+    assert f"{part}, cls: destroyed 0, layered 0, mink2 {count}, mink3 1, mink4 0," in caplog.text
+
+    arrays["atomcount"] = arrays["atomcount"].astype(float)
+    arrays["even"] = np.full(len(arrays["cls"]), 2.5)  # what is the same for all cannot be learnt
+    np.savez(tmp_path / "b.npz", **arrays)
+    with pytest.raises(script.InputError, match=r"even.* train .*2\.5"):
+        load(tmp_path / "b.npz", "--targets", "even")
 
 
 def test_baselines(causal_sets):
-    data = load(causal_sets, "--tasks", "cls", "dim", "manifold")
+    options = ["--tasks", "cls", "dim", "--targets", "atomcount", "dimension"]
+    arrays = dict(np.load(causal_sets))
+    arrays["dimension"] = np.where(arrays["dim"] > 0, arrays["dim"], np.nan)
+    path = causal_sets.with_name("baselines.npz")
+    np.savez(path, **arrays)
+    data = load(path, *options)
     found = script.measure_baselines(data)
-    for column, task in enumerate(data.classes):
+    for column, output in enumerate(data.classes):
         labels = data.labels[:, column]
-        seen = labels[(labels >= 0) & (data.split == 0)]
-        tested = labels[(labels >= 0) & (data.split == 2)]
-        assert found[task]["majority"] == np.mean(tested == np.bincount(seen).argmax())
-    assert found["cls"]["logistic regression"] > 0.3
+        seen = labels[~np.isnan(labels) & (data.split == 0)]
+        tested = labels[~np.isnan(labels) & (data.split == 2)]
+        if data.classes[output]:
+            commonest = np.bincount(seen.astype(int)).argmax()
+            assert found[output]["commonest"] == np.mean(tested == commonest)
+        else:
+            rmse = np.sqrt(np.square(tested - seen.mean()).mean())
+            assert found[output]["mean"] == pytest.approx(rmse)
+    assert min(found["cls"]["logistic regression"], found["cls"]["boosting"]) > 0.3
     assert found["dim"]["Myrheim-Meyer"] > 0.5
+    # both know the number of elements
+    assert max(found["atomcount"]["ridge regression"], found["atomcount"]["boosting"]) < 1
+    assert 0.1 < found["dimension"]["Myrheim-Meyer"] < 1
 
-    # where nothing is known of dimensions but their names, and of one class nothing can be learnt
+    # where nothing is known of dimensions but their names
     data.classes["dim"] = ["two", "three", "four"]
-    data.labels = np.where(data.split[:, None] == 0, 1, data.labels)
-    assert [*script.measure_baselines(data)["dim"]] == ["majority"]
+    assert script.measure_baselines(data)["dim"]["Myrheim-Meyer"] == 0
 
 
 def test_tasks_and_metrics_that_are_refused():
-    with pytest.raises(script.InputError, match="--tasks: one is given twice"):
-        arguments("--tasks", "cls", "cls")
-    with pytest.raises(script.InputError, match="--stop_metrics: one is given twice"):
-        arguments("--stop_metrics", "loss", "loss")  # with --stop_mode all none would be a gain
+    for words in (["--tasks", "cls", "cls"], ["--tasks", "cls", "--targets", "cls"]):
+        with pytest.raises(script.InputError, match="--tasks and --targets: one is given twice"):
+            arguments(*words)
+    assert arguments().tasks == ["cls"] and arguments("--targets", "dim").tasks == []
+    assert arguments("--targets", "dim", "--stop_metrics", "dim/rmse").outputs == ("dim",)
     with pytest.raises(script.InputError, match="--stop_metrics dim/loss"):
         arguments("--stop_metrics=dim/loss")
 
 
 def test_section_parallel_of_the_original(tmp_path, monkeypatch):
-    """world_size, master_addr and master_port hold where no launcher has said them."""
+    """world_size, master_addr and master_port hold where no launcher has said them; a key without a
+    value says nothing."""
     monkeypatch.setenv("MASTER_PORT", "23456")
     monkeypatch.setenv("MASTER_ADDR", "")  # some shells export empty ones
-    text = "parallel: {world_size: 3, backend: gloo, master_addr: localhost, master_port: '12355'}"
+    text = "world_size: 3, rank: null, backend: gloo, output_device: null, master_addr: localhost"
+    text = f"parallel: {{{text}, master_port: '12355', find_unused_parameters: false}}"
     (tmp_path / "c.yaml").write_text(text)
     args = arguments("--config", f"{tmp_path}/c.yaml")
     assert (args.nproc_per_node, args.backend) == (3, "gloo")
@@ -234,22 +316,51 @@ def run(path, out, *options, **more):
 def test_a_run_learns_and_says_so(causal_sets, tmp_path):
     """Better than the commonest class; the figures are those of the predictions."""
     out = tmp_path / "out"
-    run(causal_sets, out, "--num_epochs=10", "--lr=1e-2", "--batch_size=15", "--seed=0")
+    said = run(causal_sets, out, "--num_epochs=10", "--lr=1e-2", "--batch_size=15", "--seed=0")
+    assert "Saving checkpoint for model at epoch 0" in said
     summary = Run(out).summary
     data = load(causal_sets)
     assert summary["baselines"] == script.measure_baselines(data)
     found = summary["test"]
-    assert found["cls/accuracy"] > summary["baselines"]["cls"]["majority"] + 0.1
+    assert found["cls/accuracy"] > summary["baselines"]["cls"]["commonest"] + 0.1
 
     predictions = np.load(out / "predictions.npz")
     ids = data.part("test")
-    labels = data.labels[ids, 0]
+    labels = data.labels[ids, 0].astype(int)
     assert np.array_equal(predictions["ids"], ids)
     assert np.array_equal(predictions["labels"][:, 0], labels)
     logp = predictions["logp_cls"]
+    guess = logp.argmax(1)
     assert np.allclose(np.exp(logp).sum(1), 1)
-    assert found["cls/accuracy"] == (logp.argmax(1) == labels).mean()
+    assert found["cls/accuracy"] == (guess == labels).mean()
     assert found["loss"] == pytest.approx(-logp[np.arange(len(logp)), labels].mean())
+    by_class = summary["classes"]["cls"]
+    assert by_class["names"] == data.classes["cls"]
+    assert by_class["f1"] == f1_score(labels, guess, labels=range(6), average=None).tolist()
+    assert by_class["confusion"] == confusion_matrix(labels, guess, labels=range(6)).tolist()
+    split = np.load(out / "split.npz")
+    assert np.array_equal(split["split"], data.split)
+    assert np.array_equal(split["digests"], data.digests)
+
+
+def test_a_run_learns_a_number(causal_sets, tmp_path):
+    """How many related pairs a set has, where two of three sets have no such label."""
+    arrays = dict(np.load(causal_sets))
+    arrays["related"] = arrays["adjacency_matrix"].sum((1, 2)).astype(float)
+    arrays["related"][np.arange(240) % 3 > 0] = np.nan
+    np.savez(tmp_path / "a.npz", **arrays)
+    out = tmp_path / "out"
+    options = ["--num_epochs=30", "--lr=1e-2", "--batch_size=15", "--stop_metrics=related/rmse"]
+    run(tmp_path / "a.npz", out, "--targets=related", *options)
+    found = Run(out).summary["test"]
+    assert found["related/rmse"] < 0.5 * Run(out).summary["baselines"]["related"]["mean"]
+    predictions = np.load(out / "predictions.npz")
+    labels = predictions["labels"][:, 0]
+    known = ~np.isnan(labels)
+    errors = (predictions["related"] - labels)[known]
+    assert 0 < known.sum() < len(labels)
+    assert found["related/mae"] == pytest.approx(np.abs(errors).mean())
+    assert found["related/rmse"] == pytest.approx(np.sqrt(np.square(errors).mean()))
 
 
 def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path):
@@ -260,7 +371,7 @@ def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path)
     assert "no gain in 2 epochs" in said
     for task in ("cls", "dim"):
         assert f"WARNING: {task}: the network is worse than what needs no network" in said
-        assert (tmp_path / "out" / f"confusion_{task}.png").exists()
+        assert np.array(Run(tmp_path / "out").summary["classes"][task]["confusion"]).sum() > 0
     summary = Run(tmp_path / "out").summary
     assert summary["steps"] == 3 * (180 // 64) and summary["best"]["step"] == 180 // 64
 
@@ -269,11 +380,3 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(causal_sets, tmp_path)
     said = run(causal_sets, tmp_path / "out", "--lr=1e30", status=1)
     assert "RuntimeError: the validation loss is nan" in said
     assert not (tmp_path / "out" / "best.pt").exists()
-
-
-def test_confusion_of_a_class_that_looks_like_a_formula(tmp_path):
-    labels = np.zeros((9, 1), np.int64)
-    sets = SimpleNamespace(classes={"cls": ["$\\fracx$", "b"]}, labels=labels)
-    args = arguments(f"--output_dir={tmp_path}")
-    script.save_predictions(args, sets, labels[:, 0], {"cls": np.zeros((9, 2))})
-    assert (tmp_path / "confusion_cls.png").exists()

@@ -5,16 +5,20 @@
     python tools/predict_causal_sets.py outputs/quantumgrav/best.pt
 
 SETS are stores (.zarr) and files (.npz) as that script reads them; they need no labels. --labels
-names those of their labels that are tasks of the network. Without SETS: the test sets of the run.
+names those of their labels that are tasks or targets of the network. Without SETS: the test sets
+of the run.
 
-Writes a CSV file with a line for each set: source; set (its name there; of the run's own data its
-number, from 0 on); for each task the class that is guessed, the probability of each class, and the
-label where there is one. Prints, for each task with labels, the metrics of the training script, and
-the accuracy of always guessing the commonest of these labels.
+Writes a CSV file with a line for each set: set, where it is from; part, which is train, valid or
+test if the run had the same set (by split.npz beside the checkpoint); for each task the class that
+is guessed, the probability of each class, and the label where there is one; for each target the
+value and the label. Prints the metrics of the training script over the sets that have labels and
+were neither trained nor validated on, and what the commonest class, or the mean, would reach.
 """
 
 import argparse
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +30,8 @@ import torch.distributed as dist
 
 import run_train_quantumgrav_ddp as script
 from run_train_quantumgrav_ddp import HelpFormatter, InputError, Parser
+
+PARTS = ["train", "valid", "test"]
 
 
 def parse_args():
@@ -46,113 +52,128 @@ def parse_args():
 
 
 def load_network(path, device):
-    """(network, options of its run, {task: classes})"""
+    """(network, options of its run, what it knows of the data it was trained on)"""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         options = argparse.Namespace(**state["args"])
-        # the run may have had more memory
-        options.batch_size = min(options.batch_size, script.BATCH_SIZE)
-        classes = state["loop"]["classes"]
-        model = script.CausalSetNet(options, classes)
+        facts = state["data"]
+        model = script.CausalSetNet(options, facts["classes"])
         model.load_state_dict(state["model"])
     except Exception as error:  # there is no such file, or its network is another
         text = f"expected best.pt, step_N.pt or latest.pt of {script.__file__}"
         raise InputError(f"{path}: {text} ({type(error).__name__})") from error
-    return model.to(device), options, classes
+    return model.to(device), options, facts
 
 
 def own_sets(options):
-    """The test sets of the run: (data, the numbers of the sets, (source, name) of each)"""
-    source = " ".join(options.data)
-    data = script.CausalSets(script.prepare(options), options)
-    if data.hash.split()[0] != options.data_hash.split()[0]:
-        raise InputError(f"{source}: it has changed since the network was trained on it")
+    """The test sets of the run: (data, their numbers, the name of each, the part of each)"""
+    folder = script.prepare(options)
+    data = script.CausalSets(folder, options)
+    if data.hash != options.data_hash:
+        raise InputError(f"{' '.join(options.data)}: changed since the network was trained on it")
     ids = data.part("test")
-    return data, ids, [(source, i) for i in ids]
+    names = np.array(json.loads((folder / "names.json").read_text()))
+    return data, ids, names[ids], np.full(len(ids), "test")
 
 
-class NewSets(script.CausalSets):
-    """Sets that were just read, to be made into batches as those of a run are."""
+def new_sets(args, options, facts, folder):
+    """As `own_sets`, of SETS, which are read into `folder`."""
+    classes = facts["classes"]
+    for label in args.labels:
+        if label not in classes:
+            raise InputError(f"--labels {label}: the network has {', '.join(classes)}")
+    options.data = [str(path) for path in args.sets]
+    options.tasks = [label for label in args.labels if classes[label]]
+    options.targets = [label for label in args.labels if not classes[label]]
+    options.outputs = (*options.tasks, *options.targets)
+    options.skip_bad_data = args.skip_bad_data
+    options.class_weights = "none"
+    options.cache_dir = folder
+    folder = script.prepare(options)
 
-    def __init__(self, sets, labels, classes, features):
-        for name in sets[0]:
-            setattr(self, name, np.concatenate([arrays[name] for arrays in sets]))
-        self.labels = labels
-        self.classes = classes
-        self.columns = [script.FEATURES.index(name) for name in features]
-        self.sizes = self.statistics[:, 0].astype(np.int64)
-        self.edges = self.statistics[:, 2].astype(np.int64)
-        self.node_ptr = np.cumsum([0, *self.sizes])
-        self.edge_ptr = np.cumsum([0, *self.edges])
-
-
-def new_sets(args, options, classes):
-    """As `own_sets`, of the stores and files."""
-    used = [Path(path).resolve() for path in options.data]
-    for path in args.sets:
-        if path.resolve() in used:
-            raise InputError(f"{path}: the network was trained on it; without SETS: its test sets")
-    source = " ".join(map(str, args.sets))
-    sets, values, origins, bad = script.read_all(args.sets, args.labels)
-    if bad:
-        text = f"{len(bad)} sets are bad (--skip_bad_data leaves them out):"
-        text = "\n  ".join([text, *bad[:20]])
-        if not args.skip_bad_data:
-            raise InputError(text)
-        print(text)
-    if not sets:
-        raise InputError(f"{source}: no sets")
-    labels = np.full((len(sets), len(classes)), -1)
-    data = NewSets(sets, labels, classes, options.features)
-    if script.hash_of_orders(vars(data)) in options.data_hash:
-        raise InputError(f"{source}: a copy of what the network was trained on")
-
-    for label, column in zip(args.labels, zip(*values, strict=True), strict=True):
-        own, names = script.classes_of(column)
-        unknown = set(names) - set(classes[label])
+    # a column for each output of the network, and its numbers of classes in place of ours
+    columns = np.load(folder / "labels.npy")
+    names = json.loads((folder / "names.json").read_text())
+    own_classes = json.loads((folder / "meta.json").read_text())["classes"]
+    labels = np.full((len(names), len(classes)), np.nan)
+    for output, column in zip(options.outputs, columns.T, strict=True):
+        unknown = set(own_classes[output]) - set(classes[output])
         if unknown:
-            known = ", ".join(classes[label])
-            raise InputError(f"{label}: the network knows {known}, but not {min(unknown)}")
-        numbers = [classes[label].index(name) for name in names]
-        # a set without a label has number -1 also in `own`, and finds the last entry
-        labels[:, list(classes).index(label)] = np.array([*numbers, -1])[own]
-    return data, np.arange(len(sets)), origins
+            known = ", ".join(classes[output])
+            raise InputError(f"{output}: the network knows {known}, but not {min(unknown)}")
+        if own_classes[output]:
+            numbers = [classes[output].index(name) for name in own_classes[output]]
+            known = ~np.isnan(column)
+            column[known] = np.array(numbers)[column[known].astype(int)]
+        labels[:, list(classes).index(output)] = column
+    np.save(folder / "labels.npy", labels)
+    data = script.CausalSets(folder, options, facts)
+    return data, np.arange(len(names)), names, parts_of(data.digests, args.checkpoint)
 
 
-def report(out, origins, logp, labels, classes):
+def parts_of(digests, checkpoint):
+    """For each set the part of the run that has had the same one; "" for a new set."""
+    path = checkpoint.with_name("split.npz")
+    if not path.exists():
+        print(f"{path} is not there: it is not known which of these sets were trained on")
+        return np.full(len(digests), "", "U5")
+    run = np.load(path)
+    numbers = dict(zip(run["digests"], run["split"], strict=True))
+    parts = np.array(["" if own not in numbers else PARTS[numbers[own]] for own in digests])
+    for part in PARTS:
+        count = np.count_nonzero(parts == part)
+        if count > 0:
+            print(f"{count:,} of {len(parts):,} sets are in the {part} part of the run")
+    return parts
+
+
+def report(args, data, ids, names, parts, outputs):
     """Write the CSV file, print the metrics."""
-    table = dict(zip(["source", "set"], zip(*origins, strict=True), strict=True))
-    for (task, names), own in zip(classes.items(), labels.T, strict=True):
-        table[task] = np.array(names)[logp[task].argmax(1)]
-        for name, values in zip(names, logp[task].T, strict=True):
-            table[f"{task}_{name}"] = np.exp(values)
-        table[f"{task}_label"] = np.array([*names, ""])[own]  # -1 is the last one: no label
-
-        known = own >= 0
-        if known.any():
-            metrics = script.classification(logp[task][known], own[known])
-            metrics["commonest of these"] = np.bincount(own[known]).max() / known.sum()
-            text = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-            print(f"{task}, {known.sum():,} sets with a label: {text}")
-    pd.DataFrame(table).to_csv(out, index=False, mode="x", float_format="%.6g")
-    print(f"{out}: {len(labels):,} sets")
+    table = {"set": names, "part": parts}
+    is_new = ~np.isin(parts, ["train", "valid"])
+    for i, (output, classes) in enumerate(data.classes.items()):
+        labels = data.labels[ids, i]
+        known = ~np.isnan(labels)
+        tested = known & is_new
+        values = outputs[output]
+        table[f"{output}_label"] = labels
+        table[output] = values
+        if classes:
+            table[f"{output}_label"] = [classes[int(k)] if k == k else "" for k in labels]
+            table[output] = np.array(classes)[values.argmax(1)]
+            for name, logp in zip(classes, values.T, strict=True):
+                table[f"{output}_{name}"] = np.exp(logp)
+        if not known.any():
+            continue
+        text = "neither trained nor validated on"
+        print(f"{output}: {tested.sum():,} of the {known.sum():,} sets with a label are {text}")
+        if not tested.any():
+            continue
+        if classes:
+            metrics = script.classification(values[tested], labels[tested])
+            counts = np.bincount(labels[tested].astype(int))
+            metrics["commonest of these"] = counts.max() / tested.sum()
+        else:
+            metrics = script.regression(values[tested], labels[tested], data.facts["scales"][i])
+            metrics["rmse of their mean"] = labels[tested].std()
+        print(output, " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
+    pd.DataFrame(table).to_csv(args.out, index=False, mode="x", float_format="%.6g")
+    print(f"{args.out}: {len(ids):,} sets")
 
 
 def main():
     args = parse_args()
     device = script.choose_device(args, local_rank=0)
-    model, options, classes = load_network(args.checkpoint, device)
-    for label in args.labels:
-        if label not in classes:
-            raise InputError(f"--labels {label}: the network has the tasks {', '.join(classes)}")
-    data, ids, origins = new_sets(args, options, classes) if args.sets else own_sets(options)
-
-    # `predict` adds up over a group of processes: here a group of one
+    model, options, facts = load_network(args.checkpoint, device)
+    # the script adds up over a group of processes: here a group of one
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    logp = script.predict(model, data, ids, options, device)
+    with tempfile.TemporaryDirectory() as folder:
+        found = new_sets(args, options, facts, folder) if args.sets else own_sets(options)
+        data, ids, names, parts = found
+        outputs = script.predict(model, data, ids, device)
+        report(args, data, ids, names, parts, outputs)
     dist.destroy_process_group()
-    report(args.out, origins, logp, data.labels[ids], classes)
 
 
 if __name__ == "__main__":
