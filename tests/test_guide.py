@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from helpers import ROOT, call_program
@@ -32,3 +33,32 @@ def test_a_change_applies_and_trains(change, causal_sets, tmp_path):
         --batch_size=12 --hidden_dim=8 --head_dim=8 --device=cpu --output_dir={tmp_path}/run"""
     call_program(script, *argv.split())
     assert Run(tmp_path / "run").summary["status"] == "finished"
+
+
+def test_a_search(causal_sets, tmp_path, start):
+    """Each start adds trials to the study. A failed one does not end it; a pruned one is gone."""
+    optuna = pytest.importorskip("optuna")
+    guide = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text()
+    shown = re.search(r"^```python\n([^`]*^import optuna\n.*?)^```$", guide, re.M | re.S)[1]
+    shutil.copy(ROOT / SCRIPT, tmp_path)
+    tiny = f"--data={causal_sets} --device=cpu --batch_size=24 --num_epochs"
+    pruned = {"--num_epochs=15": f"{tiny}=300", "n_trials=30": "n_trials=1"}  # with two ranks
+    pruned["MedianPruner(n_warmup_steps=5)"] = "ThresholdPruner(upper=-1)"
+    three = {"--nproc_per_node=2 --num_epochs=15": f"{tiny}=2", "n_trials=30": "n_trials=3"}
+    three["1e-3, 2e-2"] = "*[(1e30, 1e31), (1e-3, 2e-2)][trial.number % 2]"  # the second: NaN
+    for changes in (pruned, three):
+        text = shown
+        for old, new in {**changes, "python run": f"{sys.executable} run"}.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        (tmp_path / "search.py").write_text(text)
+        job = start([sys.executable, "search.py"])
+        assert job.wait() == 0, job.text[-3000:]
+        assert not job.processes()
+    assert job.text.count("RuntimeError: the validation loss is nan") == 1
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path}/search.db")
+    states = [trial.state.name for trial in study.trials]
+    assert states == ["PRUNED", "COMPLETE", "PRUNED", "COMPLETE"]
+    found = [Run(tmp_path / "outputs" / f"trial{number}").summary for number in (0, 1, 3)]
+    assert found[0]["status"].startswith("stopped by SIGTERM")
+    assert study.best_value == min(summary["best"]["value"] for summary in found[1:])
