@@ -652,7 +652,7 @@ def measure_baselines(data):
     """{task: {name: test accuracy}, target: {name: test rmse}} of what needs no network: commonest
     class or mean; logistic or ridge regression on NUMBERS; boosting on NUMBERS and quantiles of
     FEATURES; of `dim` or `dimension` what the related pairs say (Meyer 1988). (rank 0)"""
-    from sklearn import dummy, ensemble, linear_model
+    from sklearn import dummy, ensemble, linear_model, metrics
 
     levels = [0.1, 0.3, 0.5, 0.7, 0.9]
     sets = np.split(data.features, data.node_ptr[1:-1])
@@ -675,15 +675,11 @@ def measure_baselines(data):
             columns = inputs if kind == "boosting" else data.numbers
             guesses[kind] = model.fit(columns[train], labels[train]).predict(columns[test])
         if name in ("dim", "dimension"):
-            guesses["Myrheim-Meyer"] = dims[test]
-            if names:
-                numbers = {name: number for number, name in enumerate(names)}
-                guesses["Myrheim-Meyer"] = [numbers.get(f"{dim:.0f}", -1) for dim in dims[test]]
-        baselines[name] = {}
-        for kind, guess in guesses.items():
-            accuracy = np.mean(labels[test] == guess)
-            rmse = np.mean((labels[test] - guess) ** 2) ** 0.5
-            baselines[name][kind] = float(accuracy if names else rmse)
+            numbers = {dim: number for number, dim in enumerate(names)}
+            rounded = [numbers.get(f"{dim:.0f}", -1) for dim in dims[test]]
+            guesses["Myrheim-Meyer"] = rounded if names else dims[test]
+        score = metrics.accuracy_score if names else metrics.root_mean_squared_error
+        baselines[name] = {kind: score(labels[test], guess) for kind, guess in guesses.items()}
     return baselines
 
 
@@ -914,15 +910,10 @@ def describe(values):
 
 
 class Units(Dataset):
-    """[unit] is its folder, made once: a reading that is killed lost no more than that."""
-
-    def __init__(self, args, folder):
-        self.args = args
-        self.folder = folder
-
-    def __getitem__(self, unit):
-        write = functools.partial(write_unit, unit, self.args)
-        return cached(self.folder, "unit", str(unit), write)
+    def __getitem__(self, item):
+        """The folder of a unit, made once: a reading that is killed lost no more than that."""
+        unit, args, reading = item
+        return cached(reading, "unit", str(unit), functools.partial(write_unit, unit, args))
 
 
 def write_unit(unit, args, folder):
@@ -961,11 +952,11 @@ def write_sets(args, key, new):
     reading = f"{args.cache_dir}/reading-{key[:16]}"
     for path in map(Path, args.data):
         try:
-            units = list_units(path, args.outputs)
-            workers = min(len(units), len(os.sched_getaffinity(0)))
+            items = [(unit, args, reading) for unit in list_units(path, args.outputs)]
+            workers = min(len(items), len(os.sched_getaffinity(0)))
             options = argparse.Namespace(num_workers=workers if workers > 1 else 0)
-            loader = make_loader(Units(args, reading), units, options, torch.device("cpu"))
-            for folder in tqdm(loader, desc=path.name, total=len(units), disable=None):
+            loader = make_loader(Units(), items, options, torch.device("cpu"))
+            for folder in tqdm(loader, desc=path.name, total=len(items), disable=None):
                 for name in ARRAYS:
                     with open(new / f"{name}.bin", "ab") as file:
                         file.write((folder / f"{name}.bin").read_bytes())
