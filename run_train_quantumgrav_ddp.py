@@ -760,7 +760,7 @@ def list_units(path, outputs):
             shapes[name] = (arrays[counted][...].sum(), 2)
         for other, expected in shapes.items():
             shape = arrays[choose(arrays, other)].shape
-            expect(shape == expected, f"{other} is {shape}; expected {expected}, as {counted}")
+            expect(shape == expected, f"{other} has shape {shape}; {counted} needs {expected}")
         # about 1 MB, or a chunk of a store, which is decompressed at once
         chunk = 1 if name == PAIRS else getattr(arrays[name], "chunks", [1])[0]
         step = chunk * math.ceil(2**20 * count / max(1, arrays[name].nbytes) / chunk)
@@ -811,7 +811,7 @@ def relations_of(values):
     if name == PAIRS:
         earlier, later = given.T
         is_sound = (0 <= earlier) & (earlier < later) & (later < n)
-        expect(len(given) and is_sound.all(), f"{name}: expected rows (i, j), 0 <= i < j < {n}")
+        expect(len(given) and is_sound.all(), f"{name} has none, or not all 0 <= i < j < {n}")
         relations = [0] * n
         for i, j in given.tolist():
             relations[j] |= 1 << i
@@ -820,11 +820,11 @@ def relations_of(values):
     expect(is_square, f"{n} elements in {name} of shape {given.shape}; expected a square")
     matrix = np.zeros_like(given, bool)
     matrix[:n, :n] = given[:n, :n]
-    expect((matrix == given).all(), f"{name} has entries that are not 0 or 1, or beyond {n}")
+    expect((matrix == given).all(), f"{name}: expected 0 and 1, and only 0 beyond {n} elements")
     expect(matrix.any(), f"{name} has no pairs at all: is a chunk of the store missing?")
     if not np.triu(matrix).any():
         matrix = matrix.T  # as arrays of Julia arrive
-    expect(not np.tril(matrix).any(), f"{name} has a cycle, or is not sorted: expected i < j")
+    expect(not np.tril(matrix).any(), f"{name} has pairs with i >= j: a cycle, or not sorted")
     rows = np.packbits(matrix[:n, :n].T, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in rows]
 
@@ -885,7 +885,7 @@ def describe(values):
     if name in ADJACENCY:
         expect(past == relations, f"{name} is not transitive; expected all related pairs")
     else:
-        expect(in_degree == list(map(int.bit_count, relations)), f"{name} has more than links")
+        expect(in_degree == list(map(int.bit_count, relations)), f"{name} has pairs besides links")
     reversed_links = [[] for _ in links]
     for later, linked in enumerate(links):
         for earlier in linked:
