@@ -1,10 +1,9 @@
 """Train a graph network on causal sets: is a partial order a piece of spacetime, and of which kind?
 
-A causal set is a finite partial order: its elements are events, and the order is "is in the past
-of" (Bombelli et al. 1987). The network sees elements, links (related pairs with nothing between
-them) and counts of the whole set. It predicts classes (tasks), such as cls, the kind of a set:
-points scattered in Minkowski space of 2, 3 or 4 dimensions ("sprinklings"), or random orders that
-look like them; and numbers (targets), such as a curvature.
+A causal set is a finite set of events, partially ordered by "is in the past of" (Bombelli et al.
+1987). The network sees elements, links (related pairs with nothing between them) and counts of the
+set. It predicts classes (tasks), such as cls, the kind of a set: points scattered in Minkowski
+space ("sprinklings"), or random orders like them; and numbers (targets), such as a curvature.
 
     python tools/make_causal_sets.py    # of the repository: 12,000 sets, data/causal_sets.npz
     torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py
@@ -21,21 +20,20 @@ Logged, over all ranks: step, epoch, lr, loss (summed over tasks and targets), g
 clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait (share of the
 time), peak_gb (of a GPU). After every epoch: val/loss, and METRICS of each task and target.
 
-Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl, split.npz (what was trained
-on); at the end summary.json, curves.png, and predictions.npz of the test set. The same command goes
-on from latest.pt. "(all ranks)" means that every rank must call a function, in the same order, and
-"(rank 0)" that only rank 0 does.
+Files in --output_dir: latest.pt, from which the same command goes on; best.pt, step_N.pt;
+metrics.jsonl; split.npz (what was trained on); at the end summary.json, curves.png, predictions.npz
+(test). "(all ranks)": all must call it, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
 #     "torch>=2.11,<2.14", "numpy>=2.2,<3", "tqdm>=4.67,<5", "pyyaml>=6.0,<7", "wandb>=0.25,<1",
-#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "scikit-learn>=1.7,<2", "zarr>=3,<4",
-# ]
+#     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "scikit-learn>=1.7,<2", "zarr>=3,<4"]
 # ///
 
 import argparse
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -44,7 +42,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -81,14 +78,10 @@ EVAL_BATCH_SIZE = 32  # sets that a rank validates at a time
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("task").add_argument
-    default = ["data/causal_sets.npz"]
-    add("--data", nargs="+", type=expanded, default=default, help=".npz files and .zarr stores")
+    add("--data", nargs="+", type=expanded, default=["data/causal_sets.npz"], help=".npz or zarr")
     add("--tasks", nargs="*", help="classes to predict; where nothing is given: cls")
     add("--targets", nargs="*", default=[], help="numbers to predict")
-    choices = ["none", "balanced"]
-    add(
-        "--class_weights", default="none", choices=choices, help="balanced: rare classes count more"
-    )
+    add("--class_weights", default="none", choices=["none", "balanced"], help="rare count more")
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
     add("--split_seed", type=NATURAL, default=0, help="another seed draws another split")
@@ -114,7 +107,7 @@ def parse_args():
     add("--grace", type=NATURAL, default=0, help="epochs at the start that --patience ignores")
 
     add = parser.add_argument_group("as in config files of QuantumGrav").add_argument
-    add("--world_size", type=COUNT, help="as --nproc_per_node")
+    add("--world_size", dest="nproc_per_node", type=COUNT, default=1, help="as --nproc_per_node")
     add("--master_addr", help="where ranks meet; the variable MASTER_ADDR wins")
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
     add("--find_unused_parameters", type=boolean, choices=[False], help="False: none are unused")
@@ -133,8 +126,6 @@ def parse_args():
     for name in args.stop_metrics:
         if name not in metrics:
             parser.error(f"--stop_metrics {name}: expected some of {', '.join(metrics)}")
-    if args.nproc_per_node == 1 and args.world_size:
-        args.nproc_per_node = args.world_size
     for name in ("master_addr", "master_port"):
         if getattr(args, name) and not os.environ.get(name.upper()):
             os.environ[name.upper()] = getattr(args, name)
@@ -144,11 +135,11 @@ def parse_args():
 # --------------------------------------------------------------------------------------------------
 # Data
 
-# what is known of an element
+# of an element, and of a set; chains: of three; intervals_of_k: pairs with k elements between them
 FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
-# and of a set; chains: of three elements; intervals_of_k: pairs with k elements between them
 NUMBERS = "elements pairs links minimal_elements maximal_elements longest_chain chains".split()
 NUMBERS += [*[f"intervals_of_{k}" for k in range(11)], "larger_intervals"]
+PARTS = ["train", "valid", "test"]
 # what `describe` makes of a set; a file of each has the rows of all sets
 ARRAYS = {
     "features": np.dtype((np.float32, len(FEATURES))),  # of each element
@@ -160,11 +151,8 @@ ARRAYS = {
 
 
 class Batch(NamedTuple):
-    """B sets of different sizes, not padded but laid one after the other: a big graph of N elements
-    and E links, in which no link leads from one set to another.
-
-    The neighbors of element i in its past are past[past_ptr[i] : past_ptr[i + 1]]; of its future
-    likewise. Outputs are the tasks, then the targets."""
+    """B sets, not padded but laid one after the other: a graph of N elements and E links. Element i
+    has past[past_ptr[i] : past_ptr[i + 1]] in its past. Outputs are the tasks, then the targets."""
 
     features: torch.Tensor  # (N, 6) float32, logarithms of FEATURES
     sizes: torch.Tensor  # (B,) int64, elements per set
@@ -182,9 +170,8 @@ class Batch(NamedTuple):
 
 
 class CausalSets(Dataset):
-    """What `prepare` has written, mapped into memory that the ranks of a node share.
-
-    facts: what a network knows of the data it was trained on; None: found in this data."""
+    """What `prepare` has written, mapped into memory that the ranks of a node share. facts: what a
+    network knows of the data it was trained on; None: found in this data."""
 
     def __init__(self, folder, args, facts=None):
         meta = json.loads((folder / "meta.json").read_text())
@@ -196,31 +183,24 @@ class CausalSets(Dataset):
         self.sizes = self.counts[:, NUMBERS.index("elements")].astype(np.int64)
         self.edges = self.counts[:, NUMBERS.index("links")].astype(np.int64)
         self.cost = self.sizes + self.edges  # time and memory of a set grow with it
-        # rows node_ptr[i] to node_ptr[i + 1] - 1 of features belong to set i, and edge_ptr says the
-        # same of past and future
+        # set i has the rows node_ptr[i] : node_ptr[i + 1] of features; edge_ptr: of past and future
         self.node_ptr = np.concatenate([[0], np.cumsum(self.sizes)])
         self.edge_ptr = np.concatenate([[0], np.cumsum(self.edges)])
 
-        logs = np.log1p(self.counts)
+        values = np.hstack([self.labels, np.log1p(self.counts)])
         if facts is None:
             self.split = split_sets(self.digests, args.split, args.split_seed)
-            self.say_what_is_known(meta["classes"])
-            train = self.part("train")
-            is_task = [len(names) > 0 for names in meta["classes"].values()]
-            numbers = StandardScaler().fit(logs[train])  # a scale is 1 where all are equal
-            labels = StandardScaler().fit(self.labels[train])
-            facts = {
-                "classes": meta["classes"],  # {task: names of its classes, target: []}
-                "numbers": [numbers.mean_.tolist(), numbers.scale_.tolist()],
-                "means": np.where(is_task, 0.0, labels.mean_).tolist(),
-                "scales": np.where(is_task, 1.0, labels.scale_).tolist(),
-            }
+            classes = meta["classes"]  # {task: names of its classes, target: []}
+            self.say_what_is_known(classes)
+            is_class = [len(names) > 0 for names in classes.values()] + [False] * len(NUMBERS)
+            # a class is left as it is: where all are 0 the mean is 0, and the scale 1
+            scaler = StandardScaler().fit(np.where(is_class, 0, values[self.part("train")]))
+            facts = {"classes": classes, "means": scaler.mean_.tolist()}
+            facts["scales"] = scaler.scale_.tolist()
         self.facts = facts
         self.classes = facts["classes"]
-        mean, scale = facts["numbers"]
-        self.numbers = ((logs - mean) / scale).astype(np.float32)
-        standardized = (self.labels - facts["means"]) / facts["scales"]
-        self.standardized = np.nan_to_num(standardized).astype(np.float32)
+        values = np.nan_to_num((values - facts["means"]) / facts["scales"]).astype(np.float32)
+        self.standardized, self.numbers = np.split(values, [len(self.classes)], axis=1)
         self.weights = (~np.isnan(self.labels)).astype(np.float32)
         for i in range(len(args.tasks) if args.class_weights == "balanced" else 0):
             ids = np.flatnonzero((self.weights[:, i] > 0) & (self.split == 0))
@@ -228,22 +208,21 @@ class CausalSets(Dataset):
 
     def say_what_is_known(self, classes):
         """Of each part: the sets of each class, the range of targets. InputError: too few."""
-        for part in ("train", "valid", "test"):
-            for (output, names), labels in zip(classes.items(), self.labels.T, strict=True):
-                known = labels[self.part(part)]
-                known = known[~np.isnan(known)]
-                if len(np.unique(known)) < (2 if part == "train" else 1):
-                    text = f"{output}: too few sets of the {part} part have this label"
-                    raise InputError(f"{text}, or all the same: {np.unique(known)}")
-                text = f"{len(known)} known, from {known.min():g} to {known.max():g}"
-                if names:
-                    counts = np.bincount(known.astype(int), minlength=len(names))
-                    text = ", ".join(map("{} {}".format, names[:20], counts))
-                logging.info(f"{part}, {output}: {text}")
+        for part, (i, output) in itertools.product(PARTS, enumerate(classes)):
+            labels = self.labels[self.part(part), i]
+            found, counts = np.unique(labels[~np.isnan(labels)], return_counts=True)
+            if len(found) < (2 if part == "train" else 1):
+                raise InputError(f"{output}: too few labels in the {part} part: only {found}")
+            text = f"{counts.sum()} known, from {found[0]:g} to {found[-1]:g}"
+            if classes[output]:
+                known = dict(zip(found, counts, strict=True))
+                names = classes[output][:20]
+                text = ", ".join(f"{name} {known.get(k, 0)}" for k, name in enumerate(names))
+            logging.info(f"{part}, {output}: {text}")
 
     def part(self, name):
         """Numbers of the sets to train on, to validate on or to test on."""
-        return np.flatnonzero(self.split == ["train", "valid", "test"].index(name))
+        return np.flatnonzero(self.split == PARTS.index(name))
 
     def __getitem__(self, item):
         """What the sampler yields -> the Batch."""
@@ -252,49 +231,42 @@ class CausalSets(Dataset):
 
     def make_batch(self, ids, global_ids):
         """The Batch of the sets `ids`, which are some of a global batch."""
-        features = torch.from_numpy(rows_of_sets(self.features, self.node_ptr, ids))
+        nodes = [slice(self.node_ptr[i], self.node_ptr[i + 1]) for i in ids]
+        edges = [slice(self.edge_ptr[i], self.edge_ptr[i + 1]) for i in ids]
+        features = torch.from_numpy(np.concatenate([self.features[rows] for rows in nodes]))
         degrees = features[:, :2].T.long()  # of past and future
         past_ptr, future_ptr = F.pad(degrees.cumsum(1), (1, 0))
-        begin = np.cumsum(self.sizes[ids]) - self.sizes[ids]  # number of each set's first element
-        begin = np.repeat(begin, self.edges[ids])
-        past = torch.from_numpy(rows_of_sets(self.past, self.edge_ptr, ids) + begin)
-        future = torch.from_numpy(rows_of_sets(self.future, self.edge_ptr, ids) + begin)
+        shift = np.repeat(np.cumsum(self.sizes[ids]) - self.sizes[ids], self.edges[ids])
+        past = torch.from_numpy(np.concatenate([self.past[rows] for rows in edges]) + shift)
+        future = torch.from_numpy(np.concatenate([self.future[rows] for rows in edges]) + shift)
         of_sets = [self.sizes, self.numbers, self.standardized, self.weights]
         sizes, numbers, labels, weights = [torch.from_numpy(array[ids]) for array in of_sets]
         totals = torch.from_numpy(self.weights[global_ids].sum(0))
-        # degrees and heights range over orders of magnitude: hence their logarithm
         links = (past, past_ptr, future, future_ptr)
+        # degrees and heights range over orders of magnitude: hence their logarithm
         return Batch(features.log1p(), sizes, *links, numbers, labels, weights, totals)
-
-
-def rows_of_sets(array, ptr, ids):
-    """The rows of the sets `ids`, one after the other; of set i: ptr[i] to ptr[i + 1] - 1"""
-    return np.concatenate([array[ptr[i] : ptr[i + 1]] for i in ids])
 
 
 def split_sets(digests, shares, seed):
     """(sets,) uint8: 0 train, 1 valid, 2 test, in these shares, rounded. Sets with the same digest
     are copies, and lie in one part, or sets to train on would also be in the test."""
     _, first, copy_of = np.unique(digests, return_index=True, return_inverse=True)
+    original = first[copy_of]
+    copies = np.flatnonzero(original != np.arange(len(digests)))
+    if len(copies) > 0:
+        logging.info(f"{len(copies)} sets are copies, such as set {copies[0]}: kept in one part")
     count = len(first)
     if abs(sum(shares) - 1) > 1e-6 or min(shares) * count < 1:
-        text = f"expected three shares, sum 1, each of at least one of the {count} sets"
-        raise InputError(f"--split {shares}: {text}")
-    ends = np.floor(np.cumsum(shares[:2]) * count + 0.5).astype(int)
-    _, valid, test = np.split(np.random.default_rng(seed).permutation(np.sort(first)), ends)
+        raise InputError(f"--split {shares}: expected sum 1, and one of {count} sets for each part")
+    ends = np.floor(np.cumsum(shares[:2]) * count + 0.5)
     split = np.zeros(len(digests), np.uint8)
-    split[valid] = 1
-    split[test] = 2
-    return split[first[copy_of]]
+    order = np.random.default_rng(seed).permutation(np.sort(first))
+    split[order] = np.digitize(np.arange(count), ends)
+    return split[original]
 
 
 # --------------------------------------------------------------------------------------------------
 # Model
-
-
-def sum_bags(x, rows, ptr):
-    """(B, D): the sums of x[rows[ptr[i] : ptr[i + 1]]], made without a copy of these rows."""
-    return F.embedding_bag(rows, x, ptr, mode="sum", include_last_offset=True)
 
 
 class SumNeighbors(torch.autograd.Function):
@@ -304,11 +276,14 @@ class SumNeighbors(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, neighbors, ptr, reversed_neighbors, reversed_ptr):
         ctx.save_for_backward(reversed_neighbors, reversed_ptr)
-        return sum_bags(x, neighbors, ptr)
+        return F.embedding_bag(neighbors, x, ptr, mode="sum", include_last_offset=True)
 
     @staticmethod
     def backward(ctx, gradient):
-        return sum_bags(gradient.contiguous(), *ctx.saved_tensors), None, None, None, None
+        rows, ptr = ctx.saved_tensors
+        x = gradient.contiguous()
+        total = F.embedding_bag(rows, x, ptr, mode="sum", include_last_offset=True)
+        return total, None, None, None, None
 
 
 class MessageLayer(nn.Module):
@@ -317,32 +292,27 @@ class MessageLayer(nn.Module):
     def __init__(self, inputs, args):
         super().__init__()
         self.aggregation = args.messages
-        # the element itself; else messages from its past, from its future, and itself
-        sources = 1 if args.messages == "none" else 3
-        self.linear = nn.Linear(inputs * sources, args.hidden_dim)
+        sources = 1 if args.messages == "none" else 3  # itself; or its past, its future, itself
+        width = args.hidden_dim
+        self.linear = nn.Linear(inputs * sources, width)
         # LayerNorm, not BatchNorm: a set's output must not depend on who else is in the batch
-        self.norm = nn.LayerNorm(args.hidden_dim)
-        self.skip = nn.Identity()
-        if inputs != args.hidden_dim:
-            self.skip = nn.Linear(inputs, args.hidden_dim, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.skip = nn.Linear(inputs, width, bias=False) if inputs != width else nn.Identity()
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x, batch):
-        inputs = [x]
-        if self.aggregation != "none":
-            past = (batch.past, batch.past_ptr)
-            future = (batch.future, batch.future_ptr)
-            inputs = [self.aggregate(x, past, future), self.aggregate(x, future, past), x]
-        y = F.relu(self.norm(self.linear(torch.cat(inputs, dim=1))))
+        inputs = []
+        past = (batch.past, batch.past_ptr)
+        future = (batch.future, batch.future_ptr)
+        directions = [(past, future), (future, past)] if self.aggregation != "none" else []
+        for links, reversed_links in directions:
+            # in fp32 under autocast, too: thousands of neighbors are too many to add up in bf16
+            messages = SumNeighbors.apply(x.float(), *links, *reversed_links)
+            if self.aggregation == "mean":
+                messages = messages / links[1].diff().clamp(min=1).float()[:, None]
+            inputs.append(messages)
+        y = F.relu(self.norm(self.linear(torch.cat([*inputs, x], dim=1))))
         return self.dropout(y + self.skip(x))
-
-    def aggregate(self, x, links, reversed_links):
-        """(N, D): for each element the sum or mean over its neighbors in one direction"""
-        # in fp32 under autocast, too: thousands of neighbors are too many to add up in bf16
-        total = SumNeighbors.apply(x.float(), *links, *reversed_links)
-        if self.aggregation == "sum":
-            return total
-        return total / links[1].diff().clamp(min=1).float()[:, None]  # by the number of neighbors
 
 
 class CausalSetNet(nn.Module):
@@ -371,8 +341,7 @@ class CausalSetNet(nn.Module):
 
 
 def pool(x, sizes):
-    """(N, D), (B,) -> (B, 3 D): mean, maximum and sum over the elements of each set. Elements that
-    tie share the gradient of a maximum."""
+    """(N, D), (B,) -> (B, 3 D): mean, maximum (ties share its gradient) and sum over each set."""
     # unsafe: without a check of the sizes, for which it would read them back from a GPU
     total = torch.segment_reduce(x, "sum", lengths=sizes, unsafe=True)
     maximum = torch.segment_reduce(x, "max", lengths=sizes, unsafe=True)
@@ -385,12 +354,10 @@ def pool(x, sizes):
 
 def batch_loss(outputs, batch):
     """What this micro-batch adds to the loss of the global batch: for each task the mean cross
-    entropy, for each target the mean squared error of standardized values, summed.
-
-    Why not means over the micro-batch? Ranks may have different numbers of labelled sets, and a
-    mean of such means is not the mean. So we divide by the weights of the whole global batch, and
-    then sum: over micro-batches by backward(), over ranks by DDP, which takes their mean, times the
-    number of ranks (see `train`). An output without labels in the global batch counts 0."""
+    entropy, for each target the mean squared error of standardized values, summed. Ranks may have
+    different numbers of labelled sets, and the mean of their means is not the mean. So we divide by
+    the weights of the whole global batch, and sum: over micro-batches by backward(), over ranks by
+    DDP (see `train`). An output without labels in the global batch counts 0."""
     loss = 0.0
     for i, output in enumerate(outputs.values()):
         labels = batch.labels[:, i]
@@ -417,13 +384,10 @@ def classification(logp, labels, _=None):
     confidence = np.nan_to_num(np.exp(logp.max(1)))  # a NaN counts as 0
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = np.bincount(bins, weights=(guess == labels) - confidence)  # the sum in each bin
-    return {
-        "loss": float(-logp[np.arange(len(labels)), labels].mean()),
-        "accuracy": float((guess == labels).mean()),
-        "f1_macro": float(f1_score(labels, guess, average="macro")),
-        "f1_weighted": float(f1_score(labels, guess, average="weighted")),
-        "ece": float(np.abs(gaps).sum() / len(labels)),
-    }
+    loss = -logp[np.arange(len(labels)), labels].mean()
+    f1 = [f1_score(labels, guess, average=average) for average in ("macro", "weighted")]
+    values = [loss, (guess == labels).mean(), *f1, np.abs(gaps).sum() / len(labels)]
+    return dict(zip(METRICS, map(float, values), strict=True))
 
 
 def regression(values, labels, scale):
@@ -437,9 +401,8 @@ def regression(values, labels, scale):
 
 @torch.no_grad()
 def predict(model, data, ids, device):
-    """{task: log-probabilities (len(ids), classes), target: values (len(ids),)} on every rank,
-    without autocast. Batch k goes to rank k % world_size: each set counts once, whatever the number
-    of ranks. (all ranks)"""
+    """{task: log-probabilities (len(ids), classes), target: values (len(ids),)}, without autocast.
+    Batch k goes to rank k % world_size: each set counts once on any number of them. (all ranks)"""
     outputs = {}
     for name, names in data.classes.items():
         outputs[name] = torch.zeros(len(ids), max(1, len(names)), device=device)
@@ -453,13 +416,11 @@ def predict(model, data, ids, device):
             outputs[name][rows[0] : rows[-1] + 1] = output
     model.train()
 
-    for name, mean, scale in zip(
-        data.classes, data.facts["means"], data.facts["scales"], strict=True
-    ):
-        dist.all_reduce(outputs[name])  # each row is zero on all ranks but one
-        outputs[name] = outputs[name].cpu().double().numpy()
+    for i, (name, output) in enumerate(outputs.items()):
+        dist.all_reduce(output)  # each row is zero on all ranks but one
+        outputs[name] = output.cpu().double().numpy()
         if not data.classes[name]:
-            outputs[name] = outputs[name][:, 0] * scale + mean
+            outputs[name] = outputs[name][:, 0] * data.facts["scales"][i] + data.facts["means"][i]
     return outputs
 
 
@@ -471,9 +432,9 @@ def evaluate(model, data, ids, device):
     for i, (name, names) in enumerate(data.classes.items()):
         labels = data.labels[ids, i]
         known = ~np.isnan(labels)
-        inputs = [outputs[name][known], labels[known], data.facts["scales"][i]]
+        function = classification if names else regression
         # All ranks decide by these, so one computes them: the last bit may depend on the processor.
-        values = on_rank0(classification if names else regression, *inputs)
+        values = on_rank0(function, outputs[name][known], labels[known], data.facts["scales"][i])
         metrics["loss"] += values["loss"]
         metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
     return metrics, outputs
@@ -490,8 +451,7 @@ def is_better(name, value, best, delta=0.0):
 
 def count_waiting(loop, metrics, epoch, args):
     """Count the epochs without a gain in loop["waited"]. A gain is when any, or all, of
-    --stop_metrics are better than loop["best_values"] by more than --delta; with `all`, one that is
-    better alone keeps its old best value."""
+    --stop_metrics beat loop["best_values"] by more than --delta: only then are these replaced."""
     gained = {}
     for name in args.stop_metrics:
         if is_better(name, metrics[name], loop["best_values"].get(name), args.delta):
@@ -506,8 +466,7 @@ def count_waiting(loop, metrics, epoch, args):
 
 
 def is_best(loop, metrics, args):
-    """Whether the first of --stop_metrics is better than ever, by however little. Then it is kept
-    in loop["best"]."""
+    """Whether the first of --stop_metrics is better than ever. Then it is kept in loop["best"]."""
     name = args.stop_metrics[0]
     if not is_better(name, metrics[name], loop["best"].get("value")):
         return False
@@ -515,87 +474,12 @@ def is_best(loop, metrics, args):
     return True
 
 
-def measure_baselines(data):
-    """{task: {name: test accuracy}, target: {name: test rmse}} of what needs no network: the
-    commonest class, or the mean; logistic or ridge regression on NUMBERS; gradient boosting on
-    NUMBERS and quantiles of FEATURES; of `dim` or `dimension` the one whose sprinklings have that
-    share of related pairs (Myrheim-Meyer: Meyer 1988). (rank 0)"""
-    from sklearn import dummy, ensemble, linear_model
-
-    quantiles = []
-    for begin, end in itertools.pairwise(data.node_ptr):
-        features = data.features[begin:end]
-        quantiles.append(np.quantile(features, [0.1, 0.3, 0.5, 0.7, 0.9], axis=0).ravel())
-    inputs = np.hstack([data.numbers, quantiles])
-    elements, pairs = data.counts[:, :2].T
-    dims = myrheim_meyer(2 * pairs / (elements * (elements - 1)))
-    baselines = {}
-    for (name, names), labels in zip(data.classes.items(), data.labels.T, strict=True):
-        train = ~np.isnan(labels) & (data.split == 0)
-        test = ~np.isnan(labels) & (data.split == 2)
-        models = {"mean": dummy.DummyRegressor(), "ridge regression": linear_model.RidgeCV()}
-        models["boosting"] = ensemble.HistGradientBoostingRegressor(random_state=0)
-        if names:
-            linear = linear_model.LogisticRegression(C=100, max_iter=2000)  # 1 costs accuracy
-            models = {"commonest": dummy.DummyClassifier(), "logistic regression": linear}
-            models["boosting"] = ensemble.HistGradientBoostingClassifier(random_state=0)
-        guesses = {}
-        for kind, model in models.items():
-            columns = inputs if kind == "boosting" else data.numbers
-            guesses[kind] = model.fit(columns[train], labels[train]).predict(columns[test])
-        if name in ("dim", "dimension"):
-            guesses["Myrheim-Meyer"] = dims[test]
-            if names:
-                numbers = {name: number for number, name in enumerate(names)}
-                guesses["Myrheim-Meyer"] = [numbers.get(f"{dim:.0f}", -1) for dim in dims[test]]
-        baselines[name] = {}
-        for kind, guess in guesses.items():
-            accuracy = np.mean(labels[test] == guess)
-            rmse = np.mean((labels[test] - guess) ** 2) ** 0.5
-            baselines[name][kind] = float(accuracy if names else rmse)
-    return baselines
-
-
-def myrheim_meyer(fractions):
-    """The dimensions from 1 to 12 whose sprinklings have these shares of related pairs."""
-    dims = np.linspace(1, 12, 11_001)
-    expected = [math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)) for d in dims]
-    return np.interp(-np.asarray(fractions), -np.array(expected), dims)  # they fall with d
-
-
-def report(args, data, ids, metrics, outputs):
-    """The test, beside what needs no network; predictions.npz. Returns the baselines, and for each
-    task the f1 of each class and the confusion matrix (a row for each label). (rank 0)"""
-    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
-    baselines = measure_baselines(data)
-    by_class = {}
-    arrays = {"ids": ids, "labels": data.labels[ids]}
-    for (name, names), labels in zip(data.classes.items(), data.labels[ids].T, strict=True):
-        figure = "accuracy" if names else "rmse"
-        reached = metrics[f"{name}/{figure}"]
-        for kind, value in {**baselines[name], "this network": reached}.items():
-            logging.info(f"test {figure}  {name:10} {kind:20} {value:.4f}")
-            if is_better(figure, value, reached):
-                logging.warning(f"{name}: the network is worse than what needs no network: {kind}")
-        arrays[f"logp_{name}" if names else name] = outputs[name]
-        if names:
-            known = ~np.isnan(labels)
-            pair = (labels[known], outputs[name][known].argmax(1))
-            classes = range(len(names))
-            f1 = f1_score(*pair, labels=classes, average=None, zero_division=0).tolist()
-            matrix = confusion_matrix(*pair, labels=classes).tolist()
-            by_class[name] = {"names": names, "f1": f1, "confusion": matrix}
-    np.savez(Path(args.output_dir) / "predictions.npz", **arrays)
-    return baselines, by_class
-
-
 # --------------------------------------------------------------------------------------------------
 # Train
 
 
 def lr_factor(args, step, steps):
-    """What the peak rate is multiplied by: half a cosine up from 1/25, then half a cosine down to 0
-    (Smith and Topin 2018)."""
+    """Share of the peak rate: half a cosine up from 1/25, then one to 0 (Smith and Topin 2018)."""
     rise = round(args.warmup * steps)
     if step < rise:
         return 0.04 + 0.96 * (0.5 - 0.5 * math.cos(math.pi * step / rise))
@@ -611,8 +495,7 @@ def make_optimizer(args, model):
 
 
 def train(args, device, data, model, state, log):
-    """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
-    stands. (all ranks)"""
+    """Returns why training was stopped, "" if it has ended; and `loop`, its state. (all ranks)"""
     world_size = dist.get_world_size()
     # in fp32 an element or link takes up to 3 numbers for each unit of a layer
     room = room_on_gpu(model, device) / (4 * 3 * args.hidden_dim * args.num_layers)
@@ -696,7 +579,7 @@ def train(args, device, data, model, state, log):
 
 def main(args):
     device = setup_ddp(args)
-    free_on_resume = "data skip_bad_data num_epochs patience world_size master_addr master_port"
+    free_on_resume = "data skip_bad_data num_epochs patience master_addr master_port"
     state = open_run(args, free_on_resume.split())
     logging.info("Preparing data loaders...")
     data = CausalSets(read_once(prepare, args), args)
@@ -725,15 +608,79 @@ def main(args):
     logging.info("Starting testing phase...")
     for stop in STOP_SIGNALS:  # all is saved: from here on they end the process
         signal.signal(stop, signal.SIG_DFL)
-    best = Path(args.output_dir) / "best.pt"
-    model.load_state_dict(on_rank0(torch.load, best, "cpu")["model"])
+    model.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
     ids = data.part("test")
     metrics, outputs = evaluate(model, data, ids, device)
     baselines, by_class = on_rank0(report, args, data, ids, metrics, outputs)
-    figures.update(test=metrics, baselines=baselines, classes=by_class)
-    log.close("finished", **figures)
+    log.close("finished", **figures, test=metrics, baselines=baselines, classes=by_class)
     logging.info("Training and testing completed successfully!")
     return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Report
+
+
+def report(args, data, ids, metrics, outputs):
+    """The test, beside what needs no network; predictions.npz. Returns the baselines, and for each
+    task the f1 of each class and the confusion matrix (a row for each label). (rank 0)"""
+    logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
+    baselines = measure_baselines(data)
+    by_class = {}
+    arrays = {"ids": ids, "labels": data.labels[ids]}
+    for (name, names), labels in zip(data.classes.items(), data.labels[ids].T, strict=True):
+        figure = "accuracy" if names else "rmse"
+        reached = metrics[f"{name}/{figure}"]
+        for kind, value in {**baselines[name], "this network": reached}.items():
+            logging.info(f"test {figure}  {name:10} {kind:20} {value:.4f}")
+            if is_better(figure, value, reached):
+                logging.warning(f"{name}: the network is worse than what needs no network: {kind}")
+        arrays[f"logp_{name}" if names else name] = outputs[name]
+        if names:
+            known = ~np.isnan(labels)
+            pair = (labels[known], outputs[name][known].argmax(1))
+            classes = range(len(names))
+            f1 = f1_score(*pair, labels=classes, average=None, zero_division=0).tolist()
+            matrix = confusion_matrix(*pair, labels=classes).tolist()
+            by_class[name] = {"names": names, "f1": f1, "confusion": matrix}
+    np.savez(Path(args.output_dir) / "predictions.npz", **arrays)
+    return baselines, by_class
+
+
+def measure_baselines(data):
+    """{task: {name: test accuracy}, target: {name: test rmse}} of what needs no network: commonest
+    class or mean; logistic or ridge regression on NUMBERS; boosting on NUMBERS and quantiles of
+    FEATURES; of `dim` or `dimension` what the related pairs say (Meyer 1988). (rank 0)"""
+    from sklearn import dummy, ensemble, linear_model, metrics
+
+    sets = np.split(data.features, data.node_ptr[1:-1])
+    quantiles = [np.quantile(x, [0.1, 0.3, 0.5, 0.7, 0.9], axis=0).ravel() for x in sets]
+    inputs = np.hstack([data.numbers, quantiles])
+    elements, pairs = data.counts[:, :2].T
+    dims = np.linspace(12, 1, 11_001)  # with them the share of related pairs falls
+    expected = [math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)) for d in dims]
+    dims = np.interp(2 * pairs / (elements * (elements - 1)), expected, dims)
+    baselines = {}
+    for (name, names), labels in zip(data.classes.items(), data.labels.T, strict=True):
+        train = ~np.isnan(labels) & (data.split == 0)
+        test = ~np.isnan(labels) & (data.split == 2)
+        models = {"mean": dummy.DummyRegressor(), "ridge regression": linear_model.RidgeCV()}
+        models["boosting"] = ensemble.HistGradientBoostingRegressor(random_state=0)
+        if names:
+            linear = linear_model.LogisticRegression(C=100, max_iter=2000)  # 1 costs accuracy
+            models = {"commonest": dummy.DummyClassifier(), "logistic regression": linear}
+            models["boosting"] = ensemble.HistGradientBoostingClassifier(random_state=0)
+        guesses = {}
+        for kind, model in models.items():
+            columns = inputs if kind == "boosting" else data.numbers
+            guesses[kind] = model.fit(columns[train], labels[train]).predict(columns[test])
+        if name in ("dim", "dimension"):
+            numbers = {dim: number for number, dim in enumerate(names)}
+            rounded = [numbers.get(f"{dim:.0f}", -1) for dim in dims[test]]
+            guesses["Myrheim-Meyer"] = rounded if names else dims[test]
+        score = metrics.accuracy_score if names else metrics.root_mean_squared_error
+        baselines[name] = {kind: score(labels[test], guess) for kind, guess in guesses.items()}
+    return baselines
 
 
 # --------------------------------------------------------------------------------------------------
@@ -746,7 +693,6 @@ PAIRS = "link_pairs"  # the same as rows (i, j), of all sets, ...
 PAIR_COUNTS = "link_counts"  # ... and how many rows each set has
 RELATIONS = [*ADJACENCY, *LINKS, PAIRS]
 SIZES = ["atomcount", "cset_size"]
-COUNTS = ["num_samples", "num_causal_sets"]  # how many sets of a larger store are there
 READER = 9  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -764,38 +710,35 @@ def expect(condition, text):
 
 @functools.lru_cache(maxsize=2)
 def open_arrays(path, outputs):
-    """{name: array} of an .npz file, or directly in a folder of a zarr store; {name: None} of those
-    that we do not need, which may be many."""
-    needed = {*RELATIONS, PAIR_COUNTS, *SIZES, *COUNTS, *outputs}
+    """{name: array} of an .npz file, or directly in a folder of a zarr store. Those that we do not
+    need, which may be many, are not read: they are there as empty arrays."""
+    needed = {*RELATIONS, PAIR_COUNTS, *SIZES, *outputs}
     if path.is_dir():
         import zarr
 
         # we look for them ourselves: groups that Julia writes have no file that zarr knows them by
-        arrays = {folder.name: None for folder in sorted(path.glob("*/"))}
+        arrays = {folder.name: np.empty(0) for folder in sorted(path.glob("*/"))}
         for name in needed.intersection(arrays):
             arrays[name] = zarr.open_array(path / name, mode="r")
         return arrays
     expect(zipfile.is_zipfile(path), "is no .npz file, and no zarr store")
     file = np.load(path)
-    arrays = dict.fromkeys(file.files)
+    arrays = dict.fromkeys(file.files, np.empty(0))
     for name in needed.intersection(arrays):
         try:
             arrays[name] = file[name]
         except ValueError:
-            text = "pad matrices of different sizes with zeros, and give labels as texts or numbers"
-            raise ValueError(f"{name} is an array of objects: {text}") from None
+            text = "expected texts, numbers, matrices of one size (pad them with zeros)"
+            raise ValueError(f"{name} is an array of objects; {text}") from None
     return arrays
 
 
 def list_units(path, outputs):
     """What is read at a time: (a group of one set, None), or (an .npz file, or a folder of arrays
     that hold all sets, counted by the first axis; a range of these sets)."""
-    groups = [group for group in path.glob("cset_*") if group.name[5:].isdigit()]
-    if groups:
-        groups.sort(key=lambda group: int(group.name[5:]))
-        return [(group, None) for group in groups]
-    units = []
-    for folder in [path, *sorted(path.glob("*/"))]:
+    groups = sorted((int(g.name[5:]), g) for g in path.glob("cset_*") if g.name[5:].isdigit())
+    units = [(group, None) for _, group in groups]
+    for folder in [] if units else [path, *sorted(path.glob("*/"))]:
         arrays = open_arrays(folder, outputs)
         if not any(name in arrays for name in RELATIONS):
             continue
@@ -807,15 +750,10 @@ def list_units(path, outputs):
             shapes[name] = (int(arrays[counted][...].sum()), 2)
         for other, expected in shapes.items():
             shape = arrays[choose(arrays, other)].shape
-            expect(
-                shape == expected, f"{other} has shape {shape}; expected {expected} as {counted}"
-            )
+            expect(shape == expected, f"{other} has shape {shape}; {counted} needs {expected}")
         # about 1 MB, or a chunk of a store, which is decompressed at once
         chunk = 1 if name == PAIRS else getattr(arrays[name], "chunks", [1])[0]
         step = chunk * math.ceil(2**20 * count / max(1, arrays[name].nbytes) / chunk)
-        for total in COUNTS:
-            if total in arrays:
-                count = min(count, number_of(arrays[total][...], total))
         units += [(folder, range(i, min(i + step, count))) for i in range(0, count, step)]
     expect(units, f"has no sets, or none of {', '.join(RELATIONS)}")
     return units
@@ -826,28 +764,27 @@ def read_unit(unit, outputs):
     path, ids = unit
     arrays = open_arrays(path, outputs)
     if ids is None:
-        values = {name: None if array is None else array[...] for name, array in arrays.items()}
-        yield str(path), values
+        yield str(path), {name: array[...] for name, array in arrays.items()}
         return
-    rows = slice(ids.start, ids.stop)
-    columns = {name: arrays[name][rows] for name in [*outputs, choose(arrays, *SIZES)]}
-    name = choose(arrays, *RELATIONS)
-    if name == PAIRS:
-        ends = np.cumsum(arrays[PAIR_COUNTS][: ids.stop])
-        begin = ends[ids.start] - arrays[PAIR_COUNTS][ids.start]
-        columns[name] = np.split(arrays[name][begin : ends[-1]], ends[rows][:-1] - begin)
-    else:
-        columns[name] = arrays[name][rows]
+    names = [*outputs, choose(arrays, *SIZES), choose(arrays, *RELATIONS)]
+    columns = {name: arrays[name][ids.start : ids.stop] for name in names if name != PAIRS}
+    if PAIRS in names:
+        ptr = np.insert(np.cumsum(arrays[PAIR_COUNTS][: ids.stop]), 0, 0)[ids.start :]
+        columns[PAIRS] = np.split(arrays[PAIRS][ptr[0] : ptr[-1]], ptr[1:-1] - ptr[0])
     for i, number in enumerate(ids):
         yield f"{path}: set {number}", {name: column[i] for name, column in columns.items()}
 
 
-def number_of(value, name):
-    """A size or a label, -1 for NaN; a label may also be a name. Some write numbers as texts."""
+def number_of(value, name, is_target=False):
+    """A size or a label, -1 for NaN; a label may also be a name. Some write numbers as texts. Or a
+    target, NaN where it is not known."""
     number = np.asarray(value).item()
     if isinstance(number, bytes):
         number = number.decode()
-    if isinstance(number, str) and not re.fullmatch(r" *-?\d+ *", number):
+    if is_target:
+        expect(not math.isinf(float(number)), f"{name} is {number}; expected a number or NaN")
+        return float(number)
+    if isinstance(number, str) and not number.strip(" ").removeprefix("-").isdecimal():
         return number.strip()
     if isinstance(number, float) and math.isnan(number):
         return -1
@@ -865,24 +802,21 @@ def relations_of(values):
     expect(2 <= n <= 32767, f"{n} elements; expected 2 to 32767")
     if name == PAIRS:
         earlier, later = given.T
-        is_sound = len(given) > 0 and earlier.min() >= 0 and later.max() < n
-        text = f"{name} has no rows, or others than (i, j) with 0 <= i < j < {n}"
-        expect(is_sound and (earlier < later).all(), text)
+        is_sound = (0 <= earlier) & (earlier < later) & (later < n)
+        expect(len(given) and is_sound.all(), f"{name} has none, or not all 0 <= i < j < {n}")
         relations = [0] * n
         for i, j in given.tolist():
             relations[j] |= 1 << i
         return relations
-    is_square = given.shape == (len(given), len(given)) and n <= len(given)
-    expect(is_square, f"{n} elements in {name} of shape {given.shape}; expected a square")
+    shape = given.shape
+    expect(shape == shape[:1] * 2 and n <= shape[0], f"{n} elements in {name} of shape {shape}")
     matrix = np.zeros_like(given, bool)
     matrix[:n, :n] = given[:n, :n]
-    text = f"{name} has other entries than 0 and 1, or pairs beyond its {n} elements"
-    expect(np.array_equal(matrix, given), text)
+    expect((matrix == given).all(), f"{name}: expected 0 and 1, and only 0 beyond {n} elements")
     expect(matrix.any(), f"{name} has no pairs at all: is a chunk of the store missing?")
     if not np.triu(matrix).any():
         matrix = matrix.T  # as arrays of Julia arrive
-    text = "a cycle, ones on its diagonal, or elements that are not sorted in time"
-    expect(not np.tril(matrix).any(), f"{name} has {text}; expected 1 only where i < j")
+    expect(not np.tril(matrix).any(), f"{name} has pairs with i >= j: a cycle, or not sorted")
     rows = np.packbits(matrix[:n, :n].T, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in rows]
 
@@ -906,9 +840,8 @@ def links_of(relations):
 
 
 def climb(links, elements):
-    """For each element the longest chain that leads to it, without it: its proper time; and what
-    comes before it: (n,), and bits (n, words) uint64. `elements`: those that one is linked to come
-    before it."""
+    """For each element the longest chain that leads to it, without it, and what comes before it:
+    (n,), and bits (n, words) uint64. In `elements` those that one is linked to come before it."""
     height = [0] * len(links)
     before = [0] * len(links)
     for element in elements:
@@ -921,17 +854,16 @@ def climb(links, elements):
 
 
 def count_intervals(past, future):
-    """(12,): related pairs with 0, 1, ..., 10 elements between them, and with more. These numbers
-    tell what is like a spacetime (Glaser and Surya 2013). past and future: bits as of `climb`. Of
-    more than 2,048 elements every k-th is looked at, and the numbers are scaled up."""
+    """(12,): related pairs with 0, ..., 10 elements between them, and with more (Glaser and Surya
+    2013), of bits of `climb`. Beyond 2,048 elements: of every k-th element, and scaled up."""
     n = len(past)
     k = math.ceil(n / 2048)
     is_related = np.unpackbits(past[::k].view(np.uint8), axis=1, count=n, bitorder="little")
     later, earlier = np.nonzero(is_related[:, k // 2 :: k])
     counts = np.zeros(12)
-    for pairs in np.array_split(np.arange(len(later)), 1 + len(later) * past.shape[1] // 2**20):
-        between = past[later[pairs] * k] & future[earlier[pairs] * k + k // 2]
-        between = np.bitwise_count(between).sum(1)
+    for pairs in np.array_split(np.arange(len(later)), 1 + len(later) * past.shape[1] // 2**17):
+        both = past[later[pairs] * k] & future[earlier[pairs] * k + k // 2]
+        between = np.bitwise_count(both).sum(1)
         counts += np.bincount(np.minimum(between, 11), minlength=12)
     return counts * (np.bitwise_count(past).sum() / max(1, counts.sum()))
 
@@ -945,8 +877,7 @@ def describe(values):
     if name in ADJACENCY:
         expect(past == relations, f"{name} is not transitive; expected all related pairs")
     else:
-        text = f"{name} is not made of the pairs with nothing between them"
-        expect(sum(in_degree) == sum(map(int.bit_count, relations)), text)
+        expect(in_degree == list(map(int.bit_count, relations)), f"{name} has pairs besides links")
     reversed_links = [[] for _ in links]
     for later, linked in enumerate(links):
         for earlier in linked:
@@ -958,85 +889,63 @@ def describe(values):
     future_size = np.bitwise_count(future).sum(1, dtype=np.int64)
 
     features = [in_degree, out_degree, past_height, future_height, past_size, future_size]
+    features = np.array(features, np.float32).T.copy()
     extremal = [np.count_nonzero(past_size == 0), np.count_nonzero(future_size == 0)]
     chains = (past_size * future_size).sum()  # by the element in the middle
     numbers = [len(links), past_size.sum(), sum(in_degree), *extremal, max(past_height) + 1, chains]
-    arrays = {
-        "features": np.array(features, np.float32).T.copy(),
-        "past": np.concatenate(links).astype(np.int16),
-        "future": np.concatenate(reversed_links).astype(np.int16),
-        "numbers": np.array([*numbers, *count_intervals(past, future)]),
-    }
-    digest = hashlib.sha256(arrays["features"].tobytes() + arrays["past"].tobytes())
-    return {**arrays, "digests": np.array(digest.hexdigest()[:16], "S16")}
+    numbers = np.array([*numbers, *count_intervals(past, future)])
+    past = np.concatenate(links).astype(np.int16)
+    future = np.concatenate(reversed_links).astype(np.int16)
+    digest = hashlib.sha256(features.tobytes() + past.tobytes()).hexdigest()[:16]
+    arrays = [features, past, future, numbers, np.array(digest, "S16")]
+    return dict(zip(ARRAYS, arrays, strict=True))
 
 
 class Units(Dataset):
-    """[i] is the folder of unit i, made once: a reading that is killed lost no more than that."""
-
-    def __init__(self, units, args, key):
-        self.units = units
-        self.args = args
-        self.key = key
-
-    def __getitem__(self, i):
-        write = functools.partial(write_unit, self.units[i], self.args)
-        return str(cached(self.args.cache_dir, "unit", [self.key, str(self.units[i])], write))
+    def __getitem__(self, item):
+        """The folder of a unit, made once: a reading that is killed lost no more than that."""
+        unit, args, reading = item
+        return cached(reading, "unit", str(unit), functools.partial(write_unit, unit, args))
 
 
 def write_unit(unit, args, folder):
-    """Describe the sets of a unit: ARRAYS, and [names, labels, what is wrong] as JSON."""
+    """Describe the sets of a unit: ARRAYS; as JSON [[name, labels ...] of sets, what is wrong]."""
     arrays = {name: [] for name in ARRAYS}
-    names = []
-    labels = []
+    rows = []
     bad = []
     for name, values in read_unit(unit, args.outputs):
         try:
-            row = [number_of(values[choose(values, task)], task) for task in args.tasks]
-            for target in args.targets:
-                row.append(float(np.asarray(values[choose(values, target)]).item()))
-                expect(not math.isinf(row[-1]), f"{target} is {row[-1]}; expected a number or NaN")
+            row = [name]
+            for output in args.outputs:
+                value = values[choose(values, output)]
+                row.append(number_of(value, output, is_target=output in args.targets))
             for key, array in describe(values).items():
                 arrays[key].append(array.tobytes())
-            names.append(name)
-            labels.append(row)
+            rows.append(row)
         except ValueError as error:
             bad.append(f"{name}: {error}")
     for name, parts in arrays.items():
         (folder / f"{name}.bin").write_bytes(b"".join(parts))
-    (folder / "labels.json").write_text(json.dumps([names, labels, bad]))
-
-
-def classes_of(values):
-    """(labels (sets,), NaN where there is none; the names of the classes) of the values of a task"""
-    known = {value for value in values if value != "" and (isinstance(value, str) or value >= 0)}
-    names = sorted(known, key=lambda value: (isinstance(value, str), value))
-    numbers = {name: number for number, name in enumerate(names)}
-    return [numbers.get(value, math.nan) for value in values], [str(name) for name in names]
+    (folder / "labels.json").write_text(json.dumps([rows, bad]))
 
 
 def write_sets(args, key, new):
     """Read --data with all cores, unit by unit, into the folder `new`. (rank 0)"""
-    names = []
     rows = []
     bad = []
-    folders = []
+    reading = f"{args.cache_dir}/reading-{key[:16]}"
     for path in map(Path, args.data):
         try:
-            units = list_units(path, args.outputs)
-            workers = min(len(units), len(os.sched_getaffinity(0)))
-            options = argparse.Namespace(num_workers=workers if workers > 1 else 0)
-            loader = make_loader(
-                Units(units, args, key), range(len(units)), options, torch.device("cpu")
-            )
-            for folder in tqdm(loader, desc=path.name, total=len(units), disable=None):
-                folders.append(Path(folder))
+            items = [(unit, args, reading) for unit in list_units(path, args.outputs)]
+            workers = min(len(items) - 1, len(os.sched_getaffinity(0)))
+            options = argparse.Namespace(num_workers=workers)
+            loader = make_loader(Units(), items, options, torch.device("cpu"))
+            for folder in tqdm(loader, desc=path.name, total=len(items), disable=None):
                 for name in ARRAYS:
                     with open(new / f"{name}.bin", "ab") as file:
-                        file.write((folders[-1] / f"{name}.bin").read_bytes())
-                own_names, labels, wrong = json.loads((folders[-1] / "labels.json").read_text())
-                names += own_names
-                rows += labels
+                        file.write((folder / f"{name}.bin").read_bytes())
+                more, wrong = json.loads((folder / "labels.json").read_text())
+                rows += more
                 bad += wrong
         except Exception as error:  # zarr and its decoders raise many kinds; a worker adds lines
             text = str(error).strip().splitlines()[-1]
@@ -1048,22 +957,21 @@ def write_sets(args, key, new):
         logging.warning(text)
 
     classes = dict.fromkeys(args.outputs, [])
-    columns = [list(column) for column in zip(*rows, strict=True)]
+    names, *columns = [list(column) for column in zip(*rows, strict=True)]
     for i, task in enumerate(args.tasks):
-        columns[i], classes[task] = classes_of(columns[i])
+        found = set(columns[i]) - {""}
+        found = [label for label in found if isinstance(label, str) or label >= 0]
+        found.sort(key=lambda label: (isinstance(label, str), label))  # numbers, then names
+        numbers = {label: number for number, label in enumerate(found)}
+        columns[i] = [numbers.get(label, math.nan) for label in columns[i]]
+        classes[task] = list(map(str, found))
     labels = np.array(columns, np.float64).T
     np.save(new / "labels.npy", labels)
-    digests = np.fromfile(new / "digests.bin", ARRAYS["digests"])
-    copies = np.delete(np.arange(len(digests)), np.unique(digests, return_index=True)[1])
-    if len(copies) > 0:
-        text = f"{len(copies)} sets are copies, such as {names[copies[0]]}"
-        logging.info(f"{text}: each lies in the part of its original")
-    content = json.dumps(classes).encode() + labels.tobytes() + digests.tobytes()
-    meta = {"classes": classes, "hash": hashlib.sha256(content).hexdigest()[:12]}
+    digests = (new / "digests.bin").read_bytes()
+    digest = hashlib.sha256(json.dumps(classes).encode() + labels.tobytes() + digests)
+    meta = {"classes": classes, "hash": digest.hexdigest()[:12], "names": names}
     (new / "meta.json").write_text(json.dumps(meta))
-    (new / "names.json").write_text(json.dumps(names))  # for tools
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(reading, ignore_errors=True)
 
 
 def prepare(args):
@@ -1072,10 +980,13 @@ def prepare(args):
     for path in map(Path, args.data):
         if not path.exists():
             raise InputError(f"--data {path} is not there (tools/make_causal_sets.py makes one)")
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        stats = [file.stat() for file in files]
+        stats = [file.stat() for file in [path, *sorted(path.rglob("*"))]]
         key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
     key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    with contextlib.suppress(OSError):  # `cached` says what is wrong
+        Path(args.cache_dir).mkdir(parents=True, exist_ok=True)
+        lock = open(f"{args.cache_dir}/reading.lock", "a")
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # another run may be reading the same: wait for it
     write = functools.partial(write_sets, args, key)
     return cached(args.cache_dir, "sets", [key, args.skip_bad_data], write)
 
