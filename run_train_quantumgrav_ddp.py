@@ -855,14 +855,15 @@ def climb(links, elements):
 
 def count_intervals(past, future):
     """(12,): related pairs with 0, ..., 10 elements between them, and with more (Glaser and Surya
-    2013), of bits of `climb`. Beyond 2,048 elements: of every k-th element, and scaled up."""
+    2013), of bits of `climb`. Beyond 2,048 elements: of random ones, and scaled up."""
     n = len(past)
-    k = math.ceil(n / 2048)
-    is_related = np.unpackbits(past[::k].view(np.uint8), axis=1, count=n, bitorder="little")
-    later, earlier = np.nonzero(is_related[:, k // 2 :: k])
+    draws = np.random.default_rng(0)
+    rows, columns = [draws.permutation(n)[:2048] for _ in range(2)]
+    is_related = np.unpackbits(past[rows].view(np.uint8), axis=1, count=n, bitorder="little")
+    later, earlier = np.nonzero(is_related[:, columns])
     counts = np.zeros(12)
     for pairs in np.array_split(np.arange(len(later)), 1 + len(later) * past.shape[1] // 2**17):
-        both = past[later[pairs] * k] & future[earlier[pairs] * k + k // 2]
+        both = past[rows[later[pairs]]] & future[columns[earlier[pairs]]]
         between = np.bitwise_count(both).sum(1)
         counts += np.bincount(np.minimum(between, 11), minlength=12)
     return counts * (np.bitwise_count(past).sum() / max(1, counts.sum()))

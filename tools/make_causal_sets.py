@@ -6,17 +6,16 @@
 Kinds, in turn: sprinklings into Minkowski space (mink2, mink3, mink4: the dimension), transitive
 percolation with about the same share of related pairs, layered orders, sprinklings with some pairs
 flipped (destroyed); if asked for, sprinklings into 2D spacetimes of constant curvature (curved).
-What is drawn for set number i depends on (--seed, i) alone.
 
 Curved: light cone coordinates u, v in -1..1, ds^2 = -W du dv, W = (1 + k u v)^-2, k uniform in
 -0.7..0.7. The Ricci scalar of any such metric is R = (4 / W) d/du d/dv log W, so here -8 k, by the
-convention that de Sitter space has R > 0: its metric, of radius r, is this one with k = -1 / 4 r^2.
+convention that de Sitter space has R > 0: its metric, of radius r, is this with k = -1 / (4 r^2).
 
 Writes an .npz file of arrays; of G sets of at most N elements:
     atomcount (G,)                      the elements of each set
     cls, dim, manifold, curvature (G,)  labels: kind; dimension or NaN; 0 or 1; R or NaN
     adjacency_matrix (G, N, N) uint8    1 where i is in the past of j; zeros beyond the elements
-or with --layout links, for sprinklings of up to 32,767 elements, in place of the last one
+or with --layout links, for large sets, in place of the last one,
     link_pairs (links, 2) int16         (i, j) with i in the past of j and nothing between them
     link_counts (G,)                    how many of these rows, in this order, each set has
 """
@@ -47,7 +46,7 @@ def parse_args(words=None):
     # we and the script number elements in int16
     add("--max_size", type=number(2, 32767, int), default=64, help="elements of a set at most")
     add("--layout", default="matrices", choices=["matrices", "links"], help="what is written")
-    add("--seed", type=number(0, kind=int), default=0, help="of the sets")
+    add("--seed", type=number(0, kind=int), default=0, help="set i depends on it and on i alone")
     # not os.cpu_count(): a job may own fewer cores than the machine has
     add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)), help="processes")
     args = parser.parse_args(words)
@@ -72,12 +71,11 @@ def ordering_fraction(past):
 
 def order_points(time, place):
     """The order of points of Minkowski space: time (n,), place (n, dimension - 1)."""
-    by_time = time.argsort()
-    time = time[by_time]
-    place = place[by_time].T.copy()
+    time, *place = np.vstack([time, place.T])[:, time.argsort()]
     past = []
-    for rows in np.array_split(np.arange(len(time)), 1 + len(time) ** 2 // 2**17):  # for a cache
-        end = rows[-1] + 1  # later ones are in nobody's past
+    # a few rows at a time: more would need more memory, and would not fit into a cache
+    for rows in np.array_split(np.arange(len(time)), 1 + len(time) ** 2 // 2**17):
+        end = rows[-1] + 1  # later elements are in the past of none of these
         distance2 = sum((x[rows, None] - x[:end]) ** 2 for x in place)
         is_related = (time[rows, None] - time[:end]) ** 2 > distance2
         past += pack(np.tril(is_related, rows[0] - 1))
@@ -96,16 +94,14 @@ def sprinkle(rng, n, dim):
 
 
 def sprinkle_curved(rng, n, k):
-    """The order of n points of the diamond -1 < u, v < 1 with the density (1 + k u v)^-2. Light
-    goes along u and v as if the space were flat, so only the density tells that it is not."""
+    """The order of n points of the diamond -1 < u, v < 1 with the density (1 + k u v)^-2."""
     points = np.zeros((0, 2))
     while len(points) < n:
         drawn = rng.uniform(-1, 1, (4 * n, 2))
-        density = (1 + k * drawn.prod(1)) ** -2
-        is_kept = rng.random(4 * n) < density * (1 - abs(k)) ** 2  # of the most, 1
-        points = np.concatenate([points, drawn[is_kept]])
+        share = ((1 - abs(k)) / (1 + k * drawn.prod(1))) ** 2  # of the largest density
+        points = np.concatenate([points, drawn[rng.random(4 * n) < share]])
     u, v = points[:n].T
-    return order_points(u + v, (u - v)[:, None])
+    return order_points(u + v, (u - v)[:, None])  # light goes along u and v as in flat space
 
 
 def percolate(rng, n, fraction):
@@ -124,7 +120,7 @@ def percolate(rng, n, fraction):
 
 
 def make_order(kind, rng, n, k=0.0):
-    """A random order of this kind. k: of a curved one, see above"""
+    """A random order of this kind. k: of a curved one, as above"""
     if kind == "layered":  # random pairs of neighboring layers, and what follows from them
         layer = np.sort(rng.integers(rng.integers(3, 9), size=n))
         p = rng.uniform(0.2, 0.8)
@@ -157,12 +153,10 @@ def make_set(args, i):
 
     labels = (n, kind, -8 * k if kind in SPRINKLINGS else np.nan)
     if args.layout == "links":
-        links = []
-        for later, linked in enumerate(links_of(past)[0]):
-            links += [(earlier, later) for earlier in linked]
-        return np.array(links, np.int16), *labels
-    packed = b"".join(bits.to_bytes(n // 8 + 1, "little") for bits in past)
-    packed = np.frombuffer(packed, np.uint8).reshape(n, -1)
+        links, _ = links_of(past)
+        later = np.repeat(np.arange(n), list(map(len, links)))
+        return np.stack([np.concatenate(links), later], axis=1).astype(np.int16), *labels
+    packed = [np.frombuffer(bits.to_bytes(n // 8 + 1, "little"), np.uint8) for bits in past]
     return np.unpackbits(packed, axis=1, count=n, bitorder="little").T, *labels
 
 
@@ -170,8 +164,7 @@ def main(words=None):
     args = parse_args(words)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     is_links = args.layout == "links"
-    shape = (args.samples, args.max_size, args.max_size)
-    matrices = np.zeros(0 if is_links else shape, np.uint8)
+    matrices = np.zeros(0 if is_links else (args.samples, args.max_size, args.max_size), np.uint8)
     links = []
     labels = []
     chunk = 1 + 6400 // args.max_size  # at a time: many small sets, or one large set
