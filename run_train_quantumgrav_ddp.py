@@ -1,9 +1,9 @@
 """Train a graph network on causal sets: is a partial order a piece of spacetime, and of which kind?
 
 A causal set is a finite set of events, partially ordered by "is in the past of" (Bombelli et al.
-1987). The network sees elements, links (related pairs with nothing between them) and counts of the
-set. It predicts classes (tasks), such as cls, the kind of a set: points scattered in Minkowski
-space ("sprinklings"), or random orders like them; and numbers (targets), such as a curvature.
+1987). The network sees elements, links (related pairs with nothing between them) and counts, and
+predicts classes (tasks), such as cls: points scattered in Minkowski space ("sprinklings"), or
+random orders like them; and numbers (targets), such as a curvature.
 
     python tools/make_causal_sets.py    # of the repository: 12,000 sets, data/causal_sets.npz
     torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py
@@ -17,8 +17,8 @@ links (i, j) of all sets, and link_counts, how many each set has. Or zarr stores
 cset_1, ... of such arrays. Other names: see ADJACENCY in the script.
 
 Logged, over all ranks: step, epoch, lr, loss (summed over tasks and targets), grad_norm (before
-clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait (share of the
-time), peak_gb (of a GPU). After every epoch: val/loss, and METRICS of each task and target.
+clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait (share of time),
+peak_gb (of a GPU). After every epoch: val/loss, and METRICS of each task and target.
 
 Files in --output_dir: latest.pt, from which the same command goes on; best.pt, step_N.pt;
 metrics.jsonl; split.npz (what was trained on); at the end summary.json, curves.png, predictions.npz
@@ -208,16 +208,15 @@ class CausalSets(Dataset):
 
     def say_what_is_known(self, classes):
         """Of each part: the sets of each class, the range of targets. InputError: too few."""
-        for part, (i, output) in itertools.product(PARTS, enumerate(classes)):
+        for part, (i, (output, names)) in itertools.product(PARTS, enumerate(classes.items())):
             labels = self.labels[self.part(part), i]
             found, counts = np.unique(labels[~np.isnan(labels)], return_counts=True)
             if len(found) < (2 if part == "train" else 1):
                 raise InputError(f"{output}: too few labels in the {part} part: only {found}")
             text = f"{counts.sum()} known, from {found[0]:g} to {found[-1]:g}"
-            if classes[output]:
+            if names:
                 known = dict(zip(found, counts, strict=True))
-                names = classes[output][:20]
-                text = ", ".join(f"{name} {known.get(k, 0)}" for k, name in enumerate(names))
+                text = ", ".join(f"{name} {known.get(k, 0)}" for k, name in enumerate(names[:20]))
             logging.info(f"{part}, {output}: {text}")
 
     def part(self, name):
@@ -279,11 +278,10 @@ class SumNeighbors(torch.autograd.Function):
         return F.embedding_bag(neighbors, x, ptr, mode="sum", include_last_offset=True)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, grad):
         rows, ptr = ctx.saved_tensors
-        x = gradient.contiguous()
-        total = F.embedding_bag(rows, x, ptr, mode="sum", include_last_offset=True)
-        return total, None, None, None, None
+        sums = F.embedding_bag(rows, grad.contiguous(), ptr, mode="sum", include_last_offset=True)
+        return sums, None, None, None, None
 
 
 class MessageLayer(nn.Module):
@@ -335,17 +333,14 @@ class CausalSetNet(nn.Module):
         x = batch.features
         for layer in self.layers:
             x = layer(x, batch)
+        # over each set; unsafe: does not check the sizes, which it would read back from a GPU
+        options = {"lengths": batch.sizes, "unsafe": True}
+        total = torch.segment_reduce(x.float(), "sum", **options)
+        maximum = torch.segment_reduce(x.float(), "max", **options)  # ties share its gradient
+        pooled = torch.cat([total / batch.sizes[:, None], maximum, total], dim=1)
         # no message tells how many elements lie between two others: so the heads get such numbers
-        x = torch.cat([self.norm(pool(x.float(), batch.sizes)), batch.numbers], dim=1)
+        x = torch.cat([self.norm(pooled), batch.numbers], dim=1)
         return {name: head(x).float() for name, head in zip(self.outputs, self.heads, strict=True)}
-
-
-def pool(x, sizes):
-    """(N, D), (B,) -> (B, 3 D): mean, maximum (ties share its gradient) and sum over each set."""
-    # unsafe: without a check of the sizes, for which it would read them back from a GPU
-    total = torch.segment_reduce(x, "sum", lengths=sizes, unsafe=True)
-    maximum = torch.segment_reduce(x, "max", lengths=sizes, unsafe=True)
-    return torch.cat([total / sizes[:, None], maximum, total], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,10 +349,9 @@ def pool(x, sizes):
 
 def batch_loss(outputs, batch):
     """What this micro-batch adds to the loss of the global batch: for each task the mean cross
-    entropy, for each target the mean squared error of standardized values, summed. Ranks may have
-    different numbers of labelled sets, and the mean of their means is not the mean. So we divide by
-    the weights of the whole global batch, and sum: over micro-batches by backward(), over ranks by
-    DDP (see `train`). An output without labels in the global batch counts 0."""
+    entropy, for each target the mean squared error of standardized values, summed. The mean of the
+    ranks' means is not the mean, where they have different numbers of labels. So we divide by the
+    weights of the whole global batch, and sum over micro-batches and ranks (see `train`)."""
     loss = 0.0
     for i, output in enumerate(outputs.values()):
         labels = batch.labels[:, i]
@@ -403,30 +397,24 @@ def regression(values, labels, scale):
 def predict(model, data, ids, device):
     """{task: log-probabilities (len(ids), classes), target: values (len(ids),)}, without autocast.
     Batch k goes to rank k % world_size: each set counts once on any number of them. (all ranks)"""
-    outputs = {}
-    for name, names in data.classes.items():
-        outputs[name] = torch.zeros(len(ids), max(1, len(names)), device=device)
-
+    widths = [max(1, len(names)) for names in data.classes.values()]
+    values = torch.zeros(len(ids), sum(widths), device=device)
     model.eval()
     batches = np.array_split(np.arange(len(ids)), math.ceil(len(ids) / EVAL_BATCH_SIZE))
     for rows in batches[dist.get_rank() :: dist.get_world_size()]:
         batch = data.make_batch(ids[rows], ids).to(device)
-        for name, output in model(batch).items():
-            output = output.log_softmax(dim=1) if data.classes[name] else output
-            outputs[name][rows[0] : rows[-1] + 1] = output
+        values[rows[0] : rows[-1] + 1] = torch.cat(list(model(batch).values()), dim=1)
     model.train()
-
-    for i, (name, output) in enumerate(outputs.items()):
-        dist.all_reduce(output)  # each row is zero on all ranks but one
-        outputs[name] = output.cpu().double().numpy()
-        if not data.classes[name]:
-            outputs[name] = outputs[name][:, 0] * data.facts["scales"][i] + data.facts["means"][i]
-    return outputs
+    dist.all_reduce(values)  # each row is zero on all ranks but one
+    values = dict(zip(data.classes, values.cpu().double().split(widths, dim=1), strict=True))
+    for i, (name, names) in enumerate(data.classes.items()):
+        target = values[name][:, 0] * data.facts["scales"][i] + data.facts["means"][i]
+        values[name] = (values[name].log_softmax(dim=1) if names else target).numpy()
+    return values
 
 
 def evaluate(model, data, ids, device):
-    """Returns metrics of the sets `ids`: loss, the sum over outputs, and OUTPUT/... METRICS or
-    TARGET_METRICS of each; and what `predict` returns. (all ranks)"""
+    """Returns loss, summed, and OUTPUT/... METRICS; and what `predict` returns. (all ranks)"""
     outputs = predict(model, data, ids, device)
     metrics = {"loss": 0.0}
     for i, (name, names) in enumerate(data.classes.items()):
@@ -442,11 +430,8 @@ def evaluate(model, data, ids, device):
 
 def is_better(name, value, best, delta=0.0):
     """Whether a metric is better than `best` (None: there is none yet) by more than delta."""
-    if best is None:
-        return True
-    if name.endswith(("loss", "ece", "mae", "rmse")):
-        return value < best - delta
-    return value > best + delta
+    sign = -1 if name.endswith(("loss", "ece", "mae", "rmse")) else 1  # these should fall
+    return best is None or sign * (value - best) > delta
 
 
 def count_waiting(loop, metrics, epoch, args):
@@ -462,7 +447,6 @@ def count_waiting(loop, metrics, epoch, args):
         loop["waited"] = 0
     elif epoch >= args.grace:
         loop["waited"] += 1
-    loop["is_over"] = 0 < args.patience <= loop["waited"]
 
 
 def is_best(loop, metrics, args):
@@ -504,7 +488,7 @@ def train(args, device, data, model, state, log):
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
     optimizer = make_optimizer(args, model)
     autocast = choose_precision(args, device)
-    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0, "is_over": False}
+    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0}
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model"])
@@ -520,7 +504,7 @@ def train(args, device, data, model, state, log):
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
     meter = Meter(["loss"], args, device)
     reason = ""
-    while loop["step"] < steps and not reason and not loop["is_over"]:
+    while loop["step"] < steps and not reason and not 0 < args.patience <= loop["waited"]:
         step = loop["step"]
         epoch, position = divmod(step, sampler.steps)
         if position == 0:
@@ -602,7 +586,7 @@ def main(args):
     figures = {"steps": loop["step"], "best": loop["best"]}
     if reason:
         return log.stop(reason, **figures)
-    if loop["is_over"]:
+    if 0 < args.patience <= loop["waited"]:
         logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
     logging.info("Training process completed.")
     logging.info("Starting testing phase...")
@@ -650,7 +634,7 @@ def report(args, data, ids, metrics, outputs):
 def measure_baselines(data):
     """{task: {name: test accuracy}, target: {name: test rmse}} of what needs no network: commonest
     class or mean; logistic or ridge regression on NUMBERS; boosting on NUMBERS and quantiles of
-    FEATURES; of `dim` or `dimension` what the related pairs say (Meyer 1988). (rank 0)"""
+    FEATURES; of the target `dim` or `dimension` what related pairs say (Meyer 1988). (rank 0)"""
     from sklearn import dummy, ensemble, linear_model, metrics
 
     sets = np.split(data.features, data.node_ptr[1:-1])
@@ -674,10 +658,8 @@ def measure_baselines(data):
         for kind, model in models.items():
             columns = inputs if kind == "boosting" else data.numbers
             guesses[kind] = model.fit(columns[train], labels[train]).predict(columns[test])
-        if name in ("dim", "dimension"):
-            numbers = {dim: number for number, dim in enumerate(names)}
-            rounded = [numbers.get(f"{dim:.0f}", -1) for dim in dims[test]]
-            guesses["Myrheim-Meyer"] = rounded if names else dims[test]
+        if name in ("dim", "dimension") and not names:
+            guesses["Myrheim-Meyer"] = dims[test]
         score = metrics.accuracy_score if names else metrics.root_mean_squared_error
         baselines[name] = {kind: score(labels[test], guess) for kind, guess in guesses.items()}
     return baselines
@@ -693,6 +675,7 @@ PAIRS = "link_pairs"  # the same as rows (i, j), of all sets, ...
 PAIR_COUNTS = "link_counts"  # ... and how many rows each set has
 RELATIONS = [*ADJACENCY, *LINKS, PAIRS]
 SIZES = ["atomcount", "cset_size"]
+COUNTS = ["num_samples", "num_causal_sets"]  # how many sets of a larger store are there
 READER = 9  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -710,9 +693,8 @@ def expect(condition, text):
 
 @functools.lru_cache(maxsize=2)
 def open_arrays(path, outputs):
-    """{name: array} of an .npz file, or directly in a folder of a zarr store. Those that we do not
-    need, which may be many, are not read: they are there as empty arrays."""
-    needed = {*RELATIONS, PAIR_COUNTS, *SIZES, *outputs}
+    """{name: array} of an .npz file or a folder of a zarr store; empty where it is not needed."""
+    needed = {*RELATIONS, PAIR_COUNTS, *SIZES, *COUNTS, *outputs}
     if path.is_dir():
         import zarr
 
@@ -754,6 +736,8 @@ def list_units(path, outputs):
         # about 1 MB, or a chunk of a store, which is decompressed at once
         chunk = 1 if name == PAIRS else getattr(arrays[name], "chunks", [1])[0]
         step = chunk * math.ceil(2**20 * count / max(1, arrays[name].nbytes) / chunk)
+        for total in arrays.keys() & COUNTS:
+            count = min(count, number_of(arrays[total][...], total))
         units += [(folder, range(i, min(i + step, count))) for i in range(0, count, step)]
     expect(units, f"has no sets, or none of {', '.join(RELATIONS)}")
     return units
@@ -776,8 +760,7 @@ def read_unit(unit, outputs):
 
 
 def number_of(value, name, is_target=False):
-    """A size or a label, -1 for NaN; a label may also be a name. Some write numbers as texts. Or a
-    target, NaN where it is not known."""
+    """A size or a label, -1 where it is not known; a label may be a name. Or a target, or NaN."""
     number = np.asarray(value).item()
     if isinstance(number, bytes):
         number = number.decode()
@@ -785,7 +768,7 @@ def number_of(value, name, is_target=False):
         expect(not math.isinf(float(number)), f"{name} is {number}; expected a number or NaN")
         return float(number)
     if isinstance(number, str) and not number.strip(" ").removeprefix("-").isdecimal():
-        return number.strip()
+        return number.strip() or -1
     if isinstance(number, float) and math.isnan(number):
         return -1
     expect(float(number).is_integer(), f"{name} is {number}; expected a whole number")
@@ -919,7 +902,7 @@ def write_unit(unit, args, folder):
             row = [name]
             for output in args.outputs:
                 value = values[choose(values, output)]
-                row.append(number_of(value, output, is_target=output in args.targets))
+                row.append(number_of(value, output, output in args.targets))
             for key, array in describe(values).items():
                 arrays[key].append(array.tobytes())
             rows.append(row)
@@ -938,8 +921,8 @@ def write_sets(args, key, new):
     for path in map(Path, args.data):
         try:
             items = [(unit, args, reading) for unit in list_units(path, args.outputs)]
-            workers = min(len(items) - 1, len(os.sched_getaffinity(0)))
-            options = argparse.Namespace(num_workers=workers)
+            cores = len(os.sched_getaffinity(0))
+            options = argparse.Namespace(num_workers=min(len(items) - 1, cores))
             loader = make_loader(Units(), items, options, torch.device("cpu"))
             for folder in tqdm(loader, desc=path.name, total=len(items), disable=None):
                 for name in ARRAYS:
@@ -960,8 +943,7 @@ def write_sets(args, key, new):
     classes = dict.fromkeys(args.outputs, [])
     names, *columns = [list(column) for column in zip(*rows, strict=True)]
     for i, task in enumerate(args.tasks):
-        found = set(columns[i]) - {""}
-        found = [label for label in found if isinstance(label, str) or label >= 0]
+        found = [label for label in set(columns[i]) if isinstance(label, str) or label >= 0]
         found.sort(key=lambda label: (isinstance(label, str), label))  # numbers, then names
         numbers = {label: number for number, label in enumerate(found)}
         columns[i] = [numbers.get(label, math.nan) for label in columns[i]]

@@ -1,5 +1,6 @@
 """tools/make_causal_sets.py: theory of the sets, what the script keeps of them, and the file."""
 
+import json
 import math
 import tracemalloc
 
@@ -13,6 +14,10 @@ import run_train_quantumgrav_ddp as script
 tool = import_tool("make_causal_sets")
 KINDS = [*tool.KINDS, "curved"]
 INTERVALS = [script.NUMBERS.index(f"intervals_of_{k}") for k in range(11)]
+
+
+def matrix_of(packed, n):
+    return np.unpackbits(packed, axis=1, count=n, bitorder="little").T
 
 
 def make_sets(kind, n, count=1, more=""):
@@ -43,9 +48,9 @@ def test_curved_sets_have_as_many_related_pairs_as_their_label_says():
     past = mass.cumsum(1) - mass / 2  # of points in the same row one half is earlier
     past = past.cumsum(2) - past / 2
     shares = 2 * (mass * past).sum((1, 2)) / mass.sum((1, 2)) ** 2
-    matrices, _, _, labels = zip(*make_sets("curved", 40, 1500), strict=True)
+    orders, _, _, labels = zip(*make_sets("curved", 40, 1500), strict=True)
     expected = np.interp(labels, curvatures, shares) - 0.5
-    found = np.sum(matrices, axis=(1, 2)) / (40 * 39 / 2) - 0.5
+    found = np.bitwise_count(orders).sum((1, 2)) / (40 * 39 / 2) - 0.5
     for sign in (-1, 1):
         chosen = np.sign(labels) == sign
         assert_mean(sign * found[chosen], np.mean(sign * expected[chosen]), 0.1)
@@ -63,7 +68,8 @@ def test_sprinklings_have_as_many_intervals_as_theory_says():
     expected = n * (n - 1) * np.array([weights @ term @ weights for term in terms])
     assert expected[0] == pytest.approx((n + 1) * sum(1 / np.arange(1, n + 1)) - 2 * n)
     sets = make_sets("mink2", n, 600)
-    found = [script.describe({"adjacency_matrix": order})["numbers"] for order, *_ in sets]
+    matrices = [matrix_of(packed, n) for packed, *_ in sets]
+    found = [script.describe({"adjacency_matrix": matrix})["numbers"] for matrix in matrices]
     assert_mean(np.array(found)[:, INTERVALS], expected, 0.05)
 
 
@@ -93,8 +99,8 @@ def test_percolation_has_as_many_pairs_as_a_sprinkling():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_set_against_networkx(kind):
-    [(order, n, *_)] = make_sets(kind, 24)
-    order = order > 0
+    [(packed, n, *_)] = make_sets(kind, 24)
+    order = matrix_of(packed, n) > 0
     dag = nx.from_numpy_array(order, create_using=nx.DiGraph)
     link = nx.to_numpy_array(nx.transitive_reduction(dag), nodelist=range(n)) > 0
     closed = nx.to_numpy_array(nx.transitive_closure_dag(dag), nodelist=range(n)) > 0
@@ -129,7 +135,8 @@ def test_the_file(tmp_path):
     arrays = np.load(path)
     args = tool.parse_args([*options, "--samples=9000"])
     for i, matrix in enumerate(arrays["adjacency_matrix"]):
-        order, size, kind, curvature = tool.make_set(args, i)
+        packed, size, kind, curvature = tool.make_set(args, i)
+        order = matrix_of(packed, size)
         assert order.any()  # the script refuses others
         assert np.array_equal(np.argwhere(matrix), np.argwhere(order))
         dim = tool.SPRINKLINGS.get(kind, np.nan)
@@ -138,7 +145,7 @@ def test_the_file(tmp_path):
         np.testing.assert_equal([arrays[name][i] for name in names], expected)
     assert set(arrays["atomcount"]) == set(range(6, 17))
     args.seed = 1
-    assert not np.array_equal(tool.make_set(args, i)[0], order)
+    assert not np.array_equal(tool.make_set(args, i)[0], packed)
 
     tool.main([*options, "--layout=links"])
     assert {*np.load(other)} - {*arrays} == {"link_pairs", "link_counts"}
@@ -146,5 +153,7 @@ def test_the_file(tmp_path):
     for file in (path, other):
         words = [f"--data={file}", f"--cache_dir={tmp_path}/cache", "--tasks", "cls", "manifold"]
         folder = script.prepare(parse_arguments(script, *words, "--targets", "dim", "curvature"))
-        found.append({file.stem: file.read_bytes() for file in folder.iterdir()})
+        found.append({file.stem: file.read_bytes() for file in folder.glob("*.[bn]*")})
+        found[-1]["meta"] = json.loads((folder / "meta.json").read_text())
+        assert len(found[-1]["meta"].pop("names")) == 150
     assert found[0] == found[1] and found[0].keys() > script.ARRAYS.keys()

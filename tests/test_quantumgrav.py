@@ -195,13 +195,13 @@ PATIENCE = {  # options of early stopping, as in the original; metrics until the
 def test_patience(options, epochs):
     """The best epoch needs no --delta: weights that are better by less are better still."""
     args = arguments("--stop_metrics", *options.split())
-    loop = {"best_values": {}, "best": {}, "waited": 0, "is_over": False}
+    loop = {"best_values": {}, "best": {}, "waited": 0}
     for loop["step"], values in enumerate(epochs):
-        assert not loop["is_over"]
+        assert not 0 < args.patience <= loop["waited"]
         metrics = dict(zip(args.stop_metrics, values, strict=True))
         script.count_waiting(loop, metrics, loop["step"], args)
         script.is_best(loop, metrics, args)
-    assert loop["is_over"]
+    assert 0 < args.patience <= loop["waited"]
     values = [row[0] for row in epochs]
     best = min(values) if args.stop_metrics[0] == "loss" else max(values)
     assert loop["best"]["step"] == values.index(best)

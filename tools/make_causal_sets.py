@@ -142,7 +142,7 @@ def make_order(kind, rng, n, k=0.0):
 
 
 def make_set(args, i):
-    """Set number i: (its matrix or its links, its size, its kind, its curvature)"""
+    """Set number i: (bits of its matrix, or its links; its size, its kind, its curvature)"""
     kind = args.kinds[i % len(args.kinds)]
     rng = np.random.default_rng([args.seed, i])
     n = int(rng.integers(args.min_size, args.max_size + 1))
@@ -157,33 +157,26 @@ def make_set(args, i):
         later = np.repeat(np.arange(n), list(map(len, links)))
         return np.stack([np.concatenate(links), later], axis=1).astype(np.int16), *labels
     packed = [np.frombuffer(bits.to_bytes(n // 8 + 1, "little"), np.uint8) for bits in past]
-    return np.unpackbits(packed, axis=1, count=n, bitorder="little").T, *labels
+    return np.array(packed), *labels
 
 
 def main(words=None):
     args = parse_args(words)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    is_links = args.layout == "links"
-    matrices = np.zeros(0 if is_links else (args.samples, args.max_size, args.max_size), np.uint8)
-    links = []
-    labels = []
     chunk = 1 + 6400 // args.max_size  # at a time: many small sets, or one large set
     with ProcessPoolExecutor(args.workers) as pool:
         sets = pool.map(functools.partial(make_set, args), range(args.samples), chunksize=chunk)
-        for i, (order, n, *names) in enumerate(tqdm(sets, total=args.samples, disable=None)):
-            labels.append((n, *names))
-            if is_links:
-                links.append(order)
-            else:
-                matrices[i, :n, :n] = order
-
-    sizes, kinds, curvatures = zip(*labels, strict=True)
+        sets = list(tqdm(sets, total=args.samples, disable=None))
+    orders, sizes, kinds, curvatures = zip(*sets, strict=True)
     arrays = {"atomcount": sizes, "cls": kinds, "curvature": curvatures}
     arrays["dim"] = [SPRINKLINGS.get(kind, np.nan) for kind in kinds]
     arrays["manifold"] = [int(kind in SPRINKLINGS) for kind in kinds]
-    if is_links:
-        arrays.update(link_pairs=np.concatenate(links), link_counts=list(map(len, links)))
+    if args.layout == "links":
+        arrays.update(link_pairs=np.concatenate(orders), link_counts=list(map(len, orders)))
     else:
+        matrices = np.zeros((args.samples, args.max_size, args.max_size), np.uint8)
+        for matrix, packed, n in zip(matrices, orders, sizes, strict=True):
+            matrix[:n, :n] = np.unpackbits(packed, axis=1, count=n, bitorder="little").T
         arrays["adjacency_matrix"] = matrices
     unfinished = args.out.with_suffix(".tmp.npz")  # --out is there whole, or not at all
     np.savez_compressed(unfinished, **arrays)

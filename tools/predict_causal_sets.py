@@ -31,8 +31,6 @@ import torch.distributed as dist
 import run_train_quantumgrav_ddp as script
 from run_train_quantumgrav_ddp import HelpFormatter, InputError, Parser
 
-PARTS = ["train", "valid", "test"]
-
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
@@ -71,8 +69,8 @@ def own_sets(options):
     data = script.CausalSets(folder, options)
     if data.hash != options.data_hash:
         raise InputError(f"{' '.join(options.data)}: changed since the network was trained on it")
+    names = np.array(json.loads((folder / "meta.json").read_text())["names"])
     ids = data.part("test")
-    names = np.array(json.loads((folder / "names.json").read_text()))
     return data, ids, names[ids], np.full(len(ids), "test")
 
 
@@ -92,23 +90,20 @@ def new_sets(args, options, facts, folder):
     folder = script.prepare(options)
 
     # a column for each output of the network, and its numbers of classes in place of ours
-    columns = np.load(folder / "labels.npy")
-    names = json.loads((folder / "names.json").read_text())
-    own_classes = json.loads((folder / "meta.json").read_text())["classes"]
-    labels = np.full((len(names), len(classes)), np.nan)
-    for output, column in zip(options.outputs, columns.T, strict=True):
-        unknown = set(own_classes[output]) - set(classes[output])
+    meta = json.loads((folder / "meta.json").read_text())
+    labels = pd.DataFrame(np.nan, index=range(len(meta["names"])), columns=list(classes))
+    for output, column in zip(options.outputs, np.load(folder / "labels.npy").T, strict=True):
+        labels[output] = column
+        unknown = set(meta["classes"][output]) - set(classes[output])
         if unknown:
             known = ", ".join(classes[output])
             raise InputError(f"{output}: the network knows {known}, but not {min(unknown)}")
-        if own_classes[output]:
-            numbers = [classes[output].index(name) for name in own_classes[output]]
-            known = ~np.isnan(column)
-            column[known] = np.array(numbers)[column[known].astype(int)]
-        labels[:, list(classes).index(output)] = column
-    np.save(folder / "labels.npy", labels)
+        if classes[output]:
+            numbers = map(classes[output].index, meta["classes"][output])
+            labels[output] = labels[output].map(dict(enumerate(numbers)))
+    np.save(folder / "labels.npy", labels.to_numpy())
     data = script.CausalSets(folder, options, facts)
-    return data, np.arange(len(names)), names, parts_of(data.digests, args.checkpoint)
+    return data, np.arange(len(labels)), meta["names"], parts_of(data.digests, args.checkpoint)
 
 
 def parts_of(digests, checkpoint):
@@ -119,12 +114,12 @@ def parts_of(digests, checkpoint):
         return np.full(len(digests), "", "U5")
     run = np.load(path)
     numbers = dict(zip(run["digests"], run["split"], strict=True))
-    parts = np.array(["" if own not in numbers else PARTS[numbers[own]] for own in digests])
-    for part in PARTS:
-        count = np.count_nonzero(parts == part)
+    parts = np.array([numbers.get(digest, -1) for digest in digests])
+    for number, part in enumerate(script.PARTS):
+        count = np.count_nonzero(parts == number)
         if count > 0:
             print(f"{count:,} of {len(parts):,} sets are in the {part} part of the run")
-    return parts
+    return np.array([*script.PARTS, ""])[parts]  # -1 is the last one
 
 
 def report(args, data, ids, names, parts, outputs):
@@ -143,10 +138,9 @@ def report(args, data, ids, names, parts, outputs):
             table[output] = np.array(classes)[values.argmax(1)]
             for name, logp in zip(classes, values.T, strict=True):
                 table[f"{output}_{name}"] = np.exp(logp)
-        if not known.any():
-            continue
-        text = "neither trained nor validated on"
-        print(f"{output}: {tested.sum():,} of the {known.sum():,} sets with a label are {text}")
+        if known.any():
+            text = "with a label are neither trained nor validated on"
+            print(f"{output}: {tested.sum():,} of the {known.sum():,} sets {text}")
         if not tested.any():
             continue
         if classes:
@@ -169,10 +163,9 @@ def main():
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
-        found = new_sets(args, options, facts, folder) if args.sets else own_sets(options)
-        data, ids, names, parts = found
-        outputs = script.predict(model, data, ids, device)
-        report(args, data, ids, names, parts, outputs)
+        sets = new_sets(args, options, facts, folder) if args.sets else own_sets(options)
+        data, ids, _, _ = sets
+        report(args, *sets, script.predict(model, data, ids, device))
     dist.destroy_process_group()
 
 
