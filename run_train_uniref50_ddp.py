@@ -911,7 +911,7 @@ def config_words(content, parser, prefix="--"):
             words += config_words(value, parser, f"{name}_" if is_prefix else prefix)
         elif isinstance(value, list):
             words += [name, *map(str, value)]
-        elif value is not None or name not in options:  # left empty: the default
+        elif value is not None:  # left empty: the default
             words.append(f"{name}={value}")
     return words
 

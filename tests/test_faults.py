@@ -129,7 +129,7 @@ def signal_while_reading(task, folder):
     option = f"--cache_dir={cache}"
     faults = [[0, 0, "signal", signal.SIGTERM]]
     run = task.run(folder, option, faults=faults, statuses={130, 143, 1})
-    assert not list(cache.iterdir())
+    assert not [path for path in cache.iterdir() if not path.name.startswith("reading")]
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
     # SIGKILL leaves it; the next run does not take it for whole

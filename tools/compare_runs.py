@@ -32,7 +32,7 @@ MEASURED = """tasks split split_seed val_fraction val_ratio max_protein_len eval
     temperature size grey indist_attack_clf_eps indist_attack_clf_norm""".split()
 
 # endings of the metrics that should fall; all others should rise
-FALLING = ("loss", "nelbo", "perplexity", "ece")
+FALLING = ("loss", "nelbo", "perplexity", "ece", "mae", "rmse")
 
 
 def stop(message):
