@@ -111,15 +111,13 @@ def test_class_weights(causal_sets, data):
     options = ["--tasks", "cls", "dim", "--targets", "atomcount", "--class_weights=balanced"]
     balanced = load(causal_sets, *options)
     for i in range(2):
-        train = data.part("train")
-        train = train[~np.isnan(data.labels[train, i])]
+        train = np.flatnonzero((data.split == 0) & (data.weights[:, i] > 0))
         labels = data.labels[train, i]
         expected = compute_class_weight("balanced", classes=np.unique(labels), y=labels)
         assert np.allclose(balanced.weights[train, i], expected[labels.astype(int)])
-        assert balanced.weights[train, i].std() > 0.01
+    others = data.split > 0
+    assert np.array_equal(balanced.weights[others], data.weights[others])
     assert np.array_equal(balanced.weights[:, 2], data.weights[:, 2])
-    for part in ("valid", "test"):
-        assert np.array_equal(balanced.weights[data.part(part)], data.weights[data.part(part)])
 
 
 def test_metrics_by_hand():
@@ -135,10 +133,8 @@ def test_metrics_by_hand():
 
     values = np.array([1.0, 2.0, 6.0])
     found = script.regression(values, np.array([2.0, 2.0, 3.0]), 2.0)
-    assert found["loss"] == pytest.approx(10 / 3 / 4)
-    assert found["mae"] == pytest.approx(4 / 3)
-    assert found["rmse"] == pytest.approx(math.sqrt(10 / 3))
-    assert found["r2"] == pytest.approx(r2_score([2.0, 2.0, 3.0], values))
+    expected = [10 / 3 / 4, 4 / 3, math.sqrt(10 / 3), r2_score([2.0, 2.0, 3.0], values)]
+    assert list(found.values()) == pytest.approx(expected)
 
 
 def test_evaluation(data, group):
@@ -157,11 +153,9 @@ def test_evaluation(data, group):
     assert model.training
     assert max(seen) <= script.EVAL_BATCH_SIZE and sum(seen) == len(ids)
     losses = []
-    for task, own in zip(["cls", "dim"], labels.T, strict=False):
-        logits = outputs[task]
-        assert np.allclose(found[task], logits.log_softmax(1).detach(), rtol=0, atol=1e-5)
-        own = own.nan_to_num(nan=-1).long()
-        losses.append(F.cross_entropy(logits, own, ignore_index=-1).item())
+    for task, own in zip(["cls", "dim"], labels.nan_to_num(nan=-1).long().T, strict=False):
+        assert np.allclose(found[task], outputs[task].log_softmax(1).detach(), rtol=0, atol=1e-5)
+        losses.append(F.cross_entropy(outputs[task], own, ignore_index=-1).item())
         assert metrics[f"{task}/loss"] == pytest.approx(losses[-1], abs=1e-5)
     sizes = labels[:, 2].numpy()
     values = outputs["atomcount"][:, 0].detach().numpy() * sizes.std() + sizes.mean()
@@ -234,7 +228,6 @@ def test_a_part_without_a_label_or_a_class(causal_sets, data, tmp_path, caplog, 
     count = len(data.part(part)) - 1
     assert f"{part}, cls: destroyed 0, layered 0, mink2 {count}, mink3 1, mink4 0," in caplog.text
 
-    arrays["atomcount"] = arrays["atomcount"].astype(float)
     arrays["even"] = np.full(len(arrays["cls"]), 2.5)  # what is the same for all cannot be learnt
     np.savez(tmp_path / "b.npz", **arrays)
     with pytest.raises(script.InputError, match=r"even.* train .*2\.5"):
@@ -242,12 +235,10 @@ def test_a_part_without_a_label_or_a_class(causal_sets, data, tmp_path, caplog, 
 
 
 def test_baselines(causal_sets):
-    options = ["--tasks", "cls", "dim", "--targets", "atomcount", "dimension"]
     arrays = dict(np.load(causal_sets))
-    arrays["dimension"] = np.where(arrays["dim"] > 0, arrays["dim"], np.nan)
     path = causal_sets.with_name("baselines.npz")
-    np.savez(path, **arrays)
-    data = load(path, *options)
+    np.savez(path, dimension=arrays["dim"], **arrays)
+    data = load(path, *"--tasks cls dim --targets atomcount dimension".split())
     found = script.measure_baselines(data)
     for column, output in enumerate(data.classes):
         labels = data.labels[:, column]
@@ -260,9 +251,7 @@ def test_baselines(causal_sets):
             rmse = np.sqrt(np.square(tested - seen.mean()).mean())
             assert found[output]["mean"] == pytest.approx(rmse)
     assert min(found["cls"]["logistic regression"], found["cls"]["boosting"]) > 0.3
-    # both know the number of elements
     assert max(found["atomcount"]["ridge regression"], found["atomcount"]["boosting"]) < 1
-    assert 0.1 < found["dimension"]["Myrheim-Meyer"] < 1
 
     # as many related pairs as Meyer says
     dims = np.nan_to_num(data.labels[:, 3], nan=2)
@@ -276,7 +265,6 @@ def test_tasks_and_metrics_that_are_refused():
         with pytest.raises(script.InputError, match="--tasks and --targets: one is given twice"):
             arguments(*words)
     assert arguments().tasks == ["cls"] and arguments("--targets", "dim").tasks == []
-    assert arguments("--targets", "dim", "--stop_metrics", "dim/rmse").outputs == ("dim",)
     with pytest.raises(script.InputError, match="--stop_metrics dim/loss"):
         arguments("--stop_metrics=dim/loss")
 
@@ -337,21 +325,18 @@ def test_a_run_learns_and_says_so(causal_sets, tmp_path):
 def test_a_run_learns_a_number(causal_sets, tmp_path):
     """How many related pairs a set has, where two of three sets have no such label."""
     arrays = dict(np.load(causal_sets))
-    arrays["related"] = arrays["adjacency_matrix"].sum((1, 2)).astype(float)
-    arrays["related"][np.arange(240) % 3 > 0] = np.nan
-    np.savez(tmp_path / "a.npz", **arrays)
+    related = arrays["adjacency_matrix"].sum((1, 2))
+    related = np.where(np.arange(240) % 3 > 0, np.nan, related)
+    np.savez(tmp_path / "a.npz", related=related, **arrays)
     out = tmp_path / "out"
     options = ["--num_epochs=30", "--lr=1e-2", "--batch_size=15", "--stop_metrics=related/rmse"]
     run(tmp_path / "a.npz", out, "--targets=related", *options)
     found = Run(out).summary["test"]
     assert found["related/rmse"] < 0.5 * Run(out).summary["baselines"]["related"]["mean"]
     predictions = np.load(out / "predictions.npz")
-    labels = predictions["labels"][:, 0]
-    known = ~np.isnan(labels)
-    errors = (predictions["related"] - labels)[known]
-    assert 0 < known.sum() < len(labels)
-    assert found["related/mae"] == pytest.approx(np.abs(errors).mean())
-    assert found["related/rmse"] == pytest.approx(np.sqrt(np.square(errors).mean()))
+    errors = predictions["related"] - predictions["labels"][:, 0]
+    assert np.isnan(errors).any()
+    assert found["related/mae"] == pytest.approx(np.nanmean(np.abs(errors)))
 
 
 def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path):
