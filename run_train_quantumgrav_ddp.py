@@ -10,7 +10,7 @@ random orders like them; and numbers (targets), such as a curvature.
     mpiexec -n 12 python run_train_quantumgrav_ddp.py --lr 3e-4 --output_dir outputs/x    # or srun
 
 Data (--data): .npz files or zarr stores of arrays that count the sets by their first axis:
-adjacency_matrix (sets, N, N), 1 where i is in the past of j, and all such i < j; atomcount, the
+adjacency_matrix (sets, N, N), 1 where i is in the past of j, which needs i < j; atomcount, the
 elements of each set; for each task whole numbers (below 0 or NaN: not known) or names; for each
 target numbers (NaN: not known). For large sets, in place of matrices, link_pairs (links, 2), the
 links (i, j) of all sets, and link_counts, how many each set has. Or zarr stores with groups cset_0,
@@ -22,7 +22,7 @@ peak_gb (of a GPU). After every epoch: val/loss, and METRICS of each task and ta
 
 Files in --output_dir: latest.pt, from which the same command goes on; best.pt, step_N.pt;
 metrics.jsonl; split.npz (what was trained on); at the end summary.json, curves.png, predictions.npz
-(test). "(all ranks)": all must call it, in the same order; "(rank 0)": only rank 0 does.
+(test). In docstrings "(all ranks)": all must call it, in the same order; "(rank 0)": only that.
 """
 
 # /// script
@@ -81,7 +81,7 @@ def parse_args():
     add("--data", nargs="+", type=expanded, default=["data/causal_sets.npz"], help=".npz or zarr")
     add("--tasks", nargs="*", help="classes to predict; where nothing is given: cls")
     add("--targets", nargs="*", default=[], help="numbers to predict")
-    add("--class_weights", default="none", choices=["none", "balanced"], help="rare count more")
+    add("--class_weights", default="none", choices=["none", "balanced"], help="by 1 / share")
     add("--skip_bad_data", **FLAG, help="leave out damaged sets, and list them")
     add("--split", nargs=3, type=number(0, 1), default=[0.75, 0.1, 0.15], help="train valid test")
     add("--split_seed", type=NATURAL, default=0, help="another seed draws another split")
@@ -89,7 +89,7 @@ def parse_args():
     add = parser.add_argument_group("model").add_argument
     add("--hidden_dim", type=COUNT, default=64, help="width")
     add("--num_layers", type=COUNT, default=3, help="layers of message passing")
-    add("--messages", default="mean", choices=["mean", "sum", "none"], help="how they are added up")
+    add("--messages", default="mean", choices=["mean", "sum", "none"], help="how added up")
     add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
     add("--head_dim", type=COUNT, default=128, help="hidden width of a head")
 
@@ -101,8 +101,8 @@ def parse_args():
 
     add = parser.add_argument_group("validation, after every epoch").add_argument
     add("--stop_metrics", nargs="+", default=["loss"], help="the first chooses best.pt")
-    add("--patience", type=NATURAL, default=0, help="epochs without a gain that end it; 0: never")
-    add("--stop_mode", default="any", choices=["any", "all"], help="of them must get better")
+    add("--patience", type=NATURAL, default=0, help="stop after so many epochs without a gain")
+    add("--stop_mode", default="any", choices=["any", "all"], help="of --stop_metrics for a gain")
     add("--delta", type=number(0), default=0.0, help="a gain must be larger than this")
     add("--grace", type=NATURAL, default=0, help="epochs at the start that --patience ignores")
 
@@ -110,14 +110,13 @@ def parse_args():
     add("--world_size", dest="nproc_per_node", type=COUNT, default=1, help="as --nproc_per_node")
     add("--master_addr", help="where ranks meet; the variable MASTER_ADDR wins")
     add("--master_port", help="and on which port; the variable MASTER_PORT wins")
-    add("--find_unused_parameters", type=boolean, choices=[False], help="False: none are unused")
+    add("--find_unused_parameters", type=boolean, choices=[False], help="as it is: all are used")
 
-    # fp32 on GPUs, too: with a network this small they wait for the host, and casts are more to do
+    # fp32 on GPUs, too: a network this small leaves them waiting for the host, and casts add to it
     add_common_arguments(parser, output_dir="outputs/quantumgrav", precision="fp32")
     args = parse_with_config(parser)
 
-    if args.tasks is None:
-        args.tasks = [] if args.targets else ["cls"]
+    args.tasks = args.tasks or ([] if args.targets else ["cls"])
     args.outputs = (*args.tasks, *args.targets)
     metrics = ["loss", *[f"{task}/{name}" for task in args.tasks for name in METRICS]]
     metrics += [f"{target}/{name}" for target in args.targets for name in TARGET_METRICS]
@@ -137,22 +136,22 @@ def parse_args():
 
 # of an element, and of a set; chains: of three; intervals_of_k: pairs with k elements between them
 FEATURES = "in_degree out_degree past_height future_height past_size future_size".split()
-NUMBERS = "elements pairs links minimal_elements maximal_elements longest_chain chains".split()
-NUMBERS += [*[f"intervals_of_{k}" for k in range(11)], "larger_intervals"]
+STATISTICS = "elements pairs links minimal_elements maximal_elements longest_chain chains".split()
+STATISTICS += [*[f"intervals_of_{k}" for k in range(11)], "larger_intervals"]
 PARTS = ["train", "valid", "test"]
 # what `describe` makes of a set; a file of each has the rows of all sets
 ARRAYS = {
     "features": np.dtype((np.float32, len(FEATURES))),  # of each element
-    "past": np.dtype(np.int16),  # what each element is linked to in its past, counted in its set
+    "past": np.dtype(np.int16),  # what each element is linked to in its past, numbered in its set
     "future": np.dtype(np.int16),
-    "numbers": np.dtype((np.float64, len(NUMBERS))),  # of each set
-    "digests": np.dtype("S16"),  # the same for sets with the same order
+    "statistics": np.dtype((np.float64, len(STATISTICS))),  # of each set
+    "digests": np.dtype("S16"),  # equal for equal matrices
 }
 
 
 class Batch(NamedTuple):
     """B sets, not padded but laid one after the other: a graph of N elements and E links. Element i
-    has past[past_ptr[i] : past_ptr[i + 1]] in its past. Outputs are the tasks, then the targets."""
+    has the links past[past_ptr[i] : past_ptr[i + 1]]. Outputs are the tasks, then the targets."""
 
     features: torch.Tensor  # (N, 6) float32, logarithms of FEATURES
     sizes: torch.Tensor  # (B,) int64, elements per set
@@ -160,9 +159,9 @@ class Batch(NamedTuple):
     past_ptr: torch.Tensor  # (N + 1,) int64
     future: torch.Tensor  # (E,) int64
     future_ptr: torch.Tensor  # (N + 1,) int64
-    numbers: torch.Tensor  # (B, 19) float32, logarithms of NUMBERS, standardized
-    labels: torch.Tensor  # (B, outputs) float32: classes; targets, standardized; 0: not known
-    weights: torch.Tensor  # (B, outputs) float32, in the loss; 0: not known
+    statistics: torch.Tensor  # (B, 19) float32, logarithms of STATISTICS, standardized
+    labels: torch.Tensor  # (B, outputs) float32: classes; targets, standardized; 0 where not known
+    weights: torch.Tensor  # (B, outputs) float32, in the loss; 0 where not known
     totals: torch.Tensor  # (outputs,) float32, their sums over the global batch
 
     def to(self, device):
@@ -176,23 +175,25 @@ class CausalSets(Dataset):
     def __init__(self, folder, args, facts=None):
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
+        self.names = np.array(meta["names"])  # where each set is from
         self.labels = np.load(folder / "labels.npy")  # (sets, outputs): class, value, NaN: unknown
         arrays = [np.memmap(folder / f"{name}.bin", ARRAYS[name], mode="r") for name in ARRAYS]
         # np.asarray: still mapped, and faster than np.memmap itself
-        self.features, self.past, self.future, self.counts, self.digests = map(np.asarray, arrays)
-        self.sizes = self.counts[:, NUMBERS.index("elements")].astype(np.int64)
-        self.edges = self.counts[:, NUMBERS.index("links")].astype(np.int64)
-        self.cost = self.sizes + self.edges  # time and memory of a set grow with it
-        # set i has the rows node_ptr[i] : node_ptr[i + 1] of features; edge_ptr: of past and future
+        self.features, self.past, self.future, *of_sets = map(np.asarray, arrays)
+        self.raw_statistics, self.digests = of_sets
+        self.sizes = self.raw_statistics[:, STATISTICS.index("elements")].astype(np.int64)
+        self.links = self.raw_statistics[:, STATISTICS.index("links")].astype(np.int64)
+        self.cost = self.sizes + self.links  # time and memory of a set grow with it
+        # set i has the rows node_ptr[i] : node_ptr[i + 1] of features; link_ptr: of past and future
         self.node_ptr = np.concatenate([[0], np.cumsum(self.sizes)])
-        self.edge_ptr = np.concatenate([[0], np.cumsum(self.edges)])
+        self.link_ptr = np.concatenate([[0], np.cumsum(self.links)])
 
-        values = np.hstack([self.labels, np.log1p(self.counts)])
+        values = np.hstack([self.labels, np.log1p(self.raw_statistics)])
         if facts is None:
             self.split = split_sets(self.digests, args.split, args.split_seed)
             classes = meta["classes"]  # {task: names of its classes, target: []}
             self.say_what_is_known(classes)
-            is_class = [len(names) > 0 for names in classes.values()] + [False] * len(NUMBERS)
+            is_class = [len(names) > 0 for names in classes.values()] + [False] * len(STATISTICS)
             # a class is left as it is: where all are 0 the mean is 0, and the scale 1
             scaler = StandardScaler().fit(np.where(is_class, 0, values[self.part("train")]))
             facts = {"classes": classes, "means": scaler.mean_.tolist()}
@@ -200,7 +201,7 @@ class CausalSets(Dataset):
         self.facts = facts
         self.classes = facts["classes"]
         values = np.nan_to_num((values - facts["means"]) / facts["scales"]).astype(np.float32)
-        self.standardized, self.numbers = np.split(values, [len(self.classes)], axis=1)
+        self.standardized, self.statistics = np.split(values, [len(self.classes)], axis=1)
         self.weights = (~np.isnan(self.labels)).astype(np.float32)
         for i in range(len(args.tasks) if args.class_weights == "balanced" else 0):
             ids = np.flatnonzero((self.weights[:, i] > 0) & (self.split == 0))
@@ -220,7 +221,7 @@ class CausalSets(Dataset):
             logging.info(f"{part}, {output}: {text}")
 
     def part(self, name):
-        """Numbers of the sets to train on, to validate on or to test on."""
+        """The ids of the sets to train on, to validate on or to test on."""
         return np.flatnonzero(self.split == PARTS.index(name))
 
     def __getitem__(self, item):
@@ -230,20 +231,20 @@ class CausalSets(Dataset):
 
     def make_batch(self, ids, global_ids):
         """The Batch of the sets `ids`, which are some of a global batch."""
-        nodes = [slice(self.node_ptr[i], self.node_ptr[i + 1]) for i in ids]
-        edges = [slice(self.edge_ptr[i], self.edge_ptr[i + 1]) for i in ids]
-        features = torch.from_numpy(np.concatenate([self.features[rows] for rows in nodes]))
+        node_rows = [slice(self.node_ptr[i], self.node_ptr[i + 1]) for i in ids]
+        link_rows = [slice(self.link_ptr[i], self.link_ptr[i + 1]) for i in ids]
+        features = torch.from_numpy(np.concatenate([self.features[rows] for rows in node_rows]))
         degrees = features[:, :2].T.long()  # of past and future
         past_ptr, future_ptr = F.pad(degrees.cumsum(1), (1, 0))
-        shift = np.repeat(np.cumsum(self.sizes[ids]) - self.sizes[ids], self.edges[ids])
-        past = torch.from_numpy(np.concatenate([self.past[rows] for rows in edges]) + shift)
-        future = torch.from_numpy(np.concatenate([self.future[rows] for rows in edges]) + shift)
-        of_sets = [self.sizes, self.numbers, self.standardized, self.weights]
-        sizes, numbers, labels, weights = [torch.from_numpy(array[ids]) for array in of_sets]
+        shift = np.repeat(np.cumsum(self.sizes[ids]) - self.sizes[ids], self.links[ids])
+        past = torch.from_numpy(np.concatenate([self.past[rows] for rows in link_rows]) + shift)
+        future = torch.from_numpy(np.concatenate([self.future[rows] for rows in link_rows]) + shift)
+        of_sets = [self.sizes, self.statistics, self.standardized, self.weights]
+        sizes, statistics, labels, weights = [torch.from_numpy(array[ids]) for array in of_sets]
         totals = torch.from_numpy(self.weights[global_ids].sum(0))
         links = (past, past_ptr, future, future_ptr)
         # degrees and heights range over orders of magnitude: hence their logarithm
-        return Batch(features.log1p(), sizes, *links, numbers, labels, weights, totals)
+        return Batch(features.log1p(), sizes, *links, statistics, labels, weights, totals)
 
 
 def split_sets(digests, shares, seed):
@@ -320,11 +321,10 @@ class CausalSetNet(nn.Module):
         super().__init__()
         widths = [len(FEATURES)] + [args.hidden_dim] * (args.num_layers - 1)
         self.layers = nn.ModuleList([MessageLayer(width, args) for width in widths])
-        self.norm = nn.LayerNorm(3 * args.hidden_dim)
         self.outputs = list(classes)
         self.heads = nn.ModuleList()
         for names in classes.values():
-            hidden = nn.Linear(3 * args.hidden_dim + len(NUMBERS), args.head_dim)
+            hidden = nn.Linear(2 * args.hidden_dim + len(STATISTICS), args.head_dim)
             output = nn.Linear(args.head_dim, max(1, len(names)))
             self.heads.append(nn.Sequential(hidden, nn.ReLU(), output))
 
@@ -335,11 +335,10 @@ class CausalSetNet(nn.Module):
             x = layer(x, batch)
         # over each set; unsafe: does not check the sizes, which it would read back from a GPU
         options = {"lengths": batch.sizes, "unsafe": True}
-        total = torch.segment_reduce(x.float(), "sum", **options)
+        mean = torch.segment_reduce(x.float(), "mean", **options)
         maximum = torch.segment_reduce(x.float(), "max", **options)  # ties share its gradient
-        pooled = torch.cat([total / batch.sizes[:, None], maximum, total], dim=1)
         # no message tells how many elements lie between two others: so the heads get such numbers
-        x = torch.cat([self.norm(pooled), batch.numbers], dim=1)
+        x = torch.cat([mean, maximum, batch.statistics], dim=1)
         return {name: head(x).float() for name, head in zip(self.outputs, self.heads, strict=True)}
 
 
@@ -389,20 +388,20 @@ def regression(values, labels, scale):
     square in standard deviations, and r2 is the share of the variance that is explained."""
     square = float(np.square(values - labels).mean())
     mae = float(np.abs(values - labels).mean())
-    r2 = float(1 - square / max(labels.var(), 1e-300))
+    r2 = float(1 - square / labels.var()) if labels.var() > 0 else 0.0
     return {"loss": square / scale**2, "mae": mae, "rmse": square**0.5, "r2": r2}
 
 
 @torch.no_grad()
 def predict(model, data, ids, device):
     """{task: log-probabilities (len(ids), classes), target: values (len(ids),)}, without autocast.
-    Batch k goes to rank k % world_size: each set counts once on any number of them. (all ranks)"""
+    Batch k goes to rank k % world_size: so each set counts once, whatever that is. (all ranks)"""
     widths = [max(1, len(names)) for names in data.classes.values()]
     values = torch.zeros(len(ids), sum(widths), device=device)
     model.eval()
     batches = np.array_split(np.arange(len(ids)), math.ceil(len(ids) / EVAL_BATCH_SIZE))
     for rows in batches[dist.get_rank() :: dist.get_world_size()]:
-        batch = data.make_batch(ids[rows], ids).to(device)
+        batch = data.make_batch(ids[rows], ids[rows]).to(device)
         values[rows[0] : rows[-1] + 1] = torch.cat(list(model(batch).values()), dim=1)
     model.train()
     dist.all_reduce(values)  # each row is zero on all ranks but one
@@ -611,7 +610,7 @@ def report(args, data, ids, metrics, outputs):
     logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
     baselines = measure_baselines(data)
     by_class = {}
-    arrays = {"ids": ids, "labels": data.labels[ids]}
+    arrays = {"ids": ids, "names": data.names[ids], "labels": data.labels[ids]}
     for (name, names), labels in zip(data.classes.items(), data.labels[ids].T, strict=True):
         figure = "accuracy" if names else "rmse"
         reached = metrics[f"{name}/{figure}"]
@@ -633,30 +632,30 @@ def report(args, data, ids, metrics, outputs):
 
 def measure_baselines(data):
     """{task: {name: test accuracy}, target: {name: test rmse}} of what needs no network: commonest
-    class or mean; logistic or ridge regression on NUMBERS; boosting on NUMBERS and quantiles of
+    class or mean; logistic or ridge regression on STATISTICS; boosting on these and quantiles of
     FEATURES; of the target `dim` or `dimension` what related pairs say (Meyer 1988). (rank 0)"""
     from sklearn import dummy, ensemble, linear_model, metrics
 
     sets = np.split(data.features, data.node_ptr[1:-1])
     quantiles = [np.quantile(x, [0.1, 0.3, 0.5, 0.7, 0.9], axis=0).ravel() for x in sets]
-    inputs = np.hstack([data.numbers, quantiles])
-    elements, pairs = data.counts[:, :2].T
+    inputs = np.hstack([data.statistics, quantiles])
+    elements, pairs = data.raw_statistics[:, :2].T
     dims = np.linspace(12, 1, 11_001)  # with them the share of related pairs falls
     expected = [math.gamma(d + 1) * math.gamma(d / 2) / (2 * math.gamma(1.5 * d)) for d in dims]
     dims = np.interp(2 * pairs / (elements * (elements - 1)), expected, dims)
     baselines = {}
     for (name, names), labels in zip(data.classes.items(), data.labels.T, strict=True):
-        train = ~np.isnan(labels) & (data.split == 0)
+        train = np.flatnonzero(~np.isnan(labels) & (data.split == 0))[:50_000]  # more takes long
         test = ~np.isnan(labels) & (data.split == 2)
         models = {"mean": dummy.DummyRegressor(), "ridge regression": linear_model.RidgeCV()}
         models["boosting"] = ensemble.HistGradientBoostingRegressor(random_state=0)
         if names:
-            linear = linear_model.LogisticRegression(C=100, max_iter=2000)  # 1 costs accuracy
+            linear = linear_model.LogisticRegression(C=100, max_iter=2000)  # C=1 is less accurate
             models = {"commonest": dummy.DummyClassifier(), "logistic regression": linear}
             models["boosting"] = ensemble.HistGradientBoostingClassifier(random_state=0)
         guesses = {}
         for kind, model in models.items():
-            columns = inputs if kind == "boosting" else data.numbers
+            columns = inputs if kind == "boosting" else data.statistics
             guesses[kind] = model.fit(columns[train], labels[train]).predict(columns[test])
         if name in ("dim", "dimension") and not names:
             guesses["Myrheim-Meyer"] = dims[test]
@@ -675,7 +674,7 @@ PAIRS = "link_pairs"  # the same as rows (i, j), of all sets, ...
 PAIR_COUNTS = "link_counts"  # ... and how many rows each set has
 RELATIONS = [*ADJACENCY, *LINKS, PAIRS]
 SIZES = ["atomcount", "cset_size"]
-COUNTS = ["num_samples", "num_causal_sets"]  # how many sets of a larger store are there
+COUNTS = ["num_samples", "num_causal_sets"]  # sets in use, of those that a store has room for
 READER = 9  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -693,7 +692,7 @@ def expect(condition, text):
 
 @functools.lru_cache(maxsize=2)
 def open_arrays(path, outputs):
-    """{name: array} of an .npz file or a folder of a zarr store; empty where it is not needed."""
+    """{name: array} of an .npz file or a folder of a zarr store; those not needed are empty."""
     needed = {*RELATIONS, PAIR_COUNTS, *SIZES, *COUNTS, *outputs}
     if path.is_dir():
         import zarr
@@ -735,7 +734,7 @@ def list_units(path, outputs):
             expect(shape == expected, f"{other} has shape {shape}; {counted} needs {expected}")
         # about 1 MB, or a chunk of a store, which is decompressed at once
         chunk = 1 if name == PAIRS else getattr(arrays[name], "chunks", [1])[0]
-        step = chunk * math.ceil(2**20 * count / max(1, arrays[name].nbytes) / chunk)
+        step = chunk * (math.ceil(2**20 * count / max(1, arrays[name].nbytes) / chunk) or 1)
         for total in arrays.keys() & COUNTS:
             count = min(count, number_of(arrays[total][...], total))
         units += [(folder, range(i, min(i + step, count))) for i in range(0, count, step)]
@@ -767,8 +766,8 @@ def number_of(value, name, is_target=False):
     if is_target:
         expect(not math.isinf(float(number)), f"{name} is {number}; expected a number or NaN")
         return float(number)
-    if isinstance(number, str) and not number.strip(" ").removeprefix("-").isdecimal():
-        return number.strip() or -1
+    if isinstance(number, str) and not number.strip().removeprefix("-").isdecimal():
+        return -1 if number.strip() in ("", "nan") else number.strip()  # a name, such as mink2
     if isinstance(number, float) and math.isnan(number):
         return -1
     expect(float(number).is_integer(), f"{name} is {number}; expected a whole number")
@@ -776,8 +775,8 @@ def number_of(value, name, is_target=False):
 
 
 def relations_of(values):
-    """Of a set: for each element those earlier ones that it is said to be related to, all or the
-    links, as an integer: bit i is 1 for element i. ValueError where they are no such thing."""
+    """Of a set: for each element an integer, whose bit i is 1 if the input says that i is in its
+    past (all such i, or the links only). ValueError where the input is malformed."""
     name = choose(values, *RELATIONS)
     given = values[name]
     size = choose(values, *SIZES) if name == PAIRS else choose(values, *SIZES, name)
@@ -788,7 +787,7 @@ def relations_of(values):
         is_sound = (0 <= earlier) & (earlier < later) & (later < n)
         expect(len(given) and is_sound.all(), f"{name} has none, or not all 0 <= i < j < {n}")
         relations = [0] * n
-        for i, j in given.tolist():
+        for i, j in given.astype(int).tolist():
             relations[j] |= 1 << i
         return relations
     shape = given.shape
@@ -805,8 +804,8 @@ def relations_of(values):
 
 
 def links_of(relations):
-    """Of relations that are all, or so many that the others follow: for each element the earlier
-    ones that it is linked to, and its whole past as an integer."""
+    """Of relations, all or enough to imply the others (at least the links): for each element the
+    earlier ones that it is linked to, and its whole past as an integer."""
     links = []
     past = []
     for left in relations:
@@ -823,8 +822,8 @@ def links_of(relations):
 
 
 def climb(links, elements):
-    """For each element the longest chain that leads to it, without it, and what comes before it:
-    (n,), and bits (n, words) uint64. In `elements` those that one is linked to come before it."""
+    """For each element the longest chain up to it, without it, and all that comes before it: (n,),
+    and bits (n, words) uint64. `elements`: in an order in which links[e] come before e."""
     height = [0] * len(links)
     before = [0] * len(links)
     for element in elements:
@@ -847,7 +846,7 @@ def count_intervals(past, future):
     counts = np.zeros(12)
     for pairs in np.array_split(np.arange(len(later)), 1 + len(later) * past.shape[1] // 2**17):
         both = past[rows[later[pairs]]] & future[columns[earlier[pairs]]]
-        between = np.bitwise_count(both).sum(1)
+        between = np.bitwise_count(both).sum(1, dtype=np.int64)
         counts += np.bincount(np.minimum(between, 11), minlength=12)
     return counts * (np.bitwise_count(past).sum() / max(1, counts.sum()))
 
@@ -876,24 +875,24 @@ def describe(values):
     features = np.array(features, np.float32).T.copy()
     extremal = [np.count_nonzero(past_size == 0), np.count_nonzero(future_size == 0)]
     chains = (past_size * future_size).sum()  # by the element in the middle
-    numbers = [len(links), past_size.sum(), sum(in_degree), *extremal, max(past_height) + 1, chains]
-    numbers = np.array([*numbers, *count_intervals(past, future)])
-    past = np.concatenate(links).astype(np.int16)
-    future = np.concatenate(reversed_links).astype(np.int16)
-    digest = hashlib.sha256(features.tobytes() + past.tobytes()).hexdigest()[:16]
-    arrays = [features, past, future, numbers, np.array(digest, "S16")]
+    counts = [len(links), past_size.sum(), sum(in_degree), *extremal, max(past_height) + 1, chains]
+    statistics = np.array([*counts, *count_intervals(past, future)])
+    past_links = np.concatenate(links).astype(np.int16)
+    future_links = np.concatenate(reversed_links).astype(np.int16)
+    digest = hashlib.sha256(features.tobytes() + past_links.tobytes()).hexdigest()[:16]
+    arrays = [features, past_links, future_links, statistics, np.array(digest, "S16")]
     return dict(zip(ARRAYS, arrays, strict=True))
 
 
 class Units(Dataset):
     def __getitem__(self, item):
-        """The folder of a unit, made once: a reading that is killed lost no more than that."""
+        """The folder of a unit, made once: so a killed reading loses no more than that."""
         unit, args, reading = item
         return cached(reading, "unit", str(unit), functools.partial(write_unit, unit, args))
 
 
 def write_unit(unit, args, folder):
-    """Describe the sets of a unit: ARRAYS; as JSON [[name, labels ...] of sets, what is wrong]."""
+    """NAME.bin for each of ARRAYS; labels.json: [[[name, label, ...], ...], bad sets]"""
     arrays = {name: [] for name in ARRAYS}
     rows = []
     bad = []
@@ -913,11 +912,11 @@ def write_unit(unit, args, folder):
     (folder / "labels.json").write_text(json.dumps([rows, bad]))
 
 
-def write_sets(args, key, new):
+def write_sets(args, digest, new):
     """Read --data with all cores, unit by unit, into the folder `new`. (rank 0)"""
     rows = []
     bad = []
-    reading = f"{args.cache_dir}/reading-{key[:16]}"
+    reading = f"{args.cache_dir}/reading-{digest[:16]}"
     for path in map(Path, args.data):
         try:
             items = [(unit, args, reading) for unit in list_units(path, args.outputs)]
@@ -932,7 +931,7 @@ def write_sets(args, key, new):
                 rows += more
                 bad += wrong
         except Exception as error:  # zarr and its decoders raise many kinds; a worker adds lines
-            text = str(error).strip().splitlines()[-1]
+            text = (str(error).strip() or repr(error)).splitlines()[-1]
             raise InputError(f"{path}: {text} (--help has the format)") from error
     if bad:
         text = "\n  ".join([f"{len(bad)} of {len(rows) + len(bad)} sets are bad:", *bad[:20]])
@@ -951,8 +950,8 @@ def write_sets(args, key, new):
     labels = np.array(columns, np.float64).T
     np.save(new / "labels.npy", labels)
     digests = (new / "digests.bin").read_bytes()
-    digest = hashlib.sha256(json.dumps(classes).encode() + labels.tobytes() + digests)
-    meta = {"classes": classes, "hash": digest.hexdigest()[:12], "names": names}
+    content = hashlib.sha256(json.dumps(classes).encode() + labels.tobytes() + digests)
+    meta = {"classes": classes, "hash": content.hexdigest()[:12], "names": names}
     (new / "meta.json").write_text(json.dumps(meta))
     shutil.rmtree(reading, ignore_errors=True)
 
@@ -965,13 +964,13 @@ def prepare(args):
             raise InputError(f"--data {path} is not there (tools/make_causal_sets.py makes one)")
         stats = [file.stat() for file in [path, *sorted(path.rglob("*"))]]
         key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
-    key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     with contextlib.suppress(OSError):  # `cached` says what is wrong
         Path(args.cache_dir).mkdir(parents=True, exist_ok=True)
-        lock = open(f"{args.cache_dir}/reading.lock", "a")
+        lock = open(f"{args.cache_dir}/reading.lock", "a")  # held until this function ends
         fcntl.lockf(lock, fcntl.LOCK_EX)  # another run may be reading the same: wait for it
-    write = functools.partial(write_sets, args, key)
-    return cached(args.cache_dir, "sets", [key, args.skip_bad_data], write)
+    write = functools.partial(write_sets, args, digest)
+    return cached(args.cache_dir, "sets", [digest, args.skip_bad_data], write)
 
 
 # ==================================================================================================

@@ -35,7 +35,7 @@ from torch import nn
 UNIT = "sets/s"
 BATCH = 64
 LOG_EVERY = 10
-FEATURES, NUMBERS, HEAD = 6, 19, 128  # of the script
+FEATURES, STATISTICS, HEAD = 6, 19, 128  # of the script
 PORT_SETS = 4000  # at most
 WORKS = {
     "default": {"hidden_dim": 64, "num_layers": 3, "dropout": 0.0},
@@ -75,20 +75,19 @@ class PortNet(nn.Module):
         super().__init__()
         widths = [FEATURES] + [hidden_dim] * (num_layers - 1)
         self.layers = nn.ModuleList([PortLayer(width, hidden_dim, dropout) for width in widths])
-        self.norm = nn.LayerNorm(3 * hidden_dim)
-        hidden = nn.Linear(3 * hidden_dim + NUMBERS, HEAD)
+        hidden = nn.Linear(2 * hidden_dim + STATISTICS, HEAD)
         self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(HEAD, 2))
 
     def forward(self, batch):
-        from torch_geometric.nn import global_add_pool, global_max_pool, global_mean_pool
+        from torch_geometric.nn import global_max_pool, global_mean_pool
 
         x = batch.x
         for layer in self.layers:
             x = layer(x, batch.edge_index)
         # without BATCH it would read the number of sets from a GPU
-        pools = [global_mean_pool, global_max_pool, global_add_pool]
-        pooled = torch.cat([pool(x, batch.batch, BATCH) for pool in pools], dim=1)
-        return self.head(torch.cat([self.norm(pooled), batch.numbers], dim=1))
+        pools = [global_mean_pool, global_max_pool]
+        pooled = [pool(x, batch.batch, BATCH) for pool in pools]
+        return self.head(torch.cat([*pooled, batch.numbers], dim=1))
 
 
 def port(side, network, seed, device, precision):
@@ -143,7 +142,7 @@ def prepare(folder, network):
         degree = described["features"][:, script.FEATURES.index("in_degree")].astype(int)
         future = np.repeat(np.arange(len(degree)), degree)
         edges = torch.from_numpy(np.stack([described["past"], future]).astype(np.int64))
-        numbers = torch.from_numpy(described["numbers"]).float().log1p()[None]
+        numbers = torch.from_numpy(described["statistics"]).float().log1p()[None]
         label = torch.tensor([["mink2", "mink3"].index(values["cls"])])
         sets.append((x, edges, numbers, label))
     torch.save(sets, folder / "sets.pt")

@@ -129,7 +129,7 @@ def load(path, *options):
 
 def arrays_of(data):
     """In the order of script.ARRAYS."""
-    return [data.features, data.past, data.future, data.counts, data.digests]
+    return [data.features, data.past, data.future, data.raw_statistics, data.digests]
 
 
 @pytest.mark.parametrize("cores", [0, 3])  # 0: this process reads

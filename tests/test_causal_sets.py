@@ -13,7 +13,7 @@ import run_train_quantumgrav_ddp as script
 
 tool = import_tool("make_causal_sets")
 KINDS = [*tool.KINDS, "curved"]
-INTERVALS = [script.NUMBERS.index(f"intervals_of_{k}") for k in range(11)]
+INTERVALS = [script.STATISTICS.index(f"intervals_of_{k}") for k in range(11)]
 
 
 def matrix_of(packed, n):
@@ -68,7 +68,7 @@ def test_sprinklings_have_as_many_intervals_as_theory_says():
     assert expected[0] == pytest.approx((n + 1) * sum(1 / np.arange(1, n + 1)) - 2 * n)
     sets = make_sets("mink2", n, 600)
     matrices = [matrix_of(packed, n) for packed, *_ in sets]
-    found = [script.describe({"adjacency_matrix": matrix})["numbers"] for matrix in matrices]
+    found = [script.describe({"adjacency_matrix": matrix})["statistics"] for matrix in matrices]
     assert_mean(np.array(found)[:, INTERVALS], expected, 0.05)
 
 
@@ -81,7 +81,7 @@ def test_large_sets_are_made_without_a_matrix_and_intervals_counted_in_a_sample(
         assert tracemalloc.get_traced_memory()[1] < n * n / 2  # bytes, at the peak
         tracemalloc.stop()
         assert len(links) == pytest.approx((n + 1) * sum(1 / np.arange(1, n + 1)) - 2 * n, rel=0.05)
-        numbers = script.describe({"link_pairs": links, "atomcount": n})["numbers"]
+        numbers = script.describe({"link_pairs": links, "atomcount": n})["statistics"]
         shares.append(numbers[INTERVALS][0] / len(links))
     assert_mean(shares, 1, 0.02)
 
@@ -115,7 +115,7 @@ def test_a_set_against_networkx(kind):
     between = order.astype(int) @ order
     counts = [n, order.sum(), link.sum(), *(heights == 0).sum(1), heights.max() + 1, between.sum()]
     counts += [(between[order] == k).sum() for k in range(11)]
-    assert kept["numbers"].tolist() == [*counts, (between[order] > 10).sum()]
+    assert kept["statistics"].tolist() == [*counts, (between[order] > 10).sum()]
     assert kept["past"].tolist() == np.argwhere(link.T)[:, 1].tolist()
     assert kept["future"].tolist() == np.argwhere(link)[:, 1].tolist()
 

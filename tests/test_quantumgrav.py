@@ -46,8 +46,8 @@ def with_matrices(model, args, order, x, numbers):
             parts[0] = parts[0] / links.sum(0).clamp(min=1)[:, None]
             parts[1] = parts[1] / links.sum(1).clamp(min=1)[:, None]
         x = layer.norm(layer.linear(torch.cat(parts, dim=1))).relu() + layer.skip(x)
-    pooled = model.norm(torch.cat([x.mean(0), x.amax(0), x.sum(0)]))
-    return [head(torch.cat([pooled, numbers])) for head in model.heads]
+    pooled = torch.cat([x.mean(0), x.amax(0), numbers])
+    return [head(pooled) for head in model.heads]
 
 
 @pytest.mark.parametrize("messages", ["mean", "sum", "none"])
@@ -71,7 +71,7 @@ def test_network_and_gradient_set_by_set(causal_sets, data, messages):
     for row, i in enumerate(ids):
         n = raw["atomcount"][i]
         order = raw["adjacency_matrix"][i, :n, :n].astype(bool)
-        logs = np.log1p(script.describe({"adjacency_matrix": order})["numbers"])
+        logs = np.log1p(script.describe({"adjacency_matrix": order})["statistics"])
         mean, scale = [data.facts[name][len(CLASSES) :] for name in ("means", "scales")]
         numbers = torch.from_numpy((logs - mean) / scale)
         outputs = with_matrices(plain, args, order, parts[row], numbers)
@@ -255,8 +255,8 @@ def test_baselines(causal_sets):
 
     # as many related pairs as Meyer says
     dims = np.nan_to_num(data.labels[:, 3], nan=2)
-    data.counts = np.full(data.counts.shape, 1000.0)
-    data.counts[:, 1] = np.interp(dims, [2, 3, 4], [1 / 2, 8 / 35, 1 / 10]) * 1000 * 999 / 2
+    data.raw_statistics = np.full(data.raw_statistics.shape, 1000.0)
+    data.raw_statistics[:, 1] = np.interp(dims, [2, 3, 4], [1 / 2, 8 / 35, 1 / 10]) * 1000 * 999 / 2
     assert script.measure_baselines(data)["dimension"]["Myrheim-Meyer"] < 1e-6
 
 

@@ -64,14 +64,12 @@ def load_network(path, device):
 
 
 def own_sets(options):
-    """The test sets of the run: (data, their numbers, the name of each, the part of each)"""
-    folder = script.prepare(options)
-    data = script.CausalSets(folder, options)
+    """The test sets of the run: (data, their ids, the part of each)"""
+    data = script.CausalSets(script.prepare(options), options)
     if data.hash != options.data_hash:
         raise InputError(f"{' '.join(options.data)}: changed since the network was trained on it")
-    names = np.array(json.loads((folder / "meta.json").read_text())["names"])
     ids = data.part("test")
-    return data, ids, names[ids], np.full(len(ids), "test")
+    return data, ids, np.full(len(ids), "test")
 
 
 def new_sets(args, options, facts, folder):
@@ -103,7 +101,7 @@ def new_sets(args, options, facts, folder):
             labels[output] = labels[output].map(dict(enumerate(numbers)))
     np.save(folder / "labels.npy", labels.to_numpy())
     data = script.CausalSets(folder, options, facts)
-    return data, np.arange(len(labels)), meta["names"], parts_of(data.digests, args.checkpoint)
+    return data, np.arange(len(labels)), parts_of(data.digests, args.checkpoint)
 
 
 def parts_of(digests, checkpoint):
@@ -122,9 +120,9 @@ def parts_of(digests, checkpoint):
     return np.array([*script.PARTS, ""])[parts]  # -1 is the last one
 
 
-def report(args, data, ids, names, parts, outputs):
+def report(args, data, ids, parts, outputs):
     """Write the CSV file, print the metrics."""
-    table = {"set": names, "part": parts}
+    table = {"set": data.names[ids], "part": parts}
     is_new = ~np.isin(parts, ["train", "valid"])
     for i, (output, classes) in enumerate(data.classes.items()):
         labels = data.labels[ids, i]
@@ -164,8 +162,8 @@ def main():
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         sets = new_sets(args, options, facts, folder) if args.sets else own_sets(options)
-        data, ids, _, _ = sets
-        report(args, *sets, script.predict(model, data, ids, device))
+        outputs = script.predict(model, *sets[:2], device)
+        report(args, *sets, outputs)
     dist.destroy_process_group()
 
 
