@@ -321,6 +321,7 @@ class CausalSetNet(nn.Module):
         super().__init__()
         widths = [len(FEATURES)] + [args.hidden_dim] * (args.num_layers - 1)
         self.layers = nn.ModuleList([MessageLayer(width, args) for width in widths])
+        self.norm = nn.LayerNorm(2 * args.hidden_dim)
         self.outputs = list(classes)
         self.heads = nn.ModuleList()
         for names in classes.values():
@@ -338,7 +339,7 @@ class CausalSetNet(nn.Module):
         mean = torch.segment_reduce(x.float(), "mean", **options)
         maximum = torch.segment_reduce(x.float(), "max", **options)  # ties share its gradient
         # no message tells how many elements lie between two others: so the heads get such numbers
-        x = torch.cat([mean, maximum, batch.statistics], dim=1)
+        x = torch.cat([self.norm(torch.cat([mean, maximum], dim=1)), batch.statistics], dim=1)
         return {name: head(x).float() for name, head in zip(self.outputs, self.heads, strict=True)}
 
 

@@ -75,6 +75,7 @@ class PortNet(nn.Module):
         super().__init__()
         widths = [FEATURES] + [hidden_dim] * (num_layers - 1)
         self.layers = nn.ModuleList([PortLayer(width, hidden_dim, dropout) for width in widths])
+        self.norm = nn.LayerNorm(2 * hidden_dim)
         hidden = nn.Linear(2 * hidden_dim + STATISTICS, HEAD)
         self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(HEAD, 2))
 
@@ -86,8 +87,8 @@ class PortNet(nn.Module):
             x = layer(x, batch.edge_index)
         # without BATCH it would read the number of sets from a GPU
         pools = [global_mean_pool, global_max_pool]
-        pooled = [pool(x, batch.batch, BATCH) for pool in pools]
-        return self.head(torch.cat([*pooled, batch.numbers], dim=1))
+        pooled = torch.cat([pool(x, batch.batch, BATCH) for pool in pools], dim=1)
+        return self.head(torch.cat([self.norm(pooled), batch.numbers], dim=1))
 
 
 def port(side, network, seed, device, precision):

@@ -46,8 +46,8 @@ def with_matrices(model, args, order, x, numbers):
             parts[0] = parts[0] / links.sum(0).clamp(min=1)[:, None]
             parts[1] = parts[1] / links.sum(1).clamp(min=1)[:, None]
         x = layer.norm(layer.linear(torch.cat(parts, dim=1))).relu() + layer.skip(x)
-    pooled = torch.cat([x.mean(0), x.amax(0), numbers])
-    return [head(pooled) for head in model.heads]
+    pooled = model.norm(torch.cat([x.mean(0), x.amax(0)]))
+    return [head(torch.cat([pooled, numbers])) for head in model.heads]
 
 
 @pytest.mark.parametrize("messages", ["mean", "sum", "none"])
