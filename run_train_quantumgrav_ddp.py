@@ -175,7 +175,7 @@ class CausalSets(Dataset):
     def __init__(self, folder, args, facts=None):
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
-        self.names = np.array(meta["names"])  # where each set is from
+        self.names = np.array(meta["names"], object)  # where each set is from
         self.labels = np.load(folder / "labels.npy")  # (sets, outputs): class, value, NaN: unknown
         arrays = [np.memmap(folder / f"{name}.bin", ARRAYS[name], mode="r") for name in ARRAYS]
         # np.asarray: still mapped, and faster than np.memmap itself
@@ -611,7 +611,7 @@ def report(args, data, ids, metrics, outputs):
     logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
     baselines = measure_baselines(data)
     by_class = {}
-    arrays = {"ids": ids, "names": data.names[ids], "labels": data.labels[ids]}
+    arrays = {"ids": ids, "names": data.names[ids].astype(str), "labels": data.labels[ids]}
     for (name, names), labels in zip(data.classes.items(), data.labels[ids].T, strict=True):
         figure = "accuracy" if names else "rmse"
         reached = metrics[f"{name}/{figure}"]

@@ -355,7 +355,7 @@ def test_predictions_of_the_test_sets(trained, tmp_path):
         assert row["part"] == "test"
         chances = [float(row["kind_3"]), float(row["kind_7"])]
         assert np.allclose(chances, np.exp(logp), rtol=1e-4)
-        assert row["kind"] == ["3", "7"][logp.argmax()]
+        assert row["kind"] == ("3" if logp[0] > logp[1] else "7")
         assert float(row["root"]) == pytest.approx(size, rel=1e-4)
 
 
@@ -401,7 +401,7 @@ def test_sets_that_were_trained_on_are_named(trained, tmp_path, name):
     rows, said = predict(tmp_path / "a.csv", *words)
 
     split = np.load(trained / "split.npz")["split"]
-    parts = [["train", "valid", "test"][split[i]] if i < SETS else "" for i in ids]
+    parts = [script.PARTS[split[i]] if i < SETS else "" for i in ids]
     assert [row["part"] for row in rows] == parts
     count = parts.count("train")
     assert f"{count} of {len(ids)} sets are in the train part of the run" in said
