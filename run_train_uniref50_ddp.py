@@ -83,12 +83,11 @@ BATCH_SIZE = 16  # sequences of a micro-batch, if --batch_size is not given
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    default = "./input_data/processed_uniref50.pt"
-    add("--datafile", type=expanded, default=default, help="FASTA, lines, or a list (.pt)")
+    path = "./input_data/processed_uniref50.pt"
+    add("--datafile", type=expanded, default=path, help="FASTA, lines, or a list (.pt)")
     add("--val_ratio", type=number(0, 1), default=0.05, help="share of sequences that is held out")
     add("--skip_bad_data", **FLAG, help="leave out bad records, and list them")
-    text = "residues + 2; of longer sequences a random part is used"
-    add("--max_protein_len", type=number(3, kind=int), default=512, help=text)
+    add("--max_protein_len", type=number(3, kind=int), default=512, help="residues + 2 at most")
 
     add = parser.add_argument_group("model").add_argument
     add("--hidden_size", type=COUNT, default=768, help="width")
@@ -97,8 +96,7 @@ def parse_args():
     add("--dropout", type=number(0, 0.999), default=0.1, help="after attention and MLP")
 
     add = parser.add_argument_group("training").add_argument
-    text = "micro-batches of a step of batch_size x accum x GPUs; unused with --global_batch_size"
-    add("--accum", type=COUNT, default=4, help=text)
+    add("--accum", type=COUNT, default=4, help="micro-batches; not with --global_batch_size")
     add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most")
     add("--epochs", type=COUNT, default=50, help="passes over the data at most")
     add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
@@ -106,9 +104,8 @@ def parse_args():
     add = parser.add_argument_group("optim").add_argument
     add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=NATURAL, default=5000, help="steps to reach it, on one GPU")
-    kinds = ["none", "linear", "conservative"]
-    text = "lr and warmup x GPUs, or x min(GPUs, 6); not with --global_batch_size"
-    add("--lr_scaling", default="linear", choices=kinds, help=text)
+    scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
+    add("--lr_scaling", default="linear", choices=scalings, help="of lr and warmup by the GPUs")
     add("--weight_decay", type=number(0), default=0.01, help="of matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
 
@@ -123,13 +120,15 @@ def parse_args():
     add("--eval_batch_size", type=COUNT, default=16, help="sequences per forward pass")
 
     add = parser.add_argument_group("sampling").add_argument
-    text = "what tools/sample_uniref50.py does with these weights, if it is not told otherwise"
-    add("--sampling_method", default="rigorous", choices=["rigorous", "simple"], help=text)
+    methods = ["rigorous", "simple"]
+    add(
+        "--sampling_method", default="rigorous", choices=methods, help="of tools/sample_uniref50.py"
+    )
 
     add = parser.add_argument_group("names of the original").add_argument
-    same = argparse.SUPPRESS  # the default of the other name
-    add("--work_dir", dest="output_dir", type=expanded, default=same, help="as --output_dir")
-    add("--log_freq", dest="log_every", type=COUNT, default=same, help="as --log_every")
+    absent = argparse.SUPPRESS  # no default: that of the option itself holds
+    add("--work_dir", dest="output_dir", type=expanded, default=absent, help="as --output_dir")
+    add("--log_freq", dest="log_every", type=COUNT, default=absent, help="as --log_every")
     add("--wandb_project", help="as the environment variable WANDB_PROJECT")
     add("--wandb_name", help="as the environment variable WANDB_NAME")
 
@@ -137,8 +136,8 @@ def parse_args():
     parser.set_defaults(log_every=100, save_every=2000)
     args = parse_with_config(parser)
     if args.hidden_size % (8 * args.n_heads) != 0:  # a limit of flash attention
-        text = f"must be {args.n_heads} heads times a multiple of 8"
-        parser.error(f"--hidden_size {args.hidden_size}: {text}")
+        expected = f"must be {args.n_heads} heads times a multiple of 8"
+        parser.error(f"--hidden_size {args.hidden_size}: {expected}")
     for name in ("wandb_project", "wandb_name"):
         if getattr(args, name):
             os.environ[name.upper()] = getattr(args, name)
@@ -149,53 +148,55 @@ def parse_args():
 # Data
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"  # tokens 0 to 25; the last six: unknown or rare
-KINDS = len(RESIDUES)
+NUM_RESIDUES = len(RESIDUES)
 BEGIN = 26
 END = 27
 MASK = 28
-VOCABULARY = 32  # tokens 29 to 31 are free: so the matrices fit a GPU's tiles
+VOCAB = 32  # tokens 29 to 31 are free: so the matrices fit a GPU's tiles
 
 
 class Batch(NamedTuple):
     """B sequences of different lengths, not padded but laid one after the other: T tokens."""
 
-    noisy: torch.Tensor  # (T,) uint8, MASK where a residue is hidden
-    targets: torch.Tensor  # (T,) int64, the hidden residue; -100 elsewhere: cross_entropy skips it
-    weights: torch.Tensor  # (T,) float32, where hidden: residues of the sequence / hidden ones
+    noisy: torch.Tensor  # (T,) uint8, MASK where a residue is masked
+    targets: torch.Tensor  # (T,) int64, the masked residue; -100 elsewhere: cross_entropy skips it
+    loss_weights: torch.Tensor  # (T,) float32, where masked: residues / masked ones; else 0
     positions: torch.Tensor  # (T,) int32, of a token in its sequence
     starts: torch.Tensor  # (B + 1,) int32, where each sequence starts, and where the last one ends
     lengths: (
         array.array
     )  # (B,), in tokens; --compile would make a program for each length of a list
-    residues: int  # of the whole global batch: the loss is divided by it
+    step_residues: int  # of the whole global batch: the loss is divided by it
 
     def to(self, device):
         moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
-        return Batch(*moved, self.lengths, self.residues)
+        return Batch(*moved, self.lengths, self.step_residues)
 
 
-def make_batch(sequences, shares, generators, residues):
-    """A Batch of sequences of tokens. Of the residues of each a share is hidden, rounded up; its
+def make_batch(sequences, mask_rates, generators, step_residues):
+    """A Batch of sequences of tokens. Of the residues of each a share is masked, rounded up; its
     generator says which."""
     lengths = [len(tokens) for tokens in sequences]
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     clean = np.concatenate(sequences)
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    weights = np.zeros(len(clean), np.float32)
-    for start, tokens, share, generator in zip(starts, sequences, shares, generators, strict=False):
-        places = start + np.flatnonzero(tokens < KINDS)
-        count = math.ceil(share * len(places))
-        hidden = generator.permutation(places)[:count]
-        weights[hidden] = len(places) / max(1, count)
-    noisy = np.where(weights > 0, np.uint8(MASK), clean)
-    targets = np.where(weights > 0, clean.astype(np.int64), -100)
-    tensors = map(torch.from_numpy, (noisy, targets, weights, positions, starts))
-    return Batch(*tensors, array.array("i", lengths), int(residues))
+    loss_weights = np.zeros(len(clean), np.float32)
+    for start, tokens, rate, generator in zip(
+        starts, sequences, mask_rates, generators, strict=False
+    ):
+        residues = start + np.flatnonzero(tokens < NUM_RESIDUES)
+        count = math.ceil(rate * len(residues))
+        masked = generator.permutation(residues)[:count]
+        loss_weights[masked] = len(residues) / max(1, count)
+    noisy = np.where(loss_weights > 0, np.uint8(MASK), clean)
+    targets = np.where(loss_weights > 0, clean.astype(np.int64), -100)
+    tensors = map(torch.from_numpy, (noisy, targets, loss_weights, positions, starts))
+    return Batch(*tensors, array.array("i", lengths), int(step_residues))
 
 
-def spread_shares(count, generator):
-    """Shares above 0, and up to 1, for `count` sequences. Each share alone is uniform, together
-    they are spread evenly: less noise than independent ones (Kingma et al. 2021)."""
+def draw_mask_rates(count, generator):
+    """Rates above 0, and up to 1, for `count` sequences. Each alone is uniform, together they are
+    spread evenly: less noise than independent ones (Kingma et al. 2021)."""
     return 1 - (generator.permutation(count) + generator.random()) / count
 
 
@@ -214,47 +215,55 @@ class Proteins:
         # residues of each sequence that are used: all, or as many as --max_protein_len takes
         most = args.max_protein_len - 2
         whole = np.diff(self.offsets).astype(np.int32) - 2
-        self.residues = np.minimum(whole, most)
+        self.lengths = np.minimum(whole, most)
         # how often each residue occurs in the training part; of long sequences a part is seen
-        self.counts = np.zeros(KINDS)
+        self.residue_counts = np.zeros(NUM_RESIDUES)
         for length, counts in meta["counts"].items():
-            self.counts += np.array(counts) * min(1, most / int(length))
+            self.residue_counts += np.array(counts) * min(1, most / int(length))
         logging.info(f"  {len(self.train):,} sequences to train on, {len(self.valid):,} held out")
         longer = np.count_nonzero(whole > most)
         if longer > 0:
             logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
+    def facts(self):
+        """Of the training part, for whoever draws samples: how often each residue occurs, and how
+        many sequences have each number of residues."""
+        lengths, counts = np.unique(self.lengths[self.train], return_counts=True)
+        lengths = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
+        return {"residue_counts": self.residue_counts.tolist(), "lengths": lengths}
+
     def crop(self, row, generator):
-        """The tokens of a sequence: of one that is too long residues[row] residues from a random
-        place on. BEGIN is among them if the first residue is, END if the last one is."""
+        """The tokens of a sequence: lengths[row] of its residues, from a random one on; with BEGIN
+        if the first residue is among them, with END if the last one is."""
         begin, end = self.offsets[row : row + 2]
-        spare = end - begin - 2 - self.residues[row]
-        first = generator.integers(spare + 1)
-        begin += first + (first > 0)
-        end -= spare - first + (first < spare)
-        return self.tokens[begin:end]
+        residues = end - begin - 2
+        first = generator.integers(residues - self.lengths[row] + 1)
+        stop = first + self.lengths[row]
+        # before the residues stands BEGIN, after them END
+        start = begin if first == 0 else begin + 1 + first
+        return self.tokens[start : end if stop == residues else begin + 1 + stop]
 
 
 class NoisyProteins(Dataset):
-    """Micro-batches of the training part. Crops and hidden residues depend on seed, step, and place
-    in the global batch, not on the number of ranks."""
+    """Micro-batches of the training part. Crops and masks depend on seed, step, and the position in
+    the global batch, not on the number of ranks."""
 
     def __init__(self, proteins, seed):
         self.proteins = proteins
         self.seed = seed
 
     def __getitem__(self, item):
-        """item, of the sampler: the step, the rows of the global batch, and the places in it of
+        """item, of the sampler: the step, the rows of the global batch, and the positions in it of
         this micro-batch."""
-        step, rows, places = item
+        step, rows, positions = item
         # numpy ignores zeros at the end: [seed, step, 0] would be the sampler's [seed, epoch]
-        shares = spread_shares(len(rows), np.random.default_rng([self.seed, step, 1]))
-        generators = [np.random.default_rng([self.seed, step, place + 2]) for place in places]
+        rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, 1]))
+        generators = [np.random.default_rng([self.seed, step, i + 2]) for i in positions]
         sequences = []
-        for place, generator in zip(places, generators, strict=True):
-            sequences.append(self.proteins.crop(rows[place], generator))
-        residues = self.proteins.residues[rows].sum()
-        return make_batch(sequences, shares[places], generators, residues)
+        for i, generator in zip(positions, generators, strict=True):
+            sequences.append(self.proteins.crop(rows[i], generator))
+        step_residues = self.proteins.lengths[rows].sum()
+        return make_batch(sequences, rates[positions], generators, step_residues)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,10 +325,10 @@ class Denoiser(nn.Module):
     def __init__(self, args):
         super().__init__()
         self.recompute = args.gradient_checkpointing
-        self.embed = nn.Embedding(VOCABULARY, args.hidden_size)
+        self.embed = nn.Embedding(VOCAB, args.hidden_size)
         self.blocks = nn.ModuleList([Block(args) for _ in range(args.n_blocks_prot)])
         self.norm = nn.LayerNorm(args.hidden_size, bias=False)
-        self.head = nn.Linear(args.hidden_size, VOCABULARY, bias=False)
+        self.head = nn.Linear(args.hidden_size, VOCAB, bias=False)
         nn.init.zeros_(self.head.weight)  # at first all residues are equally likely
 
     def forward(self, batch):
@@ -334,7 +343,7 @@ class Denoiser(nn.Module):
                 x = checkpoint(block, x, turns, batch, use_reentrant=False)
             else:
                 x = block(x, turns, batch)
-        return self.head(self.norm(x))[:, :KINDS].float()
+        return self.head(self.norm(x))[:, :NUM_RESIDUES].float()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,18 +353,18 @@ class Denoiser(nn.Module):
 def nats_of(logits, batch):
     """(T,): what each token adds to a bound on -log p of its sequence, in nats; most add 0.
 
-    Where k of n residues are hidden, each has the weight n / k. All k are equally likely, so the
-    weighted sum is on average a bound (Uria et al. 2014). SEDD and MDLM draw a time and hide each
+    Where k of n residues are masked, each has the weight n / k. All k are equally likely, so the
+    weighted sum is on average a bound (Uria et al. 2014). SEDD and MDLM draw a time and mask each
     residue with this chance; on average that is the same loss (Ou et al. 2025)."""
-    return F.cross_entropy(logits, batch.targets, reduction="none") * batch.weights
+    return F.cross_entropy(logits, batch.targets, reduction="none") * batch.loss_weights
 
 
-def share_of_loss(logits, batch):
+def batch_loss(logits, batch):
     """What this micro-batch adds to the loss of the step, the bound in nats per residue.
 
-    The sum is divided by the residues of the whole global batch. So the shares of all micro-batches
-    and ranks add up to the mean over residues; a mean of their means would be another number."""
-    return nats_of(logits, batch).sum() / batch.residues
+    The sum is divided by the residues of the whole global batch. So what all micro-batches and
+    ranks give adds up to the mean over residues; a mean of their means would be another number."""
+    return nats_of(logits, batch).sum() / batch.step_residues
 
 
 # --------------------------------------------------------------------------------------------------
@@ -364,52 +373,53 @@ def share_of_loss(logits, batch):
 
 @torch.no_grad()
 def evaluate(model, proteins, args, autocast, device):
-    """Metrics of held-out sequences, in nats per residue. Their crops and hidden residues are the
-    same each time. (all ranks)"""
+    """Metrics of held-out sequences, in nats per residue. Their crops and masks are the same each
+    time. (all ranks)"""
     number = min(len(proteins.valid), args.eval_sequences)
     rows = proteins.valid[np.linspace(0, len(proteins.valid) - 1, number).astype(int)]
-    residues = proteins.residues[rows]
-    shares = spread_shares(number * args.eval_draws, np.random.default_rng(0))
-    counts = proteins.counts + 0.5  # a residue that the training part lacks costs much
+    lengths = proteins.lengths[rows]
+    # item i is a draw of the noise for sequence i % number
+    items = np.arange(number * args.eval_draws)
+    rates = draw_mask_rates(len(items), np.random.default_rng(0))
+    nats = torch.zeros(len(items), dtype=torch.float64)
+    unigram = torch.zeros_like(nats)
+    counts = proteins.residue_counts + 0.5  # a residue that the training part lacks costs much
     surprise = np.append(-np.log(counts / counts.sum()), [0.0, 0.0])  # BEGIN and END cost nothing
 
-    # Item i is a draw of the noise for sequence i % number. Batches are of similar length; batch k
-    # goes to rank k % world_size: each counts once.
-    bound = torch.zeros(number * args.eval_draws, dtype=torch.float64)
-    unigram = torch.zeros_like(bound)
-    order = np.argsort(np.tile(residues, args.eval_draws), kind="stable")
+    # batches are of similar length; batch k goes to rank k % world_size: each item counts once
+    order = items[lengths[items % number].argsort(kind="stable")]
     batches = np.array_split(order, math.ceil(len(order) / args.eval_batch_size))
-    for items in batches[dist.get_rank() :: dist.get_world_size()]:
-        generators = [np.random.default_rng([1, item]) for item in items]
+    for batch_items in batches[dist.get_rank() :: dist.get_world_size()]:
+        generators = [np.random.default_rng([1, item]) for item in batch_items]
         sequences = []
-        for item, generator in zip(items, generators, strict=True):
+        for item, generator in zip(batch_items, generators, strict=True):
             sequences.append(proteins.crop(rows[item % number], generator))
-        batch = make_batch(sequences, shares[items], generators, 1).to(device)
+        batch = make_batch(sequences, rates[batch_items], generators, 1).to(device)
         with autocast():
-            nats = nats_of(model(batch), batch)
-        sums = [part.sum() for part in nats.split(batch.lengths.tolist())]
-        bound[items] = torch.stack(sums).double().cpu()
-        unigram[items] = torch.tensor([surprise[tokens].sum() for tokens in sequences])
-    for values in (bound, unigram):
+            token_nats = nats_of(model(batch), batch)
+        sums = [part.sum() for part in token_nats.split(batch.lengths.tolist())]
+        nats[batch_items] = torch.stack(sums).double().cpu()
+        unigram[batch_items] = torch.tensor([surprise[tokens].sum() for tokens in sequences])
+    for values in (nats, unigram):
         dist.all_reduce(values)  # each item is 0 on all ranks but one
 
     # one rank computes what all decide by: on another processor the last bit may differ
-    bound = bound.view(args.eval_draws, number).mean(0).numpy()
+    nats = nats.view(args.eval_draws, number).mean(0).numpy()
     unigram = unigram.view(args.eval_draws, number).mean(0).numpy()
-    return on_rank0(summarize, bound, unigram, residues)
+    return on_rank0(summarize, nats, unigram, lengths)
 
 
-def summarize(bound, unigram, residues):
+def summarize(nats, unigram, lengths):
     """Metrics of all sequences together: nats (sequences,) by residues (sequences,), and the
     standard error of their ratio."""
-    count = len(residues)
-    nelbo = bound.sum() / residues.sum()
-    error = math.sqrt(((bound - nelbo * residues) ** 2).sum() * count / (count - 1))
+    count = len(lengths)
+    nelbo = nats.sum() / lengths.sum()
+    error = math.sqrt(((nats - nelbo * lengths) ** 2).sum() * count / (count - 1))
     return {
         "nelbo": float(nelbo),
-        "nelbo_se": float(error / residues.sum()),
+        "nelbo_se": float(error / lengths.sum()),
         "perplexity": float(np.exp(min(nelbo, 700.0))),  # a diverged bound would overflow
-        "unigram": float(unigram.sum() / residues.sum()),
+        "unigram": float(unigram.sum() / lengths.sum()),
     }
 
 
@@ -451,7 +461,7 @@ def train(args, device, proteins, model, state, log):
     blocks = args.n_blocks_prot
     numbers = 28 + blocks if args.gradient_checkpointing else 28 * blocks
     room = room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
-    sampler = GlobalBatchSampler(proteins.train, args, proteins.residues, room)
+    sampler = GlobalBatchSampler(proteins.train, args, proteins.lengths, room)
     steps = min(sampler.steps * args.epochs, args.n_iters)
     peak = args.lr * args.gpu_factor
     warmup = min(args.warmup * args.gpu_factor, steps // 2)
@@ -459,26 +469,18 @@ def train(args, device, proteins, model, state, log):
     logging.info(f"  learning rate up to {peak:g}, after {warmup:,} steps")
     optimizer = make_optimizer(args, model)
     autocast = choose_precision(args, device)
-    average = copy.deepcopy(model).eval()  # exponential moving average of the weights
-    means = list(average.parameters())
-    weights = list(model.parameters())
-    lengths, counts = np.unique(proteins.residues[proteins.train], return_counts=True)
-    loop = {
-        "step": 0,
-        "best": {},
-        "metrics": {},  # of the best
-        # for whoever draws samples, of the training part:
-        "counts": proteins.counts.tolist(),  # how often each residue occurs
-        "lengths": dict(zip(lengths.tolist(), counts.tolist(), strict=True)),
-    }
+    ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
+    ema_params = list(ema_model.parameters())
+    params = list(model.parameters())
+    loop = {"step": 0, "best": {}, "metrics": {}}  # metrics: of the best
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model"])
-        average.load_state_dict(state["average"])
+        ema_model.load_state_dict(state["ema_model"])
         optimizer.load_state_dict(state["optimizer"])
         state.clear()  # each rank has a copy: free it
     ddp_model = wrap_ddp(model, args, device)
-    parts = {"model": model, "average": average}
+    parts = {"model": model, "ema_model": ema_model, "data": proteins.facts()}
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **parts)
     sampler.start = loop["step"]
     batches = make_loader(NoisyProteins(proteins, args.seed), sampler, args, device)
@@ -503,13 +505,13 @@ def train(args, device, proteins, model, state, log):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                loss = share_of_loss(ddp_model(batch), batch)
+                loss = batch_loss(ddp_model(batch), batch)
             (loss * world_size).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
         norm = update_if_finite(args, optimizer)
         decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
         with torch.no_grad():
-            torch._foreach_lerp_(means, weights, 1 - decay)
+            torch._foreach_lerp_(ema_params, params, 1 - decay)
         meter.add(step_loss, norm)
         loop["step"] += 1
         bar.update()
@@ -517,12 +519,12 @@ def train(args, device, proteins, model, state, log):
         # log, and agree whether to stop
         must_evaluate = loop["step"] % args.eval_freq == 0 or loop["step"] == steps
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "epoch": epoch, "lr": lr, "residues": batch.residues}
+        row = {"step": loop["step"], "epoch": epoch, "lr": lr, "residues": batch.step_residues}
         reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(average, proteins, args, autocast, device)
+            metrics = evaluate(ema_model, proteins, args, autocast, device)
             if not math.isfinite(metrics["nelbo"]):
                 raise RuntimeError(f"the held-out bound is {metrics['nelbo']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
@@ -550,14 +552,13 @@ def train(args, device, proteins, model, state, log):
 
 def main(args):
     device = setup_ddp(args)
-    free_on_resume = """datafile skip_bad_data epochs n_iters accum gpu_factor
-        gradient_checkpointing max_memory_per_gpu eval_freq eval_batch_size sampling_method
-        wandb_project wandb_name""".split()
-    # before open_run, which puts the batch that was used into args.global_batch_size
-    args.gpu_factor = gpu_factor(args, dist.get_world_size())
+    factor = gpu_factor(args, dist.get_world_size())  # open_run changes args.global_batch_size
+    free_on_resume = """datafile skip_bad_data epochs n_iters accum gradient_checkpointing
+        max_memory_per_gpu eval_freq eval_batch_size sampling_method wandb_project
+        wandb_name""".split()
     state = open_run(args, free_on_resume)
-    if state:  # a resumed run keeps its rate on any number of GPUs
-        args.gpu_factor = state["args"]["gpu_factor"]
+    # a resumed run keeps its rate on any number of GPUs
+    args.gpu_factor = state["args"]["gpu_factor"] if state else factor
     if (args.wandb_project or args.wandb_name) and args.wandb_mode == "disabled":
         logging.warning("nothing is sent to wandb without --wandb_mode online or offline")
     if device.type != "cpu":
@@ -598,8 +599,8 @@ def main(args):
 
 READER = 6  # raise it when you change what is read or kept: else an old cache is used
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
-TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(KINDS)))
-TO_LETTERS = bytes.maketrans(bytes(range(KINDS)), RESIDUES.encode())
+TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
+TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
 MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
 OTHER_FORMATS = {  # how they begin, when they are read as text
     "\x1f\ufffd": "gzip: its name must end with .gz",
@@ -710,7 +711,7 @@ def write_tokens(folder, args):
                 continue
             held_out.append(is_held_out(tokens, args.val_ratio))
             if not held_out[-1]:
-                found = np.bincount(np.frombuffer(tokens, np.uint8), minlength=KINDS)
+                found = np.bincount(np.frombuffer(tokens, np.uint8), minlength=NUM_RESIDUES)
                 counts[len(tokens)] = counts.get(len(tokens), 0) + found
             tokens = b"%c%b%c" % (BEGIN, tokens, END)
             file.write(tokens)
@@ -726,7 +727,7 @@ def write_tokens(folder, args):
     if nucleic:
         text = f"{len(nucleic)} records of A C G T U N alone are left out as DNA or RNA"
         logging.warning(f"{text}, such as {nucleic[0]}")
-    total = sum(counts.values(), np.zeros(KINDS))
+    total = sum(counts.values(), np.zeros(NUM_RESIDUES))
     rare = total[20:].sum() / max(1, total.sum())
     if rare > MOST_RARE or len(nucleic) > len(held_out):
         text = f"{rare:.0%} of the letters are X B U Z O J, {len(nucleic)} records DNA or RNA"

@@ -82,11 +82,8 @@ def load_data(module, args):
     """(data set, ids to train on, cost of each, a function of a batch: the loss), as main() of a
     script has them. (not of train_ddp.py)"""
 
-    def loss_of_sets(batch):
+    def loss_of_batch(batch):
         return module.batch_loss(model(batch), batch)
-
-    def loss_of_proteins(batch):
-        return module.share_of_loss(model(batch), batch)
 
     def loss_of_pairs(batch):
         return module.share_of_loss(args, model(*batch[:5]), model(*batch[:5]), batch)[0]
@@ -98,13 +95,13 @@ def load_data(module, args):
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)
         model = module.CausalSetNet(args, data.classes).to("meta")
-        return data, data.part("train"), data.cost, loss_of_sets
+        return data, data.part("train"), data.cost, loss_of_batch
 
     if module.__name__ == "run_train_uniref50_ddp":
         proteins = module.Proteins(module.read_once(module.prepare, args), args)
         model = module.Denoiser(args).to("meta")
         data = module.NoisyProteins(proteins, args.seed)
-        return data, proteins.train, proteins.residues, loss_of_proteins
+        return data, proteins.train, proteins.lengths, loss_of_batch
 
     if module.__name__ == "run_dpo_ddp":
         model = module.ProteinMPNN().to("meta")

@@ -37,7 +37,7 @@ def batch_of(*lengths, share=0.4):
     generator = np.random.default_rng(0)
     sequences = []
     for length in lengths:
-        residues = generator.integers(script.KINDS, size=length)
+        residues = generator.integers(script.NUM_RESIDUES, size=length)
         sequences.append(np.array([script.BEGIN, *residues, script.END], np.uint8))
     shares = np.full(len(lengths), share)
     return script.make_batch(sequences, shares, [generator] * len(lengths), 4)
@@ -118,8 +118,8 @@ def test_hidden_residues_and_weights(folder):
     evenly over a step, also where the global batch comes sorted by length."""
     _, proteins = read(folder)
     data = script.NoisyProteins(proteins, seed=42)
-    rows = proteins.residues.argsort()
-    residues = torch.from_numpy(proteins.residues[rows])
+    rows = proteins.lengths.argsort()
+    residues = torch.from_numpy(proteins.lengths[rows])
     pieces = np.split(proteins.tokens, proteins.offsets[1:-1])
     clean = torch.from_numpy(np.concatenate([pieces[row] for row in rows])).long()
     owner = torch.arange(300).repeat_interleave(residues + 2)
@@ -128,21 +128,22 @@ def test_hidden_residues_and_weights(folder):
     for step in range(30):
         batch = data[step, rows, np.arange(300)]
         assert (
-            batch.lengths.tolist() == (residues + 2).tolist() and batch.residues == residues.sum()
+            batch.lengths.tolist() == (residues + 2).tolist()
+            and batch.step_residues == residues.sum()
         )
         assert torch.equal(batch.starts[owner] + batch.positions, torch.arange(len(clean)).int())
         hidden = batch.noisy == script.MASK
         assert torch.equal(batch.noisy[~hidden].long(), clean[~hidden])
         assert torch.equal(batch.targets, clean.where(hidden, -100))
-        assert (clean[hidden] < script.KINDS).all()  # neither BEGIN nor END
+        assert (clean[hidden] < script.NUM_RESIDUES).all()  # neither BEGIN nor END
 
         counts = owner[hidden].bincount(minlength=300)
         shares = counts / residues
-        assert torch.allclose(batch.weights, torch.where(hidden, 1 / shares[owner], 0.0))
+        assert torch.allclose(batch.loss_weights, torch.where(hidden, 1 / shares[owner], 0.0))
         above = (shares.sort().values - torch.arange(1, 301) / 300).abs()
         assert above.max() < 1 / 16 and counts.min() > 0  # rounded up to 1 / n
         correlations.append(np.corrcoef(residues, shares)[0, 1])
-        sums = torch.zeros(300).index_add_(0, owner, batch.weights * batch.positions)
+        sums = torch.zeros(300).index_add_(0, owner, batch.loss_weights * batch.positions)
         middles.append((2 * sums / residues / (residues + 1)).mean())
     assert abs(np.mean(correlations)) < 4 / math.sqrt(30 * 300)
     assert np.mean(middles) == pytest.approx(1, abs=0.02)
@@ -162,7 +163,7 @@ def test_no_two_random_streams_are_one(folder):
 def test_crops():
     """Of a long sequence 40 residues from a random place on, the first and the last ones, too; with
     BEGIN or END where they reach it."""
-    parts = {"tokens": np.arange(140), "offsets": np.array([0, 30, 140]), "residues": [28, 40]}
+    parts = {"tokens": np.arange(140), "offsets": np.array([0, 30, 140]), "lengths": [28, 40]}
     crop = partial(script.Proteins.crop, SimpleNamespace(**parts))
     generator = np.random.default_rng(0)
     assert crop(0, generator).tolist() == list(range(30))
@@ -189,7 +190,7 @@ def test_a_sequence_does_not_see_its_neighbours():
     owner = torch.arange(4).repeat_interleave(torch.tensor(batch.lengths))
     logits = model(batch)
     for number in range(4):
-        others = (owner != number) & (batch.noisy < script.KINDS)
+        others = (owner != number) & (batch.noisy < script.NUM_RESIDUES)
         noisy = torch.where(others, 0, batch.noisy)
         noisy[others.nonzero()[::2]] = script.MASK
         changed = model(batch._replace(noisy=noisy))
@@ -252,8 +253,8 @@ def test_the_loss_is_the_score_entropy_of_sedd():
             hidden = torch.zeros(6, dtype=torch.bool)
             hidden[list(mask)] = True
             targets = batch.targets.where(hidden, -100)
-            part = batch._replace(targets=targets, weights=hidden.double() * 4 / size)
-            ours += script.share_of_loss(logits, part) / math.comb(4, size) / 4
+            part = batch._replace(targets=targets, loss_weights=hidden.double() * 4 / size)
+            ours += script.batch_loss(logits, part) / math.comb(4, size) / 4
 
             # (time, residue, kind)
             score = logits[hidden].log_softmax(1) + ratio.log()[..., None]
@@ -294,7 +295,7 @@ def test_evaluation_of_known_predictions(folder, group):
     _, proteins = read(folder, "--max_protein_len=32")
     parts = np.minimum(1, 30 / counts.sum(1))
     seen = parts[proteins.train] @ counts[proteins.train]
-    assert proteins.counts == pytest.approx(seen)
+    assert proteins.residue_counts == pytest.approx(seen)
 
     def unigram(batch):
         return torch.from_numpy(logp).float().expand(len(batch.noisy), -1)

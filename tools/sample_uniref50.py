@@ -66,16 +66,16 @@ def parse_args():
 
 
 def load_network(path, device):
-    """(network with its averaged weights, options of its run, where its training stood)"""
+    """(network with its averaged weights, the checkpoint, options of its run)"""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         options = argparse.Namespace(**state["args"])
         model = script.Denoiser(options)
-        model.load_state_dict(state["average"])
+        model.load_state_dict(state["ema_model"])
     except Exception as error:  # there is no such file, or its network is another
         text = f"expected best.pt, step_N.pt or latest.pt of {script.__file__}"
         raise InputError(f"{path}: {text} ({type(error).__name__})") from error
-    return model.eval().to(device), options, state["loop"]
+    return model.eval().to(device), state, options
 
 
 def read_templates(path, copies, most):
@@ -119,10 +119,10 @@ def make_templates(args, most, known_lengths):
     return templates, [f"sample_{number}" for number in range(args.count)]
 
 
-def make_predict(model, counts, temperature, autocast, device):
+def make_predict(model, residue_counts, temperature, autocast, device):
     """predict(batch): logits (T, 26). Those of residues that the training data lack are -inf, since
     a network never learns that something cannot be."""
-    absent = torch.tensor(counts, device=device) == 0
+    absent = torch.tensor(residue_counts, device=device) == 0
 
     def predict(batch):
         with autocast():
@@ -137,8 +137,8 @@ def draw(predict, templates, device, method, steps, seed):
     """Fill in the MASKs of templates: a list of arrays of tokens. seed: a list of numbers."""
     generator = np.random.default_rng(seed)
     torch.manual_seed(int(generator.integers(2**63)))
-    shares = np.zeros(len(templates))  # hide no more than the templates do
-    batch = script.make_batch(templates, shares, [generator] * len(templates), 1).to(device)
+    rates = np.zeros(len(templates))  # mask no more than the templates do
+    batch = script.make_batch(templates, rates, [generator] * len(templates), 1).to(device)
     counts = [np.count_nonzero(template == MASK) for template in templates]
     if method == "rigorous":
         x = fill_rigorously(predict, batch, counts, steps, generator)
@@ -191,7 +191,7 @@ def fill_simply(predict, batch, counts, steps):
 
 
 def letters_of(tokens):
-    return "".join(script.RESIDUES[token] for token in tokens if token < script.KINDS)
+    return "".join(script.RESIDUES[token] for token in tokens if token < script.NUM_RESIDUES)
 
 
 def draw_texts(args, predict, templates, device):
@@ -277,20 +277,22 @@ def compare(ours, train, held_out, seed):
 def main():
     args = parse_args()
     device = script.choose_device(args, local_rank=0)
-    model, options, loop = load_network(args.checkpoint, device)
+    model, state, options = load_network(args.checkpoint, device)
     args.method = args.method or options.sampling_method
-    templates, names = make_templates(args, options.max_protein_len - 2, loop["lengths"])
+    templates, names = make_templates(args, options.max_protein_len - 2, state["data"]["lengths"])
     if args.compare is not None:
         train, held_out = read_reference(args.compare, options.val_ratio)
 
     autocast = script.choose_precision(argparse.Namespace(precision="auto"), device)
-    predict = make_predict(model, loop["counts"], args.temperature, autocast, device)
+    predict = make_predict(
+        model, state["data"]["residue_counts"], args.temperature, autocast, device
+    )
     texts = draw_texts(args, predict, templates, device)
     with open(args.out, "x") as file:
         for name, text in zip(names, texts, strict=True):
             file.write(f">{name} method={args.method} seed={args.seed} length={len(text)}\n")
             file.write(textwrap.fill(text, 80) + "\n")
-    print(f"{args.out}: {len(texts):,} sequences, of step {loop['step']}")
+    print(f"{args.out}: {len(texts):,} sequences, of step {state['loop']['step']}")
     if args.compare is not None:
         for name, value in compare(texts, train, held_out, args.seed).items():
             print(f"{name:20} {value:.4f}")
