@@ -93,6 +93,7 @@ def parse_args():
     add("--hidden_size", type=COUNT, default=768, help="width")
     add("--n_blocks_prot", type=COUNT, default=8, help="transformer blocks")
     add("--n_heads", type=COUNT, default=12, help="attention heads")
+    add("--token_dropout", **FLAG, help="embeddings as in released ESM-2")
     add("--dropout", type=number(0, 0.999), default=0.1, help="after attention and MLP")
 
     add = parser.add_argument_group("training").add_argument
@@ -107,6 +108,7 @@ def parse_args():
     scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
     add("--lr_scaling", default="linear", choices=scalings, help="of lr and warmup by the GPUs")
     add("--weight_decay", type=number(0), default=0.01, help="of matrices")
+    add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of the blocks' matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
 
     add = parser.add_argument_group("memory").add_argument
@@ -277,28 +279,28 @@ class Block(nn.Module):
         super().__init__()
         width = args.hidden_size
         self.heads = args.n_heads
-        self.norm1 = nn.LayerNorm(width, bias=False)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(args.dropout)
 
-    def forward(self, x, turns, batch):
-        """x (T, D), turns (T, 1, 1, E / 2), complex: -> (T, D)"""
+    def forward(self, x, cos, sin, batch):
+        """x (T, D); cos, sin (T, 1, 1, E / 2): -> (T, D)"""
         q_k, v = self.qkv(self.norm1(x)).unflatten(1, (3, self.heads, -1)).split([2, 1], 1)
-        q, k = rotate(q_k, turns).unbind(1)
+        q, k = rotate(q_k, cos, sin).unbind(1)
         heads = attend(q, k, v.squeeze(1), batch)  # (T, heads, E)
         x = x + self.dropout(self.out(heads.flatten(1)))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-def rotate(x, turns):
-    """Rotary position embedding (Su et al. 2021): two numbers of x (T, 2, heads, E) that stand side
-    by side are a point, a complex number, which a factor in `turns` turns round 0."""
-    points = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(points * turns).flatten(-2).to(x.dtype)
+def rotate(x, cos, sin):
+    """Rotary position embedding (Su et al. 2021): each pair of channels of x (T, 2, heads, E), i
+    and i + E / 2, is rotated by the position times a frequency."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 @torch.compiler.disable  # the lengths are new in every step, and each would be a new program
@@ -319,31 +321,57 @@ def attend(q, k, v, batch):
 
 
 class Denoiser(nn.Module):
-    """Which residues are hidden: a transformer encoder without padding. It sees how many are
-    hidden, and so is not told the time of the diffusion (as MDLM's default, and Ou et al. 2025)."""
+    """Which residues are masked: the network of ESM-2 (Lin et al. 2023), without padding. It sees
+    how many are masked, and so is not told the time of the diffusion (as MDLM's default, and Ou et
+    al. 2025)."""
 
     def __init__(self, args):
         super().__init__()
+        width = args.hidden_size
         self.recompute = args.gradient_checkpointing
-        self.embed = nn.Embedding(VOCAB, args.hidden_size)
+        self.token_dropout = args.token_dropout
+        self.embed = nn.Embedding(VOCAB, width)
         self.blocks = nn.ModuleList([Block(args) for _ in range(args.n_blocks_prot)])
-        self.norm = nn.LayerNorm(args.hidden_size, bias=False)
-        self.head = nn.Linear(args.hidden_size, VOCAB, bias=False)
-        nn.init.zeros_(self.head.weight)  # at first all residues are equally likely
+        self.norm = nn.LayerNorm(width)
+        # the head, whose last matrix is that of the embeddings
+        self.dense = nn.Linear(width, width)
+        self.dense_norm = nn.LayerNorm(width)
+        self.bias = nn.Parameter(torch.zeros(VOCAB))
+        nn.init.zeros_(self.dense_norm.weight)  # at first all residues are equally likely
 
     def forward(self, batch):
         """Logits (T, 26) of the residues, in fp32."""
-        x = self.embed(batch.noisy.int())  # (T, D)
-        pairs = x.shape[1] // self.blocks[0].heads // 2  # of numbers, in a head
+        x = self.dense_norm(F.gelu(self.dense(self.hidden(batch))))
+        return F.linear(x, self.embed.weight, self.bias)[:, :NUM_RESIDUES].float()
+
+    def hidden(self, batch, blocks=None):
+        """The hidden states (T, D) after so many blocks; by default of all, and normalized."""
+        x = self.embed(batch.noisy.int())
+        if self.token_dropout:
+            x = drop_tokens(x, batch)
+        pairs = x.shape[1] // self.blocks[0].heads // 2  # of channels, in a head
         frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
-        angles = batch.positions[:, None] * frequencies
-        turns = torch.polar(torch.ones_like(angles), angles)[:, None, None]  # (T, 1, 1, E / 2)
-        for block in self.blocks:
+        angles = (batch.positions[:, None] * frequencies)[:, None, None]  # (T, 1, 1, E / 2)
+        cos = angles.cos()
+        sin = angles.sin()
+        for block in self.blocks[:blocks]:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, turns, batch, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, batch, use_reentrant=False)
             else:
-                x = block(x, turns, batch)
-        return self.head(self.norm(x))[:, :NUM_RESIDUES].float()
+                x = block(x, cos, sin, batch)
+        return self.norm(x) if blocks is None else x
+
+
+def drop_tokens(x, batch):
+    """The embeddings x (T, D) as ESM-2 was trained with: none for a masked token, and larger ones
+    for the others, the more are masked. In its training 0.88 of the tokens were not."""
+    is_mask = batch.noisy == MASK
+    visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # (B,)
+    factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)
+    of_sequence = torch.bucketize(
+        torch.arange(len(x), device=x.device), batch.starts[1:], right=True
+    )
+    return x.masked_fill(is_mask[:, None], 0.0) * factors[of_sequence, None]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -444,12 +472,69 @@ def gpu_factor(args, world_size):
     return min(world_size, 6) if args.lr_scaling == "conservative" else world_size
 
 
-def make_optimizer(args, model):
-    matrices = [p for p in model.parameters() if p.ndim > 1]
+def make_optimizer(args, model, autocast):
+    """AdamW; with --optimizer muon Muon for the matrices of the blocks."""
+    shapes = {}  # {shape: matrices of the blocks}
+    if args.optimizer == "muon":
+        for p in model.blocks.parameters():
+            if p.ndim > 1:
+                shapes.setdefault(p.shape, []).append(p)
+    taken = {p for matrices in shapes.values() for p in matrices}
+    matrices = [p for p in model.parameters() if p.ndim > 1 and p not in taken]
     vectors = [p for p in model.parameters() if p.ndim < 2]  # biases and norms need their size
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups += [{"params": alike, "muon": True} for alike in shapes.values()]
     options = {"betas": (0.9, args.beta2), "weight_decay": args.weight_decay}
-    return torch.optim.AdamW(groups, lr=args.lr, fused=True, **options)
+    return Muon(groups, autocast, lr=args.lr, fused=True, **options)
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but for groups with `muon`, of matrices of one shape, Muon (Jordan et al. 2024): the
+    step is the momentum with all singular values near 1. Its entries are as large as AdamW's are
+    (Liu et al. 2025): one learning rate serves both."""
+
+    def __init__(self, groups, autocast, **options):
+        super().__init__(groups, **options)
+        self.autocast = autocast
+        self.found_inf = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self):
+        skips = self.found_inf > 0
+        for group in self.param_groups:
+            if not group.get("muon"):
+                continue
+            params = group["params"]
+            grads = torch.stack([p.grad for p in params])
+            grads = torch.where(skips, 0.0, grads)
+            for p in params:
+                p.grad = None  # AdamW leaves it alone
+                if not self.state[p]:  # AdamW asks for a `step` when it is loaded
+                    self.state[p] = {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
+            momenta = [self.state[p]["momentum"] for p in params]
+            weight = torch.where(skips, 0.0, 0.05)
+            for momentum, grad in zip(momenta, grads, strict=True):
+                momentum.lerp_(grad, weight)
+            with self.autocast():
+                update = orthogonalize(grads.lerp(torch.stack(momenta), 0.95))
+            lr = torch.where(skips, 0.0, group["lr"])
+            size = 0.2 * math.sqrt(max(update.shape[1:]))
+            for p, own in zip(params, update, strict=True):
+                p.mul_(1 - lr * group["weight_decay"]).sub_(lr * size * own)
+        super().step()
+
+
+def orthogonalize(x):
+    """Matrices x (n, a, b) with all their singular values moved to about 1, by five steps of a
+    Newton-Schulz iteration (Jordan et al. 2024)."""
+    is_tall = x.shape[1] > x.shape[2]
+    if is_tall:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.mT if is_tall else x
 
 
 def train(args, device, proteins, model, state, log):
@@ -467,8 +552,8 @@ def train(args, device, proteins, model, state, log):
     warmup = min(args.warmup * args.gpu_factor, steps // 2)
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
     logging.info(f"  learning rate up to {peak:g}, after {warmup:,} steps")
-    optimizer = make_optimizer(args, model)
     autocast = choose_precision(args, device)
+    optimizer = make_optimizer(args, model, autocast)
     ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
     ema_params = list(ema_model.parameters())
     params = list(model.parameters())
