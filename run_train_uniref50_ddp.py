@@ -10,16 +10,17 @@ SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria
     torchrun --standalone --nproc_per_node=8 run_train_uniref50_ddp.py --datafile uniref50.fasta.gz
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
 
-Data (--datafile): FASTA, or a sequence on each line, also compressed (.gz .bz2 .xz); or a list
-saved by torch.save, of texts, or of dicts with protein_seq, sequence or text. Letters are the 20
-residues and X B U Z O J, in upper or lower case. --val_ratio of the sequences are held out, chosen
-by a hash: equal ones are on one side.
+Data (--datafile): FASTA, a sequence on each line, or an alignment (.a3m), also compressed (gzip,
+bzip2, xz); or a table (.csv .jsonl .parquet; .pt: a list saved by torch.save) with a column
+protein_seq, sequence or text. Letters are the 20 residues and X B U Z O J, in upper or lower case.
+--val_ratio of the sequences are held out, chosen by a hash: equal ones are on one side.
 
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged
-weights, on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard
-error), val/perplexity; val/unigram is what the residues' shares in the training data give.
+samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged weights,
+on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard error),
+val/perplexity, val/bits; val/ce_15, ce_50, ce_85: cross entropy where up to 30 %, 30 to 70 %, more
+are masked. The log says what the residues' frequencies in the training data give.
 
 Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
 curves.png. The same command, given again, goes on from latest.pt.
@@ -84,8 +85,10 @@ def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
     path = "./input_data/processed_uniref50.pt"
-    add("--datafile", type=expanded, default=path, help="FASTA, lines, or a list (.pt)")
-    add("--val_ratio", type=number(0, 1), default=0.05, help="share of sequences that is held out")
+    add("--datafile", type=expanded, default=path, help="proteins; see above")
+    add("--val_ratio", type=number(0, 1), default=0.005, help="share of sequences that is held out")
+    add("--valid_file", type=expanded, help="proteins to validate on, in place of --val_ratio")
+    add("--test_file", type=expanded, help="proteins for the test at the end, with best.pt")
     add("--skip_bad_data", **FLAG, help="leave out bad records, and list them")
     add("--max_protein_len", type=number(3, kind=int), default=512, help="residues + 2 at most")
 
@@ -93,8 +96,9 @@ def parse_args():
     add("--hidden_size", type=COUNT, default=768, help="width")
     add("--n_blocks_prot", type=COUNT, default=8, help="transformer blocks")
     add("--n_heads", type=COUNT, default=12, help="attention heads")
-    add("--token_dropout", **FLAG, help="embeddings as in released ESM-2")
     add("--dropout", type=number(0, 0.999), default=0.1, help="after attention and MLP")
+    add("--token_dropout", **FLAG, help="embeddings as released ESM-2 has them")
+    add("--start_from", type=expanded, help="weights to begin with: best.pt of another run")
 
     add = parser.add_argument_group("training").add_argument
     add("--accum", type=COUNT, default=4, help="micro-batches; not with --global_batch_size")
@@ -113,7 +117,7 @@ def parse_args():
 
     add = parser.add_argument_group("memory").add_argument
     add("--gradient_checkpointing", **FLAG, help="compute activations twice")
-    add("--max_memory_per_gpu", type=number(0, 1), default=0.85, help="share that a rank may take")
+    add("--max_memory_per_gpu", type=number(0, 1), default=1.0, help="share that a rank may take")
 
     add = parser.add_argument_group("eval").add_argument
     add("--eval_freq", type=COUNT, default=2000, help="steps between evaluations")
@@ -124,7 +128,7 @@ def parse_args():
     add = parser.add_argument_group("sampling").add_argument
     methods = ["rigorous", "simple"]
     add(
-        "--sampling_method", default="rigorous", choices=methods, help="of tools/sample_uniref50.py"
+        "--sampling_method", default=methods[0], choices=methods, help="of tools/sample_uniref50.py"
     )
 
     add = parser.add_argument_group("names of the original").add_argument
@@ -155,6 +159,12 @@ BEGIN = 26
 END = 27
 MASK = 28
 VOCAB = 32  # tokens 29 to 31 are free: so the matrices fit a GPU's tiles
+
+TRAIN, VALID, TEST = range(3)  # parts of the data
+
+# Streams of random numbers: the last number of a seed. (numpy ignores zeros at the end.) The
+# sampler's have a seed of two numbers.
+RATES, MASKS, EVALUATION = 1, 2, 3
 
 
 class Batch(NamedTuple):
@@ -209,30 +219,42 @@ class Proteins:
     def __init__(self, folder, args):
         self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))
         self.offsets = np.load(folder / "offsets.npy")  # of each sequence, and the end
-        held_out = np.load(folder / "held_out.npy")
-        self.train = np.flatnonzero(~held_out)
-        self.valid = np.flatnonzero(held_out)
+        part = np.load(folder / "parts.npy")  # of each sequence
+        self.train, self.valid, self.test = [
+            np.flatnonzero(part == p) for p in (TRAIN, VALID, TEST)
+        ]
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
         # residues of each sequence that are used: all, or as many as --max_protein_len takes
         most = args.max_protein_len - 2
         whole = np.diff(self.offsets).astype(np.int32) - 2
         self.lengths = np.minimum(whole, most)
-        # how often each residue occurs in the training part; of long sequences a part is seen
-        self.residue_counts = np.zeros(NUM_RESIDUES)
-        for length, counts in meta["counts"].items():
-            self.residue_counts += np.array(counts) * min(1, most / int(length))
-        logging.info(f"  {len(self.train):,} sequences to train on, {len(self.valid):,} held out")
+        self.residue_counts = np.array(meta["residue_counts"])  # in the training part
+        # those that are validated on
+        number = min(len(self.valid), args.eval_sequences)
+        self.validated = self.valid[np.linspace(0, len(self.valid) - 1, number).astype(int)]
+        text = f"{len(self.valid):,} held out, of which {number:,} are validated on"
+        logging.info(f"  {len(self.train):,} sequences to train on, {text}")
         longer = np.count_nonzero(whole > most)
         if longer > 0:
             logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
     def facts(self):
         """Of the training part, for whoever draws samples: how often each residue occurs, and how
-        many sequences have each number of residues."""
-        lengths, counts = np.unique(self.lengths[self.train], return_counts=True)
+        many sequences that are used whole have each number of residues."""
+        whole = self.train[np.diff(self.offsets)[self.train] - 2 == self.lengths[self.train]]
+        lengths, counts = np.unique(self.lengths[whole], return_counts=True)
         lengths = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
         return {"residue_counts": self.residue_counts.tolist(), "lengths": lengths}
+
+    def unigram(self, rows):
+        """What the frequencies of residues in the training part give: nats per residue."""
+        counts = self.residue_counts + 0.5  # a residue that the training part lacks costs much
+        found = np.zeros(NUM_RESIDUES)
+        for row in rows:
+            residues = self.tokens[self.offsets[row] + 1 : self.offsets[row + 1] - 1]
+            found += np.bincount(residues, minlength=NUM_RESIDUES)
+        return float(-found @ np.log(counts / counts.sum()) / found.sum())
 
     def crop(self, row, generator):
         """The tokens of a sequence: lengths[row] of its residues, from a random one on; with BEGIN
@@ -258,9 +280,8 @@ class NoisyProteins(Dataset):
         """item, of the sampler: the step, the rows of the global batch, and the positions in it of
         this micro-batch."""
         step, rows, positions = item
-        # numpy ignores zeros at the end: [seed, step, 0] would be the sampler's [seed, epoch]
-        rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, 1]))
-        generators = [np.random.default_rng([self.seed, step, i + 2]) for i in positions]
+        rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, RATES]))
+        generators = [np.random.default_rng([self.seed, step, i, MASKS]) for i in positions]
         sequences = []
         for i, generator in zip(positions, generators, strict=True):
             sequences.append(self.proteins.crop(rows[i], generator))
@@ -336,13 +357,13 @@ class Denoiser(nn.Module):
         # the head, whose last matrix is that of the embeddings
         self.dense = nn.Linear(width, width)
         self.dense_norm = nn.LayerNorm(width)
-        self.bias = nn.Parameter(torch.zeros(VOCAB))
+        self.head_bias = nn.Parameter(torch.zeros(VOCAB))
         nn.init.zeros_(self.dense_norm.weight)  # at first all residues are equally likely
 
     def forward(self, batch):
         """Logits (T, 26) of the residues, in fp32."""
         x = self.dense_norm(F.gelu(self.dense(self.hidden(batch))))
-        return F.linear(x, self.embed.weight, self.bias)[:, :NUM_RESIDUES].float()
+        return F.linear(x, self.embed.weight, self.head_bias)[:, :NUM_RESIDUES].float()
 
     def hidden(self, batch, blocks=None):
         """The hidden states (T, D) after so many blocks; by default of all, and normalized."""
@@ -400,55 +421,55 @@ def batch_loss(logits, batch):
 
 
 @torch.no_grad()
-def evaluate(model, proteins, args, autocast, device):
-    """Metrics of held-out sequences, in nats per residue. Their crops and masks are the same each
-    time. (all ranks)"""
-    number = min(len(proteins.valid), args.eval_sequences)
-    rows = proteins.valid[np.linspace(0, len(proteins.valid) - 1, number).astype(int)]
+def evaluate(model, proteins, rows, args, autocast, device):
+    """Metrics of sequences, in nats per residue, of --eval_draws draws of the noise for each. Their
+    crops and masks are the same each time. (all ranks)"""
     lengths = proteins.lengths[rows]
-    # item i is a draw of the noise for sequence i % number
-    items = np.arange(number * args.eval_draws)
-    rates = draw_mask_rates(len(items), np.random.default_rng(0))
+    # item i is a draw for sequence i % len(rows)
+    items = np.arange(len(rows) * args.eval_draws)
+    rates = draw_mask_rates(len(items), np.random.default_rng([0, 1, 0, EVALUATION]))
     nats = torch.zeros(len(items), dtype=torch.float64)
-    unigram = torch.zeros_like(nats)
-    counts = proteins.residue_counts + 0.5  # a residue that the training part lacks costs much
-    surprise = np.append(-np.log(counts / counts.sum()), [0.0, 0.0])  # BEGIN and END cost nothing
 
     # batches are of similar length; batch k goes to rank k % world_size: each item counts once
-    order = items[lengths[items % number].argsort(kind="stable")]
+    order = items[lengths[items % len(rows)].argsort(kind="stable")]
     batches = np.array_split(order, math.ceil(len(order) / args.eval_batch_size))
     for batch_items in batches[dist.get_rank() :: dist.get_world_size()]:
-        generators = [np.random.default_rng([1, item]) for item in batch_items]
+        generators = [np.random.default_rng([0, 0, item, EVALUATION]) for item in batch_items]
         sequences = []
         for item, generator in zip(batch_items, generators, strict=True):
-            sequences.append(proteins.crop(rows[item % number], generator))
+            sequences.append(proteins.crop(rows[item % len(rows)], generator))
         batch = make_batch(sequences, rates[batch_items], generators, 1).to(device)
         with autocast():
             token_nats = nats_of(model(batch), batch)
         sums = [part.sum() for part in token_nats.split(batch.lengths.tolist())]
         nats[batch_items] = torch.stack(sums).double().cpu()
-        unigram[batch_items] = torch.tensor([surprise[tokens].sum() for tokens in sequences])
-    for values in (nats, unigram):
-        dist.all_reduce(values)  # each item is 0 on all ranks but one
+    dist.all_reduce(nats)  # each item is 0 on all ranks but one
 
     # one rank computes what all decide by: on another processor the last bit may differ
-    nats = nats.view(args.eval_draws, number).mean(0).numpy()
-    unigram = unigram.view(args.eval_draws, number).mean(0).numpy()
-    return on_rank0(summarize, nats, unigram, lengths)
+    shape = (args.eval_draws, len(rows))
+    return on_rank0(summarize, nats.view(shape).numpy(), rates.reshape(shape), lengths)
 
 
-def summarize(nats, unigram, lengths):
-    """Metrics of all sequences together: nats (sequences,) by residues (sequences,), and the
+def summarize(nats, mask_rates, lengths):
+    """Metrics of all sequences together: nats (draws, sequences) by residues (sequences,), and the
     standard error of their ratio."""
     count = len(lengths)
-    nelbo = nats.sum() / lengths.sum()
-    error = math.sqrt(((nats - nelbo * lengths) ** 2).sum() * count / (count - 1))
-    return {
-        "nelbo": float(nelbo),
-        "nelbo_se": float(error / lengths.sum()),
-        "perplexity": float(np.exp(min(nelbo, 700.0))),  # a diverged bound would overflow
-        "unigram": float(unigram.sum() / lengths.sum()),
+    bound = nats.mean(0)
+    nelbo = bound.sum() / lengths.sum()
+    error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * count / (count - 1))
+    metrics = {
+        "nelbo": nelbo,
+        "nelbo_se": error / lengths.sum(),
+        "perplexity": np.exp(min(nelbo, 700.0)),  # a diverged bound would overflow
+        "bits": nelbo / math.log(2),
     }
+    # the cross entropy by mask rate: the mean of the three, each by its residues, is the bound
+    residues = np.broadcast_to(lengths, nats.shape)
+    for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
+        inside = (low < mask_rates) & (mask_rates <= high)
+        if inside.any():
+            metrics[name] = nats[inside].sum() / residues[inside].sum()
+    return {name: float(value) for name, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,68 +494,61 @@ def gpu_factor(args, world_size):
 
 
 def make_optimizer(args, model, autocast):
-    """AdamW; with --optimizer muon Muon for the matrices of the blocks."""
-    shapes = {}  # {shape: matrices of the blocks}
+    """AdamW; with --optimizer muon, Muon for the matrices of the blocks."""
+    alike = {}  # {shape: matrices of the blocks}
     if args.optimizer == "muon":
         for p in model.blocks.parameters():
             if p.ndim > 1:
-                shapes.setdefault(p.shape, []).append(p)
-    taken = {p for matrices in shapes.values() for p in matrices}
-    matrices = [p for p in model.parameters() if p.ndim > 1 and p not in taken]
-    vectors = [p for p in model.parameters() if p.ndim < 2]  # biases and norms need their size
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    groups += [{"params": alike, "muon": True} for alike in shapes.values()]
+                alike.setdefault(p.shape, []).append(p)
+    groups = [{"params": params, "muon": True} for params in alike.values()]
+    taken = {p for group in groups for p in group["params"]}
+    rest = [p for p in model.parameters() if p not in taken]
+    groups.append({"params": [p for p in rest if p.ndim > 1]})
+    # biases and norms need their size
+    groups.append({"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0})
     options = {"betas": (0.9, args.beta2), "weight_decay": args.weight_decay}
-    return Muon(groups, autocast, lr=args.lr, fused=True, **options)
+    optimizer = Muon(groups, lr=args.lr, fused=True, **options)
+    optimizer.autocast = autocast
+    return optimizer
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for groups with `muon`, of matrices of one shape, Muon (Jordan et al. 2024): the
-    step is the momentum with all singular values near 1. Its entries are as large as AdamW's are
+    """AdamW; but Muon (Jordan et al. 2024) for groups with `muon`, each of matrices of one shape: a
+    step is their momentum with all singular values near 1. Its entries are as large as AdamW's are
     (Liu et al. 2025): one learning rate serves both."""
-
-    def __init__(self, groups, autocast, **options):
-        super().__init__(groups, **options)
-        self.autocast = autocast
-        self.found_inf = torch.zeros(())
 
     @torch.no_grad()
     def step(self):
-        skips = self.found_inf > 0
+        is_good = 1 - self.found_inf  # 0: nothing changes
         for group in self.param_groups:
-            if not group.get("muon"):
+            if "muon" not in group:
                 continue
             params = group["params"]
-            grads = torch.stack([p.grad for p in params])
-            grads = torch.where(skips, 0.0, grads)
+            grads = torch.stack([p.grad for p in params]).where(is_good > 0, 0.0)
+            state = self.state[params[0]]  # of the whole group
+            if not state:  # AdamW looks for a step when it is loaded
+                state.update(step=torch.zeros(()), momentum=torch.zeros_like(grads))
+            momentum = state["momentum"].lerp_(grads, 0.05 * is_good)
+            with self.autocast():
+                update = orthogonalize(grads.lerp(momentum, 0.95)).float()
+            lr = group["lr"] * is_good
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            torch._foreach_sub_(params, list(0.2 * math.sqrt(max(params[0].shape)) * lr * update))
             for p in params:
                 p.grad = None  # AdamW leaves it alone
-                if not self.state[p]:  # AdamW asks for a `step` when it is loaded
-                    self.state[p] = {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
-            momenta = [self.state[p]["momentum"] for p in params]
-            weight = torch.where(skips, 0.0, 0.05)
-            for momentum, grad in zip(momenta, grads, strict=True):
-                momentum.lerp_(grad, weight)
-            with self.autocast():
-                update = orthogonalize(grads.lerp(torch.stack(momenta), 0.95))
-            lr = torch.where(skips, 0.0, group["lr"])
-            size = 0.2 * math.sqrt(max(update.shape[1:]))
-            for p, own in zip(params, update, strict=True):
-                p.mul_(1 - lr * group["weight_decay"]).sub_(lr * size * own)
         super().step()
 
 
 def orthogonalize(x):
     """Matrices x (n, a, b) with all their singular values moved to about 1, by five steps of a
     Newton-Schulz iteration (Jordan et al. 2024)."""
-    is_tall = x.shape[1] > x.shape[2]
-    if is_tall:
-        x = x.mT
+    if x.shape[1] > x.shape[2]:
+        return orthogonalize(x.mT).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.mT if is_tall else x
+    return x
 
 
 def train(args, device, proteins, model, state, log):
@@ -557,7 +571,7 @@ def train(args, device, proteins, model, state, log):
     ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
     ema_params = list(ema_model.parameters())
     params = list(model.parameters())
-    loop = {"step": 0, "best": {}, "metrics": {}}  # metrics: of the best
+    loop = {"step": 0, "best": {}}
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model"])
@@ -609,16 +623,15 @@ def train(args, device, proteins, model, state, log):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(ema_model, proteins, args, autocast, device)
+            metrics = evaluate(ema_model, proteins, proteins.validated, args, autocast, device)
             if not math.isfinite(metrics["nelbo"]):
                 raise RuntimeError(f"the held-out bound is {metrics['nelbo']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **row})
             if not loop["best"] or metrics["nelbo"] < loop["best"]["value"]:
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
-                value = metrics["nelbo"]
-                loop["best"] = {"metric": "nelbo", "value": value, "step": loop["step"]}
-                loop["metrics"] = metrics
+                best = {"metric": "nelbo", "value": metrics["nelbo"], "step": loop["step"]}
+                loop["best"] = {**best, "val": metrics}
                 save("best.pt")
 
         # save, with what the evaluation has changed
@@ -638,8 +651,8 @@ def train(args, device, proteins, model, state, log):
 def main(args):
     device = setup_ddp(args)
     factor = gpu_factor(args, dist.get_world_size())  # open_run changes args.global_batch_size
-    free_on_resume = """datafile skip_bad_data epochs n_iters accum gradient_checkpointing
-        max_memory_per_gpu eval_freq eval_batch_size sampling_method wandb_project
+    free_on_resume = """datafile valid_file test_file skip_bad_data epochs n_iters accum eval_freq
+        eval_batch_size gradient_checkpointing max_memory_per_gpu sampling_method wandb_project
         wandb_name""".split()
     state = open_run(args, free_on_resume)
     # a resumed run keeps its rate on any number of GPUs
@@ -649,6 +662,9 @@ def main(args):
     if device.type != "cpu":
         module = torch.get_device_module(device)
         module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
+    weights = None
+    if args.start_from and not state:
+        weights = on_rank0(read_weights, args)
     logging.info("Preparing data loaders...")
     proteins = Proteins(read_once(prepare, args), args)
     if args.prepare_only:
@@ -658,67 +674,104 @@ def main(args):
     begin_run(args, state, proteins.hash)
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = Denoiser(args).to(device)
+    args.start_hash = state["args"]["start_hash"] if state else None
+    if weights:
+        model.load_state_dict(weights)
+        content = b"".join(tensor.numpy().tobytes() for tensor in weights.values())
+        args.start_hash = hashlib.blake2b(content, digest_size=6).hexdigest()
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
     log = RunLog(args, state)
     with logging_redirect_tqdm():
         reason, loop = train(args, device, proteins, model, state, log)
+    figures = {"steps": loop["step"], "best": loop["best"]}
     if reason:
-        return log.stop(reason, steps=loop["step"], best=loop["best"])
+        return log.stop(reason, **figures)
     if not loop["best"]:
         text = f"the run has made {loop['step']} steps, and is not evaluated: give more"
         raise InputError(f"--n_iters {args.n_iters}: {text}")
-    best = loop["metrics"]
-    text = ", ".join(f"{name} {value:.4f}" for name, value in best.items())
-    logging.info(f"best at step {loop['best']['step']}: {text}")
-    if best["nelbo"] >= best["unigram"]:
-        logging.warning("the network is no better than the residues' shares: train longer")
-    baselines = {"unigram": best["unigram"]}
-    log.close("finished", steps=loop["step"], best=loop["best"], val=best, baselines=baselines)
+    best = loop["best"]["val"]
+    unigram = proteins.unigram(proteins.validated)
+    logging.info(f"best at step {loop['best']['step']}: {text_of(best)}, unigram {unigram:.4f}")
+    if best["nelbo"] >= unigram:
+        logging.warning("the network is no better than the residues' frequencies: train longer")
+    figures["baselines"] = {"unigram": unigram}
+    if len(proteins.test) > 0:
+        state = on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")
+        model.load_state_dict(state["ema_model"])
+        autocast = choose_precision(args, device)
+        figures["test"] = evaluate(model.eval(), proteins, proteins.test, args, autocast, device)
+        figures["baselines"]["test_unigram"] = proteins.unigram(proteins.test)
+        logging.info(f"test of {len(proteins.test):,}: {text_of(figures['test'])}")
+    log.close("finished", **figures)
     logging.info("Training and evaluation completed successfully!")
     return 0
+
+
+def text_of(metrics):
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights to start from
+
+SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]
+
+
+def read_weights(args):
+    """The averaged weights of the checkpoint --start_from. (rank 0)"""
+    try:
+        state = torch.load(args.start_from, map_location="cpu", weights_only=True)
+        weights = state["ema_model"]
+        sizes = {name: state["args"][name] for name in SIZES}
+    except Exception as error:  # there is no such file, or it holds something else
+        text = (
+            f"expected best.pt or step_N.pt of {SCRIPT}, or what tools/esm_uniref50.py has written"
+        )
+        raise InputError(f"--start_from {args.start_from}: {text} ({error!r})") from None
+    if sizes != {name: getattr(args, name) for name in SIZES}:
+        options = " ".join(f"--{name}={value}" for name, value in sizes.items())
+        raise InputError(f"--start_from {args.start_from}: its network needs {options}")
+    return weights
 
 
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's file, once, by rank 0
 
-READER = 6  # raise it when you change what is read or kept: else an old cache is used
+READER = 7  # raise it when you change what is read or kept: else an old cache is used
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
 TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
 MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
-OTHER_FORMATS = {  # how they begin, when they are read as text
-    "\x1f\ufffd": "gzip: its name must end with .gz",
-    "BZh9": "bzip2: its name must end with .bz2",
-    "\ufffd7zXZ": "xz: its name must end with .xz",
-    "PK\x03": "a zip archive; the name of a list of torch.save must end with .pt",
-    "\ufffd\ufffd": "UTF-16; expected UTF-8",
-}
+OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
+TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
+EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
 NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
 
 
 def read_records(path):
     """Yields (where it stands in the file, sequence) of each record: of FASTA, which begins with >,
-    of a file with a sequence on each line, or of a .pt list."""
+    of a file with a sequence on each line, or of a table."""
     damaged = (EOFError, OSError, lzma.LZMAError, zlib.error)  # of a compressed file
-    damaged += (pickle.UnpicklingError, RuntimeError)  # of a list
+    damaged += (pickle.UnpicklingError, RuntimeError, ValueError, ImportError)  # of a table
     try:
-        yield from read_list(path) if path.suffix == ".pt" else read_text(path)
+        yield from read_table(path) if TABLES & set(path.suffixes) else read_text(path)
     except damaged as error:
         text = " ".join(str(error).split())  # torch's errors have many lines
         raise InputError(f"{path}: cannot be read: {text}") from None
 
 
 def read_text(path):
-    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    with open(path, "rb") as file:
+        begin = file.read(6)
+    openers = [opener for start, opener in OPENERS.items() if begin.startswith(start)]
+    is_alignment = ".a3m" in path.suffixes  # of which - and . are no residues
     # titles may have letters of any encoding: what is not UTF-8 is replaced
-    with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+    with (openers or [open])[0](path, "rt", encoding="utf-8-sig", errors="replace") as file:
         is_fasta = False
         place = ""
         lines = []
         for number, line in enumerate(file, 1):
-            if number == 1:
-                check_format(path, line)
             if line.startswith(">"):
                 if place and not is_fasta:
                     text = "expected FASTA from the first line on, or a sequence on each line"
@@ -729,6 +782,8 @@ def read_text(path):
                 place = f"line {number} {line.split()[0]}"
                 lines = []
             elif is_fasta:
+                if is_alignment:
+                    line = line.replace("-", "").replace(".", "")
                 lines.append("".join(line.split()))
             elif line.strip():
                 place = f"line {number}"
@@ -737,19 +792,19 @@ def read_text(path):
             yield place, "".join(lines)
 
 
-def check_format(path, line):
-    """By the first line: in a file of another format all records would be bad."""
-    found = [name for start, name in OTHER_FORMATS.items() if line.startswith(start)]
-    if "," in line and not line.startswith(">"):
-        found.append("a table (.csv)")
-    if found:
-        text = "expected FASTA, or a sequence on each line"
-        raise InputError(f"{path}: {text}; it looks like {found[0]}")
+def read_table(path):
+    """Of texts, or of rows with protein_seq, sequence or text. Those of a .pt file, as the original
+    has them, were saved by torch.save."""
+    import pandas
 
-
-def read_list(path):
-    """Of texts, or of dicts, as the original's files have them, saved by torch.save."""
-    entries = torch.load(path, weights_only=True)
+    if path.suffix == ".pt":
+        entries = torch.load(path, weights_only=True)
+    elif path.suffix == ".parquet":
+        entries = pandas.read_parquet(path).to_dict("records")
+    elif ".jsonl" in path.suffixes:
+        entries = pandas.read_json(path, lines=True).to_dict("records")
+    else:
+        entries = pandas.read_csv(path).to_dict("records")
     if isinstance(entries, dict):
         entries = entries.get("sequences", entries.get("data"))
     if not isinstance(entries, (list, tuple)):
@@ -770,75 +825,102 @@ def encode(sequence):
     return letters.translate(TOKENS), "" if letters else "no residues"
 
 
+def hash_of(tokens):
+    """A number below 2**64, of the sequence alone."""
+    digest = hashlib.blake2b(tokens.translate(TO_LETTERS), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
 def is_held_out(tokens, val_ratio):
     """By the sequence alone: equal ones are on one side, in any file and on any seed."""
-    digest = hashlib.blake2b(tokens.translate(TO_LETTERS), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64 < val_ratio
+    return hash_of(tokens) / 2**64 < val_ratio
 
 
-def write_tokens(folder, args):
-    """Read --datafile, and write the arrays of `Proteins`. (rank 0)"""
-    offsets = array.array("q", [0])
-    held_out = array.array("b")
-    counts = {}  # {length: how often each residue occurs in training sequences of this length}
-    digest = hashlib.blake2b(digest_size=6)
-    bad = []
-    nucleic = []
-    records = tqdm(read_records(Path(args.datafile)), unit=" records", disable=None, leave=False)
-    with open(folder / "tokens", "wb") as file:
-        for place, sequence in records:
+def read_proteins(args, bad, nucleic, shared):
+    """Yields (part, tokens as bytes) of all files. Appends to lists where those stand that are left
+    out: bad records, DNA and RNA, and sequences of the test or the validation in later files."""
+    held = {}  # {hash of a sequence of --test_file or --valid_file: its part}
+    for part, option in [(TEST, "test_file"), (VALID, "valid_file"), (TRAIN, "datafile")]:
+        if getattr(args, option) is None:
+            continue
+        path = Path(getattr(args, option))
+        for place, sequence in tqdm(read_records(path), unit=" records", disable=None, leave=False):
+            place = f"{path.name} {place}"
             tokens, problem = encode(sequence)
             if problem:
                 bad.append(f"{place}: {problem}")
-                continue
-            if len(tokens) > 20 and not tokens.translate(None, NUCLEOTIDES):
+            elif len(tokens) > 20 and not tokens.translate(None, NUCLEOTIDES):
                 nucleic.append(place)
-                continue
-            held_out.append(is_held_out(tokens, args.val_ratio))
-            if not held_out[-1]:
-                found = np.bincount(np.frombuffer(tokens, np.uint8), minlength=NUM_RESIDUES)
-                counts[len(tokens)] = counts.get(len(tokens), 0) + found
+            elif held.get(hash_of(tokens), part) != part:
+                shared.append(place)
+            elif part != TRAIN:
+                held[hash_of(tokens)] = part
+                yield part, tokens
+            elif args.valid_file is None and is_held_out(tokens, args.val_ratio):
+                yield VALID, tokens
+            else:
+                yield TRAIN, tokens
+
+
+def write_tokens(folder, args):
+    """Read the files, and write the arrays of `Proteins`. (rank 0)"""
+    offsets = array.array("q", [0])
+    parts = array.array("b")
+    residue_counts = np.zeros(NUM_RESIDUES, np.int64)  # in the training part
+    digest = hashlib.blake2b(digest_size=6)
+    bad = []
+    nucleic = []
+    shared = []
+    with open(folder / "tokens", "wb") as file:
+        for part, tokens in read_proteins(args, bad, nucleic, shared):
+            parts.append(part)
+            if part == TRAIN:
+                own = np.frombuffer(tokens, np.uint8)
+                residue_counts += np.bincount(own, minlength=NUM_RESIDUES)
             tokens = b"%c%b%c" % (BEGIN, tokens, END)
             file.write(tokens)
-            digest.update(tokens)
+            digest.update(b"%c%b" % (part, tokens))
             offsets.append(offsets[-1] + len(tokens))
 
     if bad and not args.skip_bad_data:
-        text = f"{len(bad)} records are not proteins; expected FASTA, or a sequence on each line"
-        hint = "--skip_bad_data leaves out such records:"
-        raise InputError("\n  ".join([f"{args.datafile}: {text}; {hint}", *bad[:20]]))
+        text = f"{len(bad)} records are not proteins; {EXPECTED}; --skip_bad_data leaves them out:"
+        raise InputError("\n  ".join([text, *bad[:20]]))
     if bad:
         logging.warning("\n  ".join([f"{len(bad)} bad records are left out:", *bad[:20]]))
     if nucleic:
         text = f"{len(nucleic)} records of A C G T U N alone are left out as DNA or RNA"
         logging.warning(f"{text}, such as {nucleic[0]}")
-    total = sum(counts.values(), np.zeros(NUM_RESIDUES))
-    rare = total[20:].sum() / max(1, total.sum())
-    if rare > MOST_RARE or len(nucleic) > len(held_out):
+    if shared:
+        text = f"{len(shared)} sequences are left out, which are in the test or the validation, too"
+        logging.warning(f"{text}, such as {shared[0]}")
+    rare = residue_counts[20:].sum() / max(1, residue_counts.sum())
+    if rare > MOST_RARE or len(nucleic) > len(parts):
         text = f"{rare:.0%} of the letters are X B U Z O J, {len(nucleic)} records DNA or RNA"
         raise InputError(f"{args.datafile}: expected proteins; {text}")
-    valid = sum(held_out)
-    train = len(held_out) - valid
-    if valid < 2 or train == 0:
-        text = f"{train} proteins to train on, {valid} held out"
-        hint = "expected more different ones (equal ones are on one side), or another --val_ratio"
+    train, valid, test = [parts.count(part) for part in (TRAIN, VALID, TEST)]
+    if train == 0 or valid < 2 or (args.test_file and test < 2):
+        text = f"{train} proteins to train on, {valid} held out, {test} to test"
+        hint = "expected more different ones (equal ones are on one side), or a larger --val_ratio"
         raise InputError(f"{args.datafile}: {text}; {hint}")
     np.save(folder / "offsets.npy", offsets)
-    np.save(folder / "held_out.npy", np.array(held_out, bool))
-    lists = {length: found.tolist() for length, found in counts.items()}
-    meta = {"counts": lists, "hash": digest.hexdigest()}
+    np.save(folder / "parts.npy", parts)
+    meta = {"residue_counts": residue_counts.tolist(), "hash": digest.hexdigest()}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def prepare(args):
-    """The folder with the tokens of --datafile, read once, and kept. (rank 0)"""
-    path = Path(args.datafile)
-    if not path.is_file():
-        url = "ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
-        raise InputError(f"--datafile {path}: there is no such file. UniRef50: {url}")
-    stat = path.stat()
-    key = [READER, str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    key += [args.val_ratio, args.skip_bad_data]
+    """The folder with the tokens of the files, read once, and kept. (rank 0)"""
+    key = [READER, args.val_ratio, args.skip_bad_data]
+    for option in ("datafile", "valid_file", "test_file"):
+        path = getattr(args, option)
+        if path is None:
+            key.append(None)
+            continue
+        if not Path(path).is_file():
+            url = "ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
+            raise InputError(f"--{option} {path}: there is no such file. UniRef50: {url}")
+        stat = Path(path).stat()
+        key.append([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
     return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
 
 

@@ -62,8 +62,9 @@ def tiny_run_train_uniref50_ddp(folder, less=0):
     write_proteins(folder / "proteins.fasta", 800 - less)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16
         --n_blocks_prot=2 --n_heads=2 --max_protein_len=48 --dropout=0 --batch_size=6
-        --n_iters=45 --lr=0.02 --warmup=10 --ema=0.9 --eval_freq=20 --eval_sequences=30
-        --eval_batch_size=3 --eval_draws=1 --num_workers=1""".split()
+        --n_iters=45 --lr=0.02 --warmup=10 --ema=0.9 --optimizer=muon --val_ratio=0.05
+        --eval_freq=20 --eval_sequences=30 --eval_batch_size=3 --eval_draws=1
+        --num_workers=1""".split()
 
 
 def tiny_run_dpo_ddp(folder, less=0):

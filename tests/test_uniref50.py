@@ -24,7 +24,7 @@ arguments = partial(parse_arguments, script)
 
 
 def network(*options):
-    """A small network with random weights everywhere: at first its head is 0."""
+    """A small network with random weights everywhere: at first its logits are 0."""
     torch.manual_seed(0)
     model = script.Denoiser(arguments(*SMALL, *options))
     for parameter in model.parameters():
@@ -32,15 +32,15 @@ def network(*options):
     return model.eval()
 
 
-def batch_of(*lengths, share=0.4):
-    """Sequences of so many random residues, of which this share is hidden."""
+def batch_of(*lengths, rate=0.4):
+    """Sequences of so many random residues, of which this share is masked."""
     generator = np.random.default_rng(0)
     sequences = []
     for length in lengths:
         residues = generator.integers(script.NUM_RESIDUES, size=length)
         sequences.append(np.array([script.BEGIN, *residues, script.END], np.uint8))
-    shares = np.full(len(lengths), share)
-    return script.make_batch(sequences, shares, [generator] * len(lengths), 4)
+    rates = np.full(len(lengths), rate)
+    return script.make_batch(sequences, rates, [generator] * len(lengths), 4)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,10 @@ def read(folder, *options):
     words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache"]
     args = arguments(*words, "--val_ratio=0.2", "--device=cpu", *options)
     return args, script.Proteins(script.prepare(args), args)
+
+
+def evaluate(model, proteins, rows, args):
+    return script.evaluate(model, proteins, rows, args, contextlib.nullcontext, torch.device("cpu"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,15 +153,18 @@ def test_hidden_residues_and_weights(folder):
     assert np.mean(middles) == pytest.approx(1, abs=0.02)
 
 
-def test_no_two_random_streams_are_one(folder):
-    """Those of the sampler's epochs, of a step, and of its places."""
-    data = script.NoisyProteins(read(folder)[1], seed=42)
+def test_no_two_random_streams_are_one(folder, group):
+    """Those of the sampler's epochs, of a step, of its positions, and of an evaluation."""
+    args, proteins = read(folder)
+    data = script.NoisyProteins(proteins, seed=0)
     with mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as made:
         deal(np.ones(6), "--global_batch_size=6", "--batch_size=6")
         for step in range(3):
             data[step, np.arange(6), np.arange(6)]
+        args.eval_draws = 1
+        evaluate(lambda batch: torch.zeros(len(batch.noisy), 26), proteins, np.arange(6), args)
     firsts = {np.random.default_rng(*call.args).random() for call in made.call_args_list}
-    assert len(firsts) == 1 + 3 * (1 + 6)
+    assert len(firsts) == 1 + 3 * (1 + 6) + 1 + 6
 
 
 def test_crops():
@@ -200,30 +207,71 @@ def test_a_sequence_does_not_see_its_neighbours():
 
 def test_parameters():
     """The default network has as many as its matrices, norms and biases have; of these only the
-    matrices decay."""
+    matrices decay. Muon takes the matrices of the blocks."""
     with torch.device("meta"):
         model = script.Denoiser(arguments())
-    assert sum(p.numel() for p in model.parameters()) == 56_716_032
+    assert sum(p.numel() for p in model.parameters()) == 57_321_248
     model = network()
-    decayed, _ = script.make_optimizer(arguments(), model).param_groups  # which, the contract shows
-    decayed = {id(p) for p in decayed["params"]}
-    for name, p in model.named_parameters():
-        assert (id(p) in decayed) == (p.ndim == 2), name
+    for kind in ("adamw", "muon"):
+        args = arguments(f"--optimizer={kind}")
+        found = {}
+        for group in script.make_optimizer(args, model, None).param_groups:
+            for p in group["params"]:
+                found[p] = (group["weight_decay"], "muon" in group)
+        for name, p in model.named_parameters():
+            is_matrix = p.ndim == 2
+            in_block = name.startswith("blocks.")
+            expected = (0.01 if is_matrix else 0, kind == "muon" and is_matrix and in_block)
+            assert found.pop(p) == expected, name
+        assert not found
+
+
+def test_muon():
+    """The steps of torch.optim.Muon, which computes in bf16; a bad gradient changes nothing; the
+    singular values are those of five steps of the iteration."""
+    x = torch.randn(3, 6, 10, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    values = values / values.norm(dim=1, keepdim=True)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = left @ torch.diag_embed(values) @ right
+    assert torch.allclose(script.orthogonalize(x), expected)
+    assert torch.allclose(script.orthogonalize(x.mT), expected.mT)
+
+    models = [network(), network()]
+    args = arguments("--optimizer=muon", "--lr=0.01", "--weight_decay=0.1")
+    ours = script.make_optimizer(args, models[0], contextlib.nullcontext)
+    matrices = [p for p in models[1].blocks.parameters() if p.ndim == 2]
+    options = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    theirs = torch.optim.Muon(matrices, **options)
+    before = [p.clone() for p in matrices]
+    for bad in (0, 0, math.nan, 0, math.inf):
+        for p, q in zip(*[model.parameters() for model in models], strict=True):
+            q.grad = torch.randn_like(q)
+            p.grad = q.grad + bad
+        script.update_if_finite(args, ours)
+        if bad == 0:
+            nn.utils.clip_grad_norm_(models[1].parameters(), args.max_grad_norm)
+            theirs.step()
+    own = [p for p in models[0].blocks.parameters() if p.ndim == 2]
+    for p, q, old in zip(own, matrices, before, strict=True):
+        assert (p - q).norm() < 0.03 * (q - old).norm()
 
 
 def test_rotary_embedding():
-    """Pairs of numbers turned by position x frequency (Su et al.)."""
+    """Pairs of channels rotated by position x frequency (Su et al.)."""
     model = network()
     seen = []
-    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:3]))
     model(batch_of(10, 20))
     positions = torch.tensor([*range(12), *range(22)])
     angles = positions[:, None] * 1e4 ** (-torch.arange(8) / 8)
-    cos, sin = angles.cos()[:, None, None], angles.sin()[:, None, None]
     x = torch.randn(34, 2, 2, 16)
-    first, second = x[..., 0::2], x[..., 1::2]
-    expected = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    assert torch.allclose(script.rotate(x, seen[0]), expected.flatten(-2), atol=1e-5)
+    points = (
+        torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones(34, 8), angles)[:, None, None]
+    )
+    expected = torch.cat([points.real, points.imag], dim=-1)
+    assert torch.allclose(script.rotate(x, *seen[0]), expected, atol=1e-5)
 
 
 def test_gradient_checkpointing():
@@ -239,7 +287,7 @@ def test_the_loss_is_the_score_entropy_of_sedd():
     """Averaged over the masks of four residues, each with any prediction. SEDD's: of the absorbing
     graph, as its published code has it, weighted by sigma', with scores that are probabilities
     times 1 / (e^sigma - 1), and averaged over all times."""
-    batch = batch_of(4, share=1.0)
+    batch = batch_of(4, rate=1.0)
     nodes, node_weights = np.polynomial.legendre.leggauss(20)
     times = torch.from_numpy(nodes + 1) / 2
     sigma = -torch.log1p(-times)
@@ -268,40 +316,70 @@ def test_the_loss_is_the_score_entropy_of_sedd():
 
 def test_standard_error():
     """Of sequences of one length that of a mean; of others by hand."""
-    nats = np.array([1.0, 2.0, 6.0])
-    error = script.summarize(10 * nats, nats, np.full(3, 10))["nelbo_se"]
-    assert error == pytest.approx(sem(nats))
+    nats = np.array([[1.0, 2.0, 6.0]])
+    rates = np.full((1, 3), 0.5)
+    error = script.summarize(10 * nats, rates, np.full(3, 10))["nelbo_se"]
+    assert error == pytest.approx(sem(nats[0]))
     # 10 nats by 4 residues: the sequences are 1.5 below and above
-    error = script.summarize(np.array([1.0, 9.0]), nats, np.array([1, 3]))["nelbo_se"]
+    error = script.summarize(np.array([[1.0, 9.0]]), rates[:, :2], np.array([1, 3]))["nelbo_se"]
     assert error == pytest.approx(math.sqrt(2 * (1.5**2 + 1.5**2)) / 4)
+
+
+def test_cross_entropy_by_mask_rate(folder, group):
+    """Of a network that is surer the less is masked, at each rate what it should be; their mean by
+    residues is the bound."""
+    args, proteins = read(folder, "--eval_draws=40")
+    rows = proteins.valid
+    rates = []
+
+    def sure(batch):
+        """The masked residue has a probability of 1 - rate / 2."""
+        owner = torch.arange(len(batch.lengths)).repeat_interleave(batch.starts.diff())
+        share = torch.zeros(len(batch.lengths)).index_add_(0, owner, (batch.targets >= 0).float())
+        rate = (share / (batch.starts.diff() - 2))[owner]
+        rates.append(rate)
+        p = 1 - rate / 2
+        logits = ((1 - p) / 25).log()[:, None].repeat(1, 26)
+        logits[torch.arange(len(p)), batch.targets.clamp(min=0)] = p.log()
+        return logits
+
+    found = evaluate(sure, proteins, rows, args)
+    for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
+        nodes = np.linspace(low, high, 1001) + 0.5 / 40  # rates are rounded up to 1 / n
+        assert found[name] == pytest.approx(-np.log(1 - nodes / 2).mean(), rel=0.04)
+    nats = np.random.default_rng(0).random((4, 50))
+    rates = np.random.default_rng(1).random((4, 50))
+    lengths = np.arange(50) + 1
+    found = script.summarize(nats, rates, lengths)
+    total = 0.0
+    for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
+        inside = (low < rates) & (rates <= high)
+        total += found[name] * np.tile(lengths, (4, 1))[inside].sum()
+    assert found["nelbo"] == pytest.approx(total / 4 / lengths.sum(), rel=1e-14)
+    assert found["bits"] == pytest.approx(found["nelbo"] / math.log(2))
 
 
 def test_evaluation_of_known_predictions(folder, group):
     """A network that knows nothing, as before training, needs log 26 nats, one that knows the
-    shares the unigram: the mean over all residues that are held out."""
+    frequencies the unigram: the mean over all residues that are held out."""
     args, proteins = read(folder, "--max_protein_len=62")
-    rest = (proteins, args, contextlib.nullcontext, torch.device("cpu"))
-    metrics = script.evaluate(script.Denoiser(arguments(*SMALL)).eval(), *rest)
+    rows = proteins.valid
+    metrics = evaluate(script.Denoiser(arguments(*SMALL)).eval(), proteins, rows, args)
     assert metrics["perplexity"] == pytest.approx(26, rel=1e-5)
 
     pieces = np.split(proteins.tokens, proteins.offsets[1:-1])
     counts = np.array([np.bincount(piece, minlength=28)[:26] for piece in pieces])
     shares = counts[proteins.train].sum(0) + 0.5
     logp = np.log(shares / shares.sum())
-    found = counts[proteins.valid].sum(0)
+    found = counts[rows].sum(0)
     expected = -(found @ logp) / found.sum()
-    assert metrics["unigram"] == pytest.approx(expected, rel=1e-9)
-    # of a long sequence as much counts as training sees of it
-    _, proteins = read(folder, "--max_protein_len=32")
-    parts = np.minimum(1, 30 / counts.sum(1))
-    seen = parts[proteins.train] @ counts[proteins.train]
-    assert proteins.residue_counts == pytest.approx(seen)
+    assert proteins.unigram(rows) == pytest.approx(expected, rel=1e-9)
 
     def unigram(batch):
         return torch.from_numpy(logp).float().expand(len(batch.noisy), -1)
 
     args.eval_draws = 40
-    assert script.evaluate(unigram, *rest)["nelbo"] == pytest.approx(expected, rel=0.02)
+    assert evaluate(unigram, proteins, rows, args)["nelbo"] == pytest.approx(expected, rel=0.02)
 
 
 def test_learning_rate():
@@ -318,7 +396,14 @@ def test_learning_rate():
 @pytest.mark.parametrize("mode", ["disabled", "offline"])
 def test_a_wandb_project_without_wandb(folder, mode, caplog):
     options = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache", "--device=cpu"]
-    run_here(script, *options, "--wandb_project=p", f"--wandb_mode={mode}", "--prepare_only")
+    run_here(
+        script,
+        *options,
+        "--wandb_project=p",
+        f"--wandb_mode={mode}",
+        "--prepare_only",
+        "--val_ratio=0.2",
+    )
     assert ("nothing is sent to wandb" in caplog.text) == (mode == "disabled")
 
 
@@ -354,11 +439,10 @@ def test_a_run_learns_and_says_so(tmp_path, server):
     options = options_of(tmp_path, "--n_iters=60", "--eval_freq=30", "--ema=0.9")
     ended = server.run("run_train_uniref50_ddp", options, tmp_path / "run", 1)
     assert "best at step 60" in ended.text and "WARNING" not in ended.text
-    best = ended.summary["val"]
+    best = ended.summary["best"]["val"]
     rows = [row for row in ended.rows if "val/nelbo" in row]
     assert best == {name: rows[-1][f"val/{name}"] for name in best}
-    assert best["nelbo"] < best["unigram"] - 0.5
-    assert ended.summary["baselines"] == {"unigram": best["unigram"]}
+    assert best["nelbo"] < ended.summary["baselines"]["unigram"] - 0.5
 
 
 def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_gpus(folder, tmp_path, server):
