@@ -5,7 +5,7 @@
 # Usage: ./run_train_uniref50_ddp.sh [options] [options of run_train_uniref50_ddp.py ...]
 #   -w, --work-dir DIR   checkpoints, metrics; a run found there is resumed
 #   -c, --config FILE    YAML or JSON (default: configs/config_uniref50_ddp.yaml)
-#   -d, --datafile PATH  FASTA, or a sequence a line (also .gz .bz2 .xz); .pt
+#   -d, --datafile PATH  proteins: FASTA, a sequence a line, or a table
 #   -p, --project NAME   wandb project
 #   -n, --name NAME      wandb name
 #   -s, --seed N         seed
