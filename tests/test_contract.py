@@ -5,16 +5,14 @@ import argparse
 import importlib
 import re
 import shutil
-import signal
+from signal import SIGKILL, SIGTERM
 
 import numpy as np
 import pytest
 import torch
-from helpers import call_script, run_here
+from helpers import run_here
 from runs import DROPOUT, SCRIPTS, Task, print_row
 
-SIGTERM = signal.SIGTERM
-SIGKILL = signal.SIGKILL
 STOPPED = {1}  # statuses after SIGTERM
 # The workers of a killed rank keep its connections open until they see that it is gone, after 5 s.
 QUICK_END = "--num_workers=0"
@@ -190,13 +188,6 @@ def test_a_finished_run_is_made_longer(task):
     if task.name == "run_train_rebm_ddp":
         refused = task.run(folder, "--total_epochs=0", ranks=1, statuses={2})
         assert "stage 2 has begun" in refused.refusal()
-
-
-def test_help(task):
-    text = call_script(task.name, "--help")
-    assert text.startswith("usage: ")
-    assert "--batch_size" in text
-    assert "[RANK" not in text
 
 
 def test_three_processes_end_alike(tmp_path, server):

@@ -6,6 +6,7 @@ benchmarks/FAULTS.md says how its table is made.
 """
 
 import functools
+import math
 import os
 import re
 import signal
@@ -69,13 +70,13 @@ def data_changed(task, folder):
 
 
 def nan_on_one_rank(task, folder):
-    run = task.run(folder, faults=[[1, 9, "nan", 0], [1, 10, "sound", 0]])
+    run = task.run(folder, faults=[[1, 9, "multiply", math.nan], [1, 10, "multiply", 1]])
     assert [row["step"] for row in run.rows if row.get("skipped")] == [10]
     assert [row["step"] for row in run.rows if "lr" in row and "loss" not in row] == [10]
     key = "model_state_dict" if "model_state_dict" in run.state else "model"
     assert all(weight.isfinite().all() for weight in run.state[key].values())
 
-    faults = [[rank, 12, "nan", 0] for rank in (0, 1)]
+    faults = [[rank, 12, "multiply", math.nan] for rank in (0, 1)]
     run = task.run(folder.with_name("again"), faults=faults, statuses={1})
     assert "10 steps in a row without a finite gradient" in run.text
     assert run.step < 30  # a phase that begins counts anew

@@ -250,7 +250,7 @@ def test_the_length_of_the_attack(digits, tmp_path, server):
     """T grows when the mean AUC of the last two steps, both with this T, is high enough; a step
     whose gradient is not finite is no reason to grow. Both ranks agree."""
     options = small(digits, "AUC_th=0.7", "attack.max_steps=5", "at_epochs=1")
-    faults = [[0, 14, "nan", 0], [0, 15, "sound", 0]]
+    faults = [[0, 14, "multiply", math.nan], [0, 15, "multiply", 1]]
     run = server.run("run_train_rebm_ddp", options, tmp_path / "out", 2, faults)
     assert run.statuses == [0, 0], run.text[-3000:]
     rows = [row for row in run.rows if "T" in row]
