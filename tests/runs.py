@@ -32,14 +32,13 @@ COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --keep_every=7 -
 
 
 def tiny_train_ddp(folder, less=0):
-    """260 generated pairs, of three negatives two are drawn: both phases, several epochs."""
+    """130 queries with two documents each; of three negatives two are drawn. Both phases."""
     with open(folder / "pairs.jsonl", "w") as file:
-        for i in range(260 - less):
-            words = f"thing {i} in room {i % 7} of house {i % 13}"
-            color = f"tone {i * 37 % 101} and keeper {i % 11}"
-            positive = f"{words} has the color {color}" + " indeed" * (i % 9)
-            row = {"query": f"what is the color of {words}", "positive": positive}
-            row["negatives"] = [f"{words} is {kind}" for kind in ("old", "new", "large")]
+        for i in range(130 - less):
+            place = f"item {i} of house {i % 13}"
+            hall = f"{place} is in hall {i % 7}" + " indeed" * (i % 9)
+            row = {"query": f"where is {place}", "positive": [hall, f"see shelf {i} for {place}"]}
+            row["negatives"] = [f"nothing is known about room {i * 7 % 130}", "nothing", "no idea"]
             file.write(json.dumps(row) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
         --cache_dir={folder}/cache --teacher_model=builtin:lsa

@@ -1,6 +1,6 @@
-"""What would fail, or wait, on an accelerator is found without one. On the meta device a tensor made
-elsewhere, an .item() and a test of a tensor's value are errors. A real run on the CPU counts what
-an accelerator would make the host wait for."""
+"""What would fail, or wait, on an accelerator is found without one. On the meta device a tensor
+made elsewhere, an .item() and a test of a tensor's value are errors. A real run on the CPU counts
+what an accelerator would make the host wait for."""
 
 import contextlib
 import copy

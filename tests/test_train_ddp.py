@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from helpers import call_script, parse_arguments, rank_variables, run_here
-from runs import Run
+from runs import COMMON, TINY, Run
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from test_accelerator import META, Copies
@@ -34,20 +34,10 @@ run = partial(call_script, "train_ddp", HF_HUB_OFFLINE=1)  # what a run says
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    """Of a run of seconds, on queries with two documents each, and a negative of all rows."""
-    folder = tmp_path_factory.mktemp("work")
-    with open(folder / "pairs.jsonl", "w") as file:
-        for i in range(130):
-            place = f"item {i} of house {i % 13}"
-            hall = f"{place} is in hall {i % 7}" + " indeed" * (i % 9)
-            row = {"query": f"where is {place}", "positive": [hall, f"see shelf {i} for {place}"]}
-            row["negatives"] = [f"nothing is known about room {i * 7 % 130}", "nothing"]
-            file.write(json.dumps(row) + "\n")
-    return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
-        --cache_dir={folder}/cache --teacher_model=builtin:lsa --student_model=builtin:bert
-        --student_max_length=16 --projection_hidden=32 --eval_fraction=0.3 --phase1_epochs=3
-        --phase2_epochs=3 --phase1_lr=5e-3 --phase2_lr=2e-3 --num_negatives=1 --device=cpu
-        --global_batch_size=24 --batch_size=8 --student_query_prompt=find:""".split()
+    """Of a run of seconds."""
+    own = """--student_max_length=16 --eval_fraction=0.3 --phase1_epochs=3 --phase1_lr=5e-3
+        --phase2_lr=2e-3 --num_negatives=1 --batch_size=8 --student_query_prompt=find:"""
+    return [*COMMON, *TINY["train_ddp"](tmp_path_factory.mktemp("work")), *own.split()]
 
 
 @pytest.fixture(scope="module")
