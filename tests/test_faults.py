@@ -1,9 +1,6 @@
 """What happens to long runs: how the run ends, in how many seconds, that it leaves no process
-behind, and that the same command afterwards ends, bit for bit, where the undisturbed run does.
-
-The test command has each fault with one script; --all-faults has every script x every fault, and
-benchmarks/FAULTS.md says how its table is made.
-"""
+behind, and that the same command afterwards ends, bit for bit, where the undisturbed run does. With
+one script; with --all-faults every script x every fault (its table: benchmarks/FAULTS.md)."""
 
 import functools
 import math
@@ -141,16 +138,10 @@ def signal_while_reading(task, folder):
 
 
 FAST = "run_train_quantumgrav_ddp"
-FAULTS = {  # each, and the script with which the test command has it
-    limit_in_an_evaluation: FAST,
-    disk_full: FAST,
-    data_changed: "run_train_uniref50_ddp",
-    nan_on_one_rank: "run_train_uniref50_ddp",
-    stuck_rank: FAST,
-    started_twice: FAST,
-    other_command: FAST,
-    signal_while_reading: FAST,
-}
+# Each, and the script with which the test command has it.
+FAULTS = dict.fromkeys([limit_in_an_evaluation, disk_full, stuck_rank, started_twice], FAST)
+FAULTS |= dict.fromkeys([other_command, signal_while_reading], FAST)
+FAULTS |= dict.fromkeys([data_changed, nan_on_one_rank], "run_train_uniref50_ddp")
 
 
 def pytest_generate_tests(metafunc):

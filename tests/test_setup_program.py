@@ -6,7 +6,7 @@ import shutil
 from unittest import mock
 
 import torch
-from helpers import ROOT, call_program, rank_variables
+from helpers import ROOT, call_script, rank_variables
 from torch.nn.parallel import DistributedDataParallel
 
 import test_ddp_setup as program
@@ -26,7 +26,7 @@ def statuses(output):
 def test_two_processes(tmp_path):
     """Everything, on a sound machine; its results, which benchmarks/gpu.py reads."""
     path = tmp_path / "out.json"
-    output = call_program(PATH, "--nproc_per_node=2", f"--json={path}")
+    output = call_script("test_ddp_setup", "--nproc_per_node=2", f"--json={path}")
     checks = statuses(output)
     assert list(checks) == NAMES + EXCHANGES
     for name in ("versions", "sums", "DDP step", "precision", "all reduce"):
@@ -42,8 +42,8 @@ def test_two_processes(tmp_path):
 
 def test_one_process():
     """As on a machine with one GPU: there is nothing to exchange."""
-    assert list(statuses(call_program(PATH, "--nproc_per_node=1"))) == NAMES
-    output = call_program(PATH, "--json=none/out.json", status=2)
+    assert list(statuses(call_script("test_ddp_setup", "--nproc_per_node=1"))) == NAMES
+    output = call_script("test_ddp_setup", "--json=none/out.json", status=2)
     assert re.fullmatch(r"test_ddp_setup.py: error: .+\n", output)
 
 

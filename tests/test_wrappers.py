@@ -152,15 +152,9 @@ def test_what_is_started(run, wrapper, words, count, options):
     assert own[-len(options.split()) :] == options.split()
 
 
-FLAGS = {  # of run_train_uniref50_ddp.sh, and the options of the script
-    "config": "config",
-    "work-dir": "output_dir",
-    "datafile": "datafile",
-    "project": "wandb_project",
-    "name": "wandb_name",
-    "seed": "seed",
-    "method": "sampling_method",
-}
+# of run_train_uniref50_ddp.sh, and the options of the script
+FLAGS = {"config": "config", "datafile": "datafile", "seed": "seed", "work-dir": "output_dir"}
+FLAGS |= {"project": "wandb_project", "name": "wandb_name", "method": "sampling_method"}
 
 
 @pytest.mark.parametrize("flag", FLAGS)
