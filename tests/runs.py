@@ -2,9 +2,8 @@
 
     python tests/runs.py SCRIPT OPTION ...    one rank of such a run, also under torchrun
 
-OUTPUT in its environment is the output folder. FAULTS is [[rank, step, name in DO, number], ...]:
-what happens in this rank after this step (0: while it reads the data). OPTIONS_OF_1, if it is
-there, has more options of rank 1 alone.
+In its environment: OUTPUT, the output folder; FAULTS, [[rank, step, name in DO, number], ...], what
+happens after a step (0: while the data are read); OPTIONS_OF_1, more options of rank 1 alone.
 """
 
 import importlib
@@ -327,8 +326,7 @@ class Task:
         return run
 
     def check_same(self, folder, whole=None):
-        """The run there has ended as one that nothing happened to: the same bits in the checkpoint,
-        the same samples in every step, the same rows."""
+        """It has ended as one that nothing happened to: the same bits, samples and rows."""
         run = Run(folder)
         whole = whole or self.whole
         states = []

@@ -1,5 +1,4 @@
-"""What every training script must do, on 1, 2 and 3 processes. A script joins by existing and by
-an entry in TINY."""
+"""What every training script must do, on 1, 2 and 3 processes. It joins by an entry in TINY."""
 
 import argparse
 import importlib

@@ -106,10 +106,6 @@ def test_a_nan_in_validation_ends_the_run(data, tmp_path, monkeypatch):
     assert not (tmp_path / "out" / "best_model.pt").exists()
 
 
-# --------------------------------------------------------------------------------------------------
-# Tools
-
-
 def text_of(chain):
     return "".join(script.ALPHABET[i] for i in chain.letters)
 
@@ -158,9 +154,8 @@ def test_tools_refuse(data, trained, tmp_path):
 
 
 def test_from_designs_to_pairs(trained, tmp_path):
-    """FASTA with the structure's own sequence first, '/' between chains in the order asked for;
-    each network's designs beside both networks. Designs become pairs by their charge, which the
-    reader of the training takes."""
+    """FASTA with the structure's own sequence first, '/' between chains in the order asked for, and
+    what both networks say. Designs become pairs by their charge, as the training reads them."""
     path = f"{ROOT}/data/dpo/7CTH_HL.pdb.gz"
     chains = script.read_structure(path).chains
     first = len(chains["L"].letters)

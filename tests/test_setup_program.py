@@ -31,7 +31,6 @@ def test_two_processes(tmp_path):
     assert list(checks) == NAMES + EXCHANGES
     for name in ("versions", "sums", "DDP step", "precision", "all reduce"):
         assert checks[name] == "OK", output
-
     results = json.loads(path.read_text())
     assert {check["name"]: check["status"] for check in results["checks"]} == checks
     measured = results["measured"]

@@ -51,10 +51,6 @@ def wrong_of(found):
     return wrong
 
 
-# --------------------------------------------------------------------------------------------------
-# Files that are read
-
-
 def records(**more):
     rows = []
     for i in range(COUNT):
@@ -171,10 +167,6 @@ def test_ms_marco(tmp_path, monkeypatch):
         read(tmp_path / "a", *options)
 
 
-# --------------------------------------------------------------------------------------------------
-# Files that are refused
-
-
 REFUSED = {  # file: its content, and a part of what is said of it
     "gone.csv": (None, "there is no such file"),
     "a.xlsx": ("x", ": expected an ending of jsonl json"),
@@ -203,10 +195,6 @@ def test_files_that_are_refused(name, tmp_path):
     with pytest.raises(script.InputError, match=said) as caught:
         read(path)
     assert name == "one.jsonl" or str(path) in str(caught.value)
-
-
-# --------------------------------------------------------------------------------------------------
-# What is held out
 
 
 def test_nothing_held_out_is_trained_on(tmp_path, caplog):

@@ -299,8 +299,7 @@ def test_ranking_metrics_against_counting():
 
 
 def test_the_artifact(trained):
-    """As anybody loads it: by sentence-transformers' own evaluator the figures of the run. (Its
-    vectors: test_students.) Texts that were cut are counted."""
+    """By sentence-transformers' own evaluator the figures of the run. Cut texts are counted."""
     from sentence_transformers.sentence_transformer import evaluation  # takes seconds
 
     (path,) = trained.summary["artifacts"]
@@ -536,7 +535,6 @@ def test_students_that_are_refused(trained, tmp_path, group):
     config.write_text(config.read_text().replace('prompt": true', 'prompt": false'))
     with pytest.raises(script.InputError, match=f"{folder} pools without its prompts"):
         script.load_student(args, tmp_path)
-
     args.student_model = save_network(tmp_path / "endless", trained, "T5", limit=10**30)
     with pytest.raises(script.InputError, match="endless has no maximum length"):
         script.load_student(args, tmp_path)
