@@ -78,9 +78,6 @@ def texts_of(data, number):
     return [letters_of(letters) for letters in data.letters[number].T]
 
 
-# --------------------------------------------------------------------------------------------------
-# Structures
-
 OTHER_NAMES = "MSE HIE HID HIP HSD HSE HSP CYX CYM ASH GLH LYN".split()  # of MD programs, too
 ZOO = [
     "MODEL        1\n",

@@ -432,10 +432,6 @@ def test_options_that_cannot_be():
             arguments(*words.split())
 
 
-# --------------------------------------------------------------------------------------------------
-# Teachers
-
-
 class Teacher:
     prompts = {"query": "q: ", "document": ""}
     encoded = 0
@@ -473,10 +469,6 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
         setattr(args, name, value)
         script.teacher_vectors(*options)
     assert len([*tmp_path.iterdir()]) == 3
-
-
-# --------------------------------------------------------------------------------------------------
-# Students
 
 
 def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, truncate=8, **config):
