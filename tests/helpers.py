@@ -1,5 +1,4 @@
-"""What several test files use: programs called in processes that have their imports behind them,
-small data, and a small disk."""
+"""What several test files use: processes that have their imports behind them, and small data."""
 
 import contextlib
 import importlib.util
@@ -80,16 +79,10 @@ def run_program(argv, env, output):
     spec.loader.exec_module(program)
 
 
-def call_script(script, *argv, **more):
-    """The output of `python {script}.py argv`: see call_program()."""
-    return call_program(ROOT / f"{script}.py", *argv, **more)
-
-
-def call_program(path, *argv, status=0, seconds=200.0, **changes):
-    """The output of `python path argv` on the CPU, without the time of its imports. It must end
-    with `status`."""
+def call_script(script, *argv, status=0, seconds=200.0, **changes):
+    """The output of `python {script}.py argv` on the CPU, which must end with `status`."""
     program = Ranks()
-    program.start([changes], [str(path), *map(str, argv)])
+    program.start([changes], [str(ROOT / f"{script}.py"), *map(str, argv)])
     assert program.wait(seconds) == [status], program.text[-3000:]
     return program.text
 
@@ -122,9 +115,7 @@ def parse_arguments(script, *options):
 
 def environment(**changes):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
-    for name, value in changes.items():
-        env[name] = str(value)
-    return env
+    return {**env, **{name: str(value) for name, value in changes.items()}}
 
 
 def find_processes(is_ours):
@@ -205,8 +196,7 @@ class Job(Started):
 
 
 class Ranks(Started):
-    """The ranks of one job at a time, without the time of their imports. Their processes are found
-    by their sessions."""
+    """The ranks of one job at a time. Their processes are found by their sessions."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -259,8 +249,7 @@ class Ranks(Started):
 
 @contextlib.contextmanager
 def on_small_disk(folder, size):
-    """The folder is a file system of its own, of `size` bytes. The test is skipped where none may
-    be mounted."""
+    """The folder is a file system of `size` bytes. Skips the test where none may be mounted."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -301,11 +290,9 @@ def write_digits(path, train, test):
 
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
-    arrays = {}
-    for part, place in {"train": slice(train), "test": slice(train, train + test)}.items():
-        arrays[f"x_{part}"] = images[place]
-        arrays[f"y_{part}"] = labels[place]
-    np.savez(path, **arrays)
+    first = {"x_train": images[:train], "y_train": labels[:train]}
+    rest = {"x_test": images[train:][:test], "y_test": labels[train:][:test]}
+    np.savez(path, **first, **rest)
 
 
 RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
@@ -313,9 +300,8 @@ ATOMS = {"N": (-1.2, 0.5, -0.4), "CA": (0, 0, 0), "C": (1.1, 0.6, 0.7), "O": (1.
 
 
 def write_structures(folder, count, pairs=6, least=18, most=40):
-    """`count` helices of `least` to `most` residues as PDB files, and pairs.json: for each helix,
-    `pairs` pairs of its own sequence, which has few kinds of residues, and one in which others take
-    a third of the places."""
+    """PDB files of `count` helices, and pairs.json: for each, `pairs` pairs of its own sequence, of
+    few kinds of residues, and one in which others take a third of the places."""
     rng = np.random.default_rng(0)
     rows = []
     for number in range(count):

@@ -2,14 +2,12 @@
 
     python tests/runs.py SCRIPT OPTION ...    one rank of such a run, also under torchrun
 
-OUTPUT in its environment is the output folder. FAULTS is [[rank, step, name in DO, number], ...]:
-what happens in this rank after this step (0: while it reads the data). OPTIONS_OF_1, if it is
-there, has more options of rank 1 alone.
+In its environment: OUTPUT, the output folder; FAULTS, [[rank, step, name in DO, number], ...], what
+happens after a step (0: while the data are read); OPTIONS_OF_1, more options of rank 1 alone.
 """
 
 import importlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -17,17 +15,9 @@ import time
 from functools import cached_property, partial
 from pathlib import Path
 
+import helpers
 import torch
-from helpers import (
-    ROOT,
-    Ranks,
-    rank_variables,
-    refusal,
-    write_causal_sets,
-    write_digits,
-    write_proteins,
-    write_structures,
-)
+from helpers import ROOT, Ranks, rank_variables, refusal
 from matplotlib.figure import Figure
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "test_ddp_setup")
@@ -41,14 +31,13 @@ COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --keep_every=7 -
 
 
 def tiny_train_ddp(folder, less=0):
-    """260 generated pairs, of three negatives two are drawn: both phases, several epochs."""
+    """130 queries with two documents each; of three negatives two are drawn. Both phases."""
     with open(folder / "pairs.jsonl", "w") as file:
-        for i in range(260 - less):
-            words = f"thing {i} in room {i % 7} of house {i % 13}"
-            color = f"tone {i * 37 % 101} and keeper {i % 11}"
-            positive = f"{words} has the color {color}" + " indeed" * (i % 9)
-            row = {"query": f"what is the color of {words}", "positive": positive}
-            row["negatives"] = [f"{words} is {kind}" for kind in ("old", "new", "large")]
+        for i in range(130 - less):
+            place = f"item {i} of house {i % 13}"
+            hall = f"{place} is in hall {i % 7}" + " indeed" * (i % 9)
+            row = {"query": f"where is {place}", "positive": [hall, f"see shelf {i} for {place}"]}
+            row["negatives"] = [f"nothing is known about room {i * 7 % 130}", "nothing", "no idea"]
             file.write(json.dumps(row) + "\n")
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
         --cache_dir={folder}/cache --teacher_model=builtin:lsa
@@ -59,7 +48,7 @@ def tiny_train_ddp(folder, less=0):
 
 def tiny_run_train_uniref50_ddp(folder, less=0):
     """800 sequences of simple structure; averaged weights are evaluated on the way."""
-    write_proteins(folder / "proteins.fasta", 800 - less)
+    helpers.write_proteins(folder / "proteins.fasta", 800 - less)
     return f"""--datafile={folder}/proteins.fasta --cache_dir={folder}/cache --hidden_size=16
         --n_blocks_prot=2 --n_heads=2 --max_protein_len=48 --dropout=0 --batch_size=6
         --n_iters=45 --lr=0.02 --warmup=10 --ema=0.9 --optimizer=muon --val_ratio=0.05
@@ -69,7 +58,7 @@ def tiny_run_train_uniref50_ddp(folder, less=0):
 
 def tiny_run_dpo_ddp(folder, less=0):
     """80 pairs on generated helices; an evaluation after each ten steps."""
-    write_structures(folder, 10, pairs=8 - less, least=8, most=12)
+    helpers.write_structures(folder, 10, pairs=8 - less, least=8, most=12)
     return f"""--train_data={folder}/pairs.json --cache_dir={folder}/cache --base_model_name=random
         --val_fraction=0.25 --num_epochs=4 --lr=5e-4 --temperature=1
         --global_batch_size=6 --batch_size=2 --num_workers=1""".split()
@@ -78,7 +67,7 @@ def tiny_run_dpo_ddp(folder, less=0):
 def tiny_run_train_quantumgrav_ddp(folder, less=0):
     """300 small sets of 6 kinds; two tasks and a target; an evaluation after each nine steps."""
     sizes = ["--min_size=14", "--max_size=20"]
-    write_causal_sets(folder / "sets.npz", f"--samples={300 - less}", *sizes)
+    helpers.write_causal_sets(folder / "sets.npz", f"--samples={300 - less}", *sizes)
     return f"""--data={folder}/sets.npz --cache_dir={folder}/cache --tasks cls dim
         --targets atomcount --class_weights=balanced --hidden_dim=16 --head_dim=16 --num_layers=2
         --num_epochs=5 --batch_size=6 --lr=5e-3 --num_workers=1 --timeout_minutes=2""".split()
@@ -86,7 +75,7 @@ def tiny_run_train_quantumgrav_ddp(folder, less=0):
 
 def tiny_run_train_rebm_ddp(folder, less=0):
     """450 digits, an epoch and two of the stages; validations on the way."""
-    write_digits(folder / "digits.npz", 450 - less, 60)
+    helpers.write_digits(folder / "digits.npz", 450 - less, 60)
     return f"""--data={folder}/digits.npz --cache_dir={folder}/cache --attack.max_steps=2
         --attack.step_size=0.3 --indist_attack_clf.max_steps=1
         --indist_attack_clf.step_size=0.1 --indist_attack_clf.eps=0.15 --at_epochs=1
@@ -103,10 +92,7 @@ TINY = {
     "run_train_rebm_ddp": tiny_run_train_rebm_ddp,
 }
 # Added where the number of processes is the same: each draws its own.
-DROPOUT = {
-    "run_train_quantumgrav_ddp": ["--dropout=0.1"],
-    "run_train_uniref50_ddp": ["--dropout=0.1"],
-}
+DROPOUT = dict.fromkeys(["run_train_quantumgrav_ddp", "run_train_uniref50_ddp"], ["--dropout=0.1"])
 
 # --------------------------------------------------------------------------------------------------
 # Faults
@@ -136,17 +122,13 @@ def in_next_evaluation(do, number):
     script.evaluate = evaluate
 
 
-def nan_loss(number):
-    """From now on the losses of this rank are NaN, as they come to backward()."""
+def multiply_losses(number):
+    """From now on those of this rank, as they come to backward()."""
 
     def backward(loss, *more, **options):
-        PLAIN_BACKWARD(loss * math.nan, *more, **options)
+        PLAIN_BACKWARD(loss * number, *more, **options)
 
     torch.Tensor.backward = backward
-
-
-def sound_loss(number):
-    torch.Tensor.backward = PLAIN_BACKWARD
 
 
 def fill_disk(number):
@@ -160,8 +142,7 @@ DO = {
     "evaluation": partial(in_next_evaluation, send_signal),
     "slow evaluation": partial(in_next_evaluation, let_time_pass),
     "sleep": time.sleep,
-    "nan": nan_loss,
-    "sound": sound_loss,
+    "multiply": multiply_losses,  # also by NaN
     "fill": fill_disk,
 }
 
@@ -255,11 +236,7 @@ class Run:
     @property
     def figures(self):
         """The rows without what depends on the machine."""
-        found = self.rows
-        for row in found:
-            for name in MACHINE & row.keys():
-                del row[name]
-        return found
+        return [{**row, **dict.fromkeys(MACHINE, 0)} for row in self.rows]
 
     @property
     def losses(self):
@@ -350,8 +327,7 @@ class Task:
         return run
 
     def check_same(self, folder, whole=None):
-        """The run there has ended as one that nothing happened to: the same bits in the checkpoint,
-        the same samples in every step, the same rows."""
+        """It has ended as one that nothing happened to: the same bits, samples and rows."""
         run = Run(folder)
         whole = whole or self.whole
         states = []

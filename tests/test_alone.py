@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, call_program, environment
+from helpers import ROOT, call_script, environment
 from runs import COMMON, SCRIPTS, TINY, Run
 
 FEWER_STEPS = {  # run_dpo_ddp.py begins with weights that the user has
@@ -30,7 +30,7 @@ def test_alone(name, tmp_path):
     shutil.copy(ROOT / f"{name}.py", tmp_path)
     options = [*COMMON, *TINY[name](tmp_path), *FEWER_STEPS[name].split(), "--batch_size=0"]
     before = set(tmp_path.iterdir())
-    call_program(tmp_path / f"{name}.py", *options, "--prepare_only")
+    call_script(tmp_path / name, *options, "--prepare_only")
     assert set(tmp_path.iterdir()) - before == {tmp_path / "cache"}
     read = files_of(tmp_path / "cache")
     assert read

@@ -1,5 +1,5 @@
-"""The reader of run_train_quantumgrav_ddp.py: stores of every layout, set by set; odd ones, each
-with what must happen. And the way from a store over training to tools/predict_causal_sets.py."""
+"""How run_train_quantumgrav_ddp.py reads stores of every layout, and odd ones; and the way from a
+store over training to tools/predict_causal_sets.py."""
 
 import csv
 import json
@@ -210,14 +210,10 @@ def test_targets(tmp_path):
 # What is refused
 
 
-def write_cut(path):
-    os.truncate(write(path), 1000)
-
-
 PAIRS = {"adjacency_matrix": None, "link_pairs": np.eye(3)[:, :2], "link_counts": 2 * KIND**0}
 REFUSED = {  # name: what writes it, and a part of the one line
     "missing.npz": (lambda path: None, "--data"),
-    "cut.npz": (write_cut, "cut.npz: "),
+    "cut.npz": (lambda path: os.truncate(write(path), 1000), "cut.npz: "),
     "text.npz": (lambda path: path.write_text("no arrays"), "no .npz file"),
     "array.npy": (lambda path: np.save(path, np.eye(3)), "no .npz file"),
     "empty.zarr": (lambda path: path.mkdir(), "none of adjacency_matrix, adj, link_matrix"),
@@ -279,7 +275,6 @@ def test_damaged_sets_are_listed_and_may_be_left_out(tmp_path, caplog):
     expected.append("cset_23: has adj, kind, root; expected flat")
     for line, start in zip(str(raised.value).splitlines()[1:4], expected, strict=True):
         assert line.startswith(f"  {path}/{start}")
-
     data = load(path, "--skip_bad_data", *"--split 0.4 0.3 0.3".split())
     assert f"{path}/cset_5: adj has pairs with i >= j: a cycle" in caplog.text
     assert data.sizes.tolist() == np.delete(SIZES, [4, 20, 22]).tolist()

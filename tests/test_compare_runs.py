@@ -83,8 +83,7 @@ OTHERS = {
 
 
 def test_what_measured_other_things_is_refused(tmp_path):
-    """The hash of the data comes first in `data_hash`; then those of the networks that a run begins
-    with, which may differ."""
+    """The hash of the data comes first in `data_hash`; those of networks may differ."""
     write_run(tmp_path / "a", 0.3)
     for said, other in OTHERS.items():
         folder = tmp_path / said.replace("/", "-")

@@ -1,20 +1,17 @@
-"""What every training script must do, on 1, 2 and 3 processes. A script joins by existing and by
-an entry in TINY."""
+"""What every training script must do, on 1, 2 and 3 processes. It joins by an entry in TINY."""
 
 import argparse
 import importlib
 import re
 import shutil
-import signal
+from signal import SIGKILL, SIGTERM
 
 import numpy as np
 import pytest
 import torch
-from helpers import call_script, run_here
+from helpers import run_here
 from runs import DROPOUT, SCRIPTS, Task, print_row
 
-SIGTERM = signal.SIGTERM
-SIGKILL = signal.SIGKILL
 STOPPED = {1}  # statuses after SIGTERM
 # The workers of a killed rank keep its connections open until they see that it is gone, after 5 s.
 QUICK_END = "--num_workers=0"
@@ -81,7 +78,7 @@ def test_number_of_processes_changes_nothing(task):
     for ours, theirs in zip(run.figures, whole.figures, strict=True):
         for name in {"val/ndcg@10", "val/mrr@10"} & theirs.keys():
             # of two documents with nearly the same score the last bit ranks one first
-            assert ours.pop(name) == pytest.approx(theirs.pop(name), abs=0.5 / 53 + 1e-4)
+            assert ours.pop(name) == pytest.approx(theirs.pop(name), abs=0.5 / 31 + 1e-4)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
         for name in {"loss", "val/loss"} & theirs.keys():
             if theirs["step"] <= 30:
@@ -190,13 +187,6 @@ def test_a_finished_run_is_made_longer(task):
     if task.name == "run_train_rebm_ddp":
         refused = task.run(folder, "--total_epochs=0", ranks=1, statuses={2})
         assert "stage 2 has begun" in refused.refusal()
-
-
-def test_help(task):
-    text = call_script(task.name, "--help")
-    assert text.startswith("usage: ")
-    assert "--batch_size" in text
-    assert "[RANK" not in text
 
 
 def test_three_processes_end_alike(tmp_path, server):

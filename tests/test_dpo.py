@@ -1,8 +1,6 @@
-"""run_dpo_ddp.py and its tools as a user calls them: how a run starts and ends, what is done once,
-errors."""
+"""run_dpo_ddp.py and its tools as a user calls them: how a run starts and ends, errors."""
 
 import contextlib
-import importlib
 import json
 import math
 import re
@@ -11,18 +9,11 @@ import shutil
 import pandas
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    call_program,
-    import_tool,
-    parse_arguments,
-    run_here,
-    write_structures,
-)
+from helpers import ROOT, call_script, import_tool, parse_arguments, run_here, write_structures
 from runs import Run, differences
 from test_dpo_model import RELEASED, backbone, inputs, network, official_network, order
 
-script = importlib.import_module("run_dpo_ddp")
+import run_dpo_ddp as script
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +40,8 @@ def trained(data):
     return data / "trained"
 
 
-def tool(name, *options, status=0):
-    """The output of a tool."""
-    return call_program(ROOT / "tools" / f"{name}.py", *options, status=status)
-
-
-# --------------------------------------------------------------------------------------------------
-# Runs
+def tool(name, *options, **more):
+    return call_script(f"tools/{name}", *options, **more)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
@@ -94,8 +80,7 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_is_not_its_own_reference(data, trained, tmp_path):
-    """Its network is another one by then: the reference is in the checkpoint, whatever the file of
-    weights has become."""
+    """The reference is in the checkpoint, whatever the file of weights has become."""
     weights = tmp_path / "w.pt"
     shutil.copy(trained / "best_model.pt", weights)
     options = ["--base_model_name=w", f"--base_model_dir={tmp_path}", "--lr=1e-3", "--num_epochs=2"]
@@ -119,10 +104,6 @@ def test_a_nan_in_validation_ends_the_run(data, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="the validation loss is nan"):
         run(data, tmp_path / "out")
     assert not (tmp_path / "out" / "best_model.pt").exists()
-
-
-# --------------------------------------------------------------------------------------------------
-# Tools
 
 
 def text_of(chain):
@@ -173,9 +154,8 @@ def test_tools_refuse(data, trained, tmp_path):
 
 
 def test_from_designs_to_pairs(trained, tmp_path):
-    """FASTA with the structure's own sequence first, '/' between chains in the order asked for;
-    each network's designs beside both networks. Designs become pairs by their charge, which the
-    reader of the training takes."""
+    """FASTA with the structure's own sequence first, '/' between chains in the order asked for, and
+    what both networks say. Designs become pairs by their charge, as the training reads them."""
     path = f"{ROOT}/data/dpo/7CTH_HL.pdb.gz"
     chains = script.read_structure(path).chains
     first = len(chains["L"].letters)

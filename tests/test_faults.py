@@ -1,11 +1,9 @@
 """What happens to long runs: how the run ends, in how many seconds, that it leaves no process
-behind, and that the same command afterwards ends, bit for bit, where the undisturbed run does.
-
-The test command has each fault with one script; --all-faults has every script x every fault, and
-benchmarks/FAULTS.md says how its table is made.
-"""
+behind, and that the same command afterwards ends, bit for bit, where the undisturbed run does. With
+one script; with --all-faults every script x every fault (its table: benchmarks/FAULTS.md)."""
 
 import functools
+import math
 import os
 import re
 import signal
@@ -28,8 +26,7 @@ def find_task(server, tmp_path_factory):
     return functools.cache(make_task)
 
 
-# --------------------------------------------------------------------------------------------------
-# Faults: each returns its outcome for the table, and the seconds from the fault to the end
+# Faults: each returns its outcome for the table, and the seconds from the fault to the end.
 
 
 def limit_in_an_evaluation(task, folder):
@@ -69,13 +66,12 @@ def data_changed(task, folder):
 
 
 def nan_on_one_rank(task, folder):
-    run = task.run(folder, faults=[[1, 9, "nan", 0], [1, 10, "sound", 0]])
+    run = task.run(folder, faults=[[1, 9, "multiply", math.nan], [1, 10, "multiply", 1]])
     assert [row["step"] for row in run.rows if row.get("skipped")] == [10]
     assert [row["step"] for row in run.rows if "lr" in row and "loss" not in row] == [10]
     key = "model_state_dict" if "model_state_dict" in run.state else "model"
     assert all(weight.isfinite().all() for weight in run.state[key].values())
-
-    faults = [[rank, 12, "nan", 0] for rank in (0, 1)]
+    faults = [[rank, 12, "multiply", math.nan] for rank in (0, 1)]
     run = task.run(folder.with_name("again"), faults=faults, statuses={1})
     assert "10 steps in a row without a finite gradient" in run.text
     assert run.step < 30  # a phase that begins counts anew
@@ -131,7 +127,6 @@ def signal_while_reading(task, folder):
     run = task.run(folder, option, faults=faults, statuses={130, 143, 1})
     assert not [path for path in cache.iterdir() if not path.name.startswith("reading")]
     assert [path.name for path in folder.iterdir()] == ["lock"]
-
     # SIGKILL leaves it; the next run does not take it for whole
     task.run(folder, option, faults=[[0, 0, "signal", signal.SIGKILL]], statuses={-9, 1})
     task.run(folder, option)
@@ -140,16 +135,10 @@ def signal_while_reading(task, folder):
 
 
 FAST = "run_train_quantumgrav_ddp"
-FAULTS = {  # each, and the script with which the test command has it
-    limit_in_an_evaluation: FAST,
-    disk_full: FAST,
-    data_changed: "run_train_uniref50_ddp",
-    nan_on_one_rank: "run_train_uniref50_ddp",
-    stuck_rank: FAST,
-    started_twice: FAST,
-    other_command: FAST,
-    signal_while_reading: FAST,
-}
+# Each, and the script with which the test command has it.
+FAULTS = dict.fromkeys([limit_in_an_evaluation, disk_full, stuck_rank, started_twice], FAST)
+FAULTS |= dict.fromkeys([other_command, signal_while_reading], FAST)
+FAULTS |= dict.fromkeys([data_changed, nan_on_one_rank], "run_train_uniref50_ddp")
 
 
 def pytest_generate_tests(metafunc):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, call_program
+from helpers import ROOT, call_script
 from runs import Run
 
 SCRIPT = "run_train_quantumgrav_ddp.py"
@@ -31,7 +31,7 @@ def test_a_change_applies_and_trains(change, causal_sets, tmp_path):
 
     argv = f"""--data={causal_sets} --cache_dir={causal_sets.parent}/cache --num_epochs=1
         --batch_size=12 --hidden_dim=8 --head_dim=8 --device=cpu --output_dir={tmp_path}/run"""
-    call_program(script, *argv.split())
+    call_script(script.with_suffix(""), *argv.split())
     assert Run(tmp_path / "run").summary["status"] == "finished"
 
 

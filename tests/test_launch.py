@@ -1,6 +1,5 @@
-"""A script started by every launcher, also by mistake, and stopped by signals. It is the one with
-the fewest imports; the lines that launch are the same in all.
-"""
+"""A script started by every launcher, also by mistake, and stopped by signals: the one with the
+fewest imports, as the lines that launch are the same in all."""
 
 import os
 import re

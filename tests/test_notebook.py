@@ -1,7 +1,5 @@
-"""docs/quantumgrav_example.ipynb runs from top to bottom, and leaves nothing behind.
-
-Its outputs are written anew by `jupyter execute --inplace docs/quantumgrav_example.ipynb`.
-"""
+"""docs/quantumgrav_example.ipynb runs from top to bottom, and leaves nothing behind. (To write its
+outputs anew: `jupyter execute --inplace docs/quantumgrav_example.ipynb`)"""
 
 import copy
 import re

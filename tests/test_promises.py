@@ -1,6 +1,5 @@
-"""What every script does around its steps, by the lines that all have: shown with one script, where
-no process has to be started, or a single short one. (Of whole runs: test_contract.py,
-test_faults.py.)"""
+"""What every script does around its steps, by the lines that all have: shown with one script, in
+short processes or none. (Of whole runs: test_contract.py, test_faults.py.)"""
 
 import argparse
 import json
@@ -96,20 +95,16 @@ begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for size in (2**19, 2**20, 2**21, 2**22):
     for _ in range(20):
         torch.ones(size)
-print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin
+sys.exit(faults > 1.3 * 2**22 * 4 * 2 / 4096)
 """
 
 
 def test_freed_memory_is_used_again():
     """Each page of 4,096 bytes is got from the system once. (glibc alone learns of each size that
     it pays: then it is twice.) So it is in most processes, not in all: it depends on addresses."""
-
-    def count_faults():
-        command = [sys.executable, "-c", FREED]
-        said = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-        return int(said.stdout.split("faults")[1])
-
-    assert any(count_faults() < 1.3 * 2**22 * 4 * 2 / 4096 for _ in range(12))
+    command = [sys.executable, "-c", FREED]
+    assert any(subprocess.call(command, cwd=ROOT, env=environment()) == 0 for _ in range(12))
 
 
 def test_nobody_reads_the_log(tmp_path):
@@ -135,8 +130,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_refused(name, tmp_path):
+def test_help_and_refusals(name, tmp_path):
     """Status 2 and one line, which names the option. (Each script looks at its folders itself.)"""
+    text = call_script(name, "--help")
+    assert text.startswith("usage: ") and "--batch_size" in text and "[RANK" not in text
     task = Task(name, tmp_path, None)
     for words in list(REFUSED)[: None if name == FAST else 2]:
         line = refusal(call_script(name, *task.argv, words, status=2))
@@ -224,8 +221,7 @@ STATE = {"loop": {"step": 7}, "args": {"num_epochs": 3}, "wandb_id": "abc", "log
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_log_of_a_resumed_run(group, tmp_path, monkeypatch, mode):
-    """A file that is shorter than the checkpoint says is not filled up. wandb: online the run has
-    the old id, offline a new one in the same group."""
+    """A file that is too short is not filled up. wandb: the old group, and online the old id."""
     asked = []
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **own: asked.append(own)))
     path = tmp_path / "metrics.jsonl"
@@ -324,15 +320,11 @@ def test_runs_that_share_a_cache(tmp_path):
     assert not np.load(folder / "a.npy").any()
 
 
-def test_a_cache_that_another_machine_does_not_see(tmp_path, monkeypatch, group):
-    monkeypatch.setattr(script, "on_rank0", lambda *args, group: tmp_path / "only-there")
+def test_a_cache_that_another_machine_does_not_see_or_may_not_read(tmp_path, monkeypatch, group):
+    monkeypatch.setattr(script, "on_rank0", lambda *args, group: tmp_path / "data")
     with pytest.raises(script.InputError, match="all ranks must see --cache_dir"):
         script.read_once(None, None)
-
-
-def test_a_cache_that_this_user_may_not_read(tmp_path, monkeypatch, group):
     (tmp_path / "data").mkdir()
-    monkeypatch.setattr(script, "on_rank0", lambda *args, group: tmp_path / "data")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(script.InputError, match="data cannot be read here"):
         script.read_once(None, None)

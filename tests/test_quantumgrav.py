@@ -130,7 +130,6 @@ def test_metrics_by_hand():
     f1 = 2 * 4 / (5 + 4)  # of the class that is always guessed; the other's is 0
     assert found["f1_macro"] == pytest.approx(f1 / 2)
     assert found["f1_weighted"] == pytest.approx(f1 * 4 / 5)
-
     values = np.array([1.0, 2.0, 6.0])
     found = script.regression(values, np.array([2.0, 2.0, 3.0]), 2.0)
     expected = [10 / 3 / 4, 4 / 3, math.sqrt(10 / 3), r2_score([2.0, 2.0, 3.0], values)]
@@ -138,8 +137,7 @@ def test_metrics_by_hand():
 
 
 def test_evaluation(data, group):
-    """Each set once, without dropout. The loss is the sum of the tasks' means over the sets that
-    have a label."""
+    """Each set once, without dropout. The loss is the sum of the tasks' means over known labels."""
     ids = data.part("train")[::-1].copy()
     labels = torch.from_numpy(data.labels[ids])
     assert labels[:, 1].isnan().any()
@@ -270,8 +268,7 @@ def test_tasks_and_metrics_that_are_refused():
 
 
 def test_section_parallel_of_the_original(tmp_path, monkeypatch):
-    """world_size, master_addr and master_port hold where no launcher has said them; a key without a
-    value says nothing."""
+    """It holds where no launcher has said anything; a key without a value says nothing."""
     monkeypatch.setenv("MASTER_PORT", "23456")
     monkeypatch.setenv("MASTER_ADDR", "")  # some shells export empty ones
     text = "world_size: 3, rank: null, backend: gloo, output_device: null, master_addr: localhost"
@@ -280,10 +277,6 @@ def test_section_parallel_of_the_original(tmp_path, monkeypatch):
     args = arguments("--config", f"{tmp_path}/c.yaml")
     assert (args.nproc_per_node, args.backend) == (3, "gloo")
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", "23456")
-
-
-# --------------------------------------------------------------------------------------------------
-# Runs
 
 
 def run(path, out, *options, **more):
@@ -340,8 +333,7 @@ def test_a_run_learns_a_number(causal_sets, tmp_path):
 
 
 def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path):
-    """The run is finished, with its test and a warning; also without messages, for several tasks,
-    and with the largest seed."""
+    """It is finished, with a test and a warning; without messages, two tasks, the largest seed."""
     options = f"--messages=none --tasks cls dim --seed={2**32} --lr=0 --num_epochs=9".split()
     said = run(causal_sets, tmp_path / "out", *options, "--patience=2", "--grace=1")
     assert "no gain in 2 epochs" in said

@@ -1,6 +1,5 @@
-"""Every command that a document, a config, a wrapper or a docstring shows is parsed by the program
-that it runs, as its launcher or wrapper would start it. Links and the files that are named exist.
-"""
+"""Every command that a document, a config, a wrapper or a docstring shows is parsed by its program,
+as its launcher or wrapper would start it. Links and the files that are named exist."""
 
 import importlib
 import re

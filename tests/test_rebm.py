@@ -1,5 +1,4 @@
-"""run_train_rebm_ddp.py: known answers, and what a user sees of a run. How it reads images:
-test_rebm_images.py. Its tools: test_rebm_tools.py."""
+"""run_train_rebm_ddp.py: known answers, and runs. (How it reads images: test_rebm_images.py.)"""
 
 import math
 import os
@@ -85,7 +84,6 @@ def test_wide_resnet_is_that_of_its_authors():
         with torch.device("meta"):
             model = script.make_network(arguments(f"model.model_type={name}"), 10, 3, 32)
         assert sum(p.numel() for p in model.parameters()) == count
-
     torch.manual_seed(0)
     model = script.make_network(arguments(WIDE), 10, 3, 32).eval()
     for name, tensor in model.state_dict().items():
@@ -126,14 +124,9 @@ def test_weights_load_by_name(tmp_path):
             script.read_weights(path, model)
 
 
-# --------------------------------------------------------------------------------------------------
-# Attacks and losses
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_attacked_network_has_the_trained_weights(group, precision):
-    """And buffers; it is in evaluation mode. Attacks leave no gradients, nor other statistics. In
-    bf16 it has rounded copies of weights, which are those of autocast."""
+    """And buffers; in bf16 those of autocast. Attacks leave no gradients, nor other statistics."""
     args = arguments(WIDE, f"precision={precision}")
     model, average, twin, ddp_model, autocast = start_networks(WIDE, f"precision={precision}")
     assert any(p.dtype == torch.bfloat16 for p in twin.parameters()) == (precision == "bf16")
@@ -171,8 +164,7 @@ def test_an_attack_makes_whole_steps():
 
 
 def test_the_losses(group):
-    """The cross entropy of attacked images; the binary cross entropy of real and attacked OOD
-    images, one half each; and the logits of the labels."""
+    """Cross entropies of attacked images, of real and attacked OOD images; logits of the labels."""
     args = arguments("indist_attack_clf.max_steps=2")
     model, _, twin, ddp_model, _ = start_networks()
     rng = torch.Generator().manual_seed(0)
@@ -250,7 +242,7 @@ def test_the_length_of_the_attack(digits, tmp_path, server):
     """T grows when the mean AUC of the last two steps, both with this T, is high enough; a step
     whose gradient is not finite is no reason to grow. Both ranks agree."""
     options = small(digits, "AUC_th=0.7", "attack.max_steps=5", "at_epochs=1")
-    faults = [[0, 14, "nan", 0], [0, 15, "sound", 0]]
+    faults = [[0, 14, "multiply", math.nan], [0, 15, "multiply", 1]]
     run = server.run("run_train_rebm_ddp", options, tmp_path / "out", 2, faults)
     assert run.statuses == [0, 0], run.text[-3000:]
     rows = [row for row in run.rows if "T" in row]
@@ -270,8 +262,8 @@ def test_the_length_of_the_attack(digits, tmp_path, server):
 def test_stages_in_two_runs(digits, tmp_path, server, group, monkeypatch):
     """Validation is in fp32, also where training is not. Stage 2 starts from the given weights, and
     freezes the statistics of batch normalisation; in stage 1 several processes need GPUs for it."""
-    wide = small(digits, WIDE, "--global_batch_size=100", "--attack_max_steps=0")
-    wide.append("--indist_attack_clf_max_steps=0")
+    steps = ["--attack_max_steps=0", "--indist_attack_clf_max_steps=0"]
+    wide = small(digits, WIDE, "--global_batch_size=100", *steps)
     options = [*wide, "--at_epochs=1", "--total_epochs=0", "--precision=bf16"]
     at = server.run("run_train_rebm_ddp", options, tmp_path / "at", 1)
     assert at.statuses == [0], at.text[-3000:]

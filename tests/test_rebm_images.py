@@ -47,10 +47,6 @@ def counts(data):
     return [len(data.part(part)) for part in (TRAIN, VALID, TEST)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Folders
-
-
 def odd_files(root):
     picture(root / "train/cat/a.JPG", COLORS["cat"])
     picture(root / "train/dog/of/any/kind/e.tiff", COLORS["dog"])
@@ -96,10 +92,6 @@ def test_folders_that_are_read(tmp_path, caplog, name):
     assert set(data.labels[data.some(TRAIN, 12)]) == {0, 1}
 
 
-def nowhere(root):
-    (root / "a/train/cat/new.png").symlink_to("nowhere.png")
-
-
 def several_damaged(root):
     (root / "a/train/cat/0.png").write_bytes(b"")
     Image.fromarray(np.full((20, 20), 40_000, np.uint16)).save(root / "a/train/cat/1.png")
@@ -110,7 +102,7 @@ def several_damaged(root):
 REFUSED = {  # what is said
     "no images there, or no classes; expected train/CLASS": lambda root: shutil.rmtree(root / "a"),
     "has one class, a; two are needed": lambda root: None,
-    "No such file.*new.png": nowhere,
+    "No such file.*new.png": lambda root: (root / "a/train/cat/new.png").symlink_to("nowhere.png"),
     "(?s)3 images cannot.*/2.png: .*truncated.*/0.png: .*/1.png: mode": several_damaged,
 }
 
@@ -197,10 +189,6 @@ def test_augmentations():
             assert set((made == 0).all(axis).sum(1)) == set(range(most + 1))
         is_mirrored = made[:, 16, 12] > made[:, 16, 20]
         assert is_mirrored.any() == (kind == "original") and not is_mirrored.all()
-
-
-# --------------------------------------------------------------------------------------------------
-# Arrays, CIFAR, digits, the hub
 
 
 def test_arrays_as_keras_has_them(tmp_path, caplog):
@@ -332,8 +320,7 @@ def test_digits_and_generated_images(tmp_path):
 
 
 def test_hub(tmp_path, monkeypatch, caplog):
-    """Images and labels by their kinds; splits that are not read are named, and images whose label
-    is kept secret are left out."""
+    """Images and labels by their kinds. Splits and images without labels are left out."""
     paths = [str(picture(tmp_path / f"{i}.png", (100 * (i % 2), 50, 50))) for i in range(63)]
     columns = {"img": paths, "fine_label": [i % 2 if i < 60 else -1 for i in range(63)]}
     kinds = {"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["b", "a"])}

@@ -1,13 +1,12 @@
 """test_ddp_setup.py: what it says on a sound machine, on broken ones, and with broken features."""
 
 import json
-import os
 import re
 import shutil
 from unittest import mock
 
 import torch
-from helpers import ROOT, call_program, environment, forkserver, parse_arguments, rank_variables
+from helpers import ROOT, call_script, rank_variables
 from torch.nn.parallel import DistributedDataParallel
 
 import test_ddp_setup as program
@@ -27,12 +26,11 @@ def statuses(output):
 def test_two_processes(tmp_path):
     """Everything, on a sound machine; its results, which benchmarks/gpu.py reads."""
     path = tmp_path / "out.json"
-    output = call_program(PATH, "--nproc_per_node=2", f"--json={path}")
+    output = call_script("test_ddp_setup", "--nproc_per_node=2", f"--json={path}")
     checks = statuses(output)
     assert list(checks) == NAMES + EXCHANGES
     for name in ("versions", "sums", "DDP step", "precision", "all reduce"):
         assert checks[name] == "OK", output
-
     results = json.loads(path.read_text())
     assert {check["name"]: check["status"] for check in results["checks"]} == checks
     measured = results["measured"]
@@ -43,8 +41,8 @@ def test_two_processes(tmp_path):
 
 def test_one_process():
     """As on a machine with one GPU: there is nothing to exchange."""
-    assert list(statuses(call_program(PATH, "--nproc_per_node=1"))) == NAMES
-    output = call_program(PATH, "--json=none/out.json", status=2)
+    assert list(statuses(call_script("test_ddp_setup", "--nproc_per_node=1"))) == NAMES
+    output = call_script("test_ddp_setup", "--json=none/out.json", status=2)
     assert re.fullmatch(r"test_ddp_setup.py: error: .+\n", output)
 
 
@@ -68,10 +66,6 @@ def test_warnings(group, monkeypatch):
         assert program.check_shared_memory(None, CPU)[0] == status
 
 
-# --------------------------------------------------------------------------------------------------
-# Each check must fail once its feature is broken.
-
-
 def all_wrong_alike(model):
     return DistributedDataParallel(model.append(torch.nn.Tanh()))
 
@@ -83,10 +77,9 @@ def add_noise_of_rank(optimizer):
         parameter.data.add_(1e-9 * torch.randn_like(parameter))
 
 
-def judge(variables):
-    """In a rank: each check as it is, and with a feature broken."""
-    os.environ.update(variables)
-    program.setup_ddp(parse_arguments(program, "--device=cpu"))
+def judge():
+    """In a rank: each check fails once its feature is broken, and before it does not."""
+    program.setup_ddp(program.parse_args())
     replace = mock.patch.object
     broken = [
         (program.check_versions, replace(torch, "__version__", f"2.12.{program.dist.get_rank()}")),
@@ -103,11 +96,10 @@ def judge(variables):
     program.cleanup()
 
 
-def test_checks_fail():
-    variables = rank_variables(2)
-    ranks = [forkserver().Process(target=judge, args=[environment(**own)]) for own in variables]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    assert [process.exitcode for process in ranks] == [0, 0]
+def test_checks_fail(server):
+    server.start(rank_variables(2), [__file__, "--device=cpu"])
+    assert server.wait() == [0, 0], server.text
+
+
+if __name__ == "__main__":
+    judge()

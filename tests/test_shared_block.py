@@ -1,12 +1,9 @@
-"""Every script carries the same lines for distributed training, so that each is complete in one
-file.
+"""Every script is complete in one file, and so carries the same lines for distributed training.
 
     python tests/test_shared_block.py --from run_train_quantumgrav_ddp.py
 
-writes the block of one script into all others that carry it, and says which of them changed.
-
-The block reaches from its banner to the end of the file. test_ddp_setup.py has only the functions
-and constants of it that it uses.
+writes the block of one script into all others that carry it, and says which of them changed. The
+block reaches from its banner to the end of the file; test_ddp_setup.py has of it what it uses.
 """
 
 import argparse
@@ -19,17 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///$", re.MULTILINE)
-PACKAGES = {  # the package that an import comes with, where it has another name
-    "PIL": "pillow",
-    "pyarrow": "datasets",
-    "safetensors": "sentence-transformers",
-    "sentence_transformers": "sentence-transformers",
-    "sklearn": "scikit-learn",
-    "tokenizers": "sentence-transformers",
-    "transformers": "sentence-transformers",
-    "yaml": "pyyaml",
-    "fsspec": "torch",
-}
+# The package that an import comes with, where it has another name.
+PACKAGES = {"PIL": "pillow", "pyarrow": "datasets", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+WITH_STUDENTS = "safetensors sentence_transformers tokenizers transformers".split()
+PACKAGES |= {**dict.fromkeys(WITH_STUDENTS, "sentence-transformers"), "fsspec": "torch"}
 BANNER = f"# {'=' * 98}\n# Distributed training. These lines "
 SETUP = "test_ddp_setup.py"
 SCRIPTS = """run_train_quantumgrav_ddp.py train_ddp.py run_dpo_ddp.py run_train_uniref50_ddp.py

@@ -3,6 +3,7 @@
 import gzip
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -50,23 +51,11 @@ def wrong_of(found):
     return wrong
 
 
-# --------------------------------------------------------------------------------------------------
-# Files that are read
-
-
 def records(**more):
     rows = []
     for i in range(COUNT):
         row = {"query": f"query {i}", "positive": f"document {i}", "negative": f"other {i}"}
         rows.append({**row, **more})
-    return rows
-
-
-def in_lists():
-    rows = []
-    for row in records():
-        answers = {"positive": [row["positive"]], "negatives": [row["negative"]]}
-        rows.append({"query": row["query"], **answers})
     return rows
 
 
@@ -95,10 +84,14 @@ def odd(**values):
     return lines(rows)
 
 
+IN_LISTS = [
+    {"query": row["query"], "positive": [row["positive"]], "negatives": [row["negative"]]}
+    for row in records()
+]
 READ = {  # file: its content
     "a.jsonl": lines(records()),
     "A.CSV.gz": packed(table(records())),
-    "lists.jsonl": lines([*in_lists(), {"query": "q", "positive": []}]),
+    "lists.jsonl": lines([*IN_LISTS, {"query": "q", "positive": []}]),
     "arrays.jsonl.gz": packed(lines([list(row.values()) for row in records()])),
     "quotes.tsv": table(records(), "\t").replace("document 1", '"document 1'),  # they are texts
     "numbered.csv": replaced("other", ",other").replace("negative", "negative_1,negative_2"),
@@ -116,10 +109,7 @@ SAID = {  # of some of them
 
 
 def write(path, content):
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @pytest.mark.parametrize("name", READ)
@@ -151,7 +141,7 @@ def test_several_files(tmp_path, caplog):
 
 
 def test_ms_marco(tmp_path, monkeypatch):
-    """Selected passages are positives. Its training rows are split as others are."""
+    """Selected passages are positives. Its rows are split as others are. And without the hub."""
     rows = []
     for i in range(60):
         texts = [f"wrong {i}", f"right {i}"]
@@ -163,25 +153,18 @@ def test_ms_marco(tmp_path, monkeypatch):
         return Dataset.from_list(rows)
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    found = read(tmp_path / "a", "--phase1_data=ms_marco", "--phase2_data=ms_marco")
+    options = ["--phase1_data=ms_marco", "--phase2_data=ms_marco"]
+    found = read(tmp_path / "a", *options)
     numbers = [i for i in range(60) if i % 5 > 0]  # nothing is selected for the others
     assert pairs_of(found) == {(f"query {i}", f"right {i}") for i in numbers}
     assert 5 < found.eval_counts[0] < 30
     assert len(wrong_of(found)) == len(found.pairs)
     assert wrong_of(found) <= {(f"query {i}", f"wrong {i}") for i in numbers}
 
-
-def test_without_the_hub(tmp_path, monkeypatch):
-    def load_dataset(*args, **options):
-        raise ConnectionError("no route to the hub")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    no_hub = mock.Mock(side_effect=ConnectionError("no route"))
+    monkeypatch.setattr("datasets.load_dataset", no_hub)
     with pytest.raises(script.InputError, match="ms_marco cannot.*no route.*download: pydocs"):
-        read(tmp_path / "a", "--phase1_data=ms_marco", "--phase2_data=ms_marco")
-
-
-# --------------------------------------------------------------------------------------------------
-# Files that are refused
+        read(tmp_path / "a", *options)
 
 
 REFUSED = {  # file: its content, and a part of what is said of it
@@ -212,10 +195,6 @@ def test_files_that_are_refused(name, tmp_path):
     with pytest.raises(script.InputError, match=said) as caught:
         read(path)
     assert name == "one.jsonl" or str(path) in str(caught.value)
-
-
-# --------------------------------------------------------------------------------------------------
-# What is held out
 
 
 def test_nothing_held_out_is_trained_on(tmp_path, caplog):

@@ -2,8 +2,7 @@
 
 The hosts are network namespaces of this machine with a cable between them, each with its own
 address, host name and /etc/hosts. They share the file system, but host b sees an empty folder in
-place of the output folder, which the script needs on the first host alone. Needs root and `ip`.
-"""
+place of the output folder, which the script needs on the first host alone. Needs root and `ip`."""
 
 import json
 import os

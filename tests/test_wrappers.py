@@ -102,7 +102,6 @@ def test_one_machine(local):
     assert record["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert record["env"]["OMP_NUM_THREADS"] == str(max(1, CORES // 2))
     assert record["parent"] == os.getpid()
-
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # conftest.py restores it
     assert started(local(1))[0][-1] == SIGNALS.replace("SIGHUP,", "")
 
@@ -152,15 +151,9 @@ def test_what_is_started(run, wrapper, words, count, options):
     assert own[-len(options.split()) :] == options.split()
 
 
-FLAGS = {  # of run_train_uniref50_ddp.sh, and the options of the script
-    "config": "config",
-    "work-dir": "output_dir",
-    "datafile": "datafile",
-    "project": "wandb_project",
-    "name": "wandb_name",
-    "seed": "seed",
-    "method": "sampling_method",
-}
+# of run_train_uniref50_ddp.sh, and the options of the script
+FLAGS = {"config": "config", "datafile": "datafile", "seed": "seed", "work-dir": "output_dir"}
+FLAGS |= {"project": "wandb_project", "name": "wandb_name", "method": "sampling_method"}
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -183,7 +176,6 @@ def test_what_uniref50_passes_on(run):
     said = f"prepared: 0 of 1 at localhost {ROOT}/run_train_uniref50_ddp.py"
     assert " ".join([said, *options, "--prepare_only"]) in result.stderr.splitlines()
     assert "prepared: " in refused(run(UNIREF50, "--lr=x", PREPARED="2"))
-
     Path("configs").mkdir()
     Path(config).touch()
     assert started(run(UNIREF50))[1] == [f"--config={config}"]
@@ -202,8 +194,7 @@ def test_dpo_keeps_logs(run):
 
 
 def test_aurora(run):
-    """All tiles of all nodes. Submitted again when time was up: only where it is asked for, and not
-    where the run failed."""
+    """All tiles of all nodes. Submitted again when time was up, if asked for; not if it failed."""
     Path("nodes").write_text("x1c0.hostmgmt.cm.aurora\nx1c0.hostmgmt.cm.aurora\nx1c1.hostmgmt\n")
     job = {"PBS_NODEFILE": "nodes", "PBS_JOBID": "1234567.aurora", "PBS_JOBNAME": "mine"}
     job.update(PBS_O_WORKDIR=os.getcwd(), ZE_AFFINITY_MASK="0", OPTIONS="--lr 1e-6 --backend ccl")
