@@ -84,8 +84,7 @@ BATCH_SIZE = 16  # sequences of a micro-batch, if --batch_size is not given
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    path = "./input_data/processed_uniref50.pt"
-    add("--datafile", type=expanded, default=path, help="proteins; see above")
+    add("--datafile", type=expanded, default="./input_data/processed_uniref50.pt", help="see above")
     add("--val_ratio", type=number(0, 1), default=0.005, help="share of sequences that is held out")
     add("--valid_file", type=expanded, help="proteins to validate on, in place of --val_ratio")
     add("--test_file", type=expanded, help="proteins for the test at the end, with best.pt")
@@ -105,8 +104,6 @@ def parse_args():
     add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most")
     add("--epochs", type=COUNT, default=50, help="passes over the data at most")
     add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
-
-    add = parser.add_argument_group("optim").add_argument
     add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=NATURAL, default=5000, help="steps to reach it, on one GPU")
     scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
@@ -114,8 +111,6 @@ def parse_args():
     add("--weight_decay", type=number(0), default=0.01, help="of matrices")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of the blocks' matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
-
-    add = parser.add_argument_group("memory").add_argument
     add("--gradient_checkpointing", **FLAG, help="compute activations twice")
     add("--max_memory_per_gpu", type=number(0, 1), default=1.0, help="share that a rank may take")
 
@@ -124,12 +119,8 @@ def parse_args():
     add("--eval_sequences", type=number(2, kind=int), default=2000, help="held-out ones at most")
     add("--eval_draws", type=COUNT, default=2, help="draws of the noise for each of them")
     add("--eval_batch_size", type=COUNT, default=16, help="sequences per forward pass")
-
-    add = parser.add_argument_group("sampling").add_argument
-    methods = ["rigorous", "simple"]
-    add(
-        "--sampling_method", default=methods[0], choices=methods, help="of tools/sample_uniref50.py"
-    )
+    methods = ["rigorous", "simple"]  # of tools/sample_uniref50.py
+    add("--sampling_method", default="rigorous", choices=methods, help="of samples drawn later")
 
     add = parser.add_argument_group("names of the original").add_argument
     absent = argparse.SUPPRESS  # no default: that of the option itself holds
@@ -142,8 +133,7 @@ def parse_args():
     parser.set_defaults(log_every=100, save_every=2000)
     args = parse_with_config(parser)
     if args.hidden_size % (8 * args.n_heads) != 0:  # a limit of flash attention
-        expected = f"must be {args.n_heads} heads times a multiple of 8"
-        parser.error(f"--hidden_size {args.hidden_size}: {expected}")
+        parser.error(f"--hidden_size {args.hidden_size}: must be {args.n_heads} x a multiple of 8")
     for name in ("wandb_project", "wandb_name"):
         if getattr(args, name):
             os.environ[name.upper()] = getattr(args, name)
@@ -155,16 +145,12 @@ def parse_args():
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"  # tokens 0 to 25; the last six: unknown or rare
 NUM_RESIDUES = len(RESIDUES)
-BEGIN = 26
-END = 27
-MASK = 28
+BEGIN, END, MASK = range(26, 29)
 VOCAB = 32  # tokens 29 to 31 are free: so the matrices fit a GPU's tiles
-
 TRAIN, VALID, TEST = range(3)  # parts of the data
-
-# Streams of random numbers: the last number of a seed. (numpy ignores zeros at the end.) The
-# sampler's have a seed of two numbers.
-RATES, MASKS, EVALUATION = 1, 2, 3
+# Streams of random numbers: the last number of a seed, but for the sampler's, which has two. It is
+# not 0: numpy ignores zeros at the end.
+RATES, MASKS, EVALUATION = range(1, 4)
 
 
 class Batch(NamedTuple):
@@ -175,9 +161,7 @@ class Batch(NamedTuple):
     loss_weights: torch.Tensor  # (T,) float32, where masked: residues / masked ones; else 0
     positions: torch.Tensor  # (T,) int32, of a token in its sequence
     starts: torch.Tensor  # (B + 1,) int32, where each sequence starts, and where the last one ends
-    lengths: (
-        array.array
-    )  # (B,), in tokens; --compile would make a program for each length of a list
+    lengths: array.array  # (B,), in tokens; of a list --compile would make a program for each
     step_residues: int  # of the whole global batch: the loss is divided by it
 
     def to(self, device):
@@ -186,20 +170,18 @@ class Batch(NamedTuple):
 
 
 def make_batch(sequences, mask_rates, generators, step_residues):
-    """A Batch of sequences of tokens. Of the residues of each a share is masked, rounded up; its
-    generator says which."""
+    """Of the residues of each sequence a share is masked, rounded up; its generator says which."""
     lengths = [len(tokens) for tokens in sequences]
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     clean = np.concatenate(sequences)
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     loss_weights = np.zeros(len(clean), np.float32)
-    for start, tokens, rate, generator in zip(
-        starts, sequences, mask_rates, generators, strict=False
-    ):
-        residues = start + np.flatnonzero(tokens < NUM_RESIDUES)
-        count = math.ceil(rate * len(residues))
-        masked = generator.permutation(residues)[:count]
+    for i, tokens in enumerate(sequences):
+        residues = starts[i] + np.flatnonzero(tokens < NUM_RESIDUES)
+        count = math.ceil(mask_rates[i] * len(residues))
+        masked = generators[i].permutation(residues)[:count]
         loss_weights[masked] = len(residues) / max(1, count)
+
     noisy = np.where(loss_weights > 0, np.uint8(MASK), clean)
     targets = np.where(loss_weights > 0, clean.astype(np.int64), -100)
     tensors = map(torch.from_numpy, (noisy, targets, loss_weights, positions, starts))
@@ -219,30 +201,29 @@ class Proteins:
     def __init__(self, folder, args):
         self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))
         self.offsets = np.load(folder / "offsets.npy")  # of each sequence, and the end
-        part = np.load(folder / "parts.npy")  # of each sequence
-        self.train, self.valid, self.test = [
-            np.flatnonzero(part == p) for p in (TRAIN, VALID, TEST)
-        ]
+        parts = np.load(folder / "parts.npy")
+        self.train, self.valid, self.test = [np.flatnonzero(parts == part) for part in range(3)]
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
-        # residues of each sequence that are used: all, or as many as --max_protein_len takes
-        most = args.max_protein_len - 2
-        whole = np.diff(self.offsets).astype(np.int32) - 2
-        self.lengths = np.minimum(whole, most)
         self.residue_counts = np.array(meta["residue_counts"])  # in the training part
-        # those that are validated on
         number = min(len(self.valid), args.eval_sequences)
         self.validated = self.valid[np.linspace(0, len(self.valid) - 1, number).astype(int)]
         text = f"{len(self.valid):,} held out, of which {number:,} are validated on"
         logging.info(f"  {len(self.train):,} sequences to train on, {text}")
-        longer = np.count_nonzero(whole > most)
-        if longer > 0:
-            logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
+
+        # residues of each sequence that are used: all, or as many as --max_protein_len takes
+        most = args.max_protein_len - 2
+        residues = np.diff(self.offsets).astype(np.int32) - 2
+        self.lengths = np.minimum(residues, most)
+        self.is_cropped = residues > most
+        if self.is_cropped.any():
+            text = f"{self.is_cropped.sum():,} are longer than {most} residues"
+            logging.info(f"  {text}: a part is used each time")
 
     def facts(self):
-        """Of the training part, for whoever draws samples: how often each residue occurs, and how
-        many sequences that are used whole have each number of residues."""
-        whole = self.train[np.diff(self.offsets)[self.train] - 2 == self.lengths[self.train]]
+        """For whoever draws samples: of the training part how often each residue occurs, and how
+        many sequences that are used whole have each length."""
+        whole = self.train[~self.is_cropped[self.train]]
         lengths, counts = np.unique(self.lengths[whole], return_counts=True)
         lengths = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
         return {"residue_counts": self.residue_counts.tolist(), "lengths": lengths}
@@ -282,9 +263,7 @@ class NoisyProteins(Dataset):
         step, rows, positions = item
         rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, RATES]))
         generators = [np.random.default_rng([self.seed, step, i, MASKS]) for i in positions]
-        sequences = []
-        for i, generator in zip(positions, generators, strict=True):
-            sequences.append(self.proteins.crop(rows[i], generator))
+        sequences = list(map(self.proteins.crop, rows[positions], generators))
         step_residues = self.proteins.lengths[rows].sum()
         return make_batch(sequences, rates[positions], generators, step_residues)
 
@@ -389,10 +368,8 @@ def drop_tokens(x, batch):
     is_mask = batch.noisy == MASK
     visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # (B,)
     factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)
-    of_sequence = torch.bucketize(
-        torch.arange(len(x), device=x.device), batch.starts[1:], right=True
-    )
-    return x.masked_fill(is_mask[:, None], 0.0) * factors[of_sequence, None]
+    factors = factors.repeat_interleave(batch.starts.diff(), output_size=len(x))  # (T,)
+    return x.masked_fill(is_mask[:, None], 0.0) * factors[:, None]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -409,10 +386,8 @@ def nats_of(logits, batch):
 
 
 def batch_loss(logits, batch):
-    """What this micro-batch adds to the loss of the step, the bound in nats per residue.
-
-    The sum is divided by the residues of the whole global batch. So what all micro-batches and
-    ranks give adds up to the mean over residues; a mean of their means would be another number."""
+    """What this micro-batch adds to the loss of the step: by the residues of the whole global batch
+    all that micro-batches and ranks give adds up to the mean. A mean of their means is another."""
     return nats_of(logits, batch).sum() / batch.step_residues
 
 
@@ -425,24 +400,21 @@ def evaluate(model, proteins, rows, args, autocast, device):
     """Metrics of sequences, in nats per residue, of --eval_draws draws of the noise for each. Their
     crops and masks are the same each time. (all ranks)"""
     lengths = proteins.lengths[rows]
-    # item i is a draw for sequence i % len(rows)
-    items = np.arange(len(rows) * args.eval_draws)
-    rates = draw_mask_rates(len(items), np.random.default_rng([0, 1, 0, EVALUATION]))
-    nats = torch.zeros(len(items), dtype=torch.float64)
+    count = len(rows) * args.eval_draws  # item i is a draw for sequence i % len(rows)
+    rates = draw_mask_rates(count, np.random.default_rng([0, 1, 0, EVALUATION]))
+    nats = torch.zeros(count, dtype=torch.float64)
 
     # batches are of similar length; batch k goes to rank k % world_size: each item counts once
-    order = items[lengths[items % len(rows)].argsort(kind="stable")]
-    batches = np.array_split(order, math.ceil(len(order) / args.eval_batch_size))
-    for batch_items in batches[dist.get_rank() :: dist.get_world_size()]:
-        generators = [np.random.default_rng([0, 0, item, EVALUATION]) for item in batch_items]
-        sequences = []
-        for item, generator in zip(batch_items, generators, strict=True):
-            sequences.append(proteins.crop(rows[item % len(rows)], generator))
-        batch = make_batch(sequences, rates[batch_items], generators, 1).to(device)
+    order = np.tile(lengths, args.eval_draws).argsort(kind="stable")
+    batches = np.array_split(order, math.ceil(count / args.eval_batch_size))
+    for items in batches[dist.get_rank() :: dist.get_world_size()]:
+        generators = [np.random.default_rng([0, 0, item, EVALUATION]) for item in items]
+        sequences = list(map(proteins.crop, rows[items % len(rows)], generators))
+        batch = make_batch(sequences, rates[items], generators, 1).to(device)
         with autocast():
             token_nats = nats_of(model(batch), batch)
         sums = [part.sum() for part in token_nats.split(batch.lengths.tolist())]
-        nats[batch_items] = torch.stack(sums).double().cpu()
+        nats[items] = torch.stack(sums).double().cpu()
     dist.all_reduce(nats)  # each item is 0 on all ranks but one
 
     # one rank computes what all decide by: on another processor the last bit may differ
@@ -457,12 +429,10 @@ def summarize(nats, mask_rates, lengths):
     bound = nats.mean(0)
     nelbo = bound.sum() / lengths.sum()
     error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * count / (count - 1))
-    metrics = {
-        "nelbo": nelbo,
-        "nelbo_se": error / lengths.sum(),
-        "perplexity": np.exp(min(nelbo, 700.0)),  # a diverged bound would overflow
-        "bits": nelbo / math.log(2),
-    }
+    metrics = {"nelbo": nelbo, "nelbo_se": error / lengths.sum()}
+    metrics["perplexity"] = np.exp(min(nelbo, 700.0))  # a diverged bound would overflow
+    metrics["bits"] = nelbo / math.log(2)
+
     # the cross entropy by mask rate: the mean of the three, each by its residues, is the bound
     residues = np.broadcast_to(lengths, nats.shape)
     for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
@@ -495,19 +465,16 @@ def gpu_factor(args, world_size):
 
 def make_optimizer(args, model, autocast):
     """AdamW; with --optimizer muon, Muon for the matrices of the blocks."""
-    alike = {}  # {shape: matrices of the blocks}
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]  # biases and norms need their size
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     if args.optimizer == "muon":
-        for p in model.blocks.parameters():
-            if p.ndim > 1:
-                alike.setdefault(p.shape, []).append(p)
-    groups = [{"params": params, "muon": True} for params in alike.values()]
-    taken = {p for group in groups for p in group["params"]}
-    rest = [p for p in model.parameters() if p not in taken]
-    groups.append({"params": [p for p in rest if p.ndim > 1]})
-    # biases and norms need their size
-    groups.append({"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0})
-    options = {"betas": (0.9, args.beta2), "weight_decay": args.weight_decay}
-    optimizer = Muon(groups, lr=args.lr, fused=True, **options)
+        groups[0]["params"] = [model.embed.weight, model.dense.weight]
+        for name in ["down", "up", "out", "qkv"]:
+            matrices = [getattr(block, name).weight for block in model.blocks]
+            groups.insert(0, {"params": matrices, "muon": True})
+
+    optimizer = Muon(groups, args.lr, (0.9, args.beta2), weight_decay=args.weight_decay, fused=True)
     optimizer.autocast = autocast
     return optimizer
 
@@ -554,7 +521,6 @@ def orthogonalize(x):
 def train(args, device, proteins, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
     # In fp32 a token takes about 28 numbers for each unit of a block; if blocks are computed twice,
     # of one block at a time, and one number of the others.
     blocks = args.n_blocks_prot
@@ -564,8 +530,8 @@ def train(args, device, proteins, model, state, log):
     steps = min(sampler.steps * args.epochs, args.n_iters)
     peak = args.lr * args.gpu_factor
     warmup = min(args.warmup * args.gpu_factor, steps // 2)
-    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
-    logging.info(f"  learning rate up to {peak:g}, after {warmup:,} steps")
+    text = f"learning rate up to {peak:g}, after {warmup:,}"
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; {text}")
     autocast = choose_precision(args, device)
     optimizer = make_optimizer(args, model, autocast)
     ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
@@ -605,7 +571,7 @@ def train(args, device, proteins, model, state, log):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = batch_loss(ddp_model(batch), batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
         norm = update_if_finite(args, optimizer)
         decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
@@ -662,9 +628,7 @@ def main(args):
     if device.type != "cpu":
         module = torch.get_device_module(device)
         module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
-    weights = None
-    if args.start_from and not state:
-        weights = on_rank0(read_weights, args)
+    weights = on_rank0(read_weights, args) if args.start_from and not state else None
     logging.info("Preparing data loaders...")
     proteins = Proteins(read_once(prepare, args), args)
     if args.prepare_only:
@@ -688,8 +652,9 @@ def main(args):
     if reason:
         return log.stop(reason, **figures)
     if not loop["best"]:
-        text = f"the run has made {loop['step']} steps, and is not evaluated: give more"
-        raise InputError(f"--n_iters {args.n_iters}: {text}")
+        raise InputError(
+            f"--n_iters {args.n_iters}: the run ends, and was not evaluated: give more"
+        )
     best = loop["best"]["val"]
     unigram = proteins.unigram(proteins.validated)
     logging.info(f"best at step {loop['best']['step']}: {text_of(best)}, unigram {unigram:.4f}")
@@ -725,9 +690,7 @@ def read_weights(args):
         weights = state["ema_model"]
         sizes = {name: state["args"][name] for name in SIZES}
     except Exception as error:  # there is no such file, or it holds something else
-        text = (
-            f"expected best.pt or step_N.pt of {SCRIPT}, or what tools/esm_uniref50.py has written"
-        )
+        text = f"expected best.pt or step_N.pt of {SCRIPT}, or a file of tools/esm_uniref50.py"
         raise InputError(f"--start_from {args.start_from}: {text} ({error!r})") from None
     if sizes != {name: getattr(args, name) for name in SIZES}:
         options = " ".join(f"--{name}={value}" for name, value in sizes.items())
