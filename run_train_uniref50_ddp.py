@@ -1,9 +1,9 @@
 """Train a language model of proteins on UniRef50 by masked diffusion.
 
-Some residues of a sequence are hidden: one, two, or up to all, each number is equally likely. A
+Some residues of a sequence are masked: one, two, or up to all, each number is equally likely. A
 transformer that reads in both directions predicts them. Their mean cross entropy, times the number
-of residues, is on average a bound on -log p of the sequence, given its length. It is the bound of
-SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
+of residues, is on average a bound on -log p of the sequence, given its length: that of SEDD (Lou
+et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
 
     ./run_train_uniref50_ddp.sh --config configs/config_uniref50_quickstart.yaml   # all GPUs
     python run_train_uniref50_ddp.py --datafile uniref50.fasta.gz --nproc_per_node 2
@@ -20,13 +20,11 @@ Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats pe
 samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged weights,
 on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard error),
 val/perplexity, val/bits; val/ce_15, ce_50, ce_85: cross entropy where up to 30 %, 30 to 70 %, more
-are masked. The log says what the residues' frequencies in the training data give.
+are masked. At the end: unigram, the nats of the residues' frequencies in the training data.
 
 Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
-curves.png. The same command, given again, goes on from latest.pt.
-
-Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
-that only rank 0 does. The task comes first, then the reading of files, then what all scripts share.
+curves.png. The same command, given again, goes on from latest.pt. Below, "(all ranks)" means that
+every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
 """
 
 # /// script
@@ -106,8 +104,9 @@ def parse_args():
     add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
     add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=NATURAL, default=5000, help="steps to reach it, on one GPU")
-    scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
-    add("--lr_scaling", default="linear", choices=scalings, help="of lr and warmup by the GPUs")
+    add(
+        "--lr_scaling", default="linear", choices=["none", "linear", "conservative"], help="by GPUs"
+    )
     add("--weight_decay", type=number(0), default=0.01, help="of matrices")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of the blocks' matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
@@ -119,8 +118,7 @@ def parse_args():
     add("--eval_sequences", type=number(2, kind=int), default=2000, help="held-out ones at most")
     add("--eval_draws", type=COUNT, default=2, help="draws of the noise for each of them")
     add("--eval_batch_size", type=COUNT, default=16, help="sequences per forward pass")
-    methods = ["rigorous", "simple"]  # of tools/sample_uniref50.py
-    add("--sampling_method", default="rigorous", choices=methods, help="of samples drawn later")
+    add("--sampling_method", default="rigorous", choices=["rigorous", "simple"], help="of samples")
 
     add = parser.add_argument_group("names of the original").add_argument
     absent = argparse.SUPPRESS  # no default: that of the option itself holds
@@ -148,8 +146,7 @@ NUM_RESIDUES = len(RESIDUES)
 BEGIN, END, MASK = range(26, 29)
 VOCAB = 32  # tokens 29 to 31 are free: so the matrices fit a GPU's tiles
 TRAIN, VALID, TEST = range(3)  # parts of the data
-# Streams of random numbers: the last number of a seed, but for the sampler's, which has two. It is
-# not 0: numpy ignores zeros at the end.
+# Streams of random numbers: the last number of a seed; not 0, which numpy ignores at the end.
 RATES, MASKS, EVALUATION = range(1, 4)
 
 
@@ -195,10 +192,10 @@ def draw_mask_rates(count, generator):
 
 
 class Proteins:
-    """What `prepare` has written of --datafile. The tokens are mapped into memory that the ranks of
-    a machine share: sequence after sequence, each from BEGIN to END."""
+    """What `prepare` has written, mapped into memory that the ranks of a machine share."""
 
     def __init__(self, folder, args):
+        # sequence after sequence, each from BEGIN to END
         self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))
         self.offsets = np.load(folder / "offsets.npy")  # of each sequence, and the end
         parts = np.load(folder / "parts.npy")
@@ -216,9 +213,9 @@ class Proteins:
         residues = np.diff(self.offsets).astype(np.int32) - 2
         self.lengths = np.minimum(residues, most)
         self.is_cropped = residues > most
-        if self.is_cropped.any():
-            text = f"{self.is_cropped.sum():,} are longer than {most} residues"
-            logging.info(f"  {text}: a part is used each time")
+        longer = np.count_nonzero(self.is_cropped)
+        if longer > 0:
+            logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
     def facts(self):
         """For whoever draws samples: of the training part how often each residue occurs, and how
@@ -240,13 +237,12 @@ class Proteins:
     def crop(self, row, generator):
         """The tokens of a sequence: lengths[row] of its residues, from a random one on; with BEGIN
         if the first residue is among them, with END if the last one is."""
-        begin, end = self.offsets[row : row + 2]
-        residues = end - begin - 2
-        first = generator.integers(residues - self.lengths[row] + 1)
-        stop = first + self.lengths[row]
-        # before the residues stands BEGIN, after them END
-        start = begin if first == 0 else begin + 1 + first
-        return self.tokens[start : end if stop == residues else begin + 1 + stop]
+        tokens = self.tokens[self.offsets[row] : self.offsets[row + 1]]
+        most = len(tokens) - 2 - self.lengths[row]  # residues that may be left out before it
+        first = generator.integers(most + 1)
+        start = 0 if first == 0 else 1 + first
+        stop = len(tokens) if first == most else 1 + first + self.lengths[row]
+        return tokens[start:stop]
 
 
 class NoisyProteins(Dataset):
@@ -258,8 +254,7 @@ class NoisyProteins(Dataset):
         self.seed = seed
 
     def __getitem__(self, item):
-        """item, of the sampler: the step, the rows of the global batch, and the positions in it of
-        this micro-batch."""
+        """item: of the sampler the step, rows of the global batch, positions of the micro-batch."""
         step, rows, positions = item
         rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, RATES]))
         generators = [np.random.default_rng([self.seed, step, i, MASKS]) for i in positions]
@@ -297,8 +292,7 @@ class Block(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (Su et al. 2021): each pair of channels of x (T, 2, heads, E), i
-    and i + E / 2, is rotated by the position times a frequency."""
+    """Rotary embedding (Su et al. 2021): channels i and i + E / 2 of x (T, 2, heads, E) rotate."""
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
@@ -321,9 +315,8 @@ def attend(q, k, v, batch):
 
 
 class Denoiser(nn.Module):
-    """Which residues are masked: the network of ESM-2 (Lin et al. 2023), without padding. It sees
-    how many are masked, and so is not told the time of the diffusion (as MDLM's default, and Ou et
-    al. 2025)."""
+    """The network of ESM-2 (Lin et al. 2023), without padding. It sees how many residues are
+    masked, and so is not told the time of the diffusion (as MDLM's default, and Ou et al. 2025)."""
 
     def __init__(self, args):
         super().__init__()
@@ -377,11 +370,10 @@ def drop_tokens(x, batch):
 
 
 def nats_of(logits, batch):
-    """(T,): what each token adds to a bound on -log p of its sequence, in nats; most add 0.
-
-    Where k of n residues are masked, each has the weight n / k. All k are equally likely, so the
-    weighted sum is on average a bound (Uria et al. 2014). SEDD and MDLM draw a time and mask each
-    residue with this chance; on average that is the same loss (Ou et al. 2025)."""
+    """(T,): what each token adds to a bound on -log p of its sequence, in nats; most add 0. Where k
+    of n residues are masked, each has the weight n / k. All k are equally likely, so the weighted
+    sum is on average a bound (Uria et al. 2014). SEDD and MDLM draw a time and mask each residue
+    with this chance; on average that is the same loss (Ou et al. 2025)."""
     return F.cross_entropy(logits, batch.targets, reduction="none") * batch.loss_weights
 
 
@@ -423,11 +415,11 @@ def evaluate(model, proteins, rows, args, autocast, device):
 
 
 def summarize(nats, mask_rates, lengths):
-    """Metrics of all sequences together: nats (draws, sequences) by residues (sequences,), and the
-    standard error of their ratio."""
+    """Metrics of all sequences together: nats (draws, sequences) by residues, lengths.sum()."""
     count = len(lengths)
     bound = nats.mean(0)
     nelbo = bound.sum() / lengths.sum()
+    # standard error of a ratio
     error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * count / (count - 1))
     metrics = {"nelbo": nelbo, "nelbo_se": error / lengths.sum()}
     metrics["perplexity"] = np.exp(min(nelbo, 700.0))  # a diverged bound would overflow
@@ -447,8 +439,7 @@ def summarize(nats, mask_rates, lengths):
 
 
 def lr_factor(step, steps, warmup):
-    """What the peak rate is multiplied by: a straight rise from above 0, then half a cosine, which
-    ends at 1 %, as in the original."""
+    """Of the peak rate: a straight rise from above 0, then half a cosine, which ends at 1 %."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - warmup)
@@ -507,8 +498,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(x):
-    """Matrices x (n, a, b) with all their singular values moved to about 1, by five steps of a
-    Newton-Schulz iteration (Jordan et al. 2024)."""
+    """Matrices x (n, a, b), their singular values moved to about 1 by Newton-Schulz steps."""
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -519,8 +509,7 @@ def orthogonalize(x):
 
 
 def train(args, device, proteins, model, state, log):
-    """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
-    stands. (all ranks)"""
+    """Returns why it was stopped, "" if it has ended; and `loop`: where it stands. (all ranks)"""
     # In fp32 a token takes about 28 numbers for each unit of a block; if blocks are computed twice,
     # of one block at a time, and one number of the others.
     blocks = args.n_blocks_prot
@@ -626,8 +615,8 @@ def main(args):
     if (args.wandb_project or args.wandb_name) and args.wandb_mode == "disabled":
         logging.warning("nothing is sent to wandb without --wandb_mode online or offline")
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
+        fraction = args.max_memory_per_gpu
+        torch.get_device_module(device).set_per_process_memory_fraction(fraction, device)
     weights = on_rank0(read_weights, args) if args.start_from and not state else None
     logging.info("Preparing data loaders...")
     proteins = Proteins(read_once(prepare, args), args)
@@ -652,9 +641,7 @@ def main(args):
     if reason:
         return log.stop(reason, **figures)
     if not loop["best"]:
-        raise InputError(
-            f"--n_iters {args.n_iters}: the run ends, and was not evaluated: give more"
-        )
+        raise InputError(f"--n_iters {args.n_iters}: the run ends without an evaluation: give more")
     best = loop["best"]["val"]
     unigram = proteins.unigram(proteins.validated)
     logging.info(f"best at step {loop['best']['step']}: {text_of(best)}, unigram {unigram:.4f}")
@@ -678,9 +665,21 @@ def text_of(metrics):
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights to start from
+# Reading: the user's files, once, by rank 0
 
-SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]
+SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]  # of a network
+READER = 7  # raise it when you change what is read or kept: else an old cache is used
+LETTERS = (RESIDUES + RESIDUES.lower()).encode()
+TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
+TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
+MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
+OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
+TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
+EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
+NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
+# what is said of records that are left out
+NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"
+SHARED = "sequences are left out, which are in the test or the validation, too"
 
 
 def read_weights(args):
@@ -698,23 +697,8 @@ def read_weights(args):
     return weights
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading: the user's file, once, by rank 0
-
-READER = 7  # raise it when you change what is read or kept: else an old cache is used
-LETTERS = (RESIDUES + RESIDUES.lower()).encode()
-TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
-TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
-MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
-OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
-TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
-EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
-NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
-
-
 def read_records(path):
-    """Yields (where it stands in the file, sequence) of each record: of FASTA, which begins with >,
-    of a file with a sequence on each line, or of a table."""
+    """Yields (where it stands in the file, sequence) of each record."""
     damaged = (EOFError, OSError, lzma.LZMAError, zlib.error)  # of a compressed file
     damaged += (pickle.UnpicklingError, RuntimeError, ValueError, ImportError)  # of a table
     try:
@@ -725,39 +709,37 @@ def read_records(path):
 
 
 def read_text(path):
+    """Of FASTA, which begins with >, or of a file with a sequence on each line."""
     with open(path, "rb") as file:
         begin = file.read(6)
     openers = [opener for start, opener in OPENERS.items() if begin.startswith(start)]
     is_alignment = ".a3m" in path.suffixes  # of which - and . are no residues
     # titles may have letters of any encoding: what is not UTF-8 is replaced
     with (openers or [open])[0](path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        is_fasta = False
-        place = ""
-        lines = []
+        place = ""  # where the record begins
+        lines = None  # of the record, if this is FASTA
         for number, line in enumerate(file, 1):
             if line.startswith(">"):
-                if place and not is_fasta:
+                if lines is not None:
+                    yield place, "".join(lines)
+                elif place:
                     text = "expected FASTA from the first line on, or a sequence on each line"
                     raise InputError(f"{path}: line {number} begins with >; {text}")
-                if is_fasta:
-                    yield place, "".join(lines)
-                is_fasta = True
                 place = f"line {number} {line.split()[0]}"
                 lines = []
-            elif is_fasta:
+            elif lines is not None:
                 if is_alignment:
                     line = line.replace("-", "").replace(".", "")
                 lines.append("".join(line.split()))
             elif line.strip():
                 place = f"line {number}"
                 yield place, line
-        if is_fasta:
+        if lines is not None:
             yield place, "".join(lines)
 
 
 def read_table(path):
-    """Of texts, or of rows with protein_seq, sequence or text. Those of a .pt file, as the original
-    has them, were saved by torch.save."""
+    """Of texts, or of rows with protein_seq, sequence or text."""
     import pandas
 
     if path.suffix == ".pt":
@@ -774,8 +756,8 @@ def read_table(path):
         raise InputError(f"{path}: expected a list, or a dict with one as sequences or data")
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
-            names = [name for name in ("protein_seq", "sequence", "text") if name in entry]
-            entry = entry[names[0]] if names else ""
+            columns = ("protein_seq", "sequence", "text")
+            entry = next((entry[name] for name in columns if name in entry), "")
         yield f"entry {number}", "".join(entry.split()) if isinstance(entry, str) else ""
 
 
@@ -788,36 +770,29 @@ def encode(sequence):
     return letters.translate(TOKENS), "" if letters else "no residues"
 
 
-def hash_of(tokens):
-    """A number below 2**64, of the sequence alone."""
-    digest = hashlib.blake2b(tokens.translate(TO_LETTERS), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
-
-
 def is_held_out(tokens, val_ratio):
     """By the sequence alone: equal ones are on one side, in any file and on any seed."""
-    return hash_of(tokens) / 2**64 < val_ratio
+    digest = hashlib.blake2b(tokens.translate(TO_LETTERS), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 < val_ratio
 
 
-def read_proteins(args, bad, nucleic, shared):
+def read_proteins(args, bad, left_out):
     """Yields (part, tokens as bytes) of all files. Appends to lists where those stand that are left
     out: bad records, DNA and RNA, and sequences of the test or the validation in later files."""
     held = {}  # {hash of a sequence of --test_file or --valid_file: its part}
-    for part, option in [(TEST, "test_file"), (VALID, "valid_file"), (TRAIN, "datafile")]:
-        if getattr(args, option) is None:
-            continue
-        path = Path(getattr(args, option))
-        for place, sequence in tqdm(read_records(path), unit=" records", disable=None, leave=False):
-            place = f"{path.name} {place}"
+    for part, path in [(TEST, args.test_file), (VALID, args.valid_file), (TRAIN, args.datafile)]:
+        records = [] if path is None else read_records(Path(path))
+        for place, sequence in tqdm(records, unit=" records", disable=None, leave=False):
+            place = f"{Path(path).name} {place}"
             tokens, problem = encode(sequence)
             if problem:
                 bad.append(f"{place}: {problem}")
             elif len(tokens) > 20 and not tokens.translate(None, NUCLEOTIDES):
-                nucleic.append(place)
-            elif held.get(hash_of(tokens), part) != part:
-                shared.append(place)
+                left_out[NUCLEIC].append(place)
+            elif held.get(hash(tokens), part) != part:
+                left_out[SHARED].append(place)
             elif part != TRAIN:
-                held[hash_of(tokens)] = part
+                held[hash(tokens)] = part
                 yield part, tokens
             elif args.valid_file is None and is_held_out(tokens, args.val_ratio):
                 yield VALID, tokens
@@ -831,11 +806,10 @@ def write_tokens(folder, args):
     parts = array.array("b")
     residue_counts = np.zeros(NUM_RESIDUES, np.int64)  # in the training part
     digest = hashlib.blake2b(digest_size=6)
-    bad = []
-    nucleic = []
-    shared = []
+    bad = []  # where they stand
+    left_out = {NUCLEIC: [], SHARED: []}
     with open(folder / "tokens", "wb") as file:
-        for part, tokens in read_proteins(args, bad, nucleic, shared):
+        for part, tokens in read_proteins(args, bad, left_out):
             parts.append(part)
             if part == TRAIN:
                 own = np.frombuffer(tokens, np.uint8)
@@ -850,21 +824,18 @@ def write_tokens(folder, args):
         raise InputError("\n  ".join([text, *bad[:20]]))
     if bad:
         logging.warning("\n  ".join([f"{len(bad)} bad records are left out:", *bad[:20]]))
-    if nucleic:
-        text = f"{len(nucleic)} records of A C G T U N alone are left out as DNA or RNA"
-        logging.warning(f"{text}, such as {nucleic[0]}")
-    if shared:
-        text = f"{len(shared)} sequences are left out, which are in the test or the validation, too"
-        logging.warning(f"{text}, such as {shared[0]}")
+    for what, places in left_out.items():
+        if places:
+            logging.warning(f"{len(places)} {what}, such as {places[0]}")
     rare = residue_counts[20:].sum() / max(1, residue_counts.sum())
-    if rare > MOST_RARE or len(nucleic) > len(parts):
-        text = f"{rare:.0%} of the letters are X B U Z O J, {len(nucleic)} records DNA or RNA"
+    nucleic = len(left_out[NUCLEIC])
+    if rare > MOST_RARE or nucleic > len(parts):
+        text = f"{rare:.0%} of the letters are X B U Z O J, {nucleic} records DNA or RNA"
         raise InputError(f"{args.datafile}: expected proteins; {text}")
     train, valid, test = [parts.count(part) for part in (TRAIN, VALID, TEST)]
     if train == 0 or valid < 2 or (args.test_file and test < 2):
         text = f"{train} proteins to train on, {valid} held out, {test} to test"
-        hint = "expected more different ones (equal ones are on one side), or a larger --val_ratio"
-        raise InputError(f"{args.datafile}: {text}; {hint}")
+        raise InputError(f"{args.datafile}: {text}; expected more different ones")
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "parts.npy", parts)
     meta = {"residue_counts": residue_counts.tolist(), "hash": digest.hexdigest()}
@@ -878,12 +849,12 @@ def prepare(args):
         path = getattr(args, option)
         if path is None:
             key.append(None)
-            continue
-        if not Path(path).is_file():
+        elif Path(path).is_file():
+            stat = Path(path).stat()
+            key.append([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
+        else:
             url = "ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
             raise InputError(f"--{option} {path}: there is no such file. UniRef50: {url}")
-        stat = Path(path).stat()
-        key.append([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
     return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
 
 
