@@ -104,9 +104,8 @@ def parse_args():
     add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
     add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=NATURAL, default=5000, help="steps to reach it, on one GPU")
-    add(
-        "--lr_scaling", default="linear", choices=["none", "linear", "conservative"], help="by GPUs"
-    )
+    scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
+    add("--lr_scaling", default="linear", choices=scalings, help="of lr and warmup by the GPUs")
     add("--weight_decay", type=number(0), default=0.01, help="of matrices")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of the blocks' matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
@@ -186,8 +185,7 @@ def make_batch(sequences, mask_rates, generators, step_residues):
 
 
 def draw_mask_rates(count, generator):
-    """Rates above 0, and up to 1, for `count` sequences. Each alone is uniform, together they are
-    spread evenly: less noise than independent ones (Kingma et al. 2021)."""
+    """Rates above 0, up to 1; uniform, but spread evenly: less noise (Kingma et al. 2021)."""
     return 1 - (generator.permutation(count) + generator.random()) / count
 
 
@@ -195,8 +193,7 @@ class Proteins:
     """What `prepare` has written, mapped into memory that the ranks of a machine share."""
 
     def __init__(self, folder, args):
-        # sequence after sequence, each from BEGIN to END
-        self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))
+        self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))  # BEGIN ... END ...
         self.offsets = np.load(folder / "offsets.npy")  # of each sequence, and the end
         parts = np.load(folder / "parts.npy")
         self.train, self.valid, self.test = [np.flatnonzero(parts == part) for part in range(3)]
@@ -218,8 +215,7 @@ class Proteins:
             logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
     def facts(self):
-        """For whoever draws samples: of the training part how often each residue occurs, and how
-        many sequences that are used whole have each length."""
+        """Of the training part: how often each residue and each length (not cropped) occur."""
         whole = self.train[~self.is_cropped[self.train]]
         lengths, counts = np.unique(self.lengths[whole], return_counts=True)
         lengths = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
@@ -235,8 +231,7 @@ class Proteins:
         return float(-found @ np.log(counts / counts.sum()) / found.sum())
 
     def crop(self, row, generator):
-        """The tokens of a sequence: lengths[row] of its residues, from a random one on; with BEGIN
-        if the first residue is among them, with END if the last one is."""
+        """lengths[row] residues, from a random one on, and BEGIN or END if they reach it."""
         tokens = self.tokens[self.offsets[row] : self.offsets[row + 1]]
         most = len(tokens) - 2 - self.lengths[row]  # residues that may be left out before it
         first = generator.integers(most + 1)
@@ -246,8 +241,7 @@ class Proteins:
 
 
 class NoisyProteins(Dataset):
-    """Micro-batches of the training part. Crops and masks depend on seed, step, and the position in
-    the global batch, not on the number of ranks."""
+    """Micro-batches. Crops and masks depend on seed, step, and position in the global batch."""
 
     def __init__(self, proteins, seed):
         self.proteins = proteins
@@ -259,8 +253,9 @@ class NoisyProteins(Dataset):
         rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, RATES]))
         generators = [np.random.default_rng([self.seed, step, i, MASKS]) for i in positions]
         sequences = list(map(self.proteins.crop, rows[positions], generators))
-        step_residues = self.proteins.lengths[rows].sum()
-        return make_batch(sequences, rates[positions], generators, step_residues)
+        return make_batch(
+            sequences, rates[positions], generators, self.proteins.lengths[rows].sum()
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,9 +303,8 @@ def attend(q, k, v, batch):
     # elsewhere one sequence after the other: no work is done for padding, and no mask is needed
     outputs = []
     for parts in zip(*[x.split(batch.lengths.tolist()) for x in (q, k, v)], strict=True):
-        query, key, value = [part.transpose(0, 1)[None] for part in parts]  # (1, heads, n, E)
-        output = F.scaled_dot_product_attention(query, key, value)
-        outputs.append(output[0].transpose(0, 1))
+        q_k_v = [part.transpose(0, 1)[None] for part in parts]  # (1, heads, n, E)
+        outputs.append(F.scaled_dot_product_attention(*q_k_v)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -340,57 +334,44 @@ class Denoiser(nn.Module):
     def hidden(self, batch, blocks=None):
         """The hidden states (T, D) after so many blocks; by default of all, and normalized."""
         x = self.embed(batch.noisy.int())
-        if self.token_dropout:
-            x = drop_tokens(x, batch)
+        if self.token_dropout:  # none for a masked token, and larger ones the more are masked
+            is_mask = batch.noisy == MASK
+            visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # (B,)
+            factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)  # 0.88: visible to ESM-2
+            factors = factors.repeat_interleave(batch.starts.diff(), output_size=len(x))  # (T,)
+            x = x.masked_fill(is_mask[:, None], 0.0) * factors[:, None]
+
         pairs = x.shape[1] // self.blocks[0].heads // 2  # of channels, in a head
         frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
         angles = (batch.positions[:, None] * frequencies)[:, None, None]  # (T, 1, 1, E / 2)
-        cos = angles.cos()
-        sin = angles.sin()
+        rotation = [angles.cos(), angles.sin()]
         for block in self.blocks[:blocks]:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, batch, use_reentrant=False)
+                x = checkpoint(block, x, *rotation, batch, use_reentrant=False)
             else:
-                x = block(x, cos, sin, batch)
+                x = block(x, *rotation, batch)
         return self.norm(x) if blocks is None else x
 
 
-def drop_tokens(x, batch):
-    """The embeddings x (T, D) as ESM-2 was trained with: none for a masked token, and larger ones
-    for the others, the more are masked. In its training 0.88 of the tokens were not."""
-    is_mask = batch.noisy == MASK
-    visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # (B,)
-    factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)
-    factors = factors.repeat_interleave(batch.starts.diff(), output_size=len(x))  # (T,)
-    return x.masked_fill(is_mask[:, None], 0.0) * factors[:, None]
-
-
 # --------------------------------------------------------------------------------------------------
-# Loss
+# Loss and evaluation
 
 
 def nats_of(logits, batch):
-    """(T,): what each token adds to a bound on -log p of its sequence, in nats; most add 0. Where k
-    of n residues are masked, each has the weight n / k. All k are equally likely, so the weighted
-    sum is on average a bound (Uria et al. 2014). SEDD and MDLM draw a time and mask each residue
-    with this chance; on average that is the same loss (Ou et al. 2025)."""
+    """(T,): what each token adds to a bound on -log p of its sequence, in nats. If k of n residues
+    are masked, all k equally likely, each has the weight n / k (Uria et al. 2014). SEDD and MDLM
+    draw a time, and mask with this chance: on average the same loss (Ou et al. 2025)."""
     return F.cross_entropy(logits, batch.targets, reduction="none") * batch.loss_weights
 
 
 def batch_loss(logits, batch):
-    """What this micro-batch adds to the loss of the step: by the residues of the whole global batch
-    all that micro-batches and ranks give adds up to the mean. A mean of their means is another."""
+    """Of a micro-batch, by the residues of the whole global batch: so all add up to the mean."""
     return nats_of(logits, batch).sum() / batch.step_residues
-
-
-# --------------------------------------------------------------------------------------------------
-# Evaluation
 
 
 @torch.no_grad()
 def evaluate(model, proteins, rows, args, autocast, device):
-    """Metrics of sequences, in nats per residue, of --eval_draws draws of the noise for each. Their
-    crops and masks are the same each time. (all ranks)"""
+    """Metrics of --eval_draws draws for each sequence, which are the same each time. (all ranks)"""
     lengths = proteins.lengths[rows]
     count = len(rows) * args.eval_draws  # item i is a draw for sequence i % len(rows)
     rates = draw_mask_rates(count, np.random.default_rng([0, 1, 0, EVALUATION]))
@@ -419,9 +400,8 @@ def summarize(nats, mask_rates, lengths):
     count = len(lengths)
     bound = nats.mean(0)
     nelbo = bound.sum() / lengths.sum()
-    # standard error of a ratio
     error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * count / (count - 1))
-    metrics = {"nelbo": nelbo, "nelbo_se": error / lengths.sum()}
+    metrics = {"nelbo": nelbo, "nelbo_se": error / lengths.sum()}  # of a ratio of two means
     metrics["perplexity"] = np.exp(min(nelbo, 700.0))  # a diverged bound would overflow
     metrics["bits"] = nelbo / math.log(2)
 
@@ -447,11 +427,9 @@ def lr_factor(step, steps, warmup):
 
 
 def gpu_factor(args, world_size):
-    """What learning rate and warm-up are multiplied by. Where the batch does not grow with the
-    GPUs, 1. (Goyal et al. 2017 scale the rate so; the longer warm-up is the original's.)"""
-    if args.global_batch_size > 0 or args.lr_scaling == "none":
-        return 1
-    return min(world_size, 6) if args.lr_scaling == "conservative" else world_size
+    """Of learning rate (Goyal et al. 2017) and warm-up: 1 if the batch does not grow with GPUs."""
+    most = {"none": 1, "linear": math.inf, "conservative": 6}[args.lr_scaling]
+    return 1 if args.global_batch_size > 0 else min(world_size, most)
 
 
 def make_optimizer(args, model, autocast):
@@ -471,9 +449,8 @@ def make_optimizer(args, model, autocast):
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW; but Muon (Jordan et al. 2024) for groups with `muon`, each of matrices of one shape: a
-    step is their momentum with all singular values near 1. Its entries are as large as AdamW's are
-    (Liu et al. 2025): one learning rate serves both."""
+    """AdamW; but Muon (Jordan et al. 2024) for groups with `muon`, of matrices of one shape: a step
+    is their momentum with all singular values near 1, as large as AdamW's (Liu et al. 2025)."""
 
     @torch.no_grad()
     def step(self):
@@ -508,10 +485,9 @@ def orthogonalize(x):
     return x
 
 
-def train(args, device, proteins, model, state, log):
+def train(args, device, autocast, proteins, model, state, log):
     """Returns why it was stopped, "" if it has ended; and `loop`: where it stands. (all ranks)"""
-    # In fp32 a token takes about 28 numbers for each unit of a block; if blocks are computed twice,
-    # of one block at a time, and one number of the others.
+    # a token takes about 28 fp32 numbers for a unit of a block, or 1 where only its input is kept
     blocks = args.n_blocks_prot
     numbers = 28 + blocks if args.gradient_checkpointing else 28 * blocks
     room = room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
@@ -519,9 +495,7 @@ def train(args, device, proteins, model, state, log):
     steps = min(sampler.steps * args.epochs, args.n_iters)
     peak = args.lr * args.gpu_factor
     warmup = min(args.warmup * args.gpu_factor, steps // 2)
-    text = f"learning rate up to {peak:g}, after {warmup:,}"
-    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; {text}")
-    autocast = choose_precision(args, device)
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; lr {peak:g} after {warmup:,}")
     optimizer = make_optimizer(args, model, autocast)
     ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
     ema_params = list(ema_model.parameters())
@@ -615,8 +589,7 @@ def main(args):
     if (args.wandb_project or args.wandb_name) and args.wandb_mode == "disabled":
         logging.warning("nothing is sent to wandb without --wandb_mode online or offline")
     if device.type != "cpu":
-        fraction = args.max_memory_per_gpu
-        torch.get_device_module(device).set_per_process_memory_fraction(fraction, device)
+        torch.get_device_module(device).set_per_process_memory_fraction(args.max_memory_per_gpu)
     weights = on_rank0(read_weights, args) if args.start_from and not state else None
     logging.info("Preparing data loaders...")
     proteins = Proteins(read_once(prepare, args), args)
@@ -634,34 +607,31 @@ def main(args):
         args.start_hash = hashlib.blake2b(content, digest_size=6).hexdigest()
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
+    autocast = choose_precision(args, device)
     log = RunLog(args, state)
     with logging_redirect_tqdm():
-        reason, loop = train(args, device, proteins, model, state, log)
+        reason, loop = train(args, device, autocast, proteins, model, state, log)
     figures = {"steps": loop["step"], "best": loop["best"]}
     if reason:
         return log.stop(reason, **figures)
     if not loop["best"]:
         raise InputError(f"--n_iters {args.n_iters}: the run ends without an evaluation: give more")
-    best = loop["best"]["val"]
+    best = loop["best"]
     unigram = proteins.unigram(proteins.validated)
-    logging.info(f"best at step {loop['best']['step']}: {text_of(best)}, unigram {unigram:.4f}")
-    if best["nelbo"] >= unigram:
+    logging.info(f"best at step {best['step']}: nelbo {best['value']:.4f}, unigram {unigram:.4f}")
+    if best["value"] >= unigram:
         logging.warning("the network is no better than the residues' frequencies: train longer")
     figures["baselines"] = {"unigram": unigram}
     if len(proteins.test) > 0:
         state = on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")
         model.load_state_dict(state["ema_model"])
-        autocast = choose_precision(args, device)
         figures["test"] = evaluate(model.eval(), proteins, proteins.test, args, autocast, device)
         figures["baselines"]["test_unigram"] = proteins.unigram(proteins.test)
-        logging.info(f"test of {len(proteins.test):,}: {text_of(figures['test'])}")
+        text = ", ".join(f"{name} {value:.4f}" for name, value in figures["test"].items())
+        logging.info(f"test of {len(proteins.test):,}: {text}")
     log.close("finished", **figures)
     logging.info("Training and evaluation completed successfully!")
     return 0
-
-
-def text_of(metrics):
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -677,8 +647,7 @@ OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # 
 TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
 EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
 NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
-# what is said of records that are left out
-NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"
+NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"  # what is said of them
 SHARED = "sequences are left out, which are in the test or the validation, too"
 
 
@@ -703,9 +672,8 @@ def read_records(path):
     damaged += (pickle.UnpicklingError, RuntimeError, ValueError, ImportError)  # of a table
     try:
         yield from read_table(path) if TABLES & set(path.suffixes) else read_text(path)
-    except damaged as error:
-        text = " ".join(str(error).split())  # torch's errors have many lines
-        raise InputError(f"{path}: cannot be read: {text}") from None
+    except damaged as error:  # torch's have many lines
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
 
 
 def read_text(path):
@@ -756,8 +724,7 @@ def read_table(path):
         raise InputError(f"{path}: expected a list, or a dict with one as sequences or data")
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
-            columns = ("protein_seq", "sequence", "text")
-            entry = next((entry[name] for name in columns if name in entry), "")
+            entry = next((entry[c] for c in ("protein_seq", "sequence", "text") if c in entry), "")
         yield f"entry {number}", "".join(entry.split()) if isinstance(entry, str) else ""
 
 
@@ -777,8 +744,7 @@ def is_held_out(tokens, val_ratio):
 
 
 def read_proteins(args, bad, left_out):
-    """Yields (part, tokens as bytes) of all files. Appends to lists where those stand that are left
-    out: bad records, DNA and RNA, and sequences of the test or the validation in later files."""
+    """Yields (part, tokens as bytes) of all files; appends to lists where others stand."""
     held = {}  # {hash of a sequence of --test_file or --valid_file: its part}
     for part, path in [(TEST, args.test_file), (VALID, args.valid_file), (TRAIN, args.datafile)]:
         records = [] if path is None else read_records(Path(path))
@@ -812,8 +778,7 @@ def write_tokens(folder, args):
         for part, tokens in read_proteins(args, bad, left_out):
             parts.append(part)
             if part == TRAIN:
-                own = np.frombuffer(tokens, np.uint8)
-                residue_counts += np.bincount(own, minlength=NUM_RESIDUES)
+                residue_counts += np.bincount(bytearray(tokens), minlength=NUM_RESIDUES)
             tokens = b"%c%b%c" % (BEGIN, tokens, END)
             file.write(tokens)
             digest.update(b"%c%b" % (part, tokens))
@@ -835,7 +800,7 @@ def write_tokens(folder, args):
     train, valid, test = [parts.count(part) for part in (TRAIN, VALID, TEST)]
     if train == 0 or valid < 2 or (args.test_file and test < 2):
         text = f"{train} proteins to train on, {valid} held out, {test} to test"
-        raise InputError(f"{args.datafile}: {text}; expected more different ones")
+        raise InputError(f"{args.datafile}: {text}; expected more, or a larger --val_ratio")
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "parts.npy", parts)
     meta = {"residue_counts": residue_counts.tolist(), "hash": digest.hexdigest()}
@@ -847,14 +812,11 @@ def prepare(args):
     key = [READER, args.val_ratio, args.skip_bad_data]
     for option in ("datafile", "valid_file", "test_file"):
         path = getattr(args, option)
-        if path is None:
-            key.append(None)
-        elif Path(path).is_file():
-            stat = Path(path).stat()
-            key.append([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
-        else:
+        if path is not None and not Path(path).is_file():
             url = "ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
             raise InputError(f"--{option} {path}: there is no such file. UniRef50: {url}")
+        stat = path and Path(path).stat()
+        key.append(path and [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
     return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
 
 
