@@ -145,8 +145,7 @@ NUM_RESIDUES = len(RESIDUES)
 BEGIN, END, MASK = range(26, 29)
 VOCAB = 32  # tokens 29 to 31 are free: so the matrices fit a GPU's tiles
 TRAIN, VALID, TEST = range(3)  # parts of the data
-# Streams of random numbers: the last number of a seed; not 0, which numpy ignores at the end.
-RATES, MASKS, EVALUATION = range(1, 4)
+RATES, MASKS, EVALUATION = range(1, 4)  # random streams: the last number of a seed (0 is ignored)
 
 
 class Batch(NamedTuple):
@@ -161,8 +160,7 @@ class Batch(NamedTuple):
     step_residues: int  # of the whole global batch: the loss is divided by it
 
     def to(self, device):
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
-        return Batch(*moved, self.lengths, self.step_residues)
+        return Batch(*[tensor.to(device, non_blocking=True) for tensor in self[:5]], *self[5:])
 
 
 def make_batch(sequences, mask_rates, generators, step_residues):
@@ -193,7 +191,7 @@ class Proteins:
     """What `prepare` has written, mapped into memory that the ranks of a machine share."""
 
     def __init__(self, folder, args):
-        self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))  # BEGIN ... END ...
+        self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))  # each: BEGIN ... END
         self.offsets = np.load(folder / "offsets.npy")  # of each sequence, and the end
         parts = np.load(folder / "parts.npy")
         self.train, self.valid, self.test = [np.flatnonzero(parts == part) for part in range(3)]
@@ -253,9 +251,8 @@ class NoisyProteins(Dataset):
         rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, RATES]))
         generators = [np.random.default_rng([self.seed, step, i, MASKS]) for i in positions]
         sequences = list(map(self.proteins.crop, rows[positions], generators))
-        return make_batch(
-            sequences, rates[positions], generators, self.proteins.lengths[rows].sum()
-        )
+        step_residues = self.proteins.lengths[rows].sum()
+        return make_batch(sequences, rates[positions], generators, step_residues)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,8 +317,7 @@ class Denoiser(nn.Module):
         self.embed = nn.Embedding(VOCAB, width)
         self.blocks = nn.ModuleList([Block(args) for _ in range(args.n_blocks_prot)])
         self.norm = nn.LayerNorm(width)
-        # the head, whose last matrix is that of the embeddings
-        self.dense = nn.Linear(width, width)
+        self.dense = nn.Linear(width, width)  # the head: its last matrix is that of the embeddings
         self.dense_norm = nn.LayerNorm(width)
         self.head_bias = nn.Parameter(torch.zeros(VOCAB))
         nn.init.zeros_(self.dense_norm.weight)  # at first all residues are equally likely
@@ -442,7 +438,6 @@ def make_optimizer(args, model, autocast):
         for name in ["down", "up", "out", "qkv"]:
             matrices = [getattr(block, name).weight for block in model.blocks]
             groups.insert(0, {"params": matrices, "muon": True})
-
     optimizer = Muon(groups, args.lr, (0.9, args.beta2), weight_decay=args.weight_decay, fused=True)
     optimizer.autocast = autocast
     return optimizer
@@ -584,8 +579,7 @@ def main(args):
         eval_batch_size gradient_checkpointing max_memory_per_gpu sampling_method wandb_project
         wandb_name""".split()
     state = open_run(args, free_on_resume)
-    # a resumed run keeps its rate on any number of GPUs
-    args.gpu_factor = state["args"]["gpu_factor"] if state else factor
+    args.gpu_factor = state["args"]["gpu_factor"] if state else factor  # a resumed run keeps it
     if (args.wandb_project or args.wandb_name) and args.wandb_mode == "disabled":
         logging.warning("nothing is sent to wandb without --wandb_mode online or offline")
     if device.type != "cpu":
@@ -642,7 +636,6 @@ READER = 7  # raise it when you change what is read or kept: else an old cache i
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
 TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
-MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
 OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
 TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
 EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
@@ -794,7 +787,7 @@ def write_tokens(folder, args):
             logging.warning(f"{len(places)} {what}, such as {places[0]}")
     rare = residue_counts[20:].sum() / max(1, residue_counts.sum())
     nucleic = len(left_out[NUCLEIC])
-    if rare > MOST_RARE or nucleic > len(parts):
+    if rare > 0.02 or nucleic > len(parts):  # of UniProt's annotated proteins they are 0.005 %
         text = f"{rare:.0%} of the letters are X B U Z O J, {nucleic} records DNA or RNA"
         raise InputError(f"{args.datafile}: expected proteins; {text}")
     train, valid, test = [parts.count(part) for part in (TRAIN, VALID, TEST)]
