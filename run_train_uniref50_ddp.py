@@ -18,9 +18,8 @@ protein_seq, sequence or text. Letters are the 20 residues and X B U Z O J, in u
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged weights,
-on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard error),
-val/perplexity, val/bits; val/ce_15, ce_50, ce_85: cross entropy where up to 30 %, 30 to 70 %, more
-are masked. At the end: unigram, the nats of the residues' frequencies in the training data.
+on held-out sequences: val/nelbo (the bound), val/nelbo_se (its standard error), val/perplexity,
+val/bits; val/ce_15, ce_50, ce_85: cross entropy where up to 30 %, 30 to 70 %, more are masked.
 
 Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
 curves.png. The same command, given again, goes on from latest.pt. Below, "(all ranks)" means that
@@ -175,7 +174,6 @@ def make_batch(sequences, mask_rates, generators, step_residues):
         count = math.ceil(mask_rates[i] * len(residues))
         masked = generators[i].permutation(residues)[:count]
         loss_weights[masked] = len(residues) / max(1, count)
-
     noisy = np.where(loss_weights > 0, np.uint8(MASK), clean)
     targets = np.where(loss_weights > 0, clean.astype(np.int64), -100)
     tensors = map(torch.from_numpy, (noisy, targets, loss_weights, positions, starts))
@@ -202,19 +200,17 @@ class Proteins:
         self.validated = self.valid[np.linspace(0, len(self.valid) - 1, number).astype(int)]
         text = f"{len(self.valid):,} held out, of which {number:,} are validated on"
         logging.info(f"  {len(self.train):,} sequences to train on, {text}")
-
         # residues of each sequence that are used: all, or as many as --max_protein_len takes
         most = args.max_protein_len - 2
         residues = np.diff(self.offsets).astype(np.int32) - 2
         self.lengths = np.minimum(residues, most)
-        self.is_cropped = residues > most
-        longer = np.count_nonzero(self.is_cropped)
+        longer = np.count_nonzero(residues > most)
         if longer > 0:
             logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
     def facts(self):
-        """Of the training part: how often each residue and each length (not cropped) occur."""
-        whole = self.train[~self.is_cropped[self.train]]
+        """Of the training part: how often residues occur, and lengths of sequences used whole."""
+        whole = self.train[np.diff(self.offsets)[self.train] - 2 == self.lengths[self.train]]
         lengths, counts = np.unique(self.lengths[whole], return_counts=True)
         lengths = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
         return {"residue_counts": self.residue_counts.tolist(), "lengths": lengths}
@@ -306,8 +302,7 @@ def attend(q, k, v, batch):
 
 
 class Denoiser(nn.Module):
-    """The network of ESM-2 (Lin et al. 2023), without padding. It sees how many residues are
-    masked, and so is not told the time of the diffusion (as MDLM's default, and Ou et al. 2025)."""
+    """The network of ESM-2 (Lin et al. 2023), without padding. Like MDLM's it is told no time."""
 
     def __init__(self, args):
         super().__init__()
@@ -354,9 +349,8 @@ class Denoiser(nn.Module):
 
 
 def nats_of(logits, batch):
-    """(T,): what each token adds to a bound on -log p of its sequence, in nats. If k of n residues
-    are masked, all k equally likely, each has the weight n / k (Uria et al. 2014). SEDD and MDLM
-    draw a time, and mask with this chance: on average the same loss (Ou et al. 2025)."""
+    """(T,): nats that each token adds to a bound on -log p of its sequence: n / k times its own, if
+    k of n residues are masked. On average it is the loss of SEDD and MDLM (Ou et al. 2025)."""
     return F.cross_entropy(logits, batch.targets, reduction="none") * batch.loss_weights
 
 
@@ -369,17 +363,17 @@ def batch_loss(logits, batch):
 def evaluate(model, proteins, rows, args, autocast, device):
     """Metrics of --eval_draws draws for each sequence, which are the same each time. (all ranks)"""
     lengths = proteins.lengths[rows]
-    count = len(rows) * args.eval_draws  # item i is a draw for sequence i % len(rows)
-    rates = draw_mask_rates(count, np.random.default_rng([0, 1, 0, EVALUATION]))
-    nats = torch.zeros(count, dtype=torch.float64)
+    generator = np.random.default_rng([0, 1, 0, EVALUATION])
+    rates = draw_mask_rates(len(rows) * args.eval_draws, generator).reshape(-1, len(rows))
+    nats = torch.zeros(rates.size, dtype=torch.float64)  # item i: a draw for row i % len(rows)
 
     # batches are of similar length; batch k goes to rank k % world_size: each item counts once
     order = np.tile(lengths, args.eval_draws).argsort(kind="stable")
-    batches = np.array_split(order, math.ceil(count / args.eval_batch_size))
+    batches = np.array_split(order, math.ceil(len(order) / args.eval_batch_size))
     for items in batches[dist.get_rank() :: dist.get_world_size()]:
         generators = [np.random.default_rng([0, 0, item, EVALUATION]) for item in items]
         sequences = list(map(proteins.crop, rows[items % len(rows)], generators))
-        batch = make_batch(sequences, rates[items], generators, 1).to(device)
+        batch = make_batch(sequences, rates.flat[items], generators, 1).to(device)
         with autocast():
             token_nats = nats_of(model(batch), batch)
         sums = [part.sum() for part in token_nats.split(batch.lengths.tolist())]
@@ -387,26 +381,22 @@ def evaluate(model, proteins, rows, args, autocast, device):
     dist.all_reduce(nats)  # each item is 0 on all ranks but one
 
     # one rank computes what all decide by: on another processor the last bit may differ
-    shape = (args.eval_draws, len(rows))
-    return on_rank0(summarize, nats.view(shape).numpy(), rates.reshape(shape), lengths)
+    return on_rank0(summarize, nats.view(rates.shape).numpy(), rates, lengths)
 
 
 def summarize(nats, mask_rates, lengths):
     """Metrics of all sequences together: nats (draws, sequences) by residues, lengths.sum()."""
-    count = len(lengths)
     bound = nats.mean(0)
     nelbo = bound.sum() / lengths.sum()
-    error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * count / (count - 1))
+    error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * len(lengths) / (len(lengths) - 1))
     metrics = {"nelbo": nelbo, "nelbo_se": error / lengths.sum()}  # of a ratio of two means
     metrics["perplexity"] = np.exp(min(nelbo, 700.0))  # a diverged bound would overflow
     metrics["bits"] = nelbo / math.log(2)
-
     # the cross entropy by mask rate: the mean of the three, each by its residues, is the bound
-    residues = np.broadcast_to(lengths, nats.shape)
     for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
         inside = (low < mask_rates) & (mask_rates <= high)
         if inside.any():
-            metrics[name] = nats[inside].sum() / residues[inside].sum()
+            metrics[name] = nats[inside].sum() / (inside * lengths).sum()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -483,8 +473,7 @@ def orthogonalize(x):
 def train(args, device, autocast, proteins, model, state, log):
     """Returns why it was stopped, "" if it has ended; and `loop`: where it stands. (all ranks)"""
     # a token takes about 28 fp32 numbers for a unit of a block, or 1 where only its input is kept
-    blocks = args.n_blocks_prot
-    numbers = 28 + blocks if args.gradient_checkpointing else 28 * blocks
+    numbers = 28 + args.n_blocks_prot if args.gradient_checkpointing else 28 * args.n_blocks_prot
     room = room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
     sampler = GlobalBatchSampler(proteins.train, args, proteins.lengths, room)
     steps = min(sampler.steps * args.epochs, args.n_iters)
@@ -671,8 +660,7 @@ def read_records(path):
 
 def read_text(path):
     """Of FASTA, which begins with >, or of a file with a sequence on each line."""
-    with open(path, "rb") as file:
-        begin = file.read(6)
+    begin = np.fromfile(path, np.uint8, 6).tobytes()
     openers = [opener for start, opener in OPENERS.items() if begin.startswith(start)]
     is_alignment = ".a3m" in path.suffixes  # of which - and . are no residues
     # titles may have letters of any encoding: what is not UTF-8 is replaced
