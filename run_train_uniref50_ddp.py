@@ -331,7 +331,6 @@ class Denoiser(nn.Module):
             factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)  # 0.88: visible to ESM-2
             factors = factors.repeat_interleave(batch.starts.diff(), output_size=len(x))  # (T,)
             x = x.masked_fill(is_mask[:, None], 0.0) * factors[:, None]
-
         pairs = x.shape[1] // self.blocks[0].heads // 2  # of channels, in a head
         frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
         angles = (batch.positions[:, None] * frequencies)[:, None, None]  # (T, 1, 1, E / 2)
@@ -349,13 +348,12 @@ class Denoiser(nn.Module):
 
 
 def nats_of(logits, batch):
-    """(T,): nats that each token adds to a bound on -log p of its sequence: n / k times its own, if
-    k of n residues are masked. On average it is the loss of SEDD and MDLM (Ou et al. 2025)."""
+    """(T,): what each token adds to a bound on -log p; on average MDLM's loss (Ou et al. 2025)."""
     return F.cross_entropy(logits, batch.targets, reduction="none") * batch.loss_weights
 
 
 def batch_loss(logits, batch):
-    """Of a micro-batch, by the residues of the whole global batch: so all add up to the mean."""
+    """By the residues of the whole global batch: what micro-batches give adds up to the mean."""
     return nats_of(logits, batch).sum() / batch.step_residues
 
 
