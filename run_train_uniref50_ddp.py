@@ -1,9 +1,9 @@
 """Train a language model of proteins on UniRef50 by masked diffusion.
 
-Some residues of a sequence are hidden: one, two, or up to all, each number is equally likely. A
+Some residues of a sequence are masked: one, two, or up to all, each number is equally likely. A
 transformer that reads in both directions predicts them. Their mean cross entropy, times the number
-of residues, is on average a bound on -log p of the sequence, given its length. It is the bound of
-SEDD (Lou et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
+of residues, is on average a bound on -log p of the sequence, given its length: that of SEDD (Lou
+et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
 
     ./run_train_uniref50_ddp.sh --config configs/config_uniref50_quickstart.yaml   # all GPUs
     python run_train_uniref50_ddp.py --datafile uniref50.fasta.gz --nproc_per_node 2
@@ -18,15 +18,12 @@ protein_seq, sequence or text. Letters are the 20 residues and X B U Z O J, in u
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged weights,
-on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard error),
-val/perplexity, val/bits; val/ce_15, ce_50, ce_85: cross entropy where up to 30 %, 30 to 70 %, more
-are masked. The log says what the residues' frequencies in the training data give.
+on held-out sequences: val/nelbo (the bound), val/nelbo_se (its standard error), val/perplexity,
+val/bits; val/ce_15, ce_50, ce_85: cross entropy where up to 30 %, 30 to 70 %, more are masked.
 
 Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
-curves.png. The same command, given again, goes on from latest.pt.
-
-Below, "(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)"
-that only rank 0 does. The task comes first, then the reading of files, then what all scripts share.
+curves.png. The same command, given again, goes on from latest.pt. Below, "(all ranks)" means that
+every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
 """
 
 # /// script
@@ -84,8 +81,7 @@ BATCH_SIZE = 16  # sequences of a micro-batch, if --batch_size is not given
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    path = "./input_data/processed_uniref50.pt"
-    add("--datafile", type=expanded, default=path, help="proteins; see above")
+    add("--datafile", type=expanded, default="./input_data/processed_uniref50.pt", help="see above")
     add("--val_ratio", type=number(0, 1), default=0.005, help="share of sequences that is held out")
     add("--valid_file", type=expanded, help="proteins to validate on, in place of --val_ratio")
     add("--test_file", type=expanded, help="proteins for the test at the end, with best.pt")
@@ -105,8 +101,6 @@ def parse_args():
     add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most")
     add("--epochs", type=COUNT, default=50, help="passes over the data at most")
     add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
-
-    add = parser.add_argument_group("optim").add_argument
     add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
     add("--warmup", type=NATURAL, default=5000, help="steps to reach it, on one GPU")
     scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
@@ -114,8 +108,6 @@ def parse_args():
     add("--weight_decay", type=number(0), default=0.01, help="of matrices")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of the blocks' matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
-
-    add = parser.add_argument_group("memory").add_argument
     add("--gradient_checkpointing", **FLAG, help="compute activations twice")
     add("--max_memory_per_gpu", type=number(0, 1), default=1.0, help="share that a rank may take")
 
@@ -124,12 +116,7 @@ def parse_args():
     add("--eval_sequences", type=number(2, kind=int), default=2000, help="held-out ones at most")
     add("--eval_draws", type=COUNT, default=2, help="draws of the noise for each of them")
     add("--eval_batch_size", type=COUNT, default=16, help="sequences per forward pass")
-
-    add = parser.add_argument_group("sampling").add_argument
-    methods = ["rigorous", "simple"]
-    add(
-        "--sampling_method", default=methods[0], choices=methods, help="of tools/sample_uniref50.py"
-    )
+    add("--sampling_method", default="rigorous", choices=["rigorous", "simple"], help="of samples")
 
     add = parser.add_argument_group("names of the original").add_argument
     absent = argparse.SUPPRESS  # no default: that of the option itself holds
@@ -142,8 +129,7 @@ def parse_args():
     parser.set_defaults(log_every=100, save_every=2000)
     args = parse_with_config(parser)
     if args.hidden_size % (8 * args.n_heads) != 0:  # a limit of flash attention
-        expected = f"must be {args.n_heads} heads times a multiple of 8"
-        parser.error(f"--hidden_size {args.hidden_size}: {expected}")
+        parser.error(f"--hidden_size {args.hidden_size}: must be {args.n_heads} x a multiple of 8")
     for name in ("wandb_project", "wandb_name"):
         if getattr(args, name):
             os.environ[name.upper()] = getattr(args, name)
@@ -155,16 +141,10 @@ def parse_args():
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"  # tokens 0 to 25; the last six: unknown or rare
 NUM_RESIDUES = len(RESIDUES)
-BEGIN = 26
-END = 27
-MASK = 28
+BEGIN, END, MASK = range(26, 29)
 VOCAB = 32  # tokens 29 to 31 are free: so the matrices fit a GPU's tiles
-
 TRAIN, VALID, TEST = range(3)  # parts of the data
-
-# Streams of random numbers: the last number of a seed. (numpy ignores zeros at the end.) The
-# sampler's have a seed of two numbers.
-RATES, MASKS, EVALUATION = 1, 2, 3
+RATES, MASKS, EVALUATION = range(1, 4)  # random streams: the last number of a seed (0 is ignored)
 
 
 class Batch(NamedTuple):
@@ -175,30 +155,24 @@ class Batch(NamedTuple):
     loss_weights: torch.Tensor  # (T,) float32, where masked: residues / masked ones; else 0
     positions: torch.Tensor  # (T,) int32, of a token in its sequence
     starts: torch.Tensor  # (B + 1,) int32, where each sequence starts, and where the last one ends
-    lengths: (
-        array.array
-    )  # (B,), in tokens; --compile would make a program for each length of a list
+    lengths: array.array  # (B,), in tokens; of a list --compile would make a program for each
     step_residues: int  # of the whole global batch: the loss is divided by it
 
     def to(self, device):
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
-        return Batch(*moved, self.lengths, self.step_residues)
+        return Batch(*[tensor.to(device, non_blocking=True) for tensor in self[:5]], *self[5:])
 
 
 def make_batch(sequences, mask_rates, generators, step_residues):
-    """A Batch of sequences of tokens. Of the residues of each a share is masked, rounded up; its
-    generator says which."""
+    """Of the residues of each sequence a share is masked, rounded up; its generator says which."""
     lengths = [len(tokens) for tokens in sequences]
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     clean = np.concatenate(sequences)
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     loss_weights = np.zeros(len(clean), np.float32)
-    for start, tokens, rate, generator in zip(
-        starts, sequences, mask_rates, generators, strict=False
-    ):
-        residues = start + np.flatnonzero(tokens < NUM_RESIDUES)
-        count = math.ceil(rate * len(residues))
-        masked = generator.permutation(residues)[:count]
+    for i, tokens in enumerate(sequences):
+        residues = starts[i] + np.flatnonzero(tokens < NUM_RESIDUES)
+        count = math.ceil(mask_rates[i] * len(residues))
+        masked = generators[i].permutation(residues)[:count]
         loss_weights[masked] = len(residues) / max(1, count)
     noisy = np.where(loss_weights > 0, np.uint8(MASK), clean)
     targets = np.where(loss_weights > 0, clean.astype(np.int64), -100)
@@ -207,41 +181,35 @@ def make_batch(sequences, mask_rates, generators, step_residues):
 
 
 def draw_mask_rates(count, generator):
-    """Rates above 0, and up to 1, for `count` sequences. Each alone is uniform, together they are
-    spread evenly: less noise than independent ones (Kingma et al. 2021)."""
+    """Rates above 0, up to 1; uniform, but spread evenly: less noise (Kingma et al. 2021)."""
     return 1 - (generator.permutation(count) + generator.random()) / count
 
 
 class Proteins:
-    """What `prepare` has written of --datafile. The tokens are mapped into memory that the ranks of
-    a machine share: sequence after sequence, each from BEGIN to END."""
+    """What `prepare` has written, mapped into memory that the ranks of a machine share."""
 
     def __init__(self, folder, args):
-        self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))
+        self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))  # each: BEGIN ... END
         self.offsets = np.load(folder / "offsets.npy")  # of each sequence, and the end
-        part = np.load(folder / "parts.npy")  # of each sequence
-        self.train, self.valid, self.test = [
-            np.flatnonzero(part == p) for p in (TRAIN, VALID, TEST)
-        ]
+        parts = np.load(folder / "parts.npy")
+        self.train, self.valid, self.test = [np.flatnonzero(parts == part) for part in range(3)]
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
-        # residues of each sequence that are used: all, or as many as --max_protein_len takes
-        most = args.max_protein_len - 2
-        whole = np.diff(self.offsets).astype(np.int32) - 2
-        self.lengths = np.minimum(whole, most)
         self.residue_counts = np.array(meta["residue_counts"])  # in the training part
-        # those that are validated on
         number = min(len(self.valid), args.eval_sequences)
         self.validated = self.valid[np.linspace(0, len(self.valid) - 1, number).astype(int)]
         text = f"{len(self.valid):,} held out, of which {number:,} are validated on"
         logging.info(f"  {len(self.train):,} sequences to train on, {text}")
-        longer = np.count_nonzero(whole > most)
+        # residues of each sequence that are used: all, or as many as --max_protein_len takes
+        most = args.max_protein_len - 2
+        residues = np.diff(self.offsets).astype(np.int32) - 2
+        self.lengths = np.minimum(residues, most)
+        longer = np.count_nonzero(residues > most)
         if longer > 0:
             logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
 
     def facts(self):
-        """Of the training part, for whoever draws samples: how often each residue occurs, and how
-        many sequences that are used whole have each number of residues."""
+        """Of the training part: how often residues occur, and lengths of sequences used whole."""
         whole = self.train[np.diff(self.offsets)[self.train] - 2 == self.lengths[self.train]]
         lengths, counts = np.unique(self.lengths[whole], return_counts=True)
         lengths = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
@@ -257,34 +225,28 @@ class Proteins:
         return float(-found @ np.log(counts / counts.sum()) / found.sum())
 
     def crop(self, row, generator):
-        """The tokens of a sequence: lengths[row] of its residues, from a random one on; with BEGIN
-        if the first residue is among them, with END if the last one is."""
-        begin, end = self.offsets[row : row + 2]
-        residues = end - begin - 2
-        first = generator.integers(residues - self.lengths[row] + 1)
-        stop = first + self.lengths[row]
-        # before the residues stands BEGIN, after them END
-        start = begin if first == 0 else begin + 1 + first
-        return self.tokens[start : end if stop == residues else begin + 1 + stop]
+        """lengths[row] residues, from a random one on, and BEGIN or END if they reach it."""
+        tokens = self.tokens[self.offsets[row] : self.offsets[row + 1]]
+        most = len(tokens) - 2 - self.lengths[row]  # residues that may be left out before it
+        first = generator.integers(most + 1)
+        start = 0 if first == 0 else 1 + first
+        stop = len(tokens) if first == most else 1 + first + self.lengths[row]
+        return tokens[start:stop]
 
 
 class NoisyProteins(Dataset):
-    """Micro-batches of the training part. Crops and masks depend on seed, step, and the position in
-    the global batch, not on the number of ranks."""
+    """Micro-batches. Crops and masks depend on seed, step, and position in the global batch."""
 
     def __init__(self, proteins, seed):
         self.proteins = proteins
         self.seed = seed
 
     def __getitem__(self, item):
-        """item, of the sampler: the step, the rows of the global batch, and the positions in it of
-        this micro-batch."""
+        """item: of the sampler the step, rows of the global batch, positions of the micro-batch."""
         step, rows, positions = item
         rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, RATES]))
         generators = [np.random.default_rng([self.seed, step, i, MASKS]) for i in positions]
-        sequences = []
-        for i, generator in zip(positions, generators, strict=True):
-            sequences.append(self.proteins.crop(rows[i], generator))
+        sequences = list(map(self.proteins.crop, rows[positions], generators))
         step_residues = self.proteins.lengths[rows].sum()
         return make_batch(sequences, rates[positions], generators, step_residues)
 
@@ -318,8 +280,7 @@ class Block(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (Su et al. 2021): each pair of channels of x (T, 2, heads, E), i
-    and i + E / 2, is rotated by the position times a frequency."""
+    """Rotary embedding (Su et al. 2021): channels i and i + E / 2 of x (T, 2, heads, E) rotate."""
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
@@ -335,16 +296,13 @@ def attend(q, k, v, batch):
     # elsewhere one sequence after the other: no work is done for padding, and no mask is needed
     outputs = []
     for parts in zip(*[x.split(batch.lengths.tolist()) for x in (q, k, v)], strict=True):
-        query, key, value = [part.transpose(0, 1)[None] for part in parts]  # (1, heads, n, E)
-        output = F.scaled_dot_product_attention(query, key, value)
-        outputs.append(output[0].transpose(0, 1))
+        q_k_v = [part.transpose(0, 1)[None] for part in parts]  # (1, heads, n, E)
+        outputs.append(F.scaled_dot_product_attention(*q_k_v)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
 class Denoiser(nn.Module):
-    """Which residues are masked: the network of ESM-2 (Lin et al. 2023), without padding. It sees
-    how many are masked, and so is not told the time of the diffusion (as MDLM's default, and Ou et
-    al. 2025)."""
+    """The network of ESM-2 (Lin et al. 2023), without padding. Like MDLM's it is told no time."""
 
     def __init__(self, args):
         super().__init__()
@@ -354,8 +312,7 @@ class Denoiser(nn.Module):
         self.embed = nn.Embedding(VOCAB, width)
         self.blocks = nn.ModuleList([Block(args) for _ in range(args.n_blocks_prot)])
         self.norm = nn.LayerNorm(width)
-        # the head, whose last matrix is that of the embeddings
-        self.dense = nn.Linear(width, width)
+        self.dense = nn.Linear(width, width)  # the head: its last matrix is that of the embeddings
         self.dense_norm = nn.LayerNorm(width)
         self.head_bias = nn.Parameter(torch.zeros(VOCAB))
         nn.init.zeros_(self.dense_norm.weight)  # at first all residues are equally likely
@@ -368,107 +325,76 @@ class Denoiser(nn.Module):
     def hidden(self, batch, blocks=None):
         """The hidden states (T, D) after so many blocks; by default of all, and normalized."""
         x = self.embed(batch.noisy.int())
-        if self.token_dropout:
-            x = drop_tokens(x, batch)
+        if self.token_dropout:  # none for a masked token, and larger ones the more are masked
+            is_mask = batch.noisy == MASK
+            visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # (B,)
+            factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)  # 0.88: visible to ESM-2
+            factors = factors.repeat_interleave(batch.starts.diff(), output_size=len(x))  # (T,)
+            x = x.masked_fill(is_mask[:, None], 0.0) * factors[:, None]
         pairs = x.shape[1] // self.blocks[0].heads // 2  # of channels, in a head
         frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
         angles = (batch.positions[:, None] * frequencies)[:, None, None]  # (T, 1, 1, E / 2)
-        cos = angles.cos()
-        sin = angles.sin()
+        rotation = [angles.cos(), angles.sin()]
         for block in self.blocks[:blocks]:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, batch, use_reentrant=False)
+                x = checkpoint(block, x, *rotation, batch, use_reentrant=False)
             else:
-                x = block(x, cos, sin, batch)
+                x = block(x, *rotation, batch)
         return self.norm(x) if blocks is None else x
 
 
-def drop_tokens(x, batch):
-    """The embeddings x (T, D) as ESM-2 was trained with: none for a masked token, and larger ones
-    for the others, the more are masked. In its training 0.88 of the tokens were not."""
-    is_mask = batch.noisy == MASK
-    visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # (B,)
-    factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)
-    of_sequence = torch.bucketize(
-        torch.arange(len(x), device=x.device), batch.starts[1:], right=True
-    )
-    return x.masked_fill(is_mask[:, None], 0.0) * factors[of_sequence, None]
-
-
 # --------------------------------------------------------------------------------------------------
-# Loss
+# Loss and evaluation
 
 
 def nats_of(logits, batch):
-    """(T,): what each token adds to a bound on -log p of its sequence, in nats; most add 0.
-
-    Where k of n residues are masked, each has the weight n / k. All k are equally likely, so the
-    weighted sum is on average a bound (Uria et al. 2014). SEDD and MDLM draw a time and mask each
-    residue with this chance; on average that is the same loss (Ou et al. 2025)."""
+    """(T,): what each token adds to a bound on -log p; on average MDLM's loss (Ou et al. 2025)."""
     return F.cross_entropy(logits, batch.targets, reduction="none") * batch.loss_weights
 
 
 def batch_loss(logits, batch):
-    """What this micro-batch adds to the loss of the step, the bound in nats per residue.
-
-    The sum is divided by the residues of the whole global batch. So what all micro-batches and
-    ranks give adds up to the mean over residues; a mean of their means would be another number."""
+    """By the residues of the whole global batch: what micro-batches give adds up to the mean."""
     return nats_of(logits, batch).sum() / batch.step_residues
-
-
-# --------------------------------------------------------------------------------------------------
-# Evaluation
 
 
 @torch.no_grad()
 def evaluate(model, proteins, rows, args, autocast, device):
-    """Metrics of sequences, in nats per residue, of --eval_draws draws of the noise for each. Their
-    crops and masks are the same each time. (all ranks)"""
+    """Metrics of --eval_draws draws for each sequence, which are the same each time. (all ranks)"""
     lengths = proteins.lengths[rows]
-    # item i is a draw for sequence i % len(rows)
-    items = np.arange(len(rows) * args.eval_draws)
-    rates = draw_mask_rates(len(items), np.random.default_rng([0, 1, 0, EVALUATION]))
-    nats = torch.zeros(len(items), dtype=torch.float64)
+    generator = np.random.default_rng([0, 1, 0, EVALUATION])
+    rates = draw_mask_rates(len(rows) * args.eval_draws, generator).reshape(-1, len(rows))
+    nats = torch.zeros(rates.size, dtype=torch.float64)  # item i: a draw for row i % len(rows)
 
     # batches are of similar length; batch k goes to rank k % world_size: each item counts once
-    order = items[lengths[items % len(rows)].argsort(kind="stable")]
+    order = np.tile(lengths, args.eval_draws).argsort(kind="stable")
     batches = np.array_split(order, math.ceil(len(order) / args.eval_batch_size))
-    for batch_items in batches[dist.get_rank() :: dist.get_world_size()]:
-        generators = [np.random.default_rng([0, 0, item, EVALUATION]) for item in batch_items]
-        sequences = []
-        for item, generator in zip(batch_items, generators, strict=True):
-            sequences.append(proteins.crop(rows[item % len(rows)], generator))
-        batch = make_batch(sequences, rates[batch_items], generators, 1).to(device)
+    for items in batches[dist.get_rank() :: dist.get_world_size()]:
+        generators = [np.random.default_rng([0, 0, item, EVALUATION]) for item in items]
+        sequences = list(map(proteins.crop, rows[items % len(rows)], generators))
+        batch = make_batch(sequences, rates.flat[items], generators, 1).to(device)
         with autocast():
             token_nats = nats_of(model(batch), batch)
         sums = [part.sum() for part in token_nats.split(batch.lengths.tolist())]
-        nats[batch_items] = torch.stack(sums).double().cpu()
+        nats[items] = torch.stack(sums).double().cpu()
     dist.all_reduce(nats)  # each item is 0 on all ranks but one
 
     # one rank computes what all decide by: on another processor the last bit may differ
-    shape = (args.eval_draws, len(rows))
-    return on_rank0(summarize, nats.view(shape).numpy(), rates.reshape(shape), lengths)
+    return on_rank0(summarize, nats.view(rates.shape).numpy(), rates, lengths)
 
 
 def summarize(nats, mask_rates, lengths):
-    """Metrics of all sequences together: nats (draws, sequences) by residues (sequences,), and the
-    standard error of their ratio."""
-    count = len(lengths)
+    """Metrics of all sequences together: nats (draws, sequences) by residues, lengths.sum()."""
     bound = nats.mean(0)
     nelbo = bound.sum() / lengths.sum()
-    error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * count / (count - 1))
-    metrics = {
-        "nelbo": nelbo,
-        "nelbo_se": error / lengths.sum(),
-        "perplexity": np.exp(min(nelbo, 700.0)),  # a diverged bound would overflow
-        "bits": nelbo / math.log(2),
-    }
+    error = math.sqrt(((bound - nelbo * lengths) ** 2).sum() * len(lengths) / (len(lengths) - 1))
+    metrics = {"nelbo": nelbo, "nelbo_se": error / lengths.sum()}  # of a ratio of two means
+    metrics["perplexity"] = np.exp(min(nelbo, 700.0))  # a diverged bound would overflow
+    metrics["bits"] = nelbo / math.log(2)
     # the cross entropy by mask rate: the mean of the three, each by its residues, is the bound
-    residues = np.broadcast_to(lengths, nats.shape)
     for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
         inside = (low < mask_rates) & (mask_rates <= high)
         if inside.any():
-            metrics[name] = nats[inside].sum() / residues[inside].sum()
+            metrics[name] = nats[inside].sum() / (inside * lengths).sum()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -477,8 +403,7 @@ def summarize(nats, mask_rates, lengths):
 
 
 def lr_factor(step, steps, warmup):
-    """What the peak rate is multiplied by: a straight rise from above 0, then half a cosine, which
-    ends at 1 %, as in the original."""
+    """Of the peak rate: a straight rise from above 0, then half a cosine, which ends at 1 %."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - warmup)
@@ -486,36 +411,29 @@ def lr_factor(step, steps, warmup):
 
 
 def gpu_factor(args, world_size):
-    """What learning rate and warm-up are multiplied by. Where the batch does not grow with the
-    GPUs, 1. (Goyal et al. 2017 scale the rate so; the longer warm-up is the original's.)"""
-    if args.global_batch_size > 0 or args.lr_scaling == "none":
-        return 1
-    return min(world_size, 6) if args.lr_scaling == "conservative" else world_size
+    """Of learning rate (Goyal et al. 2017) and warm-up: 1 if the batch does not grow with GPUs."""
+    most = {"none": 1, "linear": math.inf, "conservative": 6}[args.lr_scaling]
+    return 1 if args.global_batch_size > 0 else min(world_size, most)
 
 
 def make_optimizer(args, model, autocast):
     """AdamW; with --optimizer muon, Muon for the matrices of the blocks."""
-    alike = {}  # {shape: matrices of the blocks}
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]  # biases and norms need their size
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     if args.optimizer == "muon":
-        for p in model.blocks.parameters():
-            if p.ndim > 1:
-                alike.setdefault(p.shape, []).append(p)
-    groups = [{"params": params, "muon": True} for params in alike.values()]
-    taken = {p for group in groups for p in group["params"]}
-    rest = [p for p in model.parameters() if p not in taken]
-    groups.append({"params": [p for p in rest if p.ndim > 1]})
-    # biases and norms need their size
-    groups.append({"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0})
-    options = {"betas": (0.9, args.beta2), "weight_decay": args.weight_decay}
-    optimizer = Muon(groups, lr=args.lr, fused=True, **options)
+        groups[0]["params"] = [model.embed.weight, model.dense.weight]
+        for name in ["down", "up", "out", "qkv"]:
+            matrices = [getattr(block, name).weight for block in model.blocks]
+            groups.insert(0, {"params": matrices, "muon": True})
+    optimizer = Muon(groups, args.lr, (0.9, args.beta2), weight_decay=args.weight_decay, fused=True)
     optimizer.autocast = autocast
     return optimizer
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW; but Muon (Jordan et al. 2024) for groups with `muon`, each of matrices of one shape: a
-    step is their momentum with all singular values near 1. Its entries are as large as AdamW's are
-    (Liu et al. 2025): one learning rate serves both."""
+    """AdamW; but Muon (Jordan et al. 2024) for groups with `muon`, of matrices of one shape: a step
+    is their momentum with all singular values near 1, as large as AdamW's (Liu et al. 2025)."""
 
     @torch.no_grad()
     def step(self):
@@ -540,8 +458,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(x):
-    """Matrices x (n, a, b) with all their singular values moved to about 1, by five steps of a
-    Newton-Schulz iteration (Jordan et al. 2024)."""
+    """Matrices x (n, a, b), their singular values moved to about 1 by Newton-Schulz steps."""
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -551,22 +468,16 @@ def orthogonalize(x):
     return x
 
 
-def train(args, device, proteins, model, state, log):
-    """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
-    stands. (all ranks)"""
-    world_size = dist.get_world_size()
-    # In fp32 a token takes about 28 numbers for each unit of a block; if blocks are computed twice,
-    # of one block at a time, and one number of the others.
-    blocks = args.n_blocks_prot
-    numbers = 28 + blocks if args.gradient_checkpointing else 28 * blocks
+def train(args, device, autocast, proteins, model, state, log):
+    """Returns why it was stopped, "" if it has ended; and `loop`: where it stands. (all ranks)"""
+    # a token takes about 28 fp32 numbers for a unit of a block, or 1 where only its input is kept
+    numbers = 28 + args.n_blocks_prot if args.gradient_checkpointing else 28 * args.n_blocks_prot
     room = room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
     sampler = GlobalBatchSampler(proteins.train, args, proteins.lengths, room)
     steps = min(sampler.steps * args.epochs, args.n_iters)
     peak = args.lr * args.gpu_factor
     warmup = min(args.warmup * args.gpu_factor, steps // 2)
-    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
-    logging.info(f"  learning rate up to {peak:g}, after {warmup:,} steps")
-    autocast = choose_precision(args, device)
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; lr {peak:g} after {warmup:,}")
     optimizer = make_optimizer(args, model, autocast)
     ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
     ema_params = list(ema_model.parameters())
@@ -605,7 +516,7 @@ def train(args, device, proteins, model, state, log):
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = batch_loss(ddp_model(batch), batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             step_loss += loss.detach()
         norm = update_if_finite(args, optimizer)
         decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
@@ -655,16 +566,12 @@ def main(args):
         eval_batch_size gradient_checkpointing max_memory_per_gpu sampling_method wandb_project
         wandb_name""".split()
     state = open_run(args, free_on_resume)
-    # a resumed run keeps its rate on any number of GPUs
-    args.gpu_factor = state["args"]["gpu_factor"] if state else factor
+    args.gpu_factor = state["args"]["gpu_factor"] if state else factor  # a resumed run keeps it
     if (args.wandb_project or args.wandb_name) and args.wandb_mode == "disabled":
         logging.warning("nothing is sent to wandb without --wandb_mode online or offline")
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        module.set_per_process_memory_fraction(args.max_memory_per_gpu, device)
-    weights = None
-    if args.start_from and not state:
-        weights = on_rank0(read_weights, args)
+        torch.get_device_module(device).set_per_process_memory_fraction(args.max_memory_per_gpu)
+    weights = on_rank0(read_weights, args) if args.start_from and not state else None
     logging.info("Preparing data loaders...")
     proteins = Proteins(read_once(prepare, args), args)
     if args.prepare_only:
@@ -681,41 +588,47 @@ def main(args):
         args.start_hash = hashlib.blake2b(content, digest_size=6).hexdigest()
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
+    autocast = choose_precision(args, device)
     log = RunLog(args, state)
     with logging_redirect_tqdm():
-        reason, loop = train(args, device, proteins, model, state, log)
+        reason, loop = train(args, device, autocast, proteins, model, state, log)
     figures = {"steps": loop["step"], "best": loop["best"]}
     if reason:
         return log.stop(reason, **figures)
     if not loop["best"]:
-        text = f"the run has made {loop['step']} steps, and is not evaluated: give more"
-        raise InputError(f"--n_iters {args.n_iters}: {text}")
-    best = loop["best"]["val"]
+        raise InputError(f"--n_iters {args.n_iters}: the run ends without an evaluation: give more")
+    best = loop["best"]
     unigram = proteins.unigram(proteins.validated)
-    logging.info(f"best at step {loop['best']['step']}: {text_of(best)}, unigram {unigram:.4f}")
-    if best["nelbo"] >= unigram:
+    logging.info(f"best at step {best['step']}: nelbo {best['value']:.4f}, unigram {unigram:.4f}")
+    if best["value"] >= unigram:
         logging.warning("the network is no better than the residues' frequencies: train longer")
     figures["baselines"] = {"unigram": unigram}
     if len(proteins.test) > 0:
         state = on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")
         model.load_state_dict(state["ema_model"])
-        autocast = choose_precision(args, device)
         figures["test"] = evaluate(model.eval(), proteins, proteins.test, args, autocast, device)
         figures["baselines"]["test_unigram"] = proteins.unigram(proteins.test)
-        logging.info(f"test of {len(proteins.test):,}: {text_of(figures['test'])}")
+        text = ", ".join(f"{name} {value:.4f}" for name, value in figures["test"].items())
+        logging.info(f"test of {len(proteins.test):,}: {text}")
     log.close("finished", **figures)
     logging.info("Training and evaluation completed successfully!")
     return 0
 
 
-def text_of(metrics):
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
 # --------------------------------------------------------------------------------------------------
-# Weights to start from
+# Reading: the user's files, once, by rank 0
 
-SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]
+SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]  # of a network
+READER = 7  # raise it when you change what is read or kept: else an old cache is used
+LETTERS = (RESIDUES + RESIDUES.lower()).encode()
+TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
+TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
+OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
+TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
+EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
+NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
+NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"  # what is said of them
+SHARED = "sequences are left out, which are in the test or the validation, too"
 
 
 def read_weights(args):
@@ -725,9 +638,7 @@ def read_weights(args):
         weights = state["ema_model"]
         sizes = {name: state["args"][name] for name in SIZES}
     except Exception as error:  # there is no such file, or it holds something else
-        text = (
-            f"expected best.pt or step_N.pt of {SCRIPT}, or what tools/esm_uniref50.py has written"
-        )
+        text = f"expected best.pt or step_N.pt of {SCRIPT}, or a file of tools/esm_uniref50.py"
         raise InputError(f"--start_from {args.start_from}: {text} ({error!r})") from None
     if sizes != {name: getattr(args, name) for name in SIZES}:
         options = " ".join(f"--{name}={value}" for name, value in sizes.items())
@@ -735,66 +646,47 @@ def read_weights(args):
     return weights
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading: the user's file, once, by rank 0
-
-READER = 7  # raise it when you change what is read or kept: else an old cache is used
-LETTERS = (RESIDUES + RESIDUES.lower()).encode()
-TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
-TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
-MOST_RARE = 0.02  # of the letters: of 1.3 million annotated proteins of UniProt they are 0.005 %
-OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
-TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
-EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
-NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
-
-
 def read_records(path):
-    """Yields (where it stands in the file, sequence) of each record: of FASTA, which begins with >,
-    of a file with a sequence on each line, or of a table."""
+    """Yields (where it stands in the file, sequence) of each record."""
     damaged = (EOFError, OSError, lzma.LZMAError, zlib.error)  # of a compressed file
     damaged += (pickle.UnpicklingError, RuntimeError, ValueError, ImportError)  # of a table
     try:
         yield from read_table(path) if TABLES & set(path.suffixes) else read_text(path)
-    except damaged as error:
-        text = " ".join(str(error).split())  # torch's errors have many lines
-        raise InputError(f"{path}: cannot be read: {text}") from None
+    except damaged as error:  # torch's have many lines
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
 
 
 def read_text(path):
-    with open(path, "rb") as file:
-        begin = file.read(6)
+    """Of FASTA, which begins with >, or of a file with a sequence on each line."""
+    begin = np.fromfile(path, np.uint8, 6).tobytes()
     openers = [opener for start, opener in OPENERS.items() if begin.startswith(start)]
     is_alignment = ".a3m" in path.suffixes  # of which - and . are no residues
     # titles may have letters of any encoding: what is not UTF-8 is replaced
     with (openers or [open])[0](path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        is_fasta = False
-        place = ""
-        lines = []
+        place = ""  # where the record begins
+        lines = None  # of the record, if this is FASTA
         for number, line in enumerate(file, 1):
             if line.startswith(">"):
-                if place and not is_fasta:
+                if lines is not None:
+                    yield place, "".join(lines)
+                elif place:
                     text = "expected FASTA from the first line on, or a sequence on each line"
                     raise InputError(f"{path}: line {number} begins with >; {text}")
-                if is_fasta:
-                    yield place, "".join(lines)
-                is_fasta = True
                 place = f"line {number} {line.split()[0]}"
                 lines = []
-            elif is_fasta:
+            elif lines is not None:
                 if is_alignment:
                     line = line.replace("-", "").replace(".", "")
                 lines.append("".join(line.split()))
             elif line.strip():
                 place = f"line {number}"
                 yield place, line
-        if is_fasta:
+        if lines is not None:
             yield place, "".join(lines)
 
 
 def read_table(path):
-    """Of texts, or of rows with protein_seq, sequence or text. Those of a .pt file, as the original
-    has them, were saved by torch.save."""
+    """Of texts, or of rows with protein_seq, sequence or text."""
     import pandas
 
     if path.suffix == ".pt":
@@ -811,8 +703,7 @@ def read_table(path):
         raise InputError(f"{path}: expected a list, or a dict with one as sequences or data")
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
-            names = [name for name in ("protein_seq", "sequence", "text") if name in entry]
-            entry = entry[names[0]] if names else ""
+            entry = next((entry[c] for c in ("protein_seq", "sequence", "text") if c in entry), "")
         yield f"entry {number}", "".join(entry.split()) if isinstance(entry, str) else ""
 
 
@@ -825,36 +716,28 @@ def encode(sequence):
     return letters.translate(TOKENS), "" if letters else "no residues"
 
 
-def hash_of(tokens):
-    """A number below 2**64, of the sequence alone."""
-    digest = hashlib.blake2b(tokens.translate(TO_LETTERS), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
-
-
 def is_held_out(tokens, val_ratio):
     """By the sequence alone: equal ones are on one side, in any file and on any seed."""
-    return hash_of(tokens) / 2**64 < val_ratio
+    digest = hashlib.blake2b(tokens.translate(TO_LETTERS), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 < val_ratio
 
 
-def read_proteins(args, bad, nucleic, shared):
-    """Yields (part, tokens as bytes) of all files. Appends to lists where those stand that are left
-    out: bad records, DNA and RNA, and sequences of the test or the validation in later files."""
+def read_proteins(args, bad, left_out):
+    """Yields (part, tokens as bytes) of all files; appends to lists where others stand."""
     held = {}  # {hash of a sequence of --test_file or --valid_file: its part}
-    for part, option in [(TEST, "test_file"), (VALID, "valid_file"), (TRAIN, "datafile")]:
-        if getattr(args, option) is None:
-            continue
-        path = Path(getattr(args, option))
-        for place, sequence in tqdm(read_records(path), unit=" records", disable=None, leave=False):
-            place = f"{path.name} {place}"
+    for part, path in [(TEST, args.test_file), (VALID, args.valid_file), (TRAIN, args.datafile)]:
+        records = [] if path is None else read_records(Path(path))
+        for place, sequence in tqdm(records, unit=" records", disable=None, leave=False):
+            place = f"{Path(path).name} {place}"
             tokens, problem = encode(sequence)
             if problem:
                 bad.append(f"{place}: {problem}")
             elif len(tokens) > 20 and not tokens.translate(None, NUCLEOTIDES):
-                nucleic.append(place)
-            elif held.get(hash_of(tokens), part) != part:
-                shared.append(place)
+                left_out[NUCLEIC].append(place)
+            elif held.get(hash(tokens), part) != part:
+                left_out[SHARED].append(place)
             elif part != TRAIN:
-                held[hash_of(tokens)] = part
+                held[hash(tokens)] = part
                 yield part, tokens
             elif args.valid_file is None and is_held_out(tokens, args.val_ratio):
                 yield VALID, tokens
@@ -868,15 +751,13 @@ def write_tokens(folder, args):
     parts = array.array("b")
     residue_counts = np.zeros(NUM_RESIDUES, np.int64)  # in the training part
     digest = hashlib.blake2b(digest_size=6)
-    bad = []
-    nucleic = []
-    shared = []
+    bad = []  # where they stand
+    left_out = {NUCLEIC: [], SHARED: []}
     with open(folder / "tokens", "wb") as file:
-        for part, tokens in read_proteins(args, bad, nucleic, shared):
+        for part, tokens in read_proteins(args, bad, left_out):
             parts.append(part)
             if part == TRAIN:
-                own = np.frombuffer(tokens, np.uint8)
-                residue_counts += np.bincount(own, minlength=NUM_RESIDUES)
+                residue_counts += np.bincount(bytearray(tokens), minlength=NUM_RESIDUES)
             tokens = b"%c%b%c" % (BEGIN, tokens, END)
             file.write(tokens)
             digest.update(b"%c%b" % (part, tokens))
@@ -887,21 +768,18 @@ def write_tokens(folder, args):
         raise InputError("\n  ".join([text, *bad[:20]]))
     if bad:
         logging.warning("\n  ".join([f"{len(bad)} bad records are left out:", *bad[:20]]))
-    if nucleic:
-        text = f"{len(nucleic)} records of A C G T U N alone are left out as DNA or RNA"
-        logging.warning(f"{text}, such as {nucleic[0]}")
-    if shared:
-        text = f"{len(shared)} sequences are left out, which are in the test or the validation, too"
-        logging.warning(f"{text}, such as {shared[0]}")
+    for what, places in left_out.items():
+        if places:
+            logging.warning(f"{len(places)} {what}, such as {places[0]}")
     rare = residue_counts[20:].sum() / max(1, residue_counts.sum())
-    if rare > MOST_RARE or len(nucleic) > len(parts):
-        text = f"{rare:.0%} of the letters are X B U Z O J, {len(nucleic)} records DNA or RNA"
+    nucleic = len(left_out[NUCLEIC])
+    if rare > 0.02 or nucleic > len(parts):  # of UniProt's annotated proteins they are 0.005 %
+        text = f"{rare:.0%} of the letters are X B U Z O J, {nucleic} records DNA or RNA"
         raise InputError(f"{args.datafile}: expected proteins; {text}")
     train, valid, test = [parts.count(part) for part in (TRAIN, VALID, TEST)]
     if train == 0 or valid < 2 or (args.test_file and test < 2):
         text = f"{train} proteins to train on, {valid} held out, {test} to test"
-        hint = "expected more different ones (equal ones are on one side), or a larger --val_ratio"
-        raise InputError(f"{args.datafile}: {text}; {hint}")
+        raise InputError(f"{args.datafile}: {text}; expected more, or a larger --val_ratio")
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "parts.npy", parts)
     meta = {"residue_counts": residue_counts.tolist(), "hash": digest.hexdigest()}
@@ -913,14 +791,11 @@ def prepare(args):
     key = [READER, args.val_ratio, args.skip_bad_data]
     for option in ("datafile", "valid_file", "test_file"):
         path = getattr(args, option)
-        if path is None:
-            key.append(None)
-            continue
-        if not Path(path).is_file():
+        if path is not None and not Path(path).is_file():
             url = "ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
             raise InputError(f"--{option} {path}: there is no such file. UniRef50: {url}")
-        stat = Path(path).stat()
-        key.append([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
+        stat = path and Path(path).stat()
+        key.append(path and [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
     return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
 
 
