@@ -344,7 +344,7 @@ class Denoiser(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Loss and evaluation
+# Loss
 
 
 def nats_of(logits, batch):
@@ -355,6 +355,10 @@ def nats_of(logits, batch):
 def batch_loss(logits, batch):
     """By the residues of the whole global batch: what micro-batches give adds up to the mean."""
     return nats_of(logits, batch).sum() / batch.step_residues
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
 
 
 @torch.no_grad()
@@ -724,7 +728,7 @@ def is_held_out(tokens, val_ratio):
 
 def read_proteins(args, bad, left_out):
     """Yields (part, tokens as bytes) of all files; appends to lists where others stand."""
-    held = {}  # {hash of a sequence of --test_file or --valid_file: its part}
+    held = {}  # {a sequence of --test_file or --valid_file: its part}
     for part, path in [(TEST, args.test_file), (VALID, args.valid_file), (TRAIN, args.datafile)]:
         records = [] if path is None else read_records(Path(path))
         for place, sequence in tqdm(records, unit=" records", disable=None, leave=False):
@@ -734,10 +738,10 @@ def read_proteins(args, bad, left_out):
                 bad.append(f"{place}: {problem}")
             elif len(tokens) > 20 and not tokens.translate(None, NUCLEOTIDES):
                 left_out[NUCLEIC].append(place)
-            elif held.get(hash(tokens), part) != part:
+            elif held.get(tokens, part) != part:
                 left_out[SHARED].append(place)
             elif part != TRAIN:
-                held[hash(tokens)] = part
+                held[tokens] = part
                 yield part, tokens
             elif args.valid_file is None and is_held_out(tokens, args.val_ratio):
                 yield VALID, tokens
