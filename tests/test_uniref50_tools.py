@@ -248,11 +248,13 @@ def test_simple_shows_the_surest_first():
     assert (torch.cat(sure) != MASK).double().mean() > 0.45  # at random 0.29
 
 
-def test_residues_that_the_data_lack_are_never_drawn():
-    """Nor with a network that likes them. Of the others the chances have this temperature; rare
-    ones are drawn, too, in double precision."""
-    counts = np.array([5] * 20 + [0, 0, 3, 0, 0, 0])
-    known = counts > 0
+@pytest.mark.parametrize("all_letters", [False, True])
+def test_only_possible_residues_are_drawn(all_letters):
+    """Those that the data lack never, X and U of the data only on request, though the network likes
+    all of them. The chances have this temperature; rare ones are drawn, too, in double precision.
+    """
+    counts = np.array([5] * 19 + [0, 4, 0, 3, 0, 0, 0])
+    known = (counts > 0) & (all_letters | (np.arange(26) < 20))
     logits = torch.linspace(0, 9, 26, dtype=torch.float64)
     law = softmax(logits.numpy()[known] / 0.5)
 
@@ -260,7 +262,7 @@ def test_residues_that_the_data_lack_are_never_drawn():
         return logits.float().expand(len(batch.noisy), -1)
 
     rest = (0.5, contextlib.nullcontext, torch.device("cpu"))
-    predict = sampler.make_predict(model, counts, *rest)
+    predict = sampler.make_predict(model, counts, all_letters, *rest)
     for method in ("rigorous", "simple"):
         found = np.concatenate(draw(predict, [50 * "?"] * 40, method, 1))
         kinds = np.bincount(found[found < 26], minlength=26)

@@ -8,7 +8,8 @@
 Methods. rigorous: samples of the model. Residues appear one by one in a random order, which is
 exact; with --steps N several appear together, each drawn by itself, which is faster and close.
 simple: the surest residues first (MaskGIT, Chang et al. 2022), which is fast, but its samples have
-another law: too sharp. --temperature other than 1 changes the law, too.
+another law: too sharp. --temperature other than 1 changes the law, too. Drawn are the 20 standard
+residues; with --all_letters also X B U Z O J. A letter that the training data lack is never drawn.
 
 --infill FILE: FASTA, or a sequence on each line; each `?` is drawn, --count times, given the rest.
 
@@ -37,6 +38,7 @@ import run_train_uniref50_ddp as script
 from run_train_uniref50_ddp import BEGIN, COUNT, END, MASK, NATURAL, InputError, Parser
 
 REFERENCE = 2000  # sequences of each part that samples are compared with
+STANDARD = 20  # residues that proteins are made of: tokens 0 to 19
 
 
 def parse_args():
@@ -51,6 +53,7 @@ def parse_args():
     add("--method", choices=kinds, help="see above; without it the run's --sampling_method")
     add("--steps", type=NATURAL, default=0, help="network calls per batch; 0: one per residue")
     add("--temperature", type=script.number(1e-6), default=1.0, help="of the predictions")
+    add("--all_letters", action="store_true", help="draw X B U Z O J, too, if the data have them")
     add("--seed", type=NATURAL, default=0, help="of the samples")
     add("--batch_size", type=COUNT, default=16, help="sequences per network call")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
@@ -119,15 +122,18 @@ def make_templates(args, most, known_lengths):
     return templates, [f"sample_{number}" for number in range(args.count)]
 
 
-def make_predict(model, residue_counts, temperature, autocast, device):
+def make_predict(model, residue_counts, all_letters, temperature, autocast, device):
     """predict(batch): logits (T, 26). Those of residues that the training data lack are -inf, since
-    a network never learns that something cannot be."""
-    absent = torch.tensor(residue_counts, device=device) == 0
+    a network never learns that something cannot be; so are those of X B U Z O J: no protein can be
+    made with an unknown residue."""
+    is_impossible = torch.tensor(residue_counts, device=device) == 0
+    if not all_letters:
+        is_impossible[STANDARD:] = True
 
     def predict(batch):
         with autocast():
             logits = model(batch)
-        return (logits / temperature).masked_fill(absent, -math.inf)
+        return (logits / temperature).masked_fill(is_impossible, -math.inf)
 
     return predict
 
@@ -284,8 +290,9 @@ def main():
         train, held_out = read_reference(args.compare, options.val_ratio)
 
     autocast = script.choose_precision(argparse.Namespace(precision="auto"), device)
+    residue_counts = state["data"]["residue_counts"]
     predict = make_predict(
-        model, state["data"]["residue_counts"], args.temperature, autocast, device
+        model, residue_counts, args.all_letters, args.temperature, autocast, device
     )
     texts = draw_texts(args, predict, templates, device)
     with open(args.out, "x") as file:
