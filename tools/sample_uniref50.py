@@ -47,7 +47,7 @@ def parse_args():
     add("checkpoint", type=Path, help="best.pt, step_N.pt or latest.pt of a run")
     add("--out", type=Path, default=Path("samples.fasta"), help="file to write")
     add("--count", type=COUNT, default=16, help="samples; with --infill of each record")
-    add("--length", type=NATURAL, default=0, help="residues; 0: as in training, after cropping")
+    add("--length", type=NATURAL, default=0, help="residues; 0: as whole sequences of training")
     add("--infill", type=Path, metavar="FILE", help="sequences whose `?` are drawn")
     kinds = ["rigorous", "simple"]
     add("--method", choices=kinds, help="see above; without it the run's --sampling_method")
@@ -108,13 +108,17 @@ def read_templates(path, copies, most):
 
 
 def make_templates(args, most, known_lengths):
-    """(templates, names). known_lengths: {residues: sequences of the training data}"""
+    """(templates, names). known_lengths: {residues: sequences of the training data that the network
+    has seen whole}"""
     if args.infill is not None:
         return read_templates(args.infill, args.count, most)
     if args.length > most:
         raise InputError(f"--length {args.length}: the network knows at most {most} residues")
     lengths = [args.length] * args.count
     if args.length == 0:
+        if not known_lengths:
+            text = f"all training sequences are longer than {most} residues, so none was seen whole"
+            raise InputError(f"{text}: give --length")
         shares = np.array([*known_lengths.values()]) / sum(known_lengths.values())
         generator = np.random.default_rng([args.seed, 0, 1])  # another stream than in `draw`
         lengths = generator.choice([*known_lengths], args.count, p=shares)
