@@ -11,7 +11,8 @@ simple: the surest residues first (MaskGIT, Chang et al. 2022), which is fast, b
 another law: too sharp. --temperature other than 1 changes the law, too. Drawn are the 20 standard
 residues; with --all_letters also X B U Z O J. A letter that the training data lack is never drawn.
 
---infill FILE: FASTA, or a sequence on each line; each `?` is drawn, --count times, given the rest.
+--infill FILE: FASTA, or a sequence on each line. `?` is a residue to be drawn given the rest,
+`?{30}` are 30, `?{20-40}` are 20 to 40: each of --count samples draws how many, all are as likely.
 
 --compare FILE, of proteins, such as the training data (the first 2,000 of each part). kmer_js: how
 far the samples are from sequences that are not held out (Jensen-Shannon divergence of the words of
@@ -23,6 +24,7 @@ the same of shuffled samples, and of the first 200 held-out sequences (the neare
 
 import argparse
 import math
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -38,6 +40,7 @@ import run_train_uniref50_ddp as script
 from run_train_uniref50_ddp import BEGIN, COUNT, END, MASK, NATURAL, InputError, Parser
 
 REFERENCE = 2000  # sequences of each part that samples are compared with
+GAP = re.compile(r"\?(?:\{([0-9]{1,9})(?:-([0-9]{1,9}))?\})?")  # ?, ?{30}, ?{20-40}
 STANDARD = 20  # residues that proteins are made of: tokens 0 to 19
 
 
@@ -81,26 +84,33 @@ def load_network(path, device):
     return model.eval().to(device), state, options
 
 
-def read_templates(path, copies, most):
+def read_templates(path, copies, limit, generator):
     """(templates, names): `copies` of each record of a file. A template has BEGIN, residues, MASK
-    for each `?`, and END."""
+    for what is to be drawn, and END. For each copy the lengths of its gaps are drawn."""
     templates = []
     names = []
     for number, (place, sequence) in enumerate(script.read_records(path), 1):
-        tokens, problem = script.encode(sequence.replace("?", "A"))
-        if len(tokens) > most:
-            problem = f"{len(tokens)} residues; the network knows at most {most}"
-        if not problem and "?" not in sequence:
+        gaps = [(int(a or 1), int(b or a or 1)) for a, b in GAP.findall(sequence)]
+        text = GAP.sub("?", sequence.strip())
+        tokens, problem = script.encode(text.replace("?", "A"))
+        longest = len(tokens) + sum(most - 1 for _, most in gaps)
+        if "{" in text or not all(1 <= least <= most for least, most in gaps):
+            problem = "expected gaps such as ?, ?{30}, or ?{20-40}"
+        elif longest > limit:
+            problem = f"up to {longest} residues; the network knows at most {limit}"
+        elif not problem and not gaps:
             problem = "no `?`: there is nothing to draw"
         if problem:
             raise InputError(f"{path}: {place}: {problem}")
 
-        letters = np.array([*sequence.strip()])[: len(tokens)]  # without a * at the end
         template = np.array([BEGIN, *tokens, END], np.uint8)
-        template[1:-1][letters == "?"] = MASK
+        is_gap = [letter == "?" for letter in text[: len(tokens)]]  # without a * at the end
+        template[1:-1][is_gap] = MASK
         name = place.partition(">")[2] or f"record_{number}"
         for copy in range(1, copies + 1):
-            templates.append(template)
+            repeats = np.ones(len(template), int)
+            repeats[template == MASK] = [generator.integers(a, b + 1) for a, b in gaps]
+            templates.append(np.repeat(template, repeats))
             names.append(f"{name}/{copy}")
     if not templates:
         raise InputError(f"{path}: it is empty; expected residues and `?`")
@@ -108,20 +118,17 @@ def read_templates(path, copies, most):
 
 
 def make_templates(args, most, known_lengths):
-    """(templates, names). known_lengths: {residues: sequences of the training data that the network
-    has seen whole}"""
+    """(templates, names). known_lengths: {residues: whole sequences of the training data}"""
+    generator = np.random.default_rng([args.seed, 0, 1])  # another stream than in `draw`
     if args.infill is not None:
-        return read_templates(args.infill, args.count, most)
+        return read_templates(args.infill, args.count, most, generator)
     if args.length > most:
         raise InputError(f"--length {args.length}: the network knows at most {most} residues")
-    lengths = [args.length] * args.count
-    if args.length == 0:
-        if not known_lengths:
-            text = f"all training sequences are longer than {most} residues, so none was seen whole"
-            raise InputError(f"{text}: give --length")
-        shares = np.array([*known_lengths.values()]) / sum(known_lengths.values())
-        generator = np.random.default_rng([args.seed, 0, 1])  # another stream than in `draw`
-        lengths = generator.choice([*known_lengths], args.count, p=shares)
+    known_lengths = {args.length: 1} if args.length > 0 else known_lengths
+    if not known_lengths:
+        raise InputError(f"all training sequences are longer than {most} residues: give --length")
+    shares = np.array([*known_lengths.values()]) / sum(known_lengths.values())
+    lengths = generator.choice([*known_lengths], args.count, p=shares)
     templates = [np.array([BEGIN, *[MASK] * length, END], np.uint8) for length in lengths]
     return templates, [f"sample_{number}" for number in range(args.count)]
 
