@@ -214,8 +214,7 @@ def agrees(samples, law):
 
 
 def test_rigorous_samples_have_the_law_of_the_model():
-    """Filling in follows the conditional law. In a single step each residue is drawn by itself:
-    that is another law."""
+    """Filling in follows the conditional law. If all appear in a single step, that is another."""
     assert agrees(draw(oracle, ["????"] * 3000), LAW)
     assert not agrees(draw(oracle, ["????"] * 3000, steps=1), LAW)
     law = LAW * (WORDS[:, 1] == 1) * (WORDS[:, 3] == 2)
@@ -246,9 +245,8 @@ def test_simple_shows_the_surest_first():
 
 @pytest.mark.parametrize("all_letters", [False, True])
 def test_only_possible_residues_are_drawn(all_letters):
-    """Those that the data lack never, X and U of the data only on request, though the network likes
-    all of them. The chances have this temperature; rare ones are drawn, too, in double precision.
-    """
+    """Those that the data lack never, X and U of the data on request, though the network likes all.
+    The chances have this temperature; rare ones are drawn, too, in double precision."""
     counts = np.array([5] * 19 + [0, 4, 0, 3, 0, 0, 0])
     known = (counts > 0) & (all_letters | (np.arange(26) < 20))
     logits = torch.linspace(0, 9, 26, dtype=torch.float64)
@@ -257,8 +255,7 @@ def test_only_possible_residues_are_drawn(all_letters):
     def model(batch):
         return logits.float().expand(len(batch.noisy), -1)
 
-    rest = (0.5, contextlib.nullcontext, torch.device("cpu"))
-    predict = sampler.make_predict(model, counts, all_letters, *rest)
+    predict = sampler.make_predict(model, counts, all_letters, 0.5, contextlib.nullcontext, "cpu")
     for method in ("rigorous", "simple"):
         found = np.concatenate(draw(predict, [50 * "?"] * 40, method, 1))
         kinds = np.bincount(found[found < 26], minlength=26)
@@ -306,13 +303,14 @@ def test_samples(trained, tmp_path):
 
 
 def test_samples_are_compared(trained, tmp_path):
-    with open(trained / "proteins.fasta") as file:
-        (tmp_path / "data").write_text(file.read() + ">odd\nM-K\n")
-    records, said = sample(trained, tmp_path / "out", f"--count=20 --compare={tmp_path}/data")
-    assert len({len(body) for _, body in records}) > 5
-    assert "1 bad records are left out, such as line 1601 >odd: '-' among" in said
-    assert "out: 20 sequences, of step " in said
-    assert re.search(r"\n3mer_js +\d(.|\n)*\nnearest, held out +\d", said)
+    """With the first 2,000 of each part: by hash, or of a file each."""
+    (tmp_path / "a").write_text(">odd\nM-K\n" + 3 * (trained / "proteins.fasta").read_text())
+    for files, count in {"a": "1..", f"a {trained}/proteins.fasta": "800"}.items():
+        records, said = sample(trained, tmp_path / count, f"--count=9 --compare {tmp_path}/{files}")
+        assert len({len(body) for _, body in records}) > 3
+        assert f"1 bad records are left out, such as {tmp_path}/a: line 1 >odd: '-' among" in said
+        counts = rf"9 sequences, of step \d+\n2,000 training proteins; held out: 9 of {count}"
+        assert re.search(rf"{counts}\n1mer_js +\d.*\n1mer_js, held out +\d", said)
 
 
 def test_lengths_of_samples_and_of_gaps(tmp_path):
@@ -352,12 +350,16 @@ def test_filling_in(trained, tmp_path):
 def test_wrong_uses_of_the_sampler(trained, tmp_path):
     (tmp_path / "full.fasta").write_text(">a\nMKV\n")
     best = f"{trained}/run/best.pt"
+    state = torch.load(best)
+    state["args"]["valid_file"] = "own.fasta"
+    torch.save(state, tmp_path / "own.pt")
     cases = {
         f"{best} --infill={tmp_path}/full.fasta --length=5": "give one of the two",
         f"{best} --length=47": "knows at most 46 residues",
         f"{best} --compare={tmp_path}/full.fasta": "expected proteins, and some that are held out",
-        f"{best} --out=/no/such/folder/x": "there is no folder",
-        f"{best} --out={tmp_path}/full.fasta": "exists: give another",
+        f"{tmp_path}/own.pt --compare={tmp_path}/full.fasta": "run's own.fasta as the second file",
+        f"{best} --out=/no/such/folder/x": "its folder does not: expected a new file",
+        f"{best} --out={tmp_path}/full.fasta": "exists, or its folder does not",
         f"{tmp_path}/full.fasta": "expected best.pt, step_N.pt or latest.pt of",
     }
     for words, reason in cases.items():
@@ -375,10 +377,17 @@ def test_metrics_by_hand():
     texts = (["AAAAC", "AAC", "AAC"], ["ACAC", "CCAA", "AAAAAAA"])
     assert sampler.divergence(*texts, 2) == pytest.approx(expected)
     assert math.isnan(sampler.divergence(["CAAAAC"], ["A"], 2))  # which has no pairs
-    held_out = ["ACDEFGHIKL", "WWWW"]
+    held_out = ["ACDEFGHIKL", "YYYYVV", "WWWW", "TT", "ACDEFGHIKA"]
     for text, expected in {"ACDEFGHIKL": 1, "DEFGH": 0.5, "MMACDEFGHIKL": 10 / 12}.items():
-        assert sampler.likeness(text, held_out) == pytest.approx(expected)
-    found = sampler.compare(["ACDMMMMIKL", "YYYY", "YYYY"], ["ACD"], held_out, 0)
-    assert found["nearest"] == pytest.approx(0.6 / 3)
-    assert found["nearest, held out"] == 0  # not to themselves
-    assert found["uniqueness"] == pytest.approx(2 / 3)
+        assert sampler.nearest([text, text], held_out) == pytest.approx(expected)
+    long = 3 * "ACDEFGHIKL"  # degenerate is more than a quarter of one residue, or six in a row
+    cases = {"ACDEACDE": False, "ACDEACDA": True, long + "MMMMM": False, long + "MMMMMM": True}
+    assert {text: sampler.is_degenerate(text) for text in cases} == cases
+    train = held_out[::2]  # as are the three that stand beside three samples
+    found = sampler.compare(["ACDMNMNIKL", "YYYY", "YYYY"], train, held_out, 0)
+    expected = {"nearest": (0.6 + 8 / 6) / 3, "nearest, training": 0.2, "nearest, held out": 0.6}
+    expected |= {"nearest, training, held out": 1, "3mer_js, held out": 0, "uniqueness": 2 / 3}
+    expected |= {"degenerate": 2 / 3, "degenerate, held out": 1 / 3}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    copies = sampler.compare(train + train, train, held_out, 0)
+    assert copies["nearest, training"] == 1 and copies["3mer_js"] == pytest.approx(0)
