@@ -1,6 +1,7 @@
 """How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py: the law of its samples, and
 what a user meets."""
 
+import argparse
 import bz2
 import contextlib
 import gzip
@@ -182,6 +183,7 @@ def test_hostile_files(tmp_path, name):
 # Sampling: the predictor is an oracle, so the law of the samples must be the oracle's
 
 WORDS = np.indices([3] * 4).reshape(4, -1).T  # all of four residues out of three kinds
+TOKENS = LETTERS + "<>?"  # BEGIN, END, MASK
 LAW = softmax(np.random.default_rng(0).normal(0, 0.7, 81))  # any law
 
 
@@ -198,14 +200,8 @@ def oracle(batch):
     return torch.from_numpy(logits[of_sample.ravel()]).flatten(0, 1)
 
 
-def template(text):
-    """BEGIN, residues or MASK (?), END."""
-    tokens = [MASK if letter == "?" else LETTERS.index(letter) for letter in text]
-    return np.array([BEGIN, *tokens, END], np.uint8)
-
-
 def draw(predict, texts, method="rigorous", steps=0):
-    templates = [template(text) for text in texts]
+    templates = [np.array([*map(TOKENS.index, f"<{text}>")], np.uint8) for text in texts]
     return sampler.draw(predict, templates, torch.device("cpu"), method, steps, [3, 0])
 
 
@@ -219,8 +215,7 @@ def agrees(samples, law):
 
 
 def test_rigorous_samples_have_the_law_of_the_model():
-    """Filling in follows the conditional law. In a single step each residue is drawn by itself:
-    that is another law."""
+    """Filling in follows the conditional law. If all appear in a single step, that is another."""
     assert agrees(draw(oracle, ["????"] * 3000), LAW)
     assert not agrees(draw(oracle, ["????"] * 3000, steps=1), LAW)
     law = LAW * (WORDS[:, 1] == 1) * (WORDS[:, 3] == 2)
@@ -249,25 +244,25 @@ def test_simple_shows_the_surest_first():
     assert (torch.cat(sure) != MASK).double().mean() > 0.45  # at random 0.29
 
 
-def test_residues_that_the_data_lack_are_never_drawn():
-    """Nor with a network that likes them. Of the others the chances have this temperature; rare
-    ones are drawn, too, in double precision."""
-    counts = np.array([5] * 20 + [0, 0, 3, 0, 0, 0])
-    known = counts > 0
+@pytest.mark.parametrize("all_letters", [False, True])
+def test_only_possible_residues_are_drawn(all_letters):
+    """Those that the data lack never, X and U of the data on request, though the network likes all.
+    The chances have this temperature; rare ones are drawn, too, in double precision."""
+    counts = np.array([5] * 19 + [0, 4, 0, 3, 0, 0, 0])
+    known = (counts > 0) & (all_letters | (np.arange(26) < 20))
     logits = torch.linspace(0, 9, 26, dtype=torch.float64)
     law = softmax(logits.numpy()[known] / 0.5)
 
     def model(batch):
         return logits.float().expand(len(batch.noisy), -1)
 
-    rest = (0.5, contextlib.nullcontext, torch.device("cpu"))
-    predict = sampler.make_predict(model, counts, *rest)
+    predict = sampler.make_predict(model, counts, all_letters, 0.5, contextlib.nullcontext, "cpu")
     for method in ("rigorous", "simple"):
         found = np.concatenate(draw(predict, [50 * "?"] * 40, method, 1))
         kinds = np.bincount(found[found < 26], minlength=26)
         assert kinds[known].sum() == 2000
         assert chisquare(kinds[known], law * 2000).pvalue > 1e-4
-    batch = script.make_batch([template("??")], [0.0], [np.random.default_rng(0)], 1)
+    batch = script.make_batch([np.array([MASK], np.uint8)], [0.0], [np.random.default_rng(0)], 1)
     assert sampler.draw_tokens(predict, batch, batch.noisy)[1].dtype == torch.float64
 
 
@@ -309,40 +304,63 @@ def test_samples(trained, tmp_path):
 
 
 def test_samples_are_compared(trained, tmp_path):
-    """Of the lengths of the data."""
-    with open(trained / "proteins.fasta") as file:
-        (tmp_path / "data").write_text(file.read() + ">odd\nM-K\n")
-    records, said = sample(trained, tmp_path / "out", f"--count=20 --compare={tmp_path}/data")
-    lengths = [len(body) for _, body in records]
-    assert min(lengths) >= 20 and max(lengths) <= 46 and len(set(lengths)) > 5
-    assert "1 bad records are left out, such as line 1601 >odd: '-' among" in said
-    assert "out: 20 sequences, of step " in said
-    assert re.search(r"\n3mer_js +\d(.|\n)*\nnearest, held out +\d", said)
+    """With the first 2,000 of each part: by hash, or of a file each."""
+    (tmp_path / "a").write_text(">odd\nM-K\n" + 3 * (trained / "proteins.fasta").read_text())
+    for files, count in {"a": "1..", f"a {trained}/proteins.fasta": "800"}.items():
+        records, said = sample(trained, tmp_path / count, f"--count=9 --compare {tmp_path}/{files}")
+        assert len({len(body) for _, body in records}) > 3
+        assert f"1 bad records are left out, such as {tmp_path}/a: line 1 >odd: '-' among" in said
+        counts = rf"9 sequences, of step \d+\n2,000 training proteins; held out: 9 of {count}"
+        assert re.search(rf"{counts}\n1mer_js +\d.*\n1mer_js, held out +\d", said)
+
+
+def test_lengths_of_samples_and_of_gaps(tmp_path):
+    args = argparse.Namespace(infill=None, length=0, count=4000, seed=0)
+    templates, _ = sampler.make_templates(args, 46, {3: 10, 7: 20, 46: 70})
+    found = np.bincount([len(template) - 2 for template in templates])
+    assert chisquare(found[[3, 7, 46]], [400, 800, 2800]).pvalue > 1e-4
+    with pytest.raises(script.InputError, match="longer than 46 residues: give --length"):
+        sampler.make_templates(args, 46, {})
+
+    args.infill = tmp_path / "x"
+    args.infill.write_text("k?{2-6}C?{3}x?{1-4}D?*\n")
+    templates, _ = sampler.make_templates(args, 18, {})
+    texts = ["".join(np.array([*TOKENS])[template]) for template in templates]
+    gaps = [re.fullmatch(r"<K(\?{2,6})C\?{3}X(\?{1,4})D\?>", text).groups() for text in texts]
+    _, found = np.unique(np.char.str_len(gaps), axis=0, return_counts=True)
+    assert len(found) == 20 and chisquare(found).pvalue > 1e-4
+    bad = "?{40-20} ?{ ?{a-b} ?{-3} ?{0-4} ?{0} ?{3-} ?{3 ?{2}{3} ?{9999999999}".split()
+    reasons = dict.fromkeys(bad, "expected gaps such as")
+    reasons.update(dict.fromkeys(["?{17}", "??{1-16}", "?{1-9999}"], "knows at most 18"))
+    reasons.update({"*?J-": r"'\*-' among the residues", "KV": "no `[?]`"})
+    for gap, reason in reasons.items():
+        args.infill.write_text(f">a\n?{{1-18}}\n>b c\nM{gap}K\n")
+        with pytest.raises(script.InputError, match=f"x: line 3 >b: .*{reason}"):
+            sampler.make_templates(args, 18, {})
 
 
 def test_filling_in(trained, tmp_path):
     name = "UniRef50_A0A5A9P0L4_motif_site_1"  # stays whole
-    (tmp_path / "motif.fasta").write_text(f">{name} a motif\nACD???\nFGHI*\n>n\nk?\n")
+    (tmp_path / "motif.fasta").write_text(f">{name} a motif\nACD???\nFGHI*\n>n\nk?{{2\n-2}}\n")
     records, _ = sample(trained, tmp_path / "out", f"--infill={tmp_path}/motif.fasta --count=2")
-    names = [header.split()[0] for header, _ in records]
-    assert names == [f"{name}/1", f"{name}/2", "n/1", "n/2"]
-    for _, body in records[:2]:
-        assert body[:3] == "ACD" and body[6:] == "FGHI" and set(body[3:6]) <= set("ACDEFG")
-    assert all(body[0] == "K" and len(body) == 2 for _, body in records[2:])
+    found = [f"{header.split()[0]} {body}" for header, body in records]
+    expected = [f"{name}/1 ACD...FGHI", f"{name}/2 ACD...FGHI", "n/1 K..", "n/2 K.."]
+    assert all(map(re.fullmatch, expected, found)) and len(found) == 4
 
 
 def test_wrong_uses_of_the_sampler(trained, tmp_path):
-    (tmp_path / "wrong.fasta").write_text(">a\nM?K\n>bad one\nM*?J-\n")
     (tmp_path / "full.fasta").write_text(">a\nMKV\n")
     best = f"{trained}/run/best.pt"
+    state = torch.load(best)
+    state["args"]["valid_file"] = "own.fasta"
+    torch.save(state, tmp_path / "own.pt")
     cases = {
-        f"{best} --infill={tmp_path}/wrong.fasta": "line 3 >bad: '*-' among the residues",
-        f"{best} --infill={tmp_path}/full.fasta": "line 1 >a: no `?`",
         f"{best} --infill={tmp_path}/full.fasta --length=5": "give one of the two",
         f"{best} --length=47": "knows at most 46 residues",
         f"{best} --compare={tmp_path}/full.fasta": "expected proteins, and some that are held out",
-        f"{best} --out=/no/such/folder/x": "there is no folder",
-        f"{best} --out={tmp_path}/full.fasta": "exists: give another",
+        f"{tmp_path}/own.pt --compare={tmp_path}/full.fasta": "run's own.fasta as the second file",
+        f"{best} --out=/no/such/folder/x": "its folder does not: expected a new file",
+        f"{best} --out={tmp_path}/full.fasta": "exists, or its folder does not",
         f"{tmp_path}/full.fasta": "expected best.pt, step_N.pt or latest.pt of",
     }
     for words, reason in cases.items():
@@ -360,10 +378,17 @@ def test_metrics_by_hand():
     texts = (["AAAAC", "AAC", "AAC"], ["ACAC", "CCAA", "AAAAAAA"])
     assert sampler.divergence(*texts, 2) == pytest.approx(expected)
     assert math.isnan(sampler.divergence(["CAAAAC"], ["A"], 2))  # which has no pairs
-    held_out = ["ACDEFGHIKL", "WWWW"]
+    held_out = ["ACDEFGHIKL", "YYYYVV", "WWWW", "TT", "ACDEFGHIKA"]
     for text, expected in {"ACDEFGHIKL": 1, "DEFGH": 0.5, "MMACDEFGHIKL": 10 / 12}.items():
-        assert sampler.likeness(text, held_out) == pytest.approx(expected)
-    found = sampler.compare(["ACDMMMMIKL", "YYYY", "YYYY"], ["ACD"], held_out, 0)
-    assert found["nearest"] == pytest.approx(0.6 / 3)
-    assert found["nearest, held out"] == 0  # not to themselves
-    assert found["uniqueness"] == pytest.approx(2 / 3)
+        assert sampler.nearest([text, text], held_out) == pytest.approx(expected)
+    long = 3 * "ACDEFGHIKL"  # degenerate is more than a quarter of one residue, or six in a row
+    cases = {"ACDEACDE": False, "ACDEACDA": True, long + "MMMMM": False, long + "MMMMMM": True}
+    assert {text: sampler.is_degenerate(text) for text in cases} == cases
+    train = held_out[::2]  # as are the three that stand beside three samples
+    found = sampler.compare(["ACDMNMNIKL", "YYYY", "YYYY"], train, held_out, 0)
+    expected = {"nearest": (0.6 + 8 / 6) / 3, "nearest, training": 0.2, "nearest, held out": 0.6}
+    expected |= {"nearest, training, held out": 1, "3mer_js, held out": 0, "uniqueness": 2 / 3}
+    expected |= {"degenerate": 2 / 3, "degenerate, held out": 1 / 3}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    copies = sampler.compare(train + train, train, held_out, 0)
+    assert copies["nearest, training"] == 1 and copies["3mer_js"] == pytest.approx(0)

@@ -1,6 +1,5 @@
 """Draw protein sequences from a network of run_train_uniref50_ddp.py.
 
-    python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
     python tools/sample_uniref50.py experiments_ddp/best.pt --count 100 --length 120 --steps 60
     python tools/sample_uniref50.py experiments_ddp/best.pt --infill motifs.fasta --count 4
     python tools/sample_uniref50.py experiments_ddp/best.pt --compare uniref50.fasta.gz
@@ -10,18 +9,25 @@ exact; with --steps N several appear together, each drawn by itself, which is fa
 simple: the surest residues first (MaskGIT, Chang et al. 2022), which is fast, but its samples have
 another law: too sharp. --temperature other than 1 changes the law, too.
 
---infill FILE: FASTA, or a sequence on each line; each `?` is drawn, --count times, given the rest.
+--infill FILE: FASTA, or a sequence on each line. `?` is a residue to be drawn given the rest,
+`?{30}` are 30, `?{20-40}` are 20 to 40: each of --count samples draws how many, all are as likely.
 
---compare FILE, of proteins, such as the training data (the first 2,000 of each part). kmer_js: how
-far the samples are from sequences that are not held out (Jensen-Shannon divergence of the words of
-k residues, in nats). uniqueness: share of distinct samples. nearest: two sequences are laid beside
-each other, without gaps, where most residues agree; their likeness is this number over the longer
-one's length; shown is the mean of the likeness to the nearest held-out sequence. Beside it stand
-the same of shuffled samples, and of the first 200 held-out sequences (the nearest other one).
+--compare FILE: the training data, of which the same is held out as in the run. --compare FILE FILE:
+the training data, and held-out proteins (--valid_file of the run). Of each part the first 2,000 are
+taken. Printed of the samples, and ("held out") of as many held-out proteins, spread evenly:
+1mer_js, 2mer_js, 3mer_js: how far the words of k residues are from those of training sequences, in
+    nats (Jensen-Shannon divergence). The fewer the sequences, the larger: look at both figures.
+degenerate: share in which one residue makes up more than a quarter, or stands six times in a row
+nearest: likeness to the nearest (other) held-out sequence, on average. Two are laid beside each
+    other, without gaps, where most residues agree; likeness is this over the longer one's length.
+nearest, shuffled: the same of samples with their residues in random order
+nearest, training: likeness to the nearest training sequence. It shows copies: they have 1.
+uniqueness: share of distinct samples
 """
 
 import argparse
 import math
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -37,6 +43,7 @@ import run_train_uniref50_ddp as script
 from run_train_uniref50_ddp import BEGIN, COUNT, END, MASK, NATURAL, InputError, Parser
 
 REFERENCE = 2000  # sequences of each part that samples are compared with
+GAP = re.compile(r"\?(?:\{([0-9]{1,9})(?:-([0-9]{1,9}))?\})?")  # ?, ?{30}, ?{20-40}
 
 
 def parse_args():
@@ -45,23 +52,21 @@ def parse_args():
     add("checkpoint", type=Path, help="best.pt, step_N.pt or latest.pt of a run")
     add("--out", type=Path, default=Path("samples.fasta"), help="file to write")
     add("--count", type=COUNT, default=16, help="samples; with --infill of each record")
-    add("--length", type=NATURAL, default=0, help="residues; 0: as in training, after cropping")
+    add("--length", type=NATURAL, default=0, help="residues; 0: as whole training sequences have")
     add("--infill", type=Path, metavar="FILE", help="sequences whose `?` are drawn")
-    kinds = ["rigorous", "simple"]
-    add("--method", choices=kinds, help="see above; without it the run's --sampling_method")
+    add("--method", choices=["rigorous", "simple"], help="without it the run's --sampling_method")
     add("--steps", type=NATURAL, default=0, help="network calls per batch; 0: one per residue")
     add("--temperature", type=script.number(1e-6), default=1.0, help="of the predictions")
+    add("--all_letters", action="store_true", help="draw X B U Z O J, too, if the data have them")
     add("--seed", type=NATURAL, default=0, help="of the samples")
     add("--batch_size", type=COUNT, default=16, help="sequences per network call")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
-    add("--compare", type=Path, metavar="FILE", help="proteins, such as the training data")
+    add("--compare", type=Path, nargs="+", metavar="FILE", help="proteins, in one file or two")
     args = parser.parse_args()
     if args.infill is not None and args.length > 0:
         parser.error("--length and --infill: give one of the two")
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
-    if args.out.exists():
-        parser.error(f"{args.out} exists: give another --out")
+    if args.out.exists() or not args.out.parent.is_dir():
+        parser.error(f"--out {args.out} exists, or its folder does not: expected a new file")
     return args
 
 
@@ -78,26 +83,33 @@ def load_network(path, device):
     return model.eval().to(device), state, options
 
 
-def read_templates(path, copies, most):
+def read_templates(path, copies, limit, generator):
     """(templates, names): `copies` of each record of a file. A template has BEGIN, residues, MASK
-    for each `?`, and END."""
+    for what is to be drawn, and END. For each copy the lengths of its gaps are drawn."""
     templates = []
     names = []
     for number, (place, sequence) in enumerate(script.read_records(path), 1):
-        tokens, problem = script.encode(sequence.replace("?", "A"))
-        if len(tokens) > most:
-            problem = f"{len(tokens)} residues; the network knows at most {most}"
-        if not problem and "?" not in sequence:
+        gaps = [(int(a or 1), int(b or a or 1)) for a, b in GAP.findall(sequence)]
+        text = GAP.sub("?", sequence.strip())
+        tokens, problem = script.encode(text.replace("?", "A"))
+        longest = len(tokens) + sum(most - 1 for _, most in gaps)
+        if "{" in text or not all(1 <= least <= most for least, most in gaps):
+            problem = "expected gaps such as ?, ?{30}, or ?{20-40}"
+        elif longest > limit:
+            problem = f"up to {longest} residues; the network knows at most {limit}"
+        elif not problem and not gaps:
             problem = "no `?`: there is nothing to draw"
         if problem:
             raise InputError(f"{path}: {place}: {problem}")
 
-        letters = np.array([*sequence.strip()])[: len(tokens)]  # without a * at the end
         template = np.array([BEGIN, *tokens, END], np.uint8)
-        template[1:-1][letters == "?"] = MASK
+        is_gap = [letter == "?" for letter in text[: len(tokens)]]  # without a * at the end
+        template[1:-1][is_gap] = MASK
         name = place.partition(">")[2] or f"record_{number}"
         for copy in range(1, copies + 1):
-            templates.append(template)
+            repeats = np.ones(len(template), int)
+            repeats[template == MASK] = [generator.integers(a, b + 1) for a, b in gaps]
+            templates.append(np.repeat(template, repeats))
             names.append(f"{name}/{copy}")
     if not templates:
         raise InputError(f"{path}: it is empty; expected residues and `?`")
@@ -105,29 +117,32 @@ def read_templates(path, copies, most):
 
 
 def make_templates(args, most, known_lengths):
-    """(templates, names). known_lengths: {residues: sequences of the training data}"""
+    """(templates, names). known_lengths: {residues: whole sequences of the training data}"""
+    generator = np.random.default_rng([args.seed, 0, 1])  # another stream than in `draw`
     if args.infill is not None:
-        return read_templates(args.infill, args.count, most)
+        return read_templates(args.infill, args.count, most, generator)
     if args.length > most:
         raise InputError(f"--length {args.length}: the network knows at most {most} residues")
-    lengths = [args.length] * args.count
-    if args.length == 0:
-        shares = np.array([*known_lengths.values()]) / sum(known_lengths.values())
-        generator = np.random.default_rng([args.seed, 0, 1])  # another stream than in `draw`
-        lengths = generator.choice([*known_lengths], args.count, p=shares)
+    known_lengths = {args.length: 1} if args.length > 0 else known_lengths
+    if not known_lengths:
+        raise InputError(f"all training sequences are longer than {most} residues: give --length")
+    shares = np.array([*known_lengths.values()]) / sum(known_lengths.values())
+    lengths = generator.choice([*known_lengths], args.count, p=shares)
     templates = [np.array([BEGIN, *[MASK] * length, END], np.uint8) for length in lengths]
     return templates, [f"sample_{number}" for number in range(args.count)]
 
 
-def make_predict(model, residue_counts, temperature, autocast, device):
+def make_predict(model, residue_counts, all_letters, temperature, autocast, device):
     """predict(batch): logits (T, 26). Those of residues that the training data lack are -inf, since
     a network never learns that something cannot be."""
-    absent = torch.tensor(residue_counts, device=device) == 0
+    is_impossible = torch.tensor(residue_counts, device=device) == 0
+    if not all_letters:
+        is_impossible[20:] = True  # X B U Z O J
 
     def predict(batch):
         with autocast():
             logits = model(batch)
-        return (logits / temperature).masked_fill(absent, -math.inf)
+        return (logits / temperature).masked_fill(is_impossible, -math.inf)
 
     return predict
 
@@ -195,37 +210,37 @@ def letters_of(tokens):
 
 
 def draw_texts(args, predict, templates, device):
-    """A sequence of letters for each template."""
-    # batches of similar length: short ones need fewer steps
+    """The text of each template. Batches are of similar length: short ones need fewer steps."""
     order = sorted(range(len(templates)), key=lambda i: len(templates[i]))
     texts = {}
     for start in range(0, len(order), args.batch_size):
         numbers = order[start : start + args.batch_size]
         batch = [templates[i] for i in numbers]
-        seed = [args.seed, numbers[0]]
-        found = draw(predict, batch, device, args.method, args.steps, seed)
+        found = draw(predict, batch, device, args.method, args.steps, [args.seed, numbers[0]])
         texts.update(zip(numbers, map(letters_of, found), strict=True))
     return [texts[i] for i in range(len(templates))]
 
 
-def read_reference(path, val_ratio):
-    """(sequences that are not held out, those that are) of a file, as texts."""
+def read_reference(paths, val_ratio):
+    """(training sequences, held-out ones), as texts: the parts of one file, or a file each."""
     parts = {False: [], True: []}  # by whether they are held out
     bad = []
-    for place, sequence in script.read_records(path):
-        tokens, problem = script.encode(sequence)
-        if problem:
-            bad.append(f"{place}: {problem}")
-            continue
-        part = parts[script.is_held_out(tokens, val_ratio)]
-        if len(part) < REFERENCE:
-            part.append(letters_of(tokens))
-        if min(map(len, parts.values())) == REFERENCE:
-            break
+    for number, path in enumerate(paths):
+        for place, sequence in script.read_records(path):
+            tokens, problem = script.encode(sequence)
+            if problem:
+                bad.append(f"{path}: {place}: {problem}")
+                continue
+            by_hash = len(paths) == 1 and script.is_held_out(tokens, val_ratio)
+            part = parts[number > 0 or by_hash]
+            if len(part) < REFERENCE:
+                part.append(letters_of(tokens))
+            elif len(paths) > 1 or min(map(len, parts.values())) == REFERENCE:
+                break
     if bad:
-        print(f"--compare {path}: {len(bad)} bad records are left out, such as {bad[0]}")
+        print(f"--compare: {len(bad)} bad records are left out, such as {bad[0]}")
     if not all(parts.values()):
-        raise InputError(f"--compare {path}: expected proteins, and some that are held out")
+        raise InputError(f"--compare {paths[-1]}: expected proteins, and some that are held out")
     return parts[False], parts[True]
 
 
@@ -235,43 +250,49 @@ def divergence(ours, theirs, length):
     for counter, texts in zip(counts, (ours, theirs), strict=True):
         for text in texts:
             counter.update(text[i : i + length] for i in range(len(text) - length + 1))
-    if not all(counts):  # all are shorter
-        return math.nan
     words = counts[0] | counts[1]
-    p, q = [np.array([counter[word] for word in words]) / counter.total() for counter in counts]
-    return entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+    table = torch.tensor([(counts[0][word], counts[1][word]) for word in words]).view(-1, 2)
+    p, q = (table.double() / table.sum(0)).T  # nan where all texts are shorter
+    nats = torch.special.entr(torch.stack([(p + q) / 2, p, q])).sum(1)
+    return float(nats[0] - (nats[1] + nats[2]) / 2)
 
 
-def entropy(p):
-    p = p[p > 0]
-    return float(-(p * np.log(p)).sum())
+def is_degenerate(text):
+    """Whether one residue is more than a quarter of all, or stands six times in a row."""
+    return max(Counter(text).values()) > len(text) / 4 or bool(re.search(r"(.)\1{5}", text))
 
 
-def likeness(text, others):
-    """Of a text to the nearest of others: residues that agree where most do, over the longer
-    length."""
-    a = np.frombuffer(text.encode(), np.uint8)
-    best = 0.0
-    for other in others:
-        b = np.frombuffer(other.encode(), np.uint8)
-        here, there = np.nonzero(a[:, None] == b)
-        agreeing = np.bincount(there - here + len(a), minlength=1)  # for each place of b beside a
-        best = max(best, float(agreeing.max()) / max(len(a), len(b)))
-    return best
+def nearest(texts, others):
+    """The mean likeness of texts to the nearest of others, as the docstring above says."""
+    likeness = np.zeros(len(texts))
+    for i, text in enumerate(texts):
+        a = np.frombuffer(text.encode(), np.uint8)
+        for other in others:
+            b = np.frombuffer(other.encode(), np.uint8)
+            here, there = np.divmod(np.flatnonzero(a[:, None] == b), len(b))
+            agreeing = np.bincount(there - here + len(a), minlength=1)  # for each place of b by a
+            likeness[i] = max(likeness[i], agreeing.max() / max(len(a), len(b)))
+    return likeness.mean()
 
 
 def compare(ours, train, held_out, seed):
-    """{name: metric} of samples."""
+    """{name: metric} of samples, and of as many held-out sequences."""
     generator = np.random.default_rng(seed)
     shuffled = ["".join(generator.permutation([*text])) for text in ours]
-    first = enumerate(held_out[:200])
-    others = [likeness(text, held_out[:i] + held_out[i + 1 :]) for i, text in first]
-    metrics = {f"{length}mer_js": divergence(ours, train, length) for length in (1, 2, 3)}
-    metrics["uniqueness"] = len(set(ours)) / len(ours)
-    metrics["nearest"] = np.mean([likeness(text, held_out) for text in ours])
-    metrics["nearest, shuffled"] = np.mean([likeness(text, held_out) for text in shuffled])
+    rows = np.linspace(0, len(held_out) - 1, min(len(held_out), len(ours))).astype(int)
+    baseline = [held_out[row] for row in rows]
+    others = [nearest([held_out[i]], held_out[:i] + held_out[i + 1 :]) for i in rows]
+
+    metrics = {"uniqueness": len(set(ours)) / len(ours)}
+    for suffix, texts in {"": ours, ", held out": baseline}.items():
+        for length in (1, 2, 3):
+            metrics[f"{length}mer_js{suffix}"] = divergence(texts, train, length)
+        metrics[f"degenerate{suffix}"] = np.mean([is_degenerate(text) for text in texts])
+        metrics[f"nearest, training{suffix}"] = nearest(texts, train)
+    metrics["nearest"] = nearest(ours, held_out)
+    metrics["nearest, shuffled"] = nearest(shuffled, held_out)
     metrics["nearest, held out"] = np.mean(others)
-    return metrics
+    return dict(sorted(metrics.items()))
 
 
 def main():
@@ -281,12 +302,13 @@ def main():
     args.method = args.method or options.sampling_method
     templates, names = make_templates(args, options.max_protein_len - 2, state["data"]["lengths"])
     if args.compare is not None:
+        if len(args.compare) == 1 and getattr(options, "valid_file", None):
+            raise InputError(f"--compare: give the run's {options.valid_file} as the second file")
         train, held_out = read_reference(args.compare, options.val_ratio)
 
     autocast = script.choose_precision(argparse.Namespace(precision="auto"), device)
-    predict = make_predict(
-        model, state["data"]["residue_counts"], args.temperature, autocast, device
-    )
+    counts = state["data"]["residue_counts"]
+    predict = make_predict(model, counts, args.all_letters, args.temperature, autocast, device)
     texts = draw_texts(args, predict, templates, device)
     with open(args.out, "x") as file:
         for name, text in zip(names, texts, strict=True):
@@ -294,8 +316,10 @@ def main():
             file.write(textwrap.fill(text, 80) + "\n")
     print(f"{args.out}: {len(texts):,} sequences, of step {state['loop']['step']}")
     if args.compare is not None:
+        number = min(len(held_out), len(texts))
+        print(f"{len(train):,} training proteins; held out: {number:,} of {len(held_out):,}")
         for name, value in compare(texts, train, held_out, args.seed).items():
-            print(f"{name:20} {value:.4f}")
+            print(f"{name:27} {value:.4f}")
 
 
 if __name__ == "__main__":
