@@ -16,6 +16,7 @@ import run_train_uniref50_ddp as script
 tool = import_tool("score_uniref50")
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"
+MOST_TOKENS = 60  # of a network call
 START = np.random.default_rng(0).dirichlet(np.ones(20))  # a Markov chain over the 20 residues
 STEP = np.random.default_rng(1).dirichlet(np.ones(20), 20)
 
@@ -29,6 +30,7 @@ CHAINS = [encode(text) for text in ("ACDEFGH", "KLMNPQRSTVWY", "AAAACCGGHHAK", "
 
 def chain(batch):
     """The chain's exact law of each residue, given those that are seen, as logits in float64."""
+    assert len(batch.noisy) <= MOST_TOKENS
     logits = torch.zeros(len(batch.noisy), 26, dtype=torch.float64)
     lengths = batch.lengths.tolist()
     for noisy, rows in zip(batch.noisy.split(lengths), logits.split(lengths), strict=True):
@@ -53,7 +55,7 @@ def outputs(network, changes=None, **options):
     """Of the network for CHAINS."""
     args = dict(seed=0, draws=8, mask_rate=None, orders=None, variants=None, embeddings=None)
     inputs = tool.make_inputs(Namespace(**{**args, **options}), CHAINS, changes)
-    return tool.outputs_of(network, CHAINS, inputs, 60, torch.device("cpu"))
+    return tool.outputs_of(network, CHAINS, inputs, MOST_TOKENS, torch.device("cpu"))
 
 
 def test_chain_rule_in_any_order_is_the_law():
@@ -244,11 +246,11 @@ def test_embeddings(trained, tmp_path, block):
 def test_variants(trained, tmp_path):
     """The rows with all their columns as they are, and the score."""
     (tmp_path / "x").write_text(">a\nACDEF\n")
-    (tmp_path / "x.csv").write_text("assay,mutant\n007,A1C:F5K\nNA,C2C\n")
+    (tmp_path / "x.csv").write_text("id,note,mutant\n007,NA,A1C:F5K\n1e3,,C2C\n")
     call(trained, tmp_path / "x", f"--variants={tmp_path}/x.csv", f"--out={tmp_path}/out")
     first, second, third = (tmp_path / "out").read_text().splitlines()
-    assert (first, third) == ("assay,mutant,score", "NA,C2C,0.000000")
-    assert re.fullmatch(r"007,A1C:F5K,-?\d+\.\d{6}", second)
+    assert (first, third) == ("id,note,mutant,score", "1e3,,C2C,0.000000")
+    assert re.fullmatch(r"007,NA,A1C:F5K,-?\d+\.\d{6}", second)
 
 
 def test_wrong_uses(trained, tmp_path):
