@@ -124,7 +124,8 @@ def read_variants(path, names, sequences):
             match = re.fullmatch(f"([{RESIDUES}])([0-9]+)([{RESIDUES}])", text)
             if match is None:
                 raise InputError(f"{place}: {text!r}: expected residue, position, new residue")
-            old, position, new = match[1], int(match[2]), match[3]
+            old, digits, new = match.groups()
+            position = int(digits)
             found = letters[position - 1 : position] or f"not there, but 1 to {len(letters)} are"
             if found != old:
                 raise InputError(f"{place}: {text}: residue {position} of {name} is {found}")
