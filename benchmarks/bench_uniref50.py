@@ -62,11 +62,6 @@ def draw_lengths():
     return np.maximum(20, np.round(lengths * 286 / lengths.mean())).astype(int)
 
 
-def residues_seen():
-    """The mean number of a sequence's residues that a side sees."""
-    return np.minimum(draw_lengths(), LENGTH - 2).mean()
-
-
 def micro_batches(batch, seed):
     """For ever, the lengths of the sequences of this rank's next micro-batch."""
     lengths = torch.from_numpy(np.minimum(draw_lengths(), LENGTH - 2))
@@ -163,7 +158,8 @@ def prepare(folder, settings):
 
 def start(folder, settings, side, seed):
     found, processes = sizes()
-    amount = found["batch"] * found["accum"] * processes * residues_seen()  # of a step
+    seen = np.minimum(draw_lengths(), LENGTH - 2).mean()  # of a sequence
+    amount = found["batch"] * found["accum"] * processes * seen  # of a step
     if side in NAMES:
         settings = {"side": side, "seed": seed, **found}
         return sides.port_job(__file__, side, folder, settings, amount, processes)

@@ -132,8 +132,8 @@ def train(args, work):
     options = f"""--datafile=chain.txt --val_ratio={VAL_RATIO} --hidden_size=64
         --n_blocks_prot=3 --n_heads=4 --max_protein_len=68 --dropout=0
         --global_batch_size=48 --batch_size={48 // args.nproc} --n_iters={args.steps} --epochs=1000
-        --lr={args.lr} --optimizer={args.optimizer} --warmup=100 --ema=0.999 --log_every=100
-        --eval_freq={args.steps} --eval_sequences=100000"""
+        --warmup=100 --ema=0.999 --log_every=100
+        --eval_freq={args.steps} --eval_sequences=100000 {args.options}"""
     name = "run_train_uniref50_ddp.py"
     sides.script_job(name, "chain", work, options, processes=args.nproc).wait()
     return json.loads((work / "run-chain" / "summary.json").read_text())
@@ -142,14 +142,12 @@ def train(args, work):
 def main():
     import run_train_uniref50_ddp as script
 
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--sequences", type=int, default=60_000, help="sequences of the chain")
     add("--steps", type=int, default=4000, help="optimizer steps")
     add("--samples", type=int, default=500, help="sequences drawn by each sampler")
-    add("--optimizer", default="adamw", help="adamw or muon")
-    add("--lr", type=float, default=4e-3, help="learning rate")
+    add("--options", default="--lr=4e-3", help="more of the script: --optimizer=muon ...")
     add("--nproc", type=int, default=2, help="processes, one thread each")
     args = parser.parse_args()
     source = markov_source()
