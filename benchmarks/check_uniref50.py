@@ -4,11 +4,10 @@
     python benchmarks/check_uniref50.py --steps 50 --sequences 2000 --samples 20       # a trial
 
 A Markov chain over the 20 residues makes the sequences, so the entropy of the held-out ones is a
-sum. The held-out bound must come close to it and not cross it; the cross entropies by mask rate
-likewise to what the chain's exact law gives. Scores of held-out sequences (chain rule, one order)
-and of substitutions in them (masked marginals) are laid beside the exact ones. In real sequences,
-and in samples of the rigorous and of the simple sampler, neighbours are counted: chi-square beside
-the chain.
+sum: the bound must come close to it and not cross it. Cross entropies by mask rate, and scores of
+held-out sequences (chain rule, one order) and of substitutions in them (masked marginals) stand
+beside those of the chain's exact law. In real sequences, and in samples of the rigorous and of the
+simple sampler, neighbours are counted: chi-square beside the chain.
 """
 
 import argparse
@@ -132,10 +131,11 @@ def train(args, work):
     options = f"""--datafile=chain.txt --val_ratio={VAL_RATIO} --hidden_size=64
         --n_blocks_prot=3 --n_heads=4 --max_protein_len=68 --dropout=0
         --global_batch_size=48 --batch_size={48 // args.nproc} --n_iters={args.steps} --epochs=1000
-        --warmup=100 --ema=0.999 --log_every=100
-        --eval_freq={args.steps} --eval_sequences=100000 {args.options}"""
-    name = "run_train_uniref50_ddp.py"
-    sides.script_job(name, "chain", work, options, processes=args.nproc).wait()
+        --warmup=100 --ema=0.999 --eval_freq={args.steps} --eval_sequences=100000 {args.options}"""
+    job = sides.script_job(
+        "run_train_uniref50_ddp.py", "chain", work, options, processes=args.nproc
+    )
+    job.wait()
     return json.loads((work / "run-chain" / "summary.json").read_text())
 
 
