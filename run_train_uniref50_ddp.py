@@ -10,20 +10,22 @@ et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 20
     torchrun --standalone --nproc_per_node=8 run_train_uniref50_ddp.py --datafile uniref50.fasta.gz
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
 
-Data (--datafile): FASTA, a sequence on each line, or an alignment (.a3m), also compressed (gzip,
-bzip2, xz); or a table (.csv .jsonl .parquet; .pt: a list saved by torch.save) with a column
-protein_seq, sequence or text. Letters are the 20 residues and X B U Z O J, in upper or lower case.
---val_ratio of the sequences are held out, chosen by a hash: equal ones are on one side.
+Data (--datafile): FASTA, a sequence on each line, or an alignment (.a3m), also compressed; or a
+table (.csv .jsonl .parquet; .pt: a list saved by torch.save) with a column protein_seq, sequence or
+text. Letters: the 20 residues and X B U Z O J, also lower case. Of a sequence that is longer than
+--max_protein_len a random part is used. --val_ratio of them are held out by a hash, so that equal
+ones are on one side; or give files. What is in those is not trained on, wherever else it stands.
 
 Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
 samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged weights,
-on held-out sequences: val/nelbo (the bound), val/nelbo_se (its standard error), val/perplexity,
-val/bits; val/ce_15, ce_50, ce_85: cross entropy where up to 30 %, 30 to 70 %, more are masked.
-
-Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at the end summary.json,
-curves.png. The same command, given again, goes on from latest.pt. Below, "(all ranks)" means that
-every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
+on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard error),
+val/bits and val/perplexity (the same, in bits, and its exp); val/ce_15, ce_50, ce_85: cross entropy
+where up to 30 %, 30 to 70 %, more are masked. summary.json has what the residues' frequencies give,
+and the same of --test_file. Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at
+the end summary.json, curves.png. The same command, given again, goes on from latest.pt. Below,
+"(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)" that
+only rank 0 does.
 """
 
 # /// script
@@ -48,13 +50,11 @@ import logging
 import lzma
 import math
 import os
-import pickle
 import signal
 import sys
 import tempfile
 import time
 import traceback
-import zlib
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -128,8 +128,9 @@ def parse_args():
     add_common_arguments(parser, output_dir="./experiments_ddp")
     parser.set_defaults(log_every=100, save_every=2000)
     args = parse_with_config(parser)
-    if args.hidden_size % (8 * args.n_heads) != 0:  # a limit of flash attention
-        parser.error(f"--hidden_size {args.hidden_size}: must be {args.n_heads} x a multiple of 8")
+    if args.hidden_size % (8 * args.n_heads) != 0 or args.hidden_size > 256 * args.n_heads:
+        limits = f"must be {args.n_heads} x 8, 16, ... or 256"  # flash attention's
+        parser.error(f"--hidden_size {args.hidden_size}: {limits}")
     for name in ("wandb_project", "wandb_name"):
         if getattr(args, name):
             os.environ[name.upper()] = getattr(args, name)
@@ -190,14 +191,13 @@ class Proteins:
 
     def __init__(self, folder, args):
         self.tokens = np.asarray(np.memmap(folder / "tokens", np.uint8, "r"))  # each: BEGIN ... END
-        self.offsets = np.load(folder / "offsets.npy")  # of each sequence, and the end
-        parts = np.load(folder / "parts.npy")
-        self.train, self.valid, self.test = [np.flatnonzero(parts == part) for part in range(3)]
-        meta = json.loads((folder / "meta.json").read_text())
-        self.hash = meta["hash"]
-        self.residue_counts = np.array(meta["residue_counts"])  # in the training part
+        arrays = np.load(folder / "arrays.npz")
+        self.offsets = arrays["offsets"]  # of each sequence, and the end
+        self.train, self.valid, self.test = [np.flatnonzero(arrays["parts"] == p) for p in range(3)]
+        self.residue_counts = arrays["residue_counts"]  # (3, 26), of each part
+        self.hash = str(arrays["hash"])
         number = min(len(self.valid), args.eval_sequences)
-        self.validated = self.valid[np.linspace(0, len(self.valid) - 1, number).astype(int)]
+        self.eval_rows = self.valid[np.linspace(0, len(self.valid) - 1, number).astype(int)]
         text = f"{len(self.valid):,} held out, of which {number:,} are validated on"
         logging.info(f"  {len(self.train):,} sequences to train on, {text}")
         # residues of each sequence that are used: all, or as many as --max_protein_len takes
@@ -213,25 +213,21 @@ class Proteins:
         whole = self.train[np.diff(self.offsets)[self.train] - 2 == self.lengths[self.train]]
         lengths, counts = np.unique(self.lengths[whole], return_counts=True)
         lengths = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
-        return {"residue_counts": self.residue_counts.tolist(), "lengths": lengths}
+        return {"residue_counts": self.residue_counts[TRAIN].tolist(), "lengths": lengths}
 
-    def unigram(self, rows):
+    def unigram_nats(self, part):
         """What the frequencies of residues in the training part give: nats per residue."""
-        counts = self.residue_counts + 0.5  # a residue that the training part lacks costs much
-        found = np.zeros(NUM_RESIDUES)
-        for row in rows:
-            residues = self.tokens[self.offsets[row] + 1 : self.offsets[row + 1] - 1]
-            found += np.bincount(residues, minlength=NUM_RESIDUES)
+        counts = self.residue_counts[TRAIN] + 0.5  # a residue that it lacks costs much
+        found = self.residue_counts[part]
         return float(-found @ np.log(counts / counts.sum()) / found.sum())
 
     def crop(self, row, generator):
-        """lengths[row] residues, from a random one on, and BEGIN or END if they reach it."""
+        """lengths[row] residues [a, b), a at random; with BEGIN if a is 0, END if b is the end."""
         tokens = self.tokens[self.offsets[row] : self.offsets[row + 1]]
-        most = len(tokens) - 2 - self.lengths[row]  # residues that may be left out before it
-        first = generator.integers(most + 1)
-        start = 0 if first == 0 else 1 + first
-        stop = len(tokens) if first == most else 1 + first + self.lengths[row]
-        return tokens[start:stop]
+        residues = len(tokens) - 2
+        a = generator.integers(residues - self.lengths[row] + 1)
+        b = a + self.lengths[row]
+        return tokens[a + (a > 0) : b + 1 + (b == residues)]  # residue i is token i + 1
 
 
 class NoisyProteins(Dataset):
@@ -327,10 +323,12 @@ class Denoiser(nn.Module):
         x = self.embed(batch.noisy.int())
         if self.token_dropout:  # none for a masked token, and larger ones the more are masked
             is_mask = batch.noisy == MASK
-            visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # (B,)
-            factors = 0.88 * batch.starts.diff() / visible.clamp(min=1)  # 0.88: visible to ESM-2
-            factors = factors.repeat_interleave(batch.starts.diff(), output_size=len(x))  # (T,)
+            lengths = batch.starts.diff()
+            visible = F.pad((~is_mask).cumsum(0), (1, 0))[batch.starts].diff()  # of each sequence
+            factors = 0.88 * lengths / visible.clamp(min=1)  # 0.88: ESM-2 saw so many, on average
+            factors = factors.repeat_interleave(lengths, output_size=len(x)).to(x.dtype)  # (T,)
             x = x.masked_fill(is_mask[:, None], 0.0) * factors[:, None]
+
         pairs = x.shape[1] // self.blocks[0].heads // 2  # of channels, in a head
         frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
         angles = (batch.positions[:, None] * frequencies)[:, None, None]  # (T, 1, 1, E / 2)
@@ -395,6 +393,7 @@ def summarize(nats, mask_rates, lengths):
     metrics["perplexity"] = np.exp(min(nelbo, 700.0))  # a diverged bound would overflow
     metrics["bits"] = nelbo / math.log(2)
     # the cross entropy by mask rate: the mean of the three, each by its residues, is the bound
+    mask_rates = np.ceil(mask_rates * lengths) / lengths  # what was masked
     for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
         inside = (low < mask_rates) & (mask_rates <= high)
         if inside.any():
@@ -422,14 +421,13 @@ def gpu_factor(args, world_size):
 
 def make_optimizer(args, model, autocast):
     """AdamW; with --optimizer muon, Muon for the matrices of the blocks."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
+    names = ["qkv", "out", "up", "down"] if args.optimizer == "muon" else []
+    stacks = [[getattr(block, name).weight for block in model.blocks] for name in names]
+    in_muon = {p for stack in stacks for p in stack}
+    matrices = [p for p in model.parameters() if p.ndim > 1 and p not in in_muon]
     vectors = [p for p in model.parameters() if p.ndim < 2]  # biases and norms need their size
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    if args.optimizer == "muon":
-        groups[0]["params"] = [model.embed.weight, model.dense.weight]
-        for name in ["down", "up", "out", "qkv"]:
-            matrices = [getattr(block, name).weight for block in model.blocks]
-            groups.insert(0, {"params": matrices, "muon": True})
+    groups = [{"params": stack, "muon": True} for stack in stacks]
+    groups += [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = Muon(groups, args.lr, (0.9, args.beta2), weight_decay=args.weight_decay, fused=True)
     optimizer.autocast = autocast
     return optimizer
@@ -441,7 +439,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        is_good = 1 - self.found_inf  # 0: nothing changes
+        is_good = 1 - self.found_inf  # 0: nothing changes, and the host need not know
         for group in self.param_groups:
             if "muon" not in group:
                 continue
@@ -467,8 +465,8 @@ def orthogonalize(x):
         return orthogonalize(x.mT).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        square = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
     return x
 
 
@@ -476,7 +474,7 @@ def train(args, device, autocast, proteins, model, state, log):
     """Returns why it was stopped, "" if it has ended; and `loop`: where it stands. (all ranks)"""
     # a token takes about 28 fp32 numbers for a unit of a block, or 1 where only its input is kept
     numbers = 28 + args.n_blocks_prot if args.gradient_checkpointing else 28 * args.n_blocks_prot
-    room = room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
+    room = args.max_memory_per_gpu * room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
     sampler = GlobalBatchSampler(proteins.train, args, proteins.lengths, room)
     steps = min(sampler.steps * args.epochs, args.n_iters)
     peak = args.lr * args.gpu_factor
@@ -538,7 +536,7 @@ def train(args, device, autocast, proteins, model, state, log):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(ema_model, proteins, proteins.validated, args, autocast, device)
+            metrics = evaluate(ema_model, proteins, proteins.eval_rows, args, autocast, device)
             if not math.isfinite(metrics["nelbo"]):
                 raise RuntimeError(f"the held-out bound is {metrics['nelbo']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
@@ -575,7 +573,10 @@ def main(args):
         logging.warning("nothing is sent to wandb without --wandb_mode online or offline")
     if device.type != "cpu":
         torch.get_device_module(device).set_per_process_memory_fraction(args.max_memory_per_gpu)
-    weights = on_rank0(read_weights, args) if args.start_from and not state else None
+    args.start_hash = state["args"]["start_hash"] if state else None
+    weights = None
+    if args.start_from and not state:
+        weights, args.start_hash = on_rank0(read_weights, args)
     logging.info("Preparing data loaders...")
     proteins = Proteins(read_once(prepare, args), args)
     if args.prepare_only:
@@ -585,11 +586,9 @@ def main(args):
     begin_run(args, state, proteins.hash)
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = Denoiser(args).to(device)
-    args.start_hash = state["args"]["start_hash"] if state else None
     if weights:
         model.load_state_dict(weights)
-        content = b"".join(tensor.numpy().tobytes() for tensor in weights.values())
-        args.start_hash = hashlib.blake2b(content, digest_size=6).hexdigest()
+    del weights  # each rank has a copy
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
     autocast = choose_precision(args, device)
@@ -601,19 +600,15 @@ def main(args):
         return log.stop(reason, **figures)
     if not loop["best"]:
         raise InputError(f"--n_iters {args.n_iters}: the run ends without an evaluation: give more")
-    best = loop["best"]
-    unigram = proteins.unigram(proteins.validated)
-    logging.info(f"best at step {best['step']}: nelbo {best['value']:.4f}, unigram {unigram:.4f}")
-    if best["value"] >= unigram:
-        logging.warning("the network is no better than the residues' frequencies: train longer")
-    figures["baselines"] = {"unigram": unigram}
+    figures["baselines"] = {"unigram": proteins.unigram_nats(VALID)}
+    best = {**loop["best"], **figures["baselines"]}
+    logging.info("best at step {step}: nelbo {value:.4f}, unigram {unigram:.4f}".format(**best))
     if len(proteins.test) > 0:
         state = on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")
         model.load_state_dict(state["ema_model"])
         figures["test"] = evaluate(model.eval(), proteins, proteins.test, args, autocast, device)
-        figures["baselines"]["test_unigram"] = proteins.unigram(proteins.test)
-        text = ", ".join(f"{name} {value:.4f}" for name, value in figures["test"].items())
-        logging.info(f"test of {len(proteins.test):,}: {text}")
+        figures["baselines"]["test_unigram"] = proteins.unigram_nats(TEST)
+        logging.info(f"test of {len(proteins.test):,}: nelbo {figures['test']['nelbo']:.4f}")
     log.close("finished", **figures)
     logging.info("Training and evaluation completed successfully!")
     return 0
@@ -628,7 +623,8 @@ LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
 TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
 OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
-TABLES = {".pt", ".parquet", ".jsonl", ".csv"}
+TABLES = (".pt", ".parquet", ".jsonl", ".csv")
+COLUMNS = ["protein_seq", "sequence", "text"]  # of which the first one that is there is read
 EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
 NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
 NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"  # what is said of them
@@ -636,7 +632,7 @@ SHARED = "sequences are left out, which are in the test or the validation, too"
 
 
 def read_weights(args):
-    """The averaged weights of the checkpoint --start_from. (rank 0)"""
+    """The averaged weights of the checkpoint --start_from, and their hash. (rank 0)"""
     try:
         state = torch.load(args.start_from, map_location="cpu", weights_only=True)
         weights = state["ema_model"]
@@ -647,16 +643,18 @@ def read_weights(args):
     if sizes != {name: getattr(args, name) for name in SIZES}:
         options = " ".join(f"--{name}={value}" for name, value in sizes.items())
         raise InputError(f"--start_from {args.start_from}: its network needs {options}")
-    return weights
+    content = b"".join(tensor.float().numpy().tobytes() for tensor in weights.values())
+    return weights, hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
 def read_records(path):
     """Yields (where it stands in the file, sequence) of each record."""
-    damaged = (EOFError, OSError, lzma.LZMAError, zlib.error)  # of a compressed file
-    damaged += (pickle.UnpicklingError, RuntimeError, ValueError, ImportError)  # of a table
+    name = path.name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".xz")
     try:
-        yield from read_table(path) if TABLES & set(path.suffixes) else read_text(path)
-    except damaged as error:  # torch's have many lines
+        yield from read_table(path, name) if name.endswith(TABLES) else read_text(path)
+    except InputError:
+        raise
+    except Exception as error:  # of gzip, torch, pandas; some have many lines
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
 
 
@@ -664,7 +662,7 @@ def read_text(path):
     """Of FASTA, which begins with >, or of a file with a sequence on each line."""
     begin = np.fromfile(path, np.uint8, 6).tobytes()
     openers = [opener for start, opener in OPENERS.items() if begin.startswith(start)]
-    is_alignment = ".a3m" in path.suffixes  # of which - and . are no residues
+    gaps = str.maketrans("", "", "-." if ".a3m" in path.suffixes else "")  # of an alignment
     # titles may have letters of any encoding: what is not UTF-8 is replaced
     with (openers or [open])[0](path, "rt", encoding="utf-8-sig", errors="replace") as file:
         place = ""  # where the record begins
@@ -674,14 +672,12 @@ def read_text(path):
                 if lines is not None:
                     yield place, "".join(lines)
                 elif place:
-                    text = "expected FASTA from the first line on, or a sequence on each line"
-                    raise InputError(f"{path}: line {number} begins with >; {text}")
+                    text = f"line {number} begins with >; expected FASTA from the first line on"
+                    raise InputError(f"{path}: {text}")
                 place = f"line {number} {line.split()[0]}"
                 lines = []
             elif lines is not None:
-                if is_alignment:
-                    line = line.replace("-", "").replace(".", "")
-                lines.append("".join(line.split()))
+                lines.append("".join(line.split()).translate(gaps))
             elif line.strip():
                 place = f"line {number}"
                 yield place, line
@@ -689,25 +685,30 @@ def read_text(path):
             yield place, "".join(lines)
 
 
-def read_table(path):
-    """Of texts, or of rows with protein_seq, sequence or text."""
+def read_table(path, name):
+    """Of a column of COLUMNS; a .pt file has a list of dicts with such a key, or of texts."""
     import pandas
 
-    if path.suffix == ".pt":
+    if name.endswith(".pt"):
         entries = torch.load(path, weights_only=True)
-    elif path.suffix == ".parquet":
-        entries = pandas.read_parquet(path).to_dict("records")
-    elif ".jsonl" in path.suffixes:
-        entries = pandas.read_json(path, lines=True).to_dict("records")
+    elif name.endswith(".csv"):
+        entries = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    elif name.endswith(".jsonl"):
+        entries = pandas.read_json(path, lines=True, dtype=False)
     else:
-        entries = pandas.read_csv(path).to_dict("records")
-    if isinstance(entries, dict):
+        entries = pandas.read_parquet(path)
+    if isinstance(entries, pandas.DataFrame):
+        columns = [column for column in COLUMNS if column in entries]
+        if not columns:
+            raise InputError(f"{path}: expected a column {COLUMNS}; found {[*entries]}")
+        entries = entries[columns[0]].tolist()
+    elif isinstance(entries, dict):
         entries = entries.get("sequences", entries.get("data"))
     if not isinstance(entries, (list, tuple)):
         raise InputError(f"{path}: expected a list, or a dict with one as sequences or data")
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
-            entry = next((entry[c] for c in ("protein_seq", "sequence", "text") if c in entry), "")
+            entry = next((entry[column] for column in COLUMNS if column in entry), "")
         yield f"entry {number}", "".join(entry.split()) if isinstance(entry, str) else ""
 
 
@@ -753,18 +754,18 @@ def write_tokens(folder, args):
     """Read the files, and write the arrays of `Proteins`. (rank 0)"""
     offsets = array.array("q", [0])
     parts = array.array("b")
-    residue_counts = np.zeros(NUM_RESIDUES, np.int64)  # in the training part
+    residue_counts = np.zeros((3, NUM_RESIDUES), np.int64)
     digest = hashlib.blake2b(digest_size=6)
     bad = []  # where they stand
     left_out = {NUCLEIC: [], SHARED: []}
     with open(folder / "tokens", "wb") as file:
         for part, tokens in read_proteins(args, bad, left_out):
             parts.append(part)
-            if part == TRAIN:
-                residue_counts += np.bincount(bytearray(tokens), minlength=NUM_RESIDUES)
+            residue_counts[part] += np.bincount(bytearray(tokens), minlength=NUM_RESIDUES)
             tokens = b"%c%b%c" % (BEGIN, tokens, END)
             file.write(tokens)
-            digest.update(b"%c%b" % (part, tokens))
+            if part != TEST:
+                digest.update(b"%c%b" % (part, tokens))
             offsets.append(offsets[-1] + len(tokens))
 
     if bad and not args.skip_bad_data:
@@ -775,7 +776,7 @@ def write_tokens(folder, args):
     for what, places in left_out.items():
         if places:
             logging.warning(f"{len(places)} {what}, such as {places[0]}")
-    rare = residue_counts[20:].sum() / max(1, residue_counts.sum())
+    rare = residue_counts[:, 20:].sum() / max(1, residue_counts.sum())
     nucleic = len(left_out[NUCLEIC])
     if rare > 0.02 or nucleic > len(parts):  # of UniProt's annotated proteins they are 0.005 %
         text = f"{rare:.0%} of the letters are X B U Z O J, {nucleic} records DNA or RNA"
@@ -784,10 +785,8 @@ def write_tokens(folder, args):
     if train == 0 or valid < 2 or (args.test_file and test < 2):
         text = f"{train} proteins to train on, {valid} held out, {test} to test"
         raise InputError(f"{args.datafile}: {text}; expected more, or a larger --val_ratio")
-    np.save(folder / "offsets.npy", offsets)
-    np.save(folder / "parts.npy", parts)
-    meta = {"residue_counts": residue_counts.tolist(), "hash": digest.hexdigest()}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    arrays = {"offsets": offsets, "parts": parts, "residue_counts": residue_counts}
+    np.savez(folder / "arrays.npz", **arrays, hash=digest.hexdigest())
 
 
 def prepare(args):

@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import lzma
 import math
 import random
@@ -54,17 +53,18 @@ def is_valid(sequence):
 
 
 def prepare(source, *options):
-    """(sequences, what is kept beside them) of a file, read without the script's code"""
+    """(sequences, counts of residues) of a file, read without the script's code"""
     words = [f"--datafile={source}", f"--val_ratio={RATIO}", f"--cache_dir={source}.cache"]
     folder = script.prepare(parse_arguments(script, *words, *options))
     tokens = (folder / "tokens").read_bytes()
-    offsets = np.load(folder / "offsets.npy").tolist()
+    arrays = np.load(folder / "arrays.npz")
+    offsets = arrays["offsets"].tolist()
     assert offsets[0] == 0 and offsets[-1] == len(tokens)
     rows = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
     assert all(row[0] == BEGIN and row[-1] == END for row in rows)
     sequences = ["".join(LETTERS[token] for token in row[1:-1]) for row in rows]
-    assert np.load(folder / "parts.npy").tolist() == [int(is_valid(s)) for s in sequences]
-    return sequences, json.loads((folder / "meta.json").read_text())
+    assert arrays["parts"].tolist() == [int(is_valid(s)) for s in sequences]
+    return sequences, arrays["residue_counts"]
 
 
 def saved(content):
@@ -97,10 +97,11 @@ FORMS = {  # the same sequences: {name of the file: its bytes}
 def test_every_form(tmp_path, name):
     """No letter is deleted (the original's tokenizer dropped X B U Z O J)."""
     (tmp_path / name).write_bytes(FORMS[name])
-    found, meta = prepare(tmp_path / name)
+    found, counts = prepare(tmp_path / name)
     assert found == SEQUENCES
-    train = "".join(s for s in SEQUENCES if not is_valid(s))
-    assert meta["residue_counts"] == [train.count(letter) for letter in LETTERS]
+    for part in (0, 1):
+        text = "".join(s for s in SEQUENCES if is_valid(s) == part)
+        assert counts[part].tolist() == [text.count(letter) for letter in LETTERS]
     assert not [*tmp_path.glob("*.cache/unfinished-*")]
 
 
@@ -161,6 +162,7 @@ HOSTILE = {  # name: bytes, and a part of what is said
     "banner.fasta": (b"; release 2024_01\n>a\nMKV\n", "line 2 begins with >; expected FASTA from"),
     "utf16.txt": (fasta(SEQUENCES).encode("utf-16"), "0 proteins to train on, 0 held out"),
     "damaged.parquet": (b"PAR1", "cannot be read: "),
+    "headless.csv": (b"a,MKV\nb,MKK\n", r"expected a column .*; found \['a', 'MKV'\]"),
     "equal.fasta": (b">a\nMKV\n" * 9, "9 proteins to train on, 0 held out, 0 to test; expected"),
     "cut.fasta.gz": (gzip.compress(PLAIN)[:999], "cannot be read: "),
     "pickle.pt": (b"cos\nsystem\n(S'true'\ntR.", "cannot be read: "),
