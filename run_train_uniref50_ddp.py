@@ -603,6 +603,8 @@ def main(args):
     figures["baselines"] = {"unigram": proteins.unigram_nats(VALID)}
     best = {**loop["best"], **figures["baselines"]}
     logging.info("best at step {step}: nelbo {value:.4f}, unigram {unigram:.4f}".format(**best))
+    for stop in STOP_SIGNALS:  # all is saved: from here on they end the process
+        signal.signal(stop, signal.SIG_DFL)
     if len(proteins.test) > 0:
         state = on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")
         model.load_state_dict(state["ema_model"])
