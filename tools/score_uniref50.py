@@ -115,7 +115,6 @@ def report(proteins, nats, residue_counts):
         error = pandas.Series(sums - mean * lengths).std() * len(sums) ** 0.5 / lengths.sum()
         text = f"perplexity {np.exp(mean):.4f}, {mean / np.log(2):.4f} bits"
         print(f"{name:12} {mean:.4f} +- {error:.4f} nats per residue, {text}")
-
     table = pandas.DataFrame({"name": [*proteins], "residues": lengths})
     return table.assign(nats_per_residue=nats.mean(1), se=pandas.DataFrame(nats).sem(axis=1))
 
