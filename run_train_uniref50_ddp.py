@@ -267,7 +267,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x, cos, sin, batch):
-        """x (T, D); cos, sin (T, 1, 1, E / 2): -> (T, D)"""
+        """x (T, D); cos, sin (T, 1, 1, E): -> (T, D)"""
         q_k, v = self.qkv(self.norm1(x)).unflatten(1, (3, self.heads, -1)).split([2, 1], 1)
         q, k = rotate(q_k, cos, sin).unbind(1)
         heads = attend(q, k, v.squeeze(1), batch)  # (T, heads, E)
@@ -277,8 +277,8 @@ class Block(nn.Module):
 
 def rotate(x, cos, sin):
     """Rotary embedding (Su et al. 2021): channels i and i + E / 2 of x (T, 2, heads, E) rotate."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    others = x.float().roll(x.shape[-1] // 2, -1)  # of i: i + E / 2, where sin is negative
+    return torch.addcmul(x.float() * cos, others, sin).to(x.dtype)
 
 
 @torch.compiler.disable  # the lengths are new in every step, and each would be a new program
@@ -331,7 +331,7 @@ class Denoiser(nn.Module):
 
         pairs = x.shape[1] // self.blocks[0].heads // 2  # of channels, in a head
         frequencies = 1e4 ** (-torch.arange(pairs, device=x.device) / pairs)
-        angles = (batch.positions[:, None] * frequencies)[:, None, None]  # (T, 1, 1, E / 2)
+        angles = (batch.positions[:, None] * torch.cat([-frequencies, frequencies]))[:, None, None]
         rotation = [angles.cos(), angles.sin()]
         for block in self.blocks[:blocks]:
             if self.recompute and torch.is_grad_enabled():
