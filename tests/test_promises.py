@@ -85,28 +85,6 @@ def test_home_folder_and_variables(tmp_path, monkeypatch):
         parse_arguments(script, "--config=~/c.yaml", "--config", "~/c.yaml")
 
 
-FREED = """
-import resource, sys
-import torch
-import run_train_quantumgrav_ddp as script
-sys.argv = ["script", "--device=cpu"]
-script.setup_ddp(script.parse_args())
-begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for size in (2**19, 2**20, 2**21, 2**22):
-    for _ in range(20):
-        torch.ones(size)
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin
-sys.exit(faults > 1.3 * 2**22 * 4 * 2 / 4096)
-"""
-
-
-def test_freed_memory_is_used_again():
-    """Each page of 4,096 bytes is got from the system once. (glibc alone learns of each size that
-    it pays: then it is twice.) So it is in most processes, not in all: it depends on addresses."""
-    command = [sys.executable, "-c", FREED]
-    assert any(subprocess.call(command, cwd=ROOT, env=environment()) == 0 for _ in range(12))
-
-
 def test_nobody_reads_the_log(tmp_path):
     """Nor is there anybody who reads errors. Training goes on, and the status is 0."""
     task = Task(FAST, tmp_path, None)
