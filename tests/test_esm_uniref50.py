@@ -1,13 +1,12 @@
 """tools/esm_uniref50.py: weights of ESM-2, both ways; the script's --start_from and its files."""
 
-import json
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 from helpers import call_script, import_tool, run_here
-from runs import COMMON, TINY
+from runs import COMMON, TINY, Run
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, EsmConfig, EsmForMaskedLM
 
 import run_train_uniref50_ddp as script
@@ -18,18 +17,11 @@ tool = import_tool("esm_uniref50")
 def esm2(width, layers, heads, token_dropout):
     """With random weights everywhere; other settings as released ones have them."""
     torch.manual_seed(0)
-    config = EsmConfig(
-        **{
-            "vocab_size": 33,
-            "pad_token_id": 1,
-            "mask_token_id": 32,
-            "token_dropout": token_dropout,
-        },
-        **{"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads},
-        **{"intermediate_size": 4 * width, "position_embedding_type": "rotary"},
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layer_norm_eps": 1e-5},
-    )
-    model = EsmForMaskedLM(config).eval()
+    options = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    options |= {"intermediate_size": 4 * width, "token_dropout": token_dropout}
+    options |= {"position_embedding_type": "rotary", "layer_norm_eps": 1e-5}
+    options |= {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}
+    model = EsmForMaskedLM(EsmConfig(**options)).eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
@@ -106,8 +98,7 @@ def test_a_trained_network_as_esm2(trained, tmp_path):
 
 
 def test_start_from(trained, tmp_path):
-    """Model and average begin with the averaged weights; where they came from is in the options.
-    A run that is resumed needs them no more."""
+    """Model and average begin with the averaged weights. A resumed run needs them no more."""
     folder, options = trained
     weights = tmp_path / "start.pt"
     weights.write_bytes((folder / "run" / "best.pt").read_bytes())
@@ -115,8 +106,8 @@ def test_start_from(trained, tmp_path):
     run_here(script, *options, "--n_iters=1")
     weights.unlink()
     run_here(script, *options, "--n_iters=2")
-    found = json.loads((tmp_path / "run" / "summary.json").read_text())
-    before = json.loads((folder / "run" / "summary.json").read_text())
+    found = Run(tmp_path / "run").summary
+    before = Run(folder / "run").summary
     assert found["best"]["value"] == pytest.approx(before["best"]["value"], rel=1e-5)
     assert found["steps"] == 2 and len(found["args"]["start_hash"]) == 12
 
@@ -136,9 +127,8 @@ def test_weights_that_do_not_fit(trained, tmp_path):
         with pytest.raises(script.InputError, match=reason):
             run_here(script, *options, *words.split(), f"--output_dir={tmp_path}/run")
 
-    BertForMaskedLM(BertConfig(hidden_size=16, num_attention_heads=2)).save_pretrained(
-        tmp_path / "bert"
-    )
+    config = BertConfig(hidden_size=16, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
     (tmp_path / "empty").mkdir()
     cases = {
         (tmp_path / "bert", tmp_path / "x"): "bert: it is not an ESM-2 with its head: vocab_size",
@@ -162,6 +152,6 @@ def test_files_to_validate_and_test_on(tmp_path, caplog):
     run_here(script, *options, "--n_iters=20")
     assert "65 sequences are left out, which are in the test or the validation" in caplog.text
     assert "740 sequences to train on, 25 held out, of which 25 are validated on" in caplog.text
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = Run(tmp_path / "run").summary
     assert summary["test"]["nelbo"] > 0 and summary["test"]["nelbo"] != summary["best"]["value"]
     assert summary["baselines"].keys() == {"unigram", "test_unigram"}

@@ -81,7 +81,7 @@ def test_launchers_by_their_variables(server, reading, launcher):
 
 
 LATE = """
-import argparse, time
+import time
 import run_train_quantumgrav_ddp as script
 
 def main(args):
@@ -91,8 +91,7 @@ def main(args):
         print("rank 0 has written")
     return 0
 
-names = {"nproc_per_node": 1, "device": "cpu", "backend": "auto", "deterministic": False}
-script.launch(lambda: argparse.Namespace(**names, timeout_minutes=1), main)
+script.launch(script.parse_args, main)
 """
 
 
@@ -100,7 +99,7 @@ def test_no_rank_ends_while_rank_0_writes(server, tmp_path):
     """mpiexec would kill rank 0."""
     (tmp_path / "late.py").write_text(LATE)
     ranks = [{**variables, "PYTHONPATH": ROOT} for variables in variables_of_ranks("by hand")]
-    server.start(ranks, [str(tmp_path / "late.py")])
+    server.start(ranks, [str(tmp_path / "late.py"), "--device=cpu"])
     connection.wait([rank.sentinel for rank in server.ranks])
     assert "rank 0 has written" in server.text
     assert set(server.wait()) == {0}
