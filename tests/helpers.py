@@ -151,8 +151,7 @@ class Started:
 
 
 class Job(Started):
-    """A started command and its output so far. Its processes are found by a variable that they
-    inherit, as each process of torchrun has a session of its own."""
+    """A started command. Its processes inherit a mark, as torchrun gives each its own session."""
 
     def __init__(self, command, output, env):
         self.output = output

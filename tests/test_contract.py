@@ -67,8 +67,7 @@ def test_compiled_on_two_processes(task, request):
 
 
 def test_number_of_processes_changes_nothing(task):
-    """One process begins, and three go on. Each step has the samples and the figures of the run on
-    two: none of them twice, none left out."""
+    """One process begins, and three go on: each step has the samples and figures of that on two."""
     folder = task.folder / "moved"
     task.run(folder, ranks=1, faults=[[0, 22, "signal", SIGTERM]], statuses=STOPPED)
     run = task.run(folder, ranks=3)

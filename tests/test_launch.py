@@ -126,8 +126,7 @@ def test_launcher(launcher, start, reading):
 
 
 def test_nproc_per_node_in_a_shell_of_srun(start, reading):
-    """srun --pty has made this shell its one task. Empty variables are as good as none. The port
-    that is exported is taken: on one machine any free one will do."""
+    """srun --pty has made this shell its one task. The port that is exported is taken."""
     variables = read_variables(f"{EMPTY} SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0")
     with socket.create_server(("localhost", 0)) as other:
         variables.update(SLURM_STEP_ID=0, MASTER_PORT=other.getsockname()[1])
@@ -191,8 +190,7 @@ def test_signal_to_one_rank(server, endless, tmp_path, name, status):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])
 def test_signals_to_the_launcher(start, endless, tmp_path, launcher):
-    """They reach the ranks and their workers, which save and end. Under nohup, torchrun takes
-    SIGHUP all the same; plain python that has become torchrun outlives the terminal."""
+    """All save and end. Under nohup torchrun takes SIGHUP all the same, plain python does not."""
     command = [*TWO_RANKS, *endless, "--num_workers=1"]
     if launcher == "python":
         command = [sys.executable, *endless, "--num_workers=1", "--nproc_per_node=2"]

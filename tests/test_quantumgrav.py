@@ -52,8 +52,7 @@ def with_matrices(model, args, order, x, numbers):
 
 @pytest.mark.parametrize("messages", ["mean", "sum", "none"])
 def test_network_and_gradient_set_by_set(causal_sets, data, messages):
-    """Of a batch of any sets in any order, one of them twice. Features are noise, for elements that
-    tie but for the last bit would share the gradient of a maximum, or not."""
+    """Sets in any order, one twice. Features are noise: of ties a maximum's gradient is shared."""
     args = arguments(*SMALL, f"--messages={messages}")
     torch.manual_seed(0)
     model = script.CausalSetNet(args, CLASSES)

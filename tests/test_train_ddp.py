@@ -137,8 +137,7 @@ def found_pairs(margin):
 
 
 def test_the_loss_of_phase_2(tmp_path, server):
-    """On three ranks with unequal shares, in micro-batches. A query's other answers, and what the
-    teacher finds better than its positive (unless the margin is 2), are no negatives."""
+    """On three ranks with unequal shares, in micro-batches. Better answers are no negatives."""
     server.start(rank_variables(3), [__file__, str(tmp_path / "found.pt")])
     assert server.wait() == [0, 0, 0], server.text
     all_found = torch.load(tmp_path / "found.pt")
@@ -346,8 +345,7 @@ def test_which_checkpoints_are_the_best():
 
 
 def test_mrl(options, trained, tmp_path):
-    """The target is the first part of the teacher's vectors. Those of another run are found, also
-    by another student. A run that brings nothing says so."""
+    """The target is the first part of the teacher's vectors, which another student's run finds."""
     teacher = save_network(tmp_path / "teacher", trained, "Bert", width=64, truncate=None)
     student = save_network(tmp_path / "student", trained, "Bert")
     own = [f"--teacher_model={teacher}", "--use_projection=False", "--skip_phase2"]
@@ -383,8 +381,7 @@ def test_begin_phase2(trained, step, caplog):
 
 
 def test_phases_one_after_the_other(options, trained, tmp_path):
-    """Options of phase 2 are free until it has begun, and phase 1 is kept. Where both runs are
-    given the data of both, they have one split. Artifacts that are there are kept."""
+    """Phase 1 is kept; options of phase 2 are free until it has begun. The split is one."""
     (tmp_path / "texts.txt").write_text("\n\n".join(trained.texts))
     options = [*options, f"--output_dir={tmp_path}/out", f"--phase1_data={tmp_path}/texts.txt"]
     options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
