@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from unittest import mock
 
 import pandas
 import pytest
@@ -62,18 +63,14 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
     pairs = script.Pairs(script.prepare(args, neighbours=48), args)
     pairs.split()
     model = script.ProteinMPNN()
-    validated = []
-
-    def batch(ids, total):
-        validated.append(ids.tolist())
-        return script.Pairs.batch(pairs, ids, total)
-
+    batch = mock.Mock(side_effect=pairs.batch)
     monkeypatch.setattr(pairs, "batch", batch)
     monkeypatch.setattr(script, "gather", lambda own: [own])
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
         script.evaluate(model, model, pairs, args, contextlib.nullcontext, torch.device("cpu"))
+    validated = [call.args[0].tolist() for call in batch.call_args_list]
     assert [len(ids) for ids in validated] == [4, 4]
     assert sum(validated, []) == pairs.valid_ids.tolist()
 

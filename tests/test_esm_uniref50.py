@@ -1,6 +1,7 @@
 """tools/esm_uniref50.py: weights of ESM-2, both ways; the script's --start_from and its files."""
 
 from argparse import Namespace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, EsmConfig, 
 import run_train_uniref50_ddp as script
 
 tool = import_tool("esm_uniref50")
+convert = partial(call_script, "tools/esm_uniref50")
 
 
 def esm2(width, layers, heads, token_dropout):
@@ -55,10 +57,6 @@ def check_same(ours, theirs):
         assert torch.allclose(first[i], found.hidden_states[1][0], atol=1e-5)
         assert torch.allclose(last[i], found.hidden_states[-1][0], atol=1e-5)
     return min(chances)
-
-
-def convert(source, out, **more):
-    return call_script("tools/esm_uniref50", source, out, **more)
 
 
 @pytest.mark.parametrize("sizes", [(64, 3, 4, True), (48, 2, 6, False), (320, 6, 20, True)])

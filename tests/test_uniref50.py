@@ -54,8 +54,7 @@ def folder(tmp_path_factory):
 
 def read(folder, *options):
     """(arguments, Proteins) of proteins.fasta"""
-    words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache"]
-    args = arguments(*words, "--val_ratio=0.2", "--device=cpu", *options)
+    args = arguments(*options_of(folder, *options))
     return args, script.Proteins(script.prepare(args), args)
 
 
