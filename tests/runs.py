@@ -161,8 +161,7 @@ def after_step(step, ids):
 
 
 def run_script(script, argv):
-    """One rank. Nothing in a step is replaced: the sampler is listened to, and what every rank
-    calls once after each step, before the ranks agree on a stop."""
+    """One rank. Listens to the sampler, and to what each rank calls once after each step."""
     rank = os.environ["RANK"]
     sys.argv = [f"{script}.py", *argv, *os.environ.get(f"OPTIONS_OF_{rank}", "").split()]
     Figure.savefig = lambda *args, **options: None  # drawing takes a third of such a run

@@ -1,6 +1,5 @@
 """What would fail, or wait, on an accelerator is found without one. On the meta device a tensor
-made elsewhere, an .item() and a test of a tensor's value are errors. A real run on the CPU counts
-what an accelerator would make the host wait for."""
+made elsewhere and a test of a value are errors; a run on the CPU counts what would wait."""
 
 import contextlib
 import copy

@@ -22,8 +22,7 @@ TASKS = ["kind", "flat"]
 TRAIN = """--num_epochs 2 --batch_size 10 --hidden_dim 8 --head_dim 8 --device cpu
     --tasks kind flat --targets root"""
 
-# --------------------------------------------------------------------------------------------------
-# Sets, and stores of them
+# ---- Sets, and stores of them --------------------------------------------------------------------
 
 SETS = 30
 KIND = np.resize([3, 7], SETS)
@@ -205,8 +204,7 @@ def test_targets(tmp_path):
         load(write(tmp_path / "b.npz", x=sizes), "--targets", "x")
 
 
-# --------------------------------------------------------------------------------------------------
-# What is refused
+# ---- What is refused -----------------------------------------------------------------------------
 
 
 PAIRS = {"adjacency_matrix": None, "link_pairs": np.eye(3)[:, :2], "link_counts": 2 * KIND**0}
@@ -314,8 +312,7 @@ def test_data_are_read_once(tmp_path, monkeypatch):
         load(path)
 
 
-# --------------------------------------------------------------------------------------------------
-# From a store over training to predictions
+# ---- From a store over training to predictions ---------------------------------------------------
 
 
 def predict(out, *words):
@@ -376,20 +373,13 @@ def test_predictions_of_new_sets(trained, tmp_path):
             assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4)
 
 
-NAMED = {  # the sets of a file, and their labels. Sets 0 to 29 are those of the run
-    "grown": (range(SETS + 10), np.resize([3, 7], SETS + 10)),
-    "part": (range(5, 15), np.resize([7, 3], 10)),
-    "other labels": (range(SETS), np.resize([7, 7, 3], SETS)),
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_sets_that_were_trained_on_are_named(trained, tmp_path, name):
+# the sets of a file, of which 0 to 29 are those of the run, and their labels in turn
+@pytest.mark.parametrize(("ids", "labels"), [(range(SETS + 10), [3, 7]), (range(5, 15), [7, 7, 3])])
+def test_sets_that_were_trained_on_are_named(trained, tmp_path, ids, labels):
     """The metrics are of the others."""
-    ids, labels = NAMED[name]
     matrices, sizes = draw(ids)
-    arrays = {"adjacency_matrix": matrices, "atomcount": sizes, "kind": labels}
-    np.savez(tmp_path / "a.npz", **arrays)
+    kind = np.resize(labels, len(ids))
+    np.savez(tmp_path / "a.npz", adjacency_matrix=matrices, atomcount=sizes, kind=kind)
     words = [trained / "best.pt", tmp_path / "a.npz", "--labels", "kind"]
     rows, said = predict(tmp_path / "a.csv", *words)
 

@@ -134,9 +134,8 @@ def test_what_is_held_out_is_never_trained_on(task):
 
 
 def test_stopped_and_restarted_equals_undisturbed(task):
-    """A rank is killed; all are told to stop; an option is given that cannot change; they are told
-    to stop in the evaluation of the end. After the restarts every bit is the same, and a restart of
-    the finished run changes nothing."""
+    """A rank is killed; all are told to stop, also in an evaluation; an option is given that cannot
+    change. After the restarts every bit is the same, also if the finished run is restarted."""
     folder = task.folder / "broken"
     faults = [[1, 11, "signal", SIGKILL]]  # 3 steps after a checkpoint
     run = task.run(folder, QUICK_END, faults=faults, statuses={-9, 1})

@@ -141,8 +141,7 @@ def test_structure_zoo(tmp_path, caplog):
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# Pairs
+# ---- Pairs ---------------------------------------------------------------------------------------
 
 BAD_ROWS = [  # a row with this change, and what is said of it
     ({"pdb_file": "gone.pdb"}, "/gone.pdb: .*No such file.*; expected a PDB or mmCIF file"),
@@ -319,8 +318,7 @@ def test_work_is_done_once(tmp_path):
     assert load(tmp_path, rows).hash != data.hash
 
 
-# --------------------------------------------------------------------------------------------------
-# Held out
+# ---- Held out ------------------------------------------------------------------------------------
 
 
 def hold_out(sizes, fraction):

@@ -42,8 +42,7 @@ def check_ranks(text, world_size):
     assert text.count("The data are read") == 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Launchers (plain python: test_alone.py)
+# ---- Launchers (plain python: test_alone.py) -----------------------------------------------------
 
 EMPTY = "RANK= WORLD_SIZE= LOCAL_RANK= MASTER_ADDR= MASTER_PORT= NCCL_TIMEOUT= SLURM_PROCID="
 VARIABLES = {  # of rank {0} of two on one machine, which needs no address
@@ -135,8 +134,7 @@ def test_nproc_per_node_in_a_shell_of_srun(start, reading):
     check_ranks(job.text, 2)
 
 
-# --------------------------------------------------------------------------------------------------
-# Groups that cannot come together (of two commands: test_faults.py)
+# ---- Groups that cannot come together (of two commands: test_faults.py) --------------------------
 
 
 def test_several_machines_without_an_address(server, reading):
@@ -165,8 +163,7 @@ def test_ctrl_c_while_the_others_are_awaited(server, reading):
     assert server.wait(20) == [-signal.SIGINT], server.text
 
 
-# --------------------------------------------------------------------------------------------------
-# Signals (SIGTERM to one rank: test_contract.py)
+# ---- Signals (SIGTERM to one rank: test_contract.py) ---------------------------------------------
 
 
 def check_stopped(folder, text, reason):

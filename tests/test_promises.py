@@ -24,8 +24,7 @@ import run_train_quantumgrav_ddp as script
 
 FAST = script.__name__
 
-# --------------------------------------------------------------------------------------------------
-# Options
+# ---- Options -------------------------------------------------------------------------------------
 
 CONFIGS = {  # a config file; the options that it gives, or what its refusal names
     '{"lr": 1}': ["--lr=1"],
@@ -117,8 +116,7 @@ def test_help_and_refusals(name, tmp_path):
         assert re.search(REFUSED[words], line), line
 
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints
+# ---- Checkpoints ---------------------------------------------------------------------------------
 
 
 def make_args(folder, **options):
@@ -189,8 +187,7 @@ def test_a_run_without_its_checkpoint(folder):
     assert (old / "best.pt").exists()
 
 
-# --------------------------------------------------------------------------------------------------
-# The log
+# ---- The log -------------------------------------------------------------------------------------
 
 STATE = {"loop": {"step": 7}, "args": {"num_epochs": 3}, "wandb_id": "abc", "log_size": 0}
 
@@ -242,8 +239,7 @@ def test_curves(group, tmp_path, monkeypatch):
     assert curves["loss", "marks"] == [[1, 2]]
 
 
-# --------------------------------------------------------------------------------------------------
-# The loader
+# ---- The loader ----------------------------------------------------------------------------------
 
 
 class Ones(torch.utils.data.Dataset):
@@ -275,8 +271,7 @@ def test_workers_are_forked_a_while_after_the_last_collective(monkeypatch):
     assert time.monotonic() - begin > 0.15
 
 
-# --------------------------------------------------------------------------------------------------
-# The cache
+# ---- The cache -----------------------------------------------------------------------------------
 
 
 def test_runs_that_share_a_cache(tmp_path):

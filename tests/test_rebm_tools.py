@@ -103,8 +103,7 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
 
 @pytest.mark.parametrize(("norm", "eps"), [("L2", 0.05), ("Linf", 0.012)])
 def test_robust_accuracy_of_a_linear_network(norm, eps):
-    """A linear network errs within a radius where the margin, by the length of the difference of
-    two classes' weights in the other norm, is below it."""
+    """It errs where the margin, by the length of the weights' difference, is below the radius."""
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 16, generator=rng)
     x = 0.35 + 0.3 * torch.rand(200, 1, 4, 4, generator=rng)  # the ball stays within [0, 1]

@@ -71,8 +71,7 @@ def teacher_vectors(texts):
     return F.normalize(vectors, dim=1).numpy().astype(np.float16)
 
 
-# --------------------------------------------------------------------------------------------------
-# Losses
+# ---- Losses --------------------------------------------------------------------------------------
 
 # Pairs of a step: the first two are of one query, the next two have one document. Each has two
 # documents that do not answer it, of which one is the positive of another pair.
@@ -147,8 +146,7 @@ def test_the_loss_of_phase_2(tmp_path, server):
         assert torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-8)
 
 
-# --------------------------------------------------------------------------------------------------
-# Steps
+# ---- Steps ---------------------------------------------------------------------------------------
 
 
 def take_step(phase):
@@ -240,9 +238,7 @@ def test_vectors_are_compared_in_full_precision(step):
     seen = []
     model = step.student.model
     script.add_head(model, 32, 16)
-    model[-4].register_forward_hook(
-        lambda module, inputs, output: seen.append(output["sentence_embedding"].dtype)
-    )
+    model[-4].register_forward_hook(lambda *call: seen.append(call[2]["sentence_embedding"].dtype))
     data = step.phases[0].data
     batch = script.make_batch(data.corpus, data.vectors, np.arange(40))
     with torch.no_grad():
@@ -273,8 +269,7 @@ def test_learning_rates():
     assert script.lr_factor(arguments("--warmup_ratio=0"), 0, 8) == 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Evaluation
+# ---- Evaluation ----------------------------------------------------------------------------------
 
 
 def test_ranking_metrics_against_counting():
@@ -340,8 +335,7 @@ def test_which_checkpoints_are_the_best():
     assert loop["best"]["phase 2"]["value"] == 0.55
 
 
-# --------------------------------------------------------------------------------------------------
-# Runs
+# ---- Runs ----------------------------------------------------------------------------------------
 
 
 def test_mrl(options, trained, tmp_path):

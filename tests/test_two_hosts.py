@@ -83,12 +83,8 @@ def test_cut_link(name, start_on, server, tmp_path):
         --max-restarts=3 --rdzv-conf=last_call_timeout=10""".split()
     command += [RUNS, name, *task.argv, f"--output_dir={output}"]
     command.append(f"--timeout_minutes={TIMEOUT / 60}")
-    env = environment(
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-        OUTPUT=output,
-        FAULTS=json.dumps(SLOW),
-        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
-    )
+    variables = {"OUTPUT": output, "FAULTS": json.dumps(SLOW), "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, **variables)
     a = start_on(A, command, output, env)
     b = start_on(B, command, output, env)
     a.wait_for("step=23 ")

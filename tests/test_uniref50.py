@@ -62,8 +62,7 @@ def evaluate(model, proteins, rows, args):
     return script.evaluate(model, proteins, rows, args, contextlib.nullcontext, torch.device("cpu"))
 
 
-# --------------------------------------------------------------------------------------------------
-# Steps
+# ---- Steps ---------------------------------------------------------------------------------------
 
 
 def deal(cost, *options, rank=0, world_size=1):
@@ -178,8 +177,7 @@ def test_crops():
     assert starts.min() > 0 and chisquare(starts).pvalue > 1e-4
 
 
-# --------------------------------------------------------------------------------------------------
-# Network, loss, evaluation
+# ---- Network, loss, evaluation -------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -398,8 +396,7 @@ def test_wrong_options():
             script.prepare(arguments(option))
 
 
-# --------------------------------------------------------------------------------------------------
-# A user's runs
+# ---- A user's runs -------------------------------------------------------------------------------
 
 
 def options_of(folder, *options):

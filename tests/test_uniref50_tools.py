@@ -1,5 +1,4 @@
-"""How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py: the law of its samples, and
-what a user meets."""
+"""How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py: the law of its samples."""
 
 import argparse
 import bz2
@@ -32,8 +31,7 @@ BEGIN, END, MASK = 26, 27, 28
 RATIO = 0.2
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 def some_sequences(count, seed=0):
@@ -178,8 +176,7 @@ def test_hostile_files(tmp_path, name):
     assert not [*tmp_path.glob("*.cache/*")]
 
 
-# --------------------------------------------------------------------------------------------------
-# Sampling: the predictor is an oracle, so the law of the samples must be the oracle's
+# ---- Sampling: the predictor is an oracle, so the law of the samples must be the oracle's --------
 
 WORDS = np.indices([3] * 4).reshape(4, -1).T  # all of four residues out of three kinds
 TOKENS = LETTERS + "<>?"  # BEGIN, END, MASK
@@ -264,8 +261,7 @@ def test_only_possible_residues_are_drawn(all_letters):
     assert logp.dtype == torch.float64  # rare ones are drawn, too
 
 
-# --------------------------------------------------------------------------------------------------
-# The tool
+# ---- The tool ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,7 @@ def refused(result):
     return result.stderr
 
 
-# --------------------------------------------------------------------------------------------------
-# What the three wrappers of one machine have in common
+# ---- What the three wrappers of one machine have in common ---------------------------------------
 
 
 @pytest.fixture(params=LOCAL)
@@ -129,8 +128,7 @@ def test_help(run):
         assert "\nUsage" in run(wrapper, "--help").stdout
 
 
-# --------------------------------------------------------------------------------------------------
-# What each has of its own
+# ---- What each has of its own --------------------------------------------------------------------
 
 
 STARTED = [  # a wrapper, words, processes where there are eight GPUs, options of the script
@@ -187,8 +185,7 @@ def test_dpo_keeps_logs(run):
     assert err.read_text() == result.stderr == "to stderr\n"
 
 
-# --------------------------------------------------------------------------------------------------
-# Queues
+# ---- Queues --------------------------------------------------------------------------------------
 
 
 def test_aurora(run):
