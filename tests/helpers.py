@@ -157,14 +157,9 @@ class Job(Started):
         value = os.urandom(8).hex()
         self.mark = f"LAUNCH_TEST_JOB={value}"
         with open(output, "wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**env, "LAUNCH_TEST_JOB": value},
-                cwd=output.parent,
-                start_new_session=True,
-            )
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+            options.update(env={**env, "LAUNCH_TEST_JOB": value}, cwd=output.parent)
+            self.process = subprocess.Popen(command, **options)
 
     def end(self):
         """SIGKILL to its processes, until there is none."""

@@ -1,5 +1,4 @@
-"""How run_train_quantumgrav_ddp.py reads stores of every layout, and odd ones; and the way from a
-store over training to tools/predict_causal_sets.py."""
+"""How run_train_quantumgrav_ddp.py reads stores of every layout; tools/predict_causal_sets.py."""
 
 import csv
 import json

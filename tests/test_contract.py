@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import run_here
-from runs import DROPOUT, SCRIPTS, Task, print_row
+from runs import DROPOUT, SCRIPTS, STOPPED, Task, print_row
 
-STOPPED = {1}  # statuses after SIGTERM
 # The workers of a killed rank keep its connections open until they see that it is gone, after 5 s.
 QUICK_END = "--num_workers=0"
 

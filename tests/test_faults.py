@@ -10,9 +10,8 @@ import signal
 
 import pytest
 from helpers import call_script, on_small_disk, refusal
-from runs import DROPOUT, SCRIPTS, Task, print_row
+from runs import DROPOUT, SCRIPTS, STOPPED, Task, print_row
 
-STOPPED = {1}  # statuses after SIGTERM
 REFUSED = {2, -15}  # -15: ended by the launcher
 
 

@@ -436,8 +436,7 @@ def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_gpus(folder, tmp_pa
 
 
 def test_a_run_without_a_best_network(folder, tmp_path, monkeypatch):
-    """A first evaluation that is NaN ends it, also when it is started again; then, mended, it goes
-    on. One that is to end before its first evaluation has nothing to report, which is said."""
+    """A first evaluation that is NaN ends it, also when started again; then, mended, it goes on."""
     options = options_of(folder, f"--output_dir={tmp_path}/run", "--n_iters=4")
     plain = script.summarize
     monkeypatch.setattr(script, "summarize", lambda nats, *rest: plain(nats * math.nan, *rest))

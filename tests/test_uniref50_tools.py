@@ -102,20 +102,18 @@ def test_every_form(tmp_path, name):
     assert not [*tmp_path.glob("*.cache/unfinished-*")]
 
 
-DAMAGE = {  # a bad record, and what is said
-    ">a\nMKV\nM-K.\nAAA\n": "'-.' among the residues",
-    ">empty\n": "no residues",
-    ">b\nMK*\nMKV\n": "'*' among the residues",
-    ">umlaut\nMKV\nMKä\n": "'ä' among the residues",
-    ">twice\nMKV>d\n": "'>' among the residues",
-}
-
-
 def test_bad_records_are_listed_with_their_lines(tmp_path, caplog):
+    damage = {  # a bad record, and what is said
+        ">a\nMKV\nM-K.\nAAA\n": "'-.' among the residues",
+        ">empty\n": "no residues",
+        ">b\nMK*\nMKV\n": "'*' among the residues",
+        ">umlaut\nMKV\nMKä\n": "'ä' among the residues",
+        ">twice\nMKV>d\n": "'>' among the residues",
+    }
     good = some_sequences(60, seed=2)
     text = "\n \n"
     problems = []
-    for record, what in [*DAMAGE.items()] * 5:
+    for record, what in [*damage.items()] * 5:
         problems.append(f"x line {text.count(chr(10)) + 1} {record.split()[0]}: {what}")
         text += record
     (tmp_path / "x").write_text(text + fasta(good))
