@@ -29,8 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # as the wrappers have it
 
-# --------------------------------------------------------------------------------------------------
-# Processes
+# ---- Processes -----------------------------------------------------------------------------------
 
 
 @cache
@@ -151,22 +150,16 @@ class Started:
 
 
 class Job(Started):
-    """A started command and its output so far. Its processes are found by a variable that they
-    inherit, as each process of torchrun has a session of its own."""
+    """A started command. Its processes inherit a mark, as torchrun gives each its own session."""
 
     def __init__(self, command, output, env):
         self.output = output
         value = os.urandom(8).hex()
         self.mark = f"LAUNCH_TEST_JOB={value}"
         with open(output, "wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**env, "LAUNCH_TEST_JOB": value},
-                cwd=output.parent,
-                start_new_session=True,
-            )
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+            options.update(env={**env, "LAUNCH_TEST_JOB": value}, cwd=output.parent)
+            self.process = subprocess.Popen(command, **options)
 
     def end(self):
         """SIGKILL to its processes, until there is none."""
@@ -268,8 +261,7 @@ def import_tool(name):
     return __import__(name)
 
 
-# --------------------------------------------------------------------------------------------------
-# Data
+# ---- Data ----------------------------------------------------------------------------------------
 
 
 def write_proteins(path, count):
@@ -300,8 +292,7 @@ ATOMS = {"N": (-1.2, 0.5, -0.4), "CA": (0, 0, 0), "C": (1.1, 0.6, 0.7), "O": (1.
 
 
 def write_structures(folder, count, pairs=6, least=18, most=40):
-    """PDB files of `count` helices, and pairs.json: for each, `pairs` pairs of its own sequence, of
-    few kinds of residues, and one in which others take a third of the places."""
+    """PDB files of `count` helices; pairs.json: `pairs` of each, its own and a changed sequence."""
     rng = np.random.default_rng(0)
     rows = []
     for number in range(count):

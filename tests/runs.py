@@ -25,9 +25,8 @@ RUNS = str(Path(__file__).resolve())
 COMMON = """--global_batch_size=24 --log_every=1 --save_every=4 --keep_every=7 --device=cpu
     --wandb_mode=disabled --precision=fp32""".split()
 
-# --------------------------------------------------------------------------------------------------
-# Arguments of runs of a few seconds. Each writes its data into the folder: with `less`, other data
-# of the same form.
+# ---- Arguments of runs of a few seconds ----------------------------------------------------------
+# Each writes its data into the folder: with `less`, other data of the same form.
 
 
 def tiny_train_ddp(folder, less=0):
@@ -94,8 +93,7 @@ TINY = {
 # Added where the number of processes is the same: each draws its own.
 DROPOUT = dict.fromkeys(["run_train_quantumgrav_ddp", "run_train_uniref50_ddp"], ["--dropout=0.1"])
 
-# --------------------------------------------------------------------------------------------------
-# Faults
+# ---- Faults --------------------------------------------------------------------------------------
 
 PLAIN_BACKWARD = torch.Tensor.backward
 
@@ -161,8 +159,7 @@ def after_step(step, ids):
 
 
 def run_script(script, argv):
-    """One rank. Nothing in a step is replaced: the sampler is listened to, and what every rank
-    calls once after each step, before the ranks agree on a stop."""
+    """One rank. Listens to the sampler, and to what each rank calls once after each step."""
     rank = os.environ["RANK"]
     sys.argv = [f"{script}.py", *argv, *os.environ.get(f"OPTIONS_OF_{rank}", "").split()]
     Figure.savefig = lambda *args, **options: None  # drawing takes a third of such a run
@@ -197,9 +194,9 @@ def run_script(script, argv):
     module.launch(module.parse_args, module.main)
 
 
-# --------------------------------------------------------------------------------------------------
-# Runs
+# ---- Runs ----------------------------------------------------------------------------------------
 
+STOPPED = {1}  # statuses after SIGTERM
 NOT_COMPARED = {"wandb_id", "args", "log_size", "data_hash"}  # in a checkpoint
 MACHINE = {"samples_per_s", "data_wait", "peak_gb"}  # in metrics.jsonl
 RUN_OWN = {"args", "seconds", "peak_gb"}  # in summary.json

@@ -74,18 +74,12 @@ def test_a_rate_that_grew_with_the_gpus_is_another_rate(tmp_path):
     assert "left out" not in text and "best by validation: gpu_factor 1\n" in text
 
 
-OTHERS = {
-    "script": {"script": "b.py"},
-    "best/metric": {"metric": "accuracy"},
-    "args/tasks": {"tasks": ["cls"]},
-    "data": {"data_hash": "2 x"},
-}
-
-
 def test_what_measured_other_things_is_refused(tmp_path):
     """The hash of the data comes first in `data_hash`; those of networks may differ."""
     write_run(tmp_path / "a", 0.3)
-    for said, other in OTHERS.items():
+    others = {"script": {"script": "b.py"}, "best/metric": {"metric": "accuracy"}}
+    others |= {"args/tasks": {"tasks": ["cls"]}, "data": {"data_hash": "2 x"}}
+    for said, other in others.items():
         folder = tmp_path / said.replace("/", "-")
         write_run(folder, 0.2, **other)
         first, header, *rows = compare(tmp_path / "a", folder, status=2).splitlines()

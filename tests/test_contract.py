@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import run_here
-from runs import DROPOUT, SCRIPTS, Task, print_row
+from runs import DROPOUT, SCRIPTS, STOPPED, Task, print_row
 
-STOPPED = {1}  # statuses after SIGTERM
 # The workers of a killed rank keep its connections open until they see that it is gone, after 5 s.
 QUICK_END = "--num_workers=0"
 
@@ -67,8 +66,7 @@ def test_compiled_on_two_processes(task, request):
 
 
 def test_number_of_processes_changes_nothing(task):
-    """One process begins, and three go on. Each step has the samples and the figures of the run on
-    two: none of them twice, none left out."""
+    """One process begins, and three go on: each step has the samples and figures of that on two."""
     folder = task.folder / "moved"
     task.run(folder, ranks=1, faults=[[0, 22, "signal", SIGTERM]], statuses=STOPPED)
     run = task.run(folder, ranks=3)
@@ -135,9 +133,8 @@ def test_what_is_held_out_is_never_trained_on(task):
 
 
 def test_stopped_and_restarted_equals_undisturbed(task):
-    """A rank is killed; all are told to stop; an option is given that cannot change; they are told
-    to stop in the evaluation of the end. After the restarts every bit is the same, and a restart of
-    the finished run changes nothing."""
+    """A rank is killed; all are told to stop, also in an evaluation; an option is given that cannot
+    change. After the restarts every bit is the same, also if the finished run is restarted."""
     folder = task.folder / "broken"
     faults = [[1, 11, "signal", SIGKILL]]  # 3 steps after a checkpoint
     run = task.run(folder, QUICK_END, faults=faults, statuses={-9, 1})

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from unittest import mock
 
 import pandas
 import pytest
@@ -46,8 +47,7 @@ def tool(name, *options, **more):
 
 @pytest.mark.parametrize(("kind", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
 def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
-    """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO. All pairs are ties. IEEE
-    products are the default. An epoch of 16 pairs has four steps."""
+    """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO; all pairs are ties."""
     rows = run(data, tmp_path / "out", f"--loss_type={kind}", "--batch_size=2", "--accum=2")
     assert torch.get_float32_matmul_precision() == "highest"
     assert rows[0]["val/loss"] == pytest.approx(expected, rel=1e-5)
@@ -63,18 +63,14 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
     pairs = script.Pairs(script.prepare(args, neighbours=48), args)
     pairs.split()
     model = script.ProteinMPNN()
-    validated = []
-
-    def batch(ids, total):
-        validated.append(ids.tolist())
-        return script.Pairs.batch(pairs, ids, total)
-
+    batch = mock.Mock(side_effect=pairs.batch)
     monkeypatch.setattr(pairs, "batch", batch)
     monkeypatch.setattr(script, "gather", lambda own: [own])
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
         script.evaluate(model, model, pairs, args, contextlib.nullcontext, torch.device("cpu"))
+    validated = [call.args[0].tolist() for call in batch.call_args_list]
     assert [len(ids) for ids in validated] == [4, 4]
     assert sum(validated, []) == pairs.valid_ids.tolist()
 
@@ -111,8 +107,7 @@ def text_of(chain):
 
 
 def test_scores_are_those_of_the_run(data, trained, tmp_path):
-    """Of what it held out, at its own beta and temperature; with released weights at 0.1. The
-    official program, too, reads best_model.pt."""
+    """Of what it held out, at its own temperature. The official program, too, reads its network."""
     best = trained / "best_model.pt"
     assert official_network(best).W_out.bias.equal(script.read_model(best).W_out.bias)
     out = tmp_path / "scores.csv"
@@ -154,8 +149,7 @@ def test_tools_refuse(data, trained, tmp_path):
 
 
 def test_from_designs_to_pairs(trained, tmp_path):
-    """FASTA with the structure's own sequence first, '/' between chains in the order asked for, and
-    what both networks say. Designs become pairs by their charge, as the training reads them."""
+    """FASTA with the structure's own sequence first, '/' between chains in the order asked for."""
     path = f"{ROOT}/data/dpo/7CTH_HL.pdb.gz"
     chains = script.read_structure(path).chains
     first = len(chains["L"].letters)
@@ -222,8 +216,7 @@ def test_letters_are_drawn_as_often_as_the_softmax_says():
 
 
 def test_pairs_of_scored_sequences(data, tmp_path):
-    """The best with the worst, and so on; --lower_is_better turns that round. Lines of one backbone
-    that differ in a field are scored apart."""
+    """The best with the worst, and so on. Lines that differ in a field are scored apart."""
     own = text_of(script.read_structure(f"{data}/helix0.pdb").chains["A"])
     texts = [own[:i] + "W" + own[i + 1 :] for i in range(5)]
     lines = ["pdb_file,sequence,score,design_chains,cluster,note"]

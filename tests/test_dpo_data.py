@@ -10,7 +10,7 @@ import gemmi
 import numpy as np
 import pytest
 import torch
-from helpers import ATOMS, ROOT, write_structures
+from helpers import ATOMS, ROOT, parse_arguments, write_structures
 
 import run_dpo_ddp as script
 
@@ -53,19 +53,18 @@ def row(file="a.pdb", chosen="", rejected="", **more):
     return {"pdb_file": file, "preferred_seq": chosen, "unpreferred_seq": rejected, **more}
 
 
-def load(folder, rows, **options):
+def load(folder, rows, *options):
     """The pairs of a data file that holds `rows`, or this text."""
     path = folder / "pairs.json"
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
-    args = {"train_data": str(path), "val_data": None, "max_length": 500, "skip_bad_data": False}
-    args.update(cache_dir=f"{folder}/cache", seed=42, val_fraction=0.3)
-    args = Namespace(**{**args, **options})
+    words = [f"--train_data={path}", f"--cache_dir={folder}/cache", *options]
+    args = parse_arguments(script, *words)
     return script.Pairs(script.prepare(args, neighbours=16), args)
 
 
-def refused(folder, rows, **options):
+def refused(folder, rows, *options):
     with pytest.raises(script.InputError) as caught:
-        load(folder, rows, **options)
+        load(folder, rows, *options)
     return str(caught.value)
 
 
@@ -142,8 +141,7 @@ def test_structure_zoo(tmp_path, caplog):
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# Pairs
+# ---- Pairs ---------------------------------------------------------------------------------------
 
 BAD_ROWS = [  # a row with this change, and what is said of it
     ({"pdb_file": "gone.pdb"}, "/gone.pdb: .*No such file.*; expected a PDB or mmCIF file"),
@@ -173,16 +171,16 @@ def test_all_problems_are_listed_at_once(tmp_path, caplog):
     (tmp_path / "cut.pdb.gz").write_bytes(gzip.compress("".join(ZOO).encode())[:-20])
     (tmp_path / "het.pdb").write_text(residue("CYS", 1, record="HETATM"))
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
-    lines = refused(tmp_path, rows, max_length=6).split("\n  ")
+    lines = refused(tmp_path, rows, "--max_length=6").split("\n  ")
     assert lines[0] == "30 bad pairs; --skip_bad_data leaves such rows out:"
     assert re.search("index 20: ", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
         assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
-    data = load(tmp_path, rows, skip_bad_data=True, max_length=6)
+    data = load(tmp_path, rows, "--skip_bad_data", "--max_length=6")
     assert data.name == ["a:0", "a:31"]
     assert "30 rows are left out" in caplog.text
-    assert "pairs.json: no pairs; see --help\n" in refused(tmp_path, bad[:3], skip_bad_data=True)
+    assert "pairs.json: no pairs; see --help\n" in refused(tmp_path, bad[:3], "--skip_bad_data")
 
 
 def test_files_that_differ_in_names_or_numbers_alone(tmp_path):
@@ -225,8 +223,7 @@ def test_forms_of_the_data_file(tmp_path):
 
 
 def test_chains_and_positions(tmp_path, caplog):
-    """Design chains in the order given, then the fixed ones. X is not designed. Sequences that may
-    stand in another order are named; designs of a third of the residues are none of these."""
+    """Design chains in the order given, then fixed ones. Sequences in another order are named."""
     write_pdb(tmp_path / "a.pdb", {"A": "ACD-FG", "B": "KlMN", "C": "WWYY"})
     both = {"mutable_positions": [2], "mutable_ranges": [[3, 4], [6, 6]]}
     cases = [  # change, preferred and unpreferred sequence, what is designed
@@ -321,8 +318,7 @@ def test_work_is_done_once(tmp_path):
     assert load(tmp_path, rows).hash != data.hash
 
 
-# --------------------------------------------------------------------------------------------------
-# Held out
+# ---- Held out ------------------------------------------------------------------------------------
 
 
 def hold_out(sizes, fraction):
@@ -371,13 +367,13 @@ def test_validation_data(tmp_path, caplog):
     text = "1 structures or clusters are in --val_data and in --train_data, too: "
     for first, warnings in {3: 0, 4: 1}.items():
         path.write_text(json.dumps(rows[first:]))
-        data = load(tmp_path, rows[:first], val_data=str(path))
+        data = load(tmp_path, rows[:first], f"--val_data={path}")
         data.split()
         assert data.train_ids.tolist() == list(range(first))
         assert data.valid_ids.tolist() == list(range(first, 6))
         assert caplog.text.count(text) == len(caplog.messages) == warnings
     path.write_text(json.dumps([{**rows[3], "chain_id": "A"}, rows[5]]))
-    said = refused(tmp_path, rows[:4], val_data=str(path))
+    said = refused(tmp_path, rows[:4], f"--val_data={path}")
     assert "val.json: index 0: this pair is in --train_data, too; expected others" in said
     assert "1 bad pairs" in said
 

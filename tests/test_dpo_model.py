@@ -58,9 +58,8 @@ CASES = [(150, torch.float32), (150, torch.float64), (20, torch.float64)]
 
 @pytest.mark.parametrize(("length", "dtype"), CASES)
 def test_equals_the_official_network(length, dtype, tmp_path):
-    """Which reads the structure itself, two chains with a gap and residues without O; also of a
-    peptide. In float32 the letters of sequences differ by at most 2.4e-5, unlikelier ones by at
-    most 3.5e-5: by rounding, which takes both as far from float64."""
+    """Which reads the structure itself, two chains with a gap and residues without O. In float32
+    letters of sequences differ by at most 2.4e-5: both are as far from float64."""
     path = tmp_path / "two.pdb"
     text = gzip.decompress((ROOT / "data" / "dpo" / "7CTH_HL.pdb.gz").read_bytes()).decode()
     path.write_text(re.sub(r"(?m)^ATOM.{9}O   ... .  [37]0 .*\n", "", text))
@@ -168,8 +167,7 @@ def test_log_ratios_have_no_floor_and_are_exact_in_float32():
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_what_a_batch_adds_to_the_loss(kind):
-    """A share of the global batch, of what is designed; the SFT term and IPO are per designed
-    residue. A tie is half right: once all pairs counted as wrong before training."""
+    """A share of the global batch. The SFT term and IPO are per residue; a tie is half right."""
     rng = torch.Generator().manual_seed(2)
     logits, before = torch.randn(2, 2, 8, 21, generator=rng)
     sequences = torch.randint(0, 20, (2, 8), generator=rng)

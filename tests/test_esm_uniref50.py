@@ -1,35 +1,29 @@
 """tools/esm_uniref50.py: weights of ESM-2, both ways; the script's --start_from and its files."""
 
-import json
 from argparse import Namespace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from helpers import call_script, import_tool, run_here
-from runs import COMMON, TINY
+from runs import COMMON, TINY, Run
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, EsmConfig, EsmForMaskedLM
 
 import run_train_uniref50_ddp as script
 
 tool = import_tool("esm_uniref50")
+convert = partial(call_script, "tools/esm_uniref50")
 
 
 def esm2(width, layers, heads, token_dropout):
     """With random weights everywhere; other settings as released ones have them."""
     torch.manual_seed(0)
-    config = EsmConfig(
-        **{
-            "vocab_size": 33,
-            "pad_token_id": 1,
-            "mask_token_id": 32,
-            "token_dropout": token_dropout,
-        },
-        **{"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads},
-        **{"intermediate_size": 4 * width, "position_embedding_type": "rotary"},
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layer_norm_eps": 1e-5},
-    )
-    model = EsmForMaskedLM(config).eval()
+    options = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    options |= {"intermediate_size": 4 * width, "token_dropout": token_dropout}
+    options |= {"position_embedding_type": "rotary", "layer_norm_eps": 1e-5}
+    options |= {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}
+    model = EsmForMaskedLM(EsmConfig(**options)).eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
@@ -63,10 +57,6 @@ def check_same(ours, theirs):
         assert torch.allclose(first[i], found.hidden_states[1][0], atol=1e-5)
         assert torch.allclose(last[i], found.hidden_states[-1][0], atol=1e-5)
     return min(chances)
-
-
-def convert(source, out, **more):
-    return call_script("tools/esm_uniref50", source, out, **more)
 
 
 @pytest.mark.parametrize("sizes", [(64, 3, 4, True), (48, 2, 6, False), (320, 6, 20, True)])
@@ -106,8 +96,7 @@ def test_a_trained_network_as_esm2(trained, tmp_path):
 
 
 def test_start_from(trained, tmp_path):
-    """Model and average begin with the averaged weights; where they came from is in the options.
-    A run that is resumed needs them no more."""
+    """Model and average begin with the averaged weights. A resumed run needs them no more."""
     folder, options = trained
     weights = tmp_path / "start.pt"
     weights.write_bytes((folder / "run" / "best.pt").read_bytes())
@@ -115,8 +104,8 @@ def test_start_from(trained, tmp_path):
     run_here(script, *options, "--n_iters=1")
     weights.unlink()
     run_here(script, *options, "--n_iters=2")
-    found = json.loads((tmp_path / "run" / "summary.json").read_text())
-    before = json.loads((folder / "run" / "summary.json").read_text())
+    found = Run(tmp_path / "run").summary
+    before = Run(folder / "run").summary
     assert found["best"]["value"] == pytest.approx(before["best"]["value"], rel=1e-5)
     assert found["steps"] == 2 and len(found["args"]["start_hash"]) == 12
 
@@ -136,9 +125,8 @@ def test_weights_that_do_not_fit(trained, tmp_path):
         with pytest.raises(script.InputError, match=reason):
             run_here(script, *options, *words.split(), f"--output_dir={tmp_path}/run")
 
-    BertForMaskedLM(BertConfig(hidden_size=16, num_attention_heads=2)).save_pretrained(
-        tmp_path / "bert"
-    )
+    config = BertConfig(hidden_size=16, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
     (tmp_path / "empty").mkdir()
     cases = {
         (tmp_path / "bert", tmp_path / "x"): "bert: it is not an ESM-2 with its head: vocab_size",
@@ -162,6 +150,6 @@ def test_files_to_validate_and_test_on(tmp_path, caplog):
     run_here(script, *options, "--n_iters=20")
     assert "65 sequences are left out, which are in the test or the validation" in caplog.text
     assert "740 sequences to train on, 25 held out, of which 25 are validated on" in caplog.text
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = Run(tmp_path / "run").summary
     assert summary["test"]["nelbo"] > 0 and summary["test"]["nelbo"] != summary["best"]["value"]
     assert summary["baselines"].keys() == {"unigram", "test_unigram"}

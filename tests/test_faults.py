@@ -10,9 +10,8 @@ import signal
 
 import pytest
 from helpers import call_script, on_small_disk, refusal
-from runs import DROPOUT, SCRIPTS, Task, print_row
+from runs import DROPOUT, SCRIPTS, STOPPED, Task, print_row
 
-STOPPED = {1}  # statuses after SIGTERM
 REFUSED = {2, -15}  # -15: ended by the launcher
 
 
@@ -142,14 +141,13 @@ FAULTS |= dict.fromkeys([data_changed, nan_on_one_rank], "run_train_uniref50_ddp
 
 
 def pytest_generate_tests(metafunc):
-    if "fault" in metafunc.fixturenames:
-        cases = []
-        has_all = metafunc.config.getoption("--all-faults")
-        for name in SCRIPTS:
-            for fault, own in FAULTS.items():
-                if has_all or name == own:
-                    cases.append(pytest.param(name, fault, id=f"{name}-{fault.__name__}"))
-        metafunc.parametrize(("name", "fault"), cases)
+    cases = []
+    has_all = metafunc.config.getoption("--all-faults")
+    for name in SCRIPTS:
+        for fault, own in FAULTS.items():
+            if has_all or name == own:
+                cases.append(pytest.param(name, fault, id=f"{name}-{fault.__name__}"))
+    metafunc.parametrize(("name", "fault"), cases)
 
 
 def test_fault(name, fault, find_task, tmp_path):

@@ -59,6 +59,7 @@ def test_a_search(causal_sets, tmp_path, start):
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path}/search.db")
     states = [trial.state.name for trial in study.trials]
     assert states == ["PRUNED", "PRUNED", "COMPLETE"]
+    assert not [*tmp_path.glob("outputs/trial1/best.pt")]  # whose loss is NaN
     found = [Run(tmp_path / "outputs" / f"trial{number}").summary for number in (0, 2)]
     assert found[0]["status"].startswith("stopped by SIGTERM")
     assert study.best_value == found[1]["best"]["value"]

@@ -42,8 +42,7 @@ def check_ranks(text, world_size):
     assert text.count("The data are read") == 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Launchers (plain python: test_alone.py)
+# ---- Launchers (plain python: test_alone.py) -----------------------------------------------------
 
 EMPTY = "RANK= WORLD_SIZE= LOCAL_RANK= MASTER_ADDR= MASTER_PORT= NCCL_TIMEOUT= SLURM_PROCID="
 VARIABLES = {  # of rank {0} of two on one machine, which needs no address
@@ -81,7 +80,7 @@ def test_launchers_by_their_variables(server, reading, launcher):
 
 
 LATE = """
-import argparse, time
+import time
 import run_train_quantumgrav_ddp as script
 
 def main(args):
@@ -91,8 +90,7 @@ def main(args):
         print("rank 0 has written")
     return 0
 
-names = {"nproc_per_node": 1, "device": "cpu", "backend": "auto", "deterministic": False}
-script.launch(lambda: argparse.Namespace(**names, timeout_minutes=1), main)
+script.launch(script.parse_args, main)
 """
 
 
@@ -100,7 +98,7 @@ def test_no_rank_ends_while_rank_0_writes(server, tmp_path):
     """mpiexec would kill rank 0."""
     (tmp_path / "late.py").write_text(LATE)
     ranks = [{**variables, "PYTHONPATH": ROOT} for variables in variables_of_ranks("by hand")]
-    server.start(ranks, [str(tmp_path / "late.py")])
+    server.start(ranks, [str(tmp_path / "late.py"), "--device=cpu"])
     connection.wait([rank.sentinel for rank in server.ranks])
     assert "rank 0 has written" in server.text
     assert set(server.wait()) == {0}
@@ -127,8 +125,7 @@ def test_launcher(launcher, start, reading):
 
 
 def test_nproc_per_node_in_a_shell_of_srun(start, reading):
-    """srun --pty has made this shell its one task. Empty variables are as good as none. The port
-    that is exported is taken: on one machine any free one will do."""
+    """srun --pty has made this shell its one task. The port that is exported is taken."""
     variables = read_variables(f"{EMPTY} SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0")
     with socket.create_server(("localhost", 0)) as other:
         variables.update(SLURM_STEP_ID=0, MASTER_PORT=other.getsockname()[1])
@@ -137,8 +134,7 @@ def test_nproc_per_node_in_a_shell_of_srun(start, reading):
     check_ranks(job.text, 2)
 
 
-# --------------------------------------------------------------------------------------------------
-# Groups that cannot come together (of two commands: test_faults.py)
+# ---- Groups that cannot come together (of two commands: test_faults.py) --------------------------
 
 
 def test_several_machines_without_an_address(server, reading):
@@ -167,8 +163,7 @@ def test_ctrl_c_while_the_others_are_awaited(server, reading):
     assert server.wait(20) == [-signal.SIGINT], server.text
 
 
-# --------------------------------------------------------------------------------------------------
-# Signals (SIGTERM to one rank: test_contract.py)
+# ---- Signals (SIGTERM to one rank: test_contract.py) ---------------------------------------------
 
 
 def check_stopped(folder, text, reason):
@@ -192,8 +187,7 @@ def test_signal_to_one_rank(server, endless, tmp_path, name, status):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])
 def test_signals_to_the_launcher(start, endless, tmp_path, launcher):
-    """They reach the ranks and their workers, which save and end. Under nohup, torchrun takes
-    SIGHUP all the same; plain python that has become torchrun outlives the terminal."""
+    """All save and end. Under nohup torchrun takes SIGHUP all the same, plain python does not."""
     command = [*TWO_RANKS, *endless, "--num_workers=1"]
     if launcher == "python":
         command = [sys.executable, *endless, "--num_workers=1", "--nproc_per_node=2"]

@@ -83,8 +83,7 @@ def list_commands():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder of a user: configs, data, what the cell in the guide writes; and on PATH
-    stand-ins: python finds 64 GPUs, torchrun prints its words."""
+    """A user's working folder; and stand-ins: python finds 64 GPUs, torchrun prints its words."""
     for name in ("configs", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my.yaml").write_text(UNIREF50_YAML)

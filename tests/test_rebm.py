@@ -9,32 +9,23 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, parse_arguments, write_digits
-from runs import differences
+from helpers import ROOT, parse_arguments
+from runs import COMMON, TINY, differences
 from sklearn.metrics import roc_auc_score
 
 import run_train_rebm_ddp as script
 
 CPU = torch.device("cpu")
-SMALL = """attack.max_steps=2 attack.step_size=0.3 indist_attack_clf.max_steps=1
-    --at_epochs=2 --total_epochs=2 --at_lr=1e-2 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
-    --min_imgs_per_threshold=48 --global_batch_size=24 --batch_size=12 --log_every=1
-    --n_imgs_per_evaluation_log=0 --device=cpu""".split()
 WIDE = "--model_type=WideResNet28x2"
 
 arguments = partial(parse_arguments, script)
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rebm") / "digits.npz"
-    write_digits(path, 200, 40)
-    return path
-
-
-def small(digits, *options):
-    """The options of a run of a second: 14 steps of each stage."""
-    return [f"--data={digits}", f"--cache_dir={digits.parent}/cache", *SMALL, *options]
+def small(tmp_path_factory):
+    """The options of a run of a second: seven steps of stage 1, and 14 of stage 2."""
+    folder = tmp_path_factory.mktemp("rebm")
+    return [*COMMON, *TINY["run_train_rebm_ddp"](folder, less=250)]
 
 
 def small_network(*options):
@@ -47,9 +38,9 @@ def start_networks(*options):
     return script.start_networks(arguments(*options), CPU, indist, None)
 
 
-def read_digits(digits, *options):
+def read_digits(small):
     """(arguments, images, OOD images)"""
-    args = arguments(*small(digits, *options))
+    args = arguments(*small)
     indist = script.Images(script.prepare(args, args.data))
     return args, indist, script.Images(script.prepare(args, args.outdist_data, indist))
 
@@ -148,8 +139,7 @@ def test_the_attacked_network_has_the_trained_weights(group, precision):
 
 
 def test_an_attack_makes_whole_steps():
-    """1e-30 of a loss leads where the loss leads, no gradient nowhere, and to no NaN; pixels stay
-    in [0, 1]. (That an attack stays in its ball: test_rebm_tools.py.)"""
+    """1e-30 of a loss leads where the loss leads, no gradient nowhere; pixels stay in [0, 1]."""
     x = torch.full((2, 1, 2, 2), 0.5)
     weight = torch.tensor([1.0, -2.0, 3.0, 0.5])
     direction = (weight / weight.norm()).view(1, 2, 2)
@@ -224,9 +214,9 @@ def test_the_best_weights():
     assert (loop["best"]["dat"]["T"], loop["best"]["dat"]["value"]) == (5, 0)
 
 
-def test_images_are_drawn_to_train_on(digits):
+def test_images_are_drawn_to_train_on(small):
     """Anew in each step, and of the training part alone."""
-    args, indist, outdist = read_digits(digits)
+    args, indist, outdist = read_digits(small)
     data = script.TrainingData(args, indist, outdist, "dat")
     ids = indist.part(script.TRAIN)[:24]
     batch = data[5, ids, np.arange(24)]
@@ -238,10 +228,9 @@ def test_images_are_drawn_to_train_on(digits):
         assert {image.numpy().tobytes() for image in drawn} <= known
 
 
-def test_the_length_of_the_attack(digits, tmp_path, server):
-    """T grows when the mean AUC of the last two steps, both with this T, is high enough; a step
-    whose gradient is not finite is no reason to grow. Both ranks agree."""
-    options = small(digits, "AUC_th=0.7", "attack.max_steps=5", "at_epochs=1")
+def test_the_length_of_the_attack(small, tmp_path, server):
+    """T grows when the mean AUC of the last two steps, both finite and with this T, is high."""
+    options = [*small, "AUC_th=0.7", "attack.max_steps=5", "min_imgs_per_threshold=48"]
     faults = [[0, 14, "multiply", math.nan], [0, 15, "multiply", 1]]
     run = server.run("run_train_rebm_ddp", options, tmp_path / "out", 2, faults)
     assert run.statuses == [0, 0], run.text[-3000:]
@@ -259,16 +248,16 @@ def test_the_length_of_the_attack(digits, tmp_path, server):
     assert (run.state["loop"]["T"], len(run.state["loop"]["aucs"])) == (T, len(window))
 
 
-def test_stages_in_two_runs(digits, tmp_path, server, group, monkeypatch):
+def test_stages_in_two_runs(small, tmp_path, server, group, monkeypatch):
     """Validation is in fp32, also where training is not. Stage 2 starts from the given weights, and
-    freezes the statistics of batch normalisation; in stage 1 several processes need GPUs for it."""
+    freezes the statistics of batch normalisation."""
     steps = ["--attack_max_steps=0", "--indist_attack_clf_max_steps=0"]
-    wide = small(digits, WIDE, "--global_batch_size=100", *steps)
-    options = [*wide, "--at_epochs=1", "--total_epochs=0", "--precision=bf16"]
+    wide = [*small, WIDE, "--global_batch_size=100", *steps]
+    options = [*wide, "--total_epochs=0", "--precision=bf16"]
     at = server.run("run_train_rebm_ddp", options, tmp_path / "at", 1)
     assert at.statuses == [0], at.text[-3000:]
     assert "; guessing 0." in at.text  # the accuracy of always the commonest class
-    args, indist, _ = read_digits(digits)
+    args, indist, _ = read_digits(small)
     model = small_network(WIDE)
     at_best = script.read_weights(at.folder / "at_best.pt", model)
     best = script.read_weights(at.folder / "best.pt", model)

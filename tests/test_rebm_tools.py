@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import call_script, import_tool, write_digits
 from PIL import Image
+from runs import COMMON, TINY
 
 import run_train_rebm_ddp as script
 
@@ -17,16 +18,11 @@ evaluate = import_tool("evaluate_rebm")
 generate = import_tool("generate_rebm")
 CPU = torch.device("cpu")
 
-TRAIN = """attack.max_steps=3 attack.step_size=0.3 indist_attack_clf.max_steps=2
-    --at_epochs=8 --total_epochs=1 --at_lr=5e-3 --optimizer=adamw --lr=3e-3 --AUC_th=0.6 --ema=0.9
-    --min_imgs_per_threshold=48 --batch_size=24 --device=cpu""".split()
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
-    write_digits(folder / "digits.npz", 300, 60)
-    options = [f"--data={folder}/digits.npz", f"--cache_dir={folder}/cache", *TRAIN]
+    options = [*COMMON, *TINY["run_train_rebm_ddp"](folder), "--at_epochs=8", "--batch_size=24"]
     call_script("run_train_rebm_ddp", *options, f"--output_dir={folder}/out")
     return folder
 
@@ -107,8 +103,7 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
 
 @pytest.mark.parametrize(("norm", "eps"), [("L2", 0.05), ("Linf", 0.012)])
 def test_robust_accuracy_of_a_linear_network(norm, eps):
-    """A linear network errs within a radius where the margin, by the length of the difference of
-    two classes' weights in the other norm, is below it."""
+    """It errs where the margin, by the length of the weights' difference, is below the radius."""
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 16, generator=rng)
     x = 0.35 + 0.3 * torch.rand(200, 1, 4, 4, generator=rng)  # the ball stays within [0, 1]

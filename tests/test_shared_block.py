@@ -22,8 +22,7 @@ WITH_STUDENTS = "safetensors sentence_transformers tokenizers transformers".spli
 PACKAGES |= {**dict.fromkeys(WITH_STUDENTS, "sentence-transformers"), "fsspec": "torch"}
 BANNER = f"# {'=' * 98}\n# Distributed training. These lines "
 SETUP = "test_ddp_setup.py"
-SCRIPTS = """run_train_quantumgrav_ddp.py train_ddp.py run_dpo_ddp.py run_train_uniref50_ddp.py
-    run_train_rebm_ddp.py""".split()
+SCRIPTS = sorted(path.name for path in ROOT.glob("*.py") if path.name != SETUP)
 
 
 def definitions(text):

@@ -198,9 +198,8 @@ def test_files_that_are_refused(name, tmp_path):
 
 
 def test_nothing_held_out_is_trained_on(tmp_path, caplog):
-    """Held out are all answers of a query, in rows of other groups, too. They are not trained on
-    where they answer other queries, nor queries that are documents elsewhere. What is left out is
-    counted, negatives that are answers, too."""
+    """All answers of a query are held out, in rows of other groups, too; nor are they trained on
+    where they answer other queries. What is left out is counted, as are wrong negatives."""
     rows = []
     for i in range(130):
         for part in ("document", "second"):
@@ -238,8 +237,7 @@ def two_answers(rows_of_a_group):
 
 
 def test_the_split(tmp_path):
-    """The same in any order; distractors as many as asked for, those first that are said to be
-    wrong; a group is held out together; texts of phase 1 are not held out if there are queries."""
+    """The same in any order, with so many distractors; a group is held out together."""
     options = ["--eval_fraction=0.5", "--eval_samples=20", "--eval_distractors=30"]
     write(tmp_path / "a.jsonl", lines(two_answers(1)))
     write(tmp_path / "a.txt", "\n".join(f"text {i}" for i in range(2000)))

@@ -16,6 +16,9 @@ from helpers import ROOT, TORCHRUN, Job, environment
 from runs import RUNS, SCRIPTS, Run, Task, print_row
 
 TIMEOUT = 12  # seconds: --timeout_minutes
+A = f"ddp-a-{os.getpid()}"  # torchrun's rank 0 goes to the first name
+B = f"ddp-b-{os.getpid()}"
+ADDRESSES = {A: "10.64.0.1", B: "10.64.0.2"}
 # FAULTS: time to cut the link in the middle of a run
 SLOW = [[1, step, "sleep", 0.3] for step in range(20, 60)]
 
@@ -26,57 +29,41 @@ def ip(command):
     subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
 
 
-class Hosts:
-    """Two namespaces, `a` and `b`, and a cable between them."""
-
-    def __init__(self, folder):
-        number = os.getpid()
-        self.a = f"ddp-a-{number}"  # torchrun's rank 0 goes to the first name
-        self.b = f"ddp-b-{number}"
-        self.addresses = {self.a: "10.64.0.1", self.b: "10.64.0.2"}
-        self.names = folder / "hosts"
-        lines = [f"{address} {name}\n" for name, address in self.addresses.items()]
-        self.names.write_text("".join(["127.0.0.1 localhost\n", *lines]))
-        self.jobs = []
-
-    def build(self):
-        for name in self.addresses:
-            ip(f"netns add {name}")
-        ip(f"link add eth0 netns {self.a} type veth peer name eth0 netns {self.b}")
-        for name, address in self.addresses.items():
-            ip(f"-n {name} addr add {address}/24 dev eth0")
-            ip(f"-n {name} link set lo up")
-            ip(f"-n {name} link set eth0 up")
-
-    def remove(self):
-        for job in self.jobs:
-            job.end()
-        for name in self.addresses:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-    def start(self, name, command, folder, env):
-        """A Job on a host."""
-        setup = f"hostname {name}; mount --bind {self.names} /etc/hosts"
-        if name == self.b:
-            setup += f"; mount -t tmpfs -o ro tmpfs {folder}"
-        isolated = ["ip", "netns", "exec", name, "unshare", "--uts"]
-        shell = [*isolated, "sh", "-ec", f'{setup}; exec "$@"', "sh", *command]
-        self.jobs.append(Job(shell, folder.with_name(f"{name}.txt"), env))
-        return self.jobs[-1]
-
-
 @pytest.fixture
-def hosts(tmp_path):
+def start_on(tmp_path):
+    """start_on(host, command, folder, env): a Job on one of two hosts with a cable between them."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("two hosts on one machine need Linux, root and ip")
-    hosts = Hosts(tmp_path)
+    jobs = []
+    names = tmp_path / "hosts"
+    lines = [f"{address} {name}\n" for name, address in ADDRESSES.items()]
+    names.write_text("".join(["127.0.0.1 localhost\n", *lines]))
+
+    def call(host, command, folder, env):
+        setup = f"hostname {host}; mount --bind {names} /etc/hosts"
+        if host == B:
+            setup += f"; mount -t tmpfs -o ro tmpfs {folder}"
+        isolated = ["ip", "netns", "exec", host, "unshare", "--uts"]
+        shell = [*isolated, "sh", "-ec", f'{setup}; exec "$@"', "sh", *command]
+        jobs.append(Job(shell, folder.with_name(f"{host}.txt"), env))
+        return jobs[-1]
+
     try:
-        hosts.build()
-        yield hosts
+        for host in ADDRESSES:
+            ip(f"netns add {host}")
+        ip(f"link add eth0 netns {A} type veth peer name eth0 netns {B}")
+        for host, address in ADDRESSES.items():
+            ip(f"-n {host} addr add {address}/24 dev eth0")
+            ip(f"-n {host} link set lo up")
+            ip(f"-n {host} link set eth0 up")
+        yield call
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
     finally:
-        hosts.remove()
+        for job in jobs:
+            job.end()
+        for host in ADDRESSES:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
 def pytest_generate_tests(metafunc):
@@ -85,28 +72,24 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("name", names)
 
 
-def test_cut_link(name, hosts, server, tmp_path):
+def test_cut_link(name, start_on, server, tmp_path):
     """Nobody says goodbye: the ranks end at their time limit. Host b's agent waits for a lost
     store, and is ended by -k. Host a goes on alone from the checkpoint, with the same samples."""
     task = Task(name, tmp_path, server)
     output = tmp_path / "cut"
     output.mkdir()
     command = f"""timeout -k 2 250 {" ".join(TORCHRUN)} --nnodes=1:2 --nproc_per_node=1
-        --rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint={hosts.a}:29500
+        --rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint={A}:29500
         --max-restarts=3 --rdzv-conf=last_call_timeout=10""".split()
     command += [RUNS, name, *task.argv, f"--output_dir={output}"]
     command.append(f"--timeout_minutes={TIMEOUT / 60}")
-    env = environment(
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-        OUTPUT=output,
-        FAULTS=json.dumps(SLOW),
-        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
-    )
-    a = hosts.start(hosts.a, command, output, env)
-    b = hosts.start(hosts.b, command, output, env)
+    variables = {"OUTPUT": output, "FAULTS": json.dumps(SLOW), "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, **variables)
+    a = start_on(A, command, output, env)
+    b = start_on(B, command, output, env)
     a.wait_for("step=23 ")
     # packets are lost, and no end of a connection is told
-    ip(f"-n {hosts.b} link set eth0 down")
+    ip(f"-n {B} link set eth0 down")
     begin = time.monotonic()
     while any("RANK=1" in variables for variables in b.processes().values()):
         assert time.monotonic() - begin < TIMEOUT + 30

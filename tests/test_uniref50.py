@@ -54,8 +54,7 @@ def folder(tmp_path_factory):
 
 def read(folder, *options):
     """(arguments, Proteins) of proteins.fasta"""
-    words = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache"]
-    args = arguments(*words, "--val_ratio=0.2", "--device=cpu", *options)
+    args = arguments(*options_of(folder, *options))
     return args, script.Proteins(script.prepare(args), args)
 
 
@@ -63,8 +62,7 @@ def evaluate(model, proteins, rows, args):
     return script.evaluate(model, proteins, rows, args, contextlib.nullcontext, torch.device("cpu"))
 
 
-# --------------------------------------------------------------------------------------------------
-# Steps
+# ---- Steps ---------------------------------------------------------------------------------------
 
 
 def deal(cost, *options, rank=0, world_size=1):
@@ -76,8 +74,7 @@ def deal(cost, *options, rank=0, world_size=1):
 
 
 def test_steps_are_random_samples_and_ranks_have_equal_work():
-    """No step is made of sequences of similar length: their means are as spread as of any 64. The
-    lengths are log-normal, with the mean of UniRef50, 286 residues."""
+    """No step is made of sequences of similar length: their means are as spread as of any 64."""
     draws = np.random.default_rng(0).lognormal(math.log(286) - 0.32, 0.8, 20_000)
     lengths = draws.clip(20, 510).astype(int)
     steps = deal(lengths, "--global_batch_size=64", "--batch_size=64")
@@ -97,8 +94,7 @@ def test_steps_are_random_samples_and_ranks_have_equal_work():
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_micro_batches_have_equal_work(ranks):
-    """The largest has hardly more work than the smallest; of equal counts it had eight times as
-    much. Each id once, and one for each rank at least, however unequal they are."""
+    """The largest has hardly more work than the smallest; each id once, one for each rank."""
     draw = np.random.default_rng(ranks)
     lengths = draw.lognormal(math.log(286) - 0.32, 0.8, 512 * ranks).clip(20, 510).astype(int)
     lengths.sort()
@@ -107,22 +103,21 @@ def test_micro_batches_have_equal_work(ranks):
         parts = np.split(np.arange(len(cost)), script.cut_by_work(cost, 8, ranks))
         assert np.concatenate(parts).tolist() == list(range(len(cost)))
         assert len(parts) == 8 and min(map(len, parts)) >= ranks
-        work = np.array(
-            [[cost[part[rank::ranks]].sum() for rank in range(ranks)] for part in parts]
-        )
-        assert work.max() <= spread * work.min()
-        assert work.max() <= work.mean() + 2 * cost.max()
+        work = []
+        for part in parts:
+            work += [cost[part[rank::ranks]].sum() for rank in range(ranks)]
+        assert max(work) <= spread * min(work)
+        assert max(work) <= np.mean(work) + 2 * cost.max()
     for samples in (16, 17, 23):  # no more than the ranks of all parts need
         cost = 10.0 ** np.arange(samples)
         assert min(map(len, np.split(cost, script.cut_by_work(cost, 8, 2)))) >= 2
 
 
 def test_hidden_residues_and_weights(folder):
-    """k of n residues are hidden, each of them equally often, with weight n / k; k / n is spread
-    evenly over a step, also where the global batch comes sorted by length."""
+    """k of n, each equally often, with weight n / k; k / n is spread evenly over a step."""
     _, proteins = read(folder)
     data = script.NoisyProteins(proteins, seed=42)
-    rows = proteins.lengths.argsort()
+    rows = proteins.lengths.argsort()  # also where the global batch comes sorted
     residues = torch.from_numpy(proteins.lengths[rows])
     pieces = np.split(proteins.tokens, proteins.offsets[1:-1])
     clean = torch.from_numpy(np.concatenate([pieces[row] for row in rows])).long()
@@ -131,10 +126,8 @@ def test_hidden_residues_and_weights(folder):
     middles = []
     for step in range(30):
         batch = data[step, rows, np.arange(300)]
-        assert (
-            batch.lengths.tolist() == (residues + 2).tolist()
-            and batch.step_residues == residues.sum()
-        )
+        assert batch.lengths.tolist() == (residues + 2).tolist()
+        assert batch.step_residues == residues.sum()
         assert torch.equal(batch.starts[owner] + batch.positions, torch.arange(len(clean)).int())
         hidden = batch.noisy == script.MASK
         assert torch.equal(batch.noisy[~hidden].long(), clean[~hidden])
@@ -168,8 +161,7 @@ def test_no_two_random_streams_are_one(folder, group):
 
 
 def test_crops():
-    """Of a long sequence 40 residues from a random place on, the first and the last ones, too; with
-    BEGIN or END where they reach it."""
+    """Of a long sequence 40 residues from any place on, with BEGIN or END where they reach it."""
     parts = {"tokens": np.arange(140), "offsets": np.array([0, 30, 140]), "lengths": [28, 40]}
     crop = partial(script.Proteins.crop, SimpleNamespace(**parts))
     generator = np.random.default_rng(0)
@@ -185,8 +177,7 @@ def test_crops():
     assert starts.min() > 0 and chisquare(starts).pvalue > 1e-4
 
 
-# --------------------------------------------------------------------------------------------------
-# Network, loss, evaluation
+# ---- Network, loss, evaluation -------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -206,8 +197,7 @@ def test_a_sequence_does_not_see_its_neighbours():
 
 
 def test_parameters():
-    """The default network has as many as its matrices, norms and biases have; of these only the
-    matrices decay. Muon takes the matrices of the blocks."""
+    """Only matrices decay, and Muon takes those of the blocks."""
     with torch.device("meta"):
         model = script.Denoiser(arguments())
     assert sum(p.numel() for p in model.parameters()) == 57_321_248
@@ -227,8 +217,7 @@ def test_parameters():
 
 
 def test_muon():
-    """The steps of torch.optim.Muon, which computes in bf16; a bad gradient changes nothing; the
-    singular values are those of five steps of the iteration."""
+    """The steps of torch.optim.Muon, which computes in bf16; a bad gradient changes nothing."""
     x = torch.randn(3, 6, 10, dtype=torch.float64)
     left, values, right = torch.linalg.svd(x, full_matrices=False)
     values = values / values.norm(dim=1, keepdim=True)
@@ -266,10 +255,9 @@ def test_rotary_embedding():
     model(batch_of(10, 20))
     positions = torch.tensor([*range(12), *range(22)])
     angles = positions[:, None] * 1e4 ** (-torch.arange(8) / 8)
+    turns = torch.polar(torch.ones(34, 8), angles)[:, None, None]
     x = torch.randn(34, 2, 2, 16)
-    points = (
-        torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones(34, 8), angles)[:, None, None]
-    )
+    points = torch.complex(*x.chunk(2, dim=-1)) * turns
     expected = torch.cat([points.real, points.imag], dim=-1)
     assert torch.allclose(script.rotate(x, *seen[0]), expected, atol=1e-5)
 
@@ -284,9 +272,8 @@ def test_gradient_checkpointing():
 
 
 def test_the_loss_is_the_score_entropy_of_sedd():
-    """Averaged over the masks of four residues, each with any prediction. SEDD's: of the absorbing
-    graph, as its published code has it, weighted by sigma', with scores that are probabilities
-    times 1 / (e^sigma - 1), and averaged over all times."""
+    """Averaged over the masks of four residues. SEDD's: of the absorbing graph, weighted by sigma',
+    with scores that are probabilities times 1 / (e^sigma - 1), and averaged over all times."""
     batch = batch_of(4, rate=1.0)
     nodes, node_weights = np.polynomial.legendre.leggauss(20)
     times = torch.from_numpy(nodes + 1) / 2
@@ -326,25 +313,22 @@ def test_standard_error():
 
 
 def test_cross_entropy_by_mask_rate(folder, group):
-    """Of a network that is surer the less is masked, at each rate what it should be; their mean by
-    residues is the bound."""
+    """Of a network that is surer the less is masked. Their mean by residues is the bound."""
     args, proteins = read(folder, "--eval_draws=40")
-    rows = proteins.valid
-    rates = []
 
     def sure(batch):
         """The masked residue has a probability of 1 - rate / 2."""
         owner = torch.arange(len(batch.lengths)).repeat_interleave(batch.starts.diff())
         share = torch.zeros(len(batch.lengths)).index_add_(0, owner, (batch.targets >= 0).float())
         rate = (share / (batch.starts.diff() - 2))[owner]
-        rates.append(rate)
         p = 1 - rate / 2
         logits = ((1 - p) / 25).log()[:, None].repeat(1, 26)
         logits[torch.arange(len(p)), batch.targets.clamp(min=0)] = p.log()
         return logits
 
-    found = evaluate(sure, proteins, rows, args)
-    for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
+    found = evaluate(sure, proteins, proteins.valid, args)
+    shares = [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]
+    for name, low, high in shares:
         nodes = np.linspace(low, high, 1001) + 0.5 / 40  # rates are rounded up to 1 / n
         assert found[name] == pytest.approx(-np.log(1 - nodes / 2).mean(), rel=0.04)
     nats = np.random.default_rng(0).random((4, 50))
@@ -353,7 +337,7 @@ def test_cross_entropy_by_mask_rate(folder, group):
     masked = np.ceil(rates * lengths) / lengths  # of each sequence
     found = script.summarize(nats, rates, lengths)
     total = 0.0
-    for name, low, high in [("ce_15", 0, 0.3), ("ce_50", 0.3, 0.7), ("ce_85", 0.7, 1)]:
+    for name, low, high in shares:
         inside = (low < masked) & (masked <= high)
         total += found[name] * np.tile(lengths, (4, 1))[inside].sum()
     assert found["nelbo"] == pytest.approx(total / 4 / lengths.sum(), rel=1e-14)
@@ -361,8 +345,7 @@ def test_cross_entropy_by_mask_rate(folder, group):
 
 
 def test_evaluation_of_known_predictions(folder, group):
-    """A network that knows nothing, as before training, needs log 26 nats, one that knows the
-    frequencies the unigram: the mean over all residues that are held out."""
+    """A network that knows nothing needs log 26 nats, one that knows frequencies the unigram."""
     args, proteins = read(folder, "--max_protein_len=62")
     rows = proteins.valid
     metrics = evaluate(script.Denoiser(arguments(*SMALL)).eval(), proteins, rows, args)
@@ -384,8 +367,7 @@ def test_evaluation_of_known_predictions(folder, group):
 
 
 def test_learning_rate():
-    """A straight rise, then half a cosine. It grows with the GPUs, unless the batch does not, or an
-    option says so."""
+    """A straight rise, then half a cosine. It grows with the GPUs, if the batch does."""
     rates = [script.lr_factor(step, 1000, 100) for step in (0, 49, 100, 550, 999)]
     assert rates == pytest.approx([1 / 101, 0.5, 1, 0.505, 0.01], abs=6e-3)
     factors = {"": 8, "--lr_scaling=conservative": 6, "--lr_scaling=none": 1}
@@ -396,15 +378,8 @@ def test_learning_rate():
 
 @pytest.mark.parametrize("mode", ["disabled", "offline"])
 def test_a_wandb_project_without_wandb(folder, mode, caplog):
-    options = [f"--datafile={folder}/proteins.fasta", f"--cache_dir={folder}/cache", "--device=cpu"]
-    run_here(
-        script,
-        *options,
-        "--wandb_project=p",
-        f"--wandb_mode={mode}",
-        "--prepare_only",
-        "--val_ratio=0.2",
-    )
+    options = options_of(folder, "--wandb_project=p", f"--wandb_mode={mode}")
+    run_here(script, *options, "--prepare_only")
     assert ("nothing is sent to wandb" in caplog.text) == (mode == "disabled")
 
 
@@ -422,8 +397,7 @@ def test_wrong_options():
             script.prepare(arguments(option))
 
 
-# --------------------------------------------------------------------------------------------------
-# A user's runs
+# ---- A user's runs -------------------------------------------------------------------------------
 
 
 def options_of(folder, *options):
@@ -447,8 +421,7 @@ def test_a_run_learns_and_says_so(tmp_path, server):
 
 
 def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_gpus(folder, tmp_path, server):
-    """A step has batch_size x accum sequences on a GPU. A warm-up that is too long takes half the
-    steps."""
+    """A step has batch_size x accum sequences on a GPU. A long warm-up takes half the steps."""
     starts = {2: "--n_iters=3 --batch_size=4 --accum=2", 1: "--n_iters=7"}
     rates = []
     for ranks, more in starts.items():
@@ -464,8 +437,7 @@ def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_gpus(folder, tmp_pa
 
 
 def test_a_run_without_a_best_network(folder, tmp_path, monkeypatch):
-    """A first evaluation that is NaN ends it, also when it is started again; then, mended, it goes
-    on. One that is to end before its first evaluation has nothing to report, which is said."""
+    """A first evaluation that is NaN ends it, also when started again; then, mended, it goes on."""
     options = options_of(folder, f"--output_dir={tmp_path}/run", "--n_iters=4")
     plain = script.summarize
     monkeypatch.setattr(script, "summarize", lambda nats, *rest: plain(nats * math.nan, *rest))

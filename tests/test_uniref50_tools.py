@@ -1,5 +1,4 @@
-"""How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py: the law of its samples, and
-what a user meets."""
+"""How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py: the law of its samples."""
 
 import argparse
 import bz2
@@ -31,8 +30,7 @@ BEGIN, END, MASK = 26, 27, 28
 RATIO = 0.2
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 def some_sequences(count, seed=0):
@@ -105,20 +103,18 @@ def test_every_form(tmp_path, name):
     assert not [*tmp_path.glob("*.cache/unfinished-*")]
 
 
-DAMAGE = {  # a bad record, and what is said
-    ">a\nMKV\nM-K.\nAAA\n": "'-.' among the residues",
-    ">empty\n": "no residues",
-    ">b\nMK*\nMKV\n": "'*' among the residues",
-    ">umlaut\nMKV\nMKä\n": "'ä' among the residues",
-    ">twice\nMKV>d\n": "'>' among the residues",
-}
-
-
 def test_bad_records_are_listed_with_their_lines(tmp_path, caplog):
+    damage = {  # a bad record, and what is said
+        ">a\nMKV\nM-K.\nAAA\n": "'-.' among the residues",
+        ">empty\n": "no residues",
+        ">b\nMK*\nMKV\n": "'*' among the residues",
+        ">umlaut\nMKV\nMKä\n": "'ä' among the residues",
+        ">twice\nMKV>d\n": "'>' among the residues",
+    }
     good = some_sequences(60, seed=2)
     text = "\n \n"
     problems = []
-    for record, what in [*DAMAGE.items()] * 5:
+    for record, what in [*damage.items()] * 5:
         problems.append(f"x line {text.count(chr(10)) + 1} {record.split()[0]}: {what}")
         text += record
     (tmp_path / "x").write_text(text + fasta(good))
@@ -132,8 +128,7 @@ def test_bad_records_are_listed_with_their_lines(tmp_path, caplog):
 
 
 def test_bad_entries_of_lists_and_lines(tmp_path, caplog):
-    """Also what pandas puts where a text is missing, and a name before a sequence: their letters
-    would pass as residues."""
+    """Also what pandas puts where a text is missing, whose letters would pass as residues."""
     good = some_sequences(60, seed=3)
     bad = ["", 5, None, math.nan, {"protein_seq": None}, {"name": "MKV"}]
     torch.save([*bad, "MK-V", *good], tmp_path / "x.pt")
@@ -181,8 +176,7 @@ def test_hostile_files(tmp_path, name):
     assert not [*tmp_path.glob("*.cache/*")]
 
 
-# --------------------------------------------------------------------------------------------------
-# Sampling: the predictor is an oracle, so the law of the samples must be the oracle's
+# ---- Sampling: the predictor is an oracle, so the law of the samples must be the oracle's --------
 
 WORDS = np.indices([3] * 4).reshape(4, -1).T  # all of four residues out of three kinds
 TOKENS = LETTERS + "<>?"  # BEGIN, END, MASK
@@ -225,14 +219,13 @@ def test_rigorous_samples_have_the_law_of_the_model():
 
 
 def test_simple_shows_the_surest_first():
-    """A part of each sequence in each step, in the last one all. What is shown never changes. The
-    network is sure of the first ten residues."""
+    """A part of each sequence in each step, in the last one all. What is shown never changes."""
     seen = []
 
     def predict(batch):
         seen.append(batch.noisy.clone())
         logits = torch.zeros(len(batch.noisy), 26)
-        logits[batch.positions <= 10, 4] = 99.0
+        logits[batch.positions <= 10, 4] = 99.0  # it is sure of the first ten residues
         return logits
 
     drawn = draw(predict, [30 * "?", "KK" + 20 * "?"] * 10, "simple", steps=6)
@@ -248,8 +241,7 @@ def test_simple_shows_the_surest_first():
 
 @pytest.mark.parametrize("all_letters", [False, True])
 def test_only_possible_residues_are_drawn(all_letters):
-    """Those that the data lack never, X and U of the data on request, though the network likes all.
-    The chances have this temperature; rare ones are drawn, too, in double precision."""
+    """Those that the data lack never, X and U on request. The chances have this temperature."""
     counts = np.array([5] * 19 + [0, 4, 0, 3, 0, 0, 0])
     known = (counts > 0) & (all_letters | (np.arange(26) < 20))
     logits = torch.linspace(0, 9, 26, dtype=torch.float64)
@@ -265,11 +257,11 @@ def test_only_possible_residues_are_drawn(all_letters):
         assert kinds[known].sum() == 2000
         assert chisquare(kinds[known], law * 2000).pvalue > 1e-4
     batch = script.make_batch([np.array([MASK], np.uint8)], [0.0], [np.random.default_rng(0)], 1)
-    assert sampler.draw_tokens(predict, batch, batch.noisy)[1].dtype == torch.float64
+    logp = sampler.draw_tokens(predict, batch, batch.noisy)[1]
+    assert logp.dtype == torch.float64  # rare ones are drawn, too
 
 
-# --------------------------------------------------------------------------------------------------
-# The tool
+# ---- The tool ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

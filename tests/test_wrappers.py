@@ -79,8 +79,7 @@ def refused(result):
     return result.stderr
 
 
-# --------------------------------------------------------------------------------------------------
-# What the three wrappers of one machine have in common
+# ---- What the three wrappers of one machine have in common ---------------------------------------
 
 
 @pytest.fixture(params=LOCAL)
@@ -91,8 +90,7 @@ def local(request, run):
 
 
 def test_one_machine(local):
-    """The process becomes torchrun, which gets its signals, in the user's folder. Those that nohup
-    ignores torchrun must not handle: it would end the run."""
+    """The process becomes torchrun, which must not handle signals that nohup ignores."""
     (record,) = records(local(2, "--lr=1", "--a b", GPUS="8").stdout)
     where = ["--standalone", "--local-addr=127.0.0.1"]
     assert record["argv"][:4] == [*where, "--nproc_per_node=2", SIGNALS]
@@ -130,8 +128,7 @@ def test_help(run):
         assert "\nUsage" in run(wrapper, "--help").stdout
 
 
-# --------------------------------------------------------------------------------------------------
-# What each has of its own
+# ---- What each has of its own --------------------------------------------------------------------
 
 
 STARTED = [  # a wrapper, words, processes where there are eight GPUs, options of the script
@@ -166,8 +163,7 @@ def test_flag_of_uniref50(run, flag):
 
 
 def test_what_uniref50_passes_on(run):
-    """Options of the script in their order, after the config of the folder, else of the wrapper's.
-    The script sees them before there are processes, and what it refuses starts nothing."""
+    """Options in their order, after a config. What the script refuses starts nothing."""
     config = "configs/config_uniref50_ddp.yaml"
     own = ["--lr=1e-4", "training.batch_size=8", "--fresh", "--max_minutes", "5", "--seed=1"]
     result = run(UNIREF50, *own, RANK="3", WORLD_SIZE="8")
@@ -189,8 +185,7 @@ def test_dpo_keeps_logs(run):
     assert err.read_text() == result.stderr == "to stderr\n"
 
 
-# --------------------------------------------------------------------------------------------------
-# Queues
+# ---- Queues --------------------------------------------------------------------------------------
 
 
 def test_aurora(run):
@@ -230,8 +225,7 @@ def test_aurora(run):
 
 
 def test_slurm(run):
-    """A job of two nodes, seen from its batch script: one process for each task. It is queued again
-    where the script asks for it, and then goes on instead of starting anew."""
+    """One process for each task. The job is queued again where the script asks for it."""
     job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_CPUS_PER_TASK": "8"}
     job.update(MASTER_ADDR="stale", MASTER_PORT="1")
     slurm = partial(run, "scripts/run_ddp_slurm.sh", **job)
