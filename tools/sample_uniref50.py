@@ -20,8 +20,7 @@ taken. Printed of the samples, and ("held out") of as many held-out proteins, sp
 degenerate: share in which one residue makes up more than a quarter, or stands six times in a row
 nearest: likeness to the nearest (other) held-out sequence, on average. Two are laid beside each
     other, without gaps, where most residues agree; likeness is this over the longer one's length.
-nearest, shuffled: the same of samples with their residues in random order
-nearest, training: likeness to the nearest training sequence. It shows copies: they have 1.
+nearest, shuffled: of samples in random order; training: to training sequences (a copy has 1)
 uniqueness: share of distinct samples
 """
 
@@ -239,9 +238,11 @@ def read_reference(paths, val_ratio):
                 break
     if bad:
         print(f"--compare: {len(bad)} bad records are left out, such as {bad[0]}")
-    if not all(parts.values()):
+    held_out = {*parts[True]}  # the script trains on none of them
+    train = [text for text in parts[False] if text not in held_out]
+    if not train or not held_out:
         raise InputError(f"--compare {paths[-1]}: expected proteins, and some that are held out")
-    return parts[False], parts[True]
+    return train, parts[True]
 
 
 def divergence(ours, theirs, length):
@@ -316,8 +317,7 @@ def main():
             file.write(textwrap.fill(text, 80) + "\n")
     print(f"{args.out}: {len(texts):,} sequences, of step {state['loop']['step']}")
     if args.compare is not None:
-        number = min(len(held_out), len(texts))
-        print(f"{len(train):,} training proteins; held out: {number:,} of {len(held_out):,}")
+        print(f"{len(train):,} training proteins, {len(held_out):,} held out")
         for name, value in compare(texts, train, held_out, args.seed).items():
             print(f"{name:27} {value:.4f}")
 

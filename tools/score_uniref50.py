@@ -107,7 +107,7 @@ def score(args, network, tokens):
 def report(proteins, nats, residue_counts):
     """The table of nats (sequences, draws or orders) per residue. Prints those of all together."""
     lengths = np.array([np.count_nonzero(own < NUM_RESIDUES) for own in proteins.values()])
-    counts = np.array(residue_counts) + 0.5  # as in `Proteins.unigram`
+    counts = np.array(residue_counts) + 0.5  # as in `Proteins.unigram_nats`
     surprise = np.log(counts.sum() / counts)
     unigram = np.array([surprise[own[own < NUM_RESIDUES]].sum() for own in proteins.values()])
     for name, sums in {"network": nats.mean(1) * lengths, "frequencies": unigram}.items():
@@ -156,6 +156,8 @@ def main():
     model, state, options = load_network(args.checkpoint, args.device)
     if args.block is not None and (args.embeddings is None or args.block > options.n_blocks_prot):
         raise InputError(f"--block is for --embeddings, up to {options.n_blocks_prot} here")
+    if args.held_out and options.valid_file:
+        raise InputError(f"--held_out: that of the run is {options.valid_file}: score this file")
     proteins = read_proteins(args.file, options, args.held_out)
     sequences = tqdm(proteins.values(), unit=" sequences", disable=None, leave=False, delay=1)
     with script.choose_precision(args, args.device)():
