@@ -1,7 +1,7 @@
 """Turn weights of ESM-2 into weights of run_train_uniref50_ddp.py, and the other way round.
 
     python tools/esm_uniref50.py esm2_t6_8M_UR50D esm2.pt      # a folder, as transformers saves it
-    python run_train_uniref50_ddp.py --start_from esm2.pt --datafile proteins.fasta ...
+    python run_train_uniref50_ddp.py --start_from esm2.pt --datafile proteins.fasta
     python tools/esm_uniref50.py experiments_ddp/best.pt my_esm2
 
 The folder that the last line writes is read by EsmForMaskedLM, EsmModel and AutoTokenizer of
