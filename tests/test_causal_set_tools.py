@@ -186,9 +186,8 @@ def test_targets(tmp_path):
     """Numbers or their texts; NaN is not known. Standardized over what is trained on."""
     sizes = SIZES.astype(float)
     sizes[4] = np.nan
-    data = load(
-        write(tmp_path / "a.npz", x=sizes, text=sizes.astype(str)), "--targets", "x", "text"
-    )
+    path = write(tmp_path / "a.npz", x=sizes, text=sizes.astype(str))
+    data = load(path, "--targets", "x", "text")
     assert data.classes == {"kind": ["3", "7"], "flat": ["0", "1"], "x": [], "text": []}
     train = data.part("train")
     batch = data.make_batch(np.arange(SETS), train)

@@ -94,9 +94,7 @@ def test_report(capsys):
     lengths = np.array([7, 12, 10])
     counts = np.arange(26) * 10
     table = tool.report(PROTEINS, nats, counts)
-    assert [*zip(table["name"], table["residues"], strict=True)] == [
-        *zip("abc", lengths, strict=True)
-    ]
+    assert table["name"].tolist() == [*"abc"] and table["residues"].tolist() == [*lengths]
     expected = np.array([nats.mean(1), nats.std(1, ddof=1) / 3**0.5]).T
     assert table[["nats_per_residue", "se"]].to_numpy() == pytest.approx(expected)
 
@@ -142,8 +140,8 @@ def test_scores(trained, tmp_path, option):
 
 @pytest.mark.parametrize("block", [None, 1])
 def test_embeddings_of_held_out_sequences(trained, tmp_path, block):
-    options = ["--held_out"] if block is None else ["--held_out", f"--block={block}"]
-    call(trained, "proteins.fasta", f"--embeddings={tmp_path}/x.npz", *options)
+    option = "--seed=0" if block is None else f"--block={block}"
+    call(trained, "proteins.fasta", "--held_out", f"--embeddings={tmp_path}/x.npz", option)
     model, *_ = tool.load_network(trained / "best.pt", "cpu")
     lines = (trained / "proteins.fasta").read_text().split()
     expected = {}
@@ -169,13 +167,11 @@ WRONG = {  # more of FILE, or options, or the table of --variants; and what is s
     ">c x\nA-C\n": "x: line 5 >c: '-' among the residues",
     ">a\nAD\n": "x: line 5 >a: an earlier record has this name",
     "name,mutant\na,C2K\na,A2C\n": "x.csv: line 3: 'A2C': expected such as A42G; 'a' has C2 to",
-    "name,mutant\nb,A1K:C3K\n": "x.csv: line 2: 'C3K': .* 'b' has nothing",
     "name,mutant\na,C2K:C2F\n": "x.csv: line 2: 'C2F': .* 'a' has nothing",
     "a,C2K\na,D3K\n": "x.csv: expected CSV with mutant and name: 'name'",
     "name,mutant\na,C2K\na,C2K,1\n": "x.csv: expected CSV .*: Error tokenizing data",
     "--held_out": "expected proteins, and with --held_out some that are held out",
     "--embeddings=new.npz --block=3": "--block is for --embeddings, up to 2 here",
-    "--block=1": "--block is for --embeddings, up to 2 here",
     "--orders=2 --mask_rate=0.5": ".* not allowed with argument",
     "--out=.": ".: expected a new file, in a folder that is there",
 }
