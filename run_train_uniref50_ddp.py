@@ -10,7 +10,7 @@ et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 20
     torchrun --standalone --nproc_per_node=8 run_train_uniref50_ddp.py --datafile uniref50.fasta.gz
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
 
-Data (--datafile): FASTA, a sequence on each line, or an alignment (.a3m), also compressed; or a
+Data (--datafile): FASTA, a sequence on each line, or an alignment (.a2m .a3m), also packed; or a
 table (.csv .jsonl .parquet; .pt: a list saved by torch.save) with a column protein_seq, sequence or
 text. Letters: the 20 residues and X B U Z O J, also lower case. Of a sequence that is longer than
 --max_protein_len a random part is used. --val_ratio of them are held out by a hash, so that equal
@@ -620,14 +620,14 @@ def main(args):
 # Reading: the user's files, once, by rank 0
 
 SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]  # of a network
-READER = 7  # raise it when you change what is read or kept: else an old cache is used
+READER = 8  # raise it when you change what is read or kept: else an old cache is used
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
 TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
 OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
 TABLES = (".pt", ".parquet", ".jsonl", ".csv")
 COLUMNS = ["protein_seq", "sequence", "text"]  # of which the first one that is there is read
-EXPECTED = "expected FASTA, a sequence on each line, .a3m, or a .csv, .jsonl, .parquet or .pt table"
+EXPECTED = "expected FASTA, .a2m, .a3m, a sequence a line, or a .csv, .jsonl, .parquet or .pt table"
 NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
 NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"  # what is said of them
 SHARED = "sequences are left out, which are in the test or the validation, too"
@@ -664,7 +664,7 @@ def read_text(path):
     """Of FASTA, which begins with >, or of a file with a sequence on each line."""
     begin = np.fromfile(path, np.uint8, 6).tobytes()
     openers = [opener for start, opener in OPENERS.items() if begin.startswith(start)]
-    gaps = str.maketrans("", "", "-." if ".a3m" in path.suffixes else "")  # of an alignment
+    gaps = str.maketrans("", "", "-." if ".a2m" in path.name or ".a3m" in path.name else "")
     # titles may have letters of any encoding: what is not UTF-8 is replaced
     with (openers or [open])[0](path, "rt", encoding="utf-8-sig", errors="replace") as file:
         place = ""  # where the record begins

@@ -59,7 +59,7 @@ def test_exact_law(tokens):
 
     for mask_rate in (None, 0.3):
         values = score(tokens, mask_rate=mask_rate)
-        generator = np.random.default_rng([0, *tokens])
+        generator = np.random.default_rng([0, len(tokens)])
         for value, rate in zip(values, script.draw_mask_rates(8, generator), strict=True):
             batch = script.make_batch([tokens], [mask_rate or rate], [generator], len(tokens) - 2)
             assert value == pytest.approx(script.batch_loss(network(batch), batch).item())
@@ -130,7 +130,9 @@ def call(folder, file, *options, **more):
 @pytest.mark.parametrize("option", ["--draws=4", "--orders=2", "--mask_rate=0.15"])
 def test_scores(trained, tmp_path, option):
     """The batch size and other records change nothing; the seed does."""
-    assert "8 of 8 sequences; 2 are cut to 46" in call(trained, "x", option, f"--out={tmp_path}/a")
+    assert "8 of 8 sequences; 2 longer than 46, and cut" in call(
+        trained, "x", option, f"--out={tmp_path}/a"
+    )
     call(trained, "y", option, "--batch_size=1", f"--out={tmp_path}/b")
     call(trained, "x", option, "--seed=1", f"--out={tmp_path}/c")
     a, b, c = [pandas.read_csv(tmp_path / name) for name in "abc"]
@@ -157,7 +159,11 @@ def test_embeddings_of_held_out_sequences(trained, tmp_path, block):
 
 
 def test_variants_of_one_sequence(trained, tmp_path):
+    """Which needs no name; but a name is not ignored."""
     (trained / "one").write_text(">a\nACDEF\n")
+    (tmp_path / "x.csv").write_text("name,mutant\nb,C2C\n")
+    said = call(trained, "one", f"--variants={tmp_path}/x.csv", f"--out={tmp_path}/out", status=2)
+    assert "line 2: 'C2C': expected such as A42G, once; 'b' has nothing to change there" in said
     (tmp_path / "x.csv").write_text("mutant\nC2C\n")
     call(trained, "one", f"--variants={tmp_path}/x.csv", f"--out={tmp_path}/out")
     assert (tmp_path / "out").read_text() == "mutant,score\nC2C,0.000000\n"
@@ -166,10 +172,11 @@ def test_variants_of_one_sequence(trained, tmp_path):
 WRONG = {  # more of FILE, or options, or the table of --variants; and what is said
     ">c x\nA-C\n": "x: line 5 >c: '-' among the residues",
     ">a\nAD\n": "x: line 5 >a: an earlier record has this name",
-    "name,mutant\na,C2K\na,A2C\n": "x.csv: line 3: 'A2C': expected such as A42G; 'a' has C2 to",
+    "name,mutant\na,C2K\na,A2C\n": "x.csv: line 3: 'A2C': expected .*; 'a' has C2 to",
     "name,mutant\na,C2K:C2F\n": "x.csv: line 2: 'C2F': .* 'a' has nothing",
     "a,C2K\na,D3K\n": "x.csv: expected CSV with mutant and name: 'name'",
     "name,mutant\na,C2K\na,C2K,1\n": "x.csv: expected CSV .*: Error tokenizing data",
+    "name,mutant,score\na,C2K,1\n": "x.csv: expected CSV .*: cannot insert score, already",
     "--held_out": "expected proteins, and with --held_out some that are held out",
     "--embeddings=new.npz --block=3": "--block is for --embeddings, up to 2 here",
     "--orders=2 --mask_rate=0.5": ".* not allowed with argument",

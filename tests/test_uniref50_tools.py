@@ -83,6 +83,7 @@ FORMS = {  # the same sequences: {name of the file: its bytes}
     "fasta.bz2": bz2.compress(PLAIN),
     "fasta": lzma.compress(PLAIN),
     "aligned.a3m.gz": gzip.compress(re.sub(rb"(?<=\n)([A-Z])", rb"-.\1", PLAIN)),
+    "aligned.a2m": re.sub(rb"(?<=\n)([A-Z])", rb"..\1-", PLAIN),
     "table.csv": b"id,sequence,x\n" + b"".join(b"a,%s,1\n" % s.encode() for s in SEQUENCES),
     "rows.jsonl": b"".join(b'{"text": "%s"}\n' % s.lower().encode() for s in SEQUENCES),
     "lines.txt": "*\r\n\r\n".join(SEQUENCES).encode(),

@@ -2,16 +2,17 @@
 
     python tools/score_uniref50.py experiments_ddp/best.pt proteins.fasta --orders 4
 
-Written is a CSV file of name, residues, nats_per_residue and se, its standard error. By default the
-bound on -log p that training minimizes: the mean of --draws, whose mask rates are spread evenly (so
-se is rather too large). --mask_rate: the cross entropy where this share is masked, as in tables of
-masked language models. --orders: -log p by the chain rule, residue by residue in random orders;
-compare single sequences so, as one draw of the bound has a standard deviation of about 30 nats.
+Written is a CSV file of name, residues, nats_per_residue and se, its standard error over the draws.
+By default the bound on -log p that training minimizes, the mean of --draws of the noise.
+--orders: the same bound with less noise, by the chain rule, residue by residue in random orders.
+One draw of a sequence's bound has a standard deviation of 20 to 46 nats. Sequences of one length
+get the same masks and orders: the difference of two variants has much less.
+--mask_rate: the cross entropy where this part is masked, by mask tokens alone.
 --variants: CSV with a column mutant, such as A42G or A42G:L7V (residues count from 1), and name if
 FILE has several sequences. Adds score: the sum of log p(new) - log p(old), each position masked
 alone in the sequence of FILE (masked marginals, Meier et al. 2021).
 --embeddings: names, and embeddings (sequences, hidden_size): means of the hidden states over the
-residues, nothing masked; without --block of what is last_hidden_state in transformers' EsmModel.
+residues, nothing masked: of EsmModel's last_hidden_state in transformers, unless --block is given.
 """
 
 import sys
@@ -44,7 +45,7 @@ def parse_args():
     one_of("--embeddings", type=Path, metavar="OUT.npz", help="file to write, in place of --out")
     add("--block", type=NATURAL, help="embed after so many blocks; None: all, and the last norm")
     add("--seed", type=NATURAL, default=0, help="of masks and orders")
-    add("--batch_size", type=COUNT, default=64, help="rows of one sequence per network call")
+    add("--batch_size", type=COUNT, default=64, help="masked copies per network call")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     parser.set_defaults(precision="auto")  # bf16 on GPUs, as in the sampler
     args = parser.parse_args()
@@ -55,7 +56,7 @@ def parse_args():
 
 
 def read_proteins(path, options, only_held_out):
-    """{name: tokens}: BEGIN, residues, END; of a long sequence the first part, as in training."""
+    """{name: tokens}: BEGIN, residues, END; of a long sequence the first part."""
     most = options.max_protein_len - 2
     proteins = {}
     for number, (place, text) in enumerate(script.read_records(path), 1):
@@ -69,7 +70,7 @@ def read_proteins(path, options, only_held_out):
     if not proteins:
         raise InputError(f"{path}: expected proteins, and with --held_out some that are held out")
     longer = [tokens for tokens in proteins.values() if tokens[-1] != script.END]
-    print(f"{len(proteins):,} of {number:,} sequences; {len(longer):,} are cut to {most} residues")
+    print(f"{len(proteins):,} of {number:,} sequences; {len(longer):,} longer than {most}, and cut")
     return proteins
 
 
@@ -79,27 +80,29 @@ def logp_of(args, network, tokens, masks):
     for row, masked in zip(rows, masks, strict=True):
         row[masked] = script.MASK
     for part in np.split(rows, range(args.batch_size, len(rows), args.batch_size)):
-        # no more is masked: the rates are 0
+        # the masks are in already: at rate 0 none is drawn
         batch = script.make_batch([*part], np.zeros(len(part)), [np.random] * len(part), 1)
         logits = network(batch.to(args.device)).cpu().double()
         yield from logits.log_softmax(1).numpy().reshape(*part.shape, -1)
 
 
 def score(args, network, tokens):
-    """Nats per residue of each draw of the noise, or of each order: by seed and sequence alone."""
-    generator = np.random.default_rng([args.seed, *tokens])
+    """Nats per residue of each draw of the noise, or of each order. They are the same for sequences
+    of one length: else the difference of two variants would be mostly noise."""
+    generator = np.random.default_rng([args.seed, len(tokens)])
     masks = []
     for rate in script.draw_mask_rates(args.orders or args.draws, generator):
         order = generator.permutation(np.flatnonzero(tokens < NUM_RESIDUES))
         if args.orders is not None:
             masks += [order[k:] for k in range(len(order))]  # the first k are revealed
         else:
-            masks.append(order[: int(np.ceil((args.mask_rate or rate) * len(order)))])
+            rate = rate if args.mask_rate is None else args.mask_rate
+            masks.append(order[: int(np.ceil(rate * len(order) - 1e-9))])
 
     nats = []
     for masked, logp in zip(masks, logp_of(args, network, tokens, masks), strict=True):
         wanted = masked if args.orders is None else masked[:1]
-        # of k masked residues of n the mean: their sum times n / k, as in training, per residue
+        # as in training their sum times n / k, of n residues k masked ones, and divided by n
         nats.append(-logp[wanted, tokens[wanted]].mean())
     return np.reshape(nats, (args.orders or args.draws, -1)).mean(1)
 
@@ -123,9 +126,11 @@ def score_variants(args, network, proteins):
     """The table of --variants with a column score: the masked marginals, in nats."""
     try:
         table = pandas.read_csv(args.variants, dtype=str, na_filter=False, skip_blank_lines=False)
-        names = table["name"] if len(proteins) > 1 else [*proteins] * len(table)
+        is_named = "name" in table or len(proteins) > 1
+        names = table["name"] if is_named else [*proteins] * len(table)
+        table.insert(table.shape[1], "score", 0.0)
         mutants = table["mutant"].str.split(":")
-    except (KeyError, ValueError) as error:  # a column is missing; several ones of pandas
+    except (KeyError, ValueError) as error:  # a column is missing, or score is one; pandas' own
         raise InputError(f"{args.variants}: expected CSV with mutant and name: {error}") from error
 
     changes = {}  # {name: {position: [(row of the table, substitution)]}}
@@ -135,7 +140,7 @@ def score_variants(args, network, proteins):
         for text in mutant:
             if text[:-1] not in unchanged or text[-1] not in RESIDUES:
                 here = next((known for known in unchanged if known[1:] == text[1:-1]), "nothing")
-                problem = f"expected such as A42G; {name!r} has {here} to change there"
+                problem = f"expected such as A42G, once; {name!r} has {here} to change there"
                 raise InputError(f"{args.variants}: line {row + 2}: {text!r}: {problem}")
             position = unchanged.pop(text[:-1])  # not to be changed twice
             changes.setdefault(name, {}).setdefault(position, []).append((row, text))
@@ -174,6 +179,7 @@ def main():
                 means.append(hidden[tokens < NUM_RESIDUES].mean(0))
             with open(args.embeddings, "xb") as file:
                 np.savez(file, names=[*proteins], embeddings=np.stack(means))
+            print(f"{args.embeddings}: {len(means):,} embeddings")
             return
     table.to_csv(args.out, index=False, mode="x", float_format="%.6f")
     print(f"{args.out}: {len(table):,} rows")
