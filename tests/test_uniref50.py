@@ -181,21 +181,6 @@ def test_crops():
 
 
 @torch.no_grad()
-def test_a_sequence_does_not_see_its_neighbours():
-    """Other residues of the other sequences, and more hidden ones, change nothing for it."""
-    model = network()
-    batch = batch_of(10, 38, 19, 7)
-    owner = torch.arange(4).repeat_interleave(torch.tensor(batch.lengths))
-    logits = model(batch)
-    for number in range(4):
-        others = (owner != number) & (batch.noisy < script.NUM_RESIDUES)
-        noisy = torch.where(others, 0, batch.noisy)
-        noisy[others.nonzero()[::2]] = script.MASK
-        changed = model(batch._replace(noisy=noisy))
-        assert torch.allclose(changed[owner == number], logits[owner == number], atol=1e-5)
-        assert not torch.allclose(changed[owner != number], logits[owner != number], atol=0.1)
-
-
 def test_parameters():
     """Only matrices decay, and Muon takes those of the blocks."""
     with torch.device("meta"):
@@ -245,21 +230,6 @@ def test_muon():
     own = [p for p in models[0].blocks.parameters() if p.ndim == 2]
     for p, q, old in zip(own, matrices, before, strict=True):
         assert (p - q).norm() < 0.03 * (q - old).norm()
-
-
-def test_rotary_embedding():
-    """Pairs of channels rotated by position x frequency (Su et al.)."""
-    model = network()
-    seen = []
-    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:3]))
-    model(batch_of(10, 20))
-    positions = torch.tensor([*range(12), *range(22)])
-    angles = positions[:, None] * 1e4 ** (-torch.arange(8) / 8)
-    turns = torch.polar(torch.ones(34, 8), angles)[:, None, None]
-    x = torch.randn(34, 2, 2, 16)
-    points = torch.complex(*x.chunk(2, dim=-1)) * turns
-    expected = torch.cat([points.real, points.imag], dim=-1)
-    assert torch.allclose(script.rotate(x, *seen[0]), expected, atol=1e-5)
 
 
 def test_gradient_checkpointing():
