@@ -16,13 +16,16 @@ design_chains ["B", "A"], one after the other. Other chains are not seen, unless
 fixed_chains. mutable_positions [3, 7] and mutable_ranges [[6, 17]] (from 0 on, both ends included):
 nothing else is designed. cluster: a name; whole clusters, else whole structures, are held out.
 
-Logged, means over pairs: loss (without --sft_weight's part; at the start ln 2, with ipo
-1 / (2 beta)^2), rewards (beta times the log-ratio to the reference, nats): accuracies (share of the
-pairs with a margin above 0; a tie is a half) and margins (of the preferred less that of the other);
-lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
-(share of the time), peak_gb (of a GPU). Before training and after each epoch val/..., with
-likelihood_accuracy (the preferred is the likelier) and, of the preferred at temperature 1, nll and
-recovery per designed residue.
+Logged, means over pairs; those with val/ before training and after each epoch, too:
+    loss                 without --sft_weight's part; at the start ln 2, with ipo 1 / (2 beta)^2
+    rewards/margins      reward of the preferred less that of the unpreferred sequence; a reward is
+                         beta times the log-ratio to the reference, nats
+    rewards/accuracies   part of the pairs with a margin above 0; a tie is a half
+    val/rewards/chosen, val/rewards/rejected    of the preferred, of the unpreferred sequence
+    val/likelihood_accuracy    part of the pairs whose preferred sequence is the likelier
+    val/nll, val/recovery      of the preferred per designed residue, at temperature 1
+    lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
+    (part of the time that was spent waiting for data), peak_gb (of a GPU)
 
 Files in --output_dir: latest.pt, best_model.pt (lowest val/loss) and step_N.pt, which ProteinMPNN's
 tools load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
@@ -127,35 +130,79 @@ ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order
 UNKNOWN = 20  # X
 
 
+@dataclasses.dataclass
+class Row:
+    """A row of the data. The sequences have a letter for each residue in the file, and so none for
+    a residue that is missing there. Raises TypeError."""
+
+    pdb_file: str  # PDB or mmCIF, also .gz; relative to the data file
+    preferred_seq: str  # of all design chains, one after the other
+    unpreferred_seq: str
+    chain_id: str = ""  # the chain to design; "": the first one
+    design_chains: list = ()  # or several
+    fixed_chains: list = ()  # context
+    mutable_positions: list = ()  # 0-based indices into the sequences: nothing else is designed
+    mutable_ranges: list = ()  # of each range the first and the last
+    cluster: str | int = ""  # held out together; all pairs on a structure have the same
+    description: object = ""  # not read, like comment
+    comment: object = ""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and not isinstance(value, field.type):
+                raise TypeError(f"{field.name} is {value!r:.80}; expected {field.type}")
+
+
 class Batch(NamedTuple):
     """P pairs, not padded but laid one after the other, each with its own copy of its backbone: M
-    residues that have all atoms. The first five are what the network wants."""
+    residues that have all atoms."""
 
     atoms: torch.Tensor  # (M, 5, 3) float32: N, CA, C, O, and CB, for glycine, too; Angstrom
-    numbers: torch.Tensor  # (M, 2) int64: number of the residue in its chain, number of the chain
-    neighbours: torch.Tensor  # (M, K) int64: the nearest residues, and itself; -1: no further one
+    residue_index: torch.Tensor  # (M,) int64: number of the residue in its chain
+    chain_index: torch.Tensor  # (M,) int64
+    neighbors: torch.Tensor  # (M, K) int64: the nearest residues, and itself; -1: no further one
     letters: torch.Tensor  # (2, M) int64: of the preferred and of the unpreferred sequence
-    decode_place: torch.Tensor  # (M,) int64: place of the residue in the pair's decoding order
+    decode_rank: torch.Tensor  # (M,) int64: rank of the residue in the pair's decoding order
     pair: torch.Tensor  # (M,) int64: the residue's pair, from 0 to P - 1
     designed: torch.Tensor  # (M,) float32: 1 or 0
     counts: torch.Tensor  # (P,) float32: designed residues
-    share: torch.Tensor  # () float32: what a pair counts in the loss, 1 / pairs of the global batch
+    pair_weight: torch.Tensor  # () float32: of a pair in the loss, 1 / pairs of the global batch
 
     def to(self, device):
         return Batch(*[tensor.to(device, non_blocking=True) for tensor in self])
 
 
+def featurize(coords, residue_index, chain_index, k):
+    """The tensors of a backbone: see Batch. Of coords (L, 4, 3), NaN nowhere, residue_index (L,)
+    and chain_index (L,). neighbors: the k nearest by CA."""
+    coords = torch.from_numpy(coords)
+    n, ca, c, _ = coords.unbind(1)
+    normal = torch.linalg.cross(ca - n, c - ca)
+    cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
+    exact = "donot_use_mm_for_euclid_dist"  # products would lose digits, and so find others
+    distance = torch.cdist(ca, ca, compute_mode=exact)
+    nearest = distance.topk(min(k, len(ca)), largest=False).indices
+    return {
+        "atoms": torch.cat([coords, cb.unsqueeze(1)], dim=1),
+        "residue_index": torch.from_numpy(residue_index),
+        "chain_index": torch.from_numpy(chain_index),
+        "neighbors": F.pad(nearest, (0, k - nearest.shape[1]), value=-1),
+    }
+
+
 class Pairs(Dataset):
-    """What `prepare` has written."""
+    """The pairs and their backbones, read from the file that `prepare` has written."""
 
     def __init__(self, folder, args):
         self.args = args
-        kept = torch.load(folder / "pairs.pt", mmap=True, weights_only=True)  # ranks share it
+        kept = torch.load(folder / "pairs.pt", mmap=True, weights_only=True)
         self.hash = kept["hash"]
         # of each backbone, see Batch
         self.atoms = kept["atoms"].split(kept["sizes"])
-        self.numbers = kept["numbers"].split(kept["sizes"])
-        self.neighbours = kept["neighbours"].split(kept["sizes"])
+        self.residue_index = kept["residue_index"].split(kept["sizes"])
+        self.chain_index = kept["chain_index"].split(kept["sizes"])
+        self.neighbors = kept["neighbors"].split(kept["sizes"])
         # of each pair
         self.letters = kept["letters"].split(kept["lengths"])  # (L, 2)
         self.designed = kept["designed"].split(kept["lengths"])
@@ -167,30 +214,31 @@ class Pairs(Dataset):
 
     def __getitem__(self, item):
         """A micro-batch. item, of the sampler: the step, the ids of the pairs of the global batch,
-        and the places in it of this micro-batch."""
-        step, global_ids, places = item
-        return self.batch(global_ids[places], len(global_ids), [self.args.seed, step])
+        and the positions in it of this micro-batch."""
+        step, global_ids, positions_in_batch = item
+        return self.batch(global_ids[positions_in_batch], len(global_ids), [self.args.seed, step])
 
     def batch(self, ids, total, seed=()):
         """The pairs `ids` as part of a global batch of `total` pairs, in random decoding orders: by
         `seed` each step has its own, and all validations have the same."""
-        which = [self.backbone[i] for i in ids]
+        backbones = [self.backbone[i] for i in ids]
         designed = [self.designed[i] for i in ids]
         lengths = torch.from_numpy(self.lengths[ids])
         pair = torch.arange(len(ids)).repeat_interleave(lengths)
         first = (lengths.cumsum(0) - lengths)[pair]  # the first residue of each residue's pair
-        neighbours = torch.cat([self.neighbours[i] for i in which])[:, : lengths.max()]
+        neighbors = torch.cat([self.neighbors[i] for i in backbones])[:, : lengths.max()]
         return Batch(
-            atoms=torch.cat([self.atoms[i] for i in which]),
-            numbers=torch.cat([self.numbers[i] for i in which]),
-            neighbours=torch.where(neighbours < 0, -1, neighbours + first[:, None]),
+            atoms=torch.cat([self.atoms[i] for i in backbones]),
+            residue_index=torch.cat([self.residue_index[i] for i in backbones]),
+            chain_index=torch.cat([self.chain_index[i] for i in backbones]),
+            neighbors=torch.where(neighbors < 0, -1, neighbors + first[:, None]),
             letters=torch.cat([self.letters[i] for i in ids]).T.long(),
-            # i + 1: [seed, step, 0] would draw as the sampler's [seed, epoch] does
-            decode_place=torch.cat([decode_places(self.designed[i], [*seed, i + 1]) for i in ids]),
+            # numpy takes [seed, step, 0] for [seed, step], which the sampler draws by: hence i + 1
+            decode_rank=torch.cat([decode_ranks(self.designed[i], [*seed, i + 1]) for i in ids]),
             pair=pair,
             designed=torch.cat(designed).float(),
             counts=torch.tensor([own.sum() for own in designed]).float(),
-            share=torch.tensor(1 / total),
+            pair_weight=torch.tensor(1 / total),
         )
 
     def split(self):
@@ -219,8 +267,8 @@ class Pairs(Dataset):
         self.valid_ids = np.flatnonzero(is_held)
 
 
-def decode_places(designed, seed):
-    """(L,) int64: place of each residue in a random decoding order, what is not designed first."""
+def decode_ranks(designed, seed):
+    """(L,) int64: rank of each residue in a random decoding order, what is not designed first."""
     draw = np.random.default_rng(seed).random(len(designed))
     return torch.from_numpy((designed.numpy() + draw).argsort().argsort())
 
@@ -231,12 +279,12 @@ def decode_places(designed, seed):
 WIDTH = 128
 SCALE = 30.0  # what a sum of messages is divided by
 RADIAL = 16  # Gaussians for a distance
-# Distances between atoms of a residue and atoms of its neighbour; N, CA, C, O, CB are 0 to 4.
+# Distances between atoms of a residue and atoms of its neighbor; N, CA, C, O, CB are 0 to 4.
 DISTANCES = """11 00 22 33 44 10 12 13 14 02 03 04 42 43 32 01 21 31 41 20 30 40 24 34 23""".split()
 
 
 class Layer(nn.Module):
-    """A layer of messages from neighbours, each made of `inputs` vectors. The names are those of
+    """A layer of messages from neighbors, each made of `inputs` vectors. The names are those of
     the released weights. has_edges: it also updates the edges."""
 
     def __init__(self, inputs, has_edges):
@@ -254,39 +302,40 @@ class Layer(nn.Module):
             self.W13 = nn.Linear(WIDTH, WIDTH)
             self.norm3 = nn.LayerNorm(WIDTH)
 
-    def forward(self, h, x, near):
-        """Nodes h (..., D) after the messages of their neighbours: x (..., K, D) is what W1 made,
-        near (..., K) is 1 where there is a neighbour, else 0."""
-        near = near.to(x.dtype)
+    def forward(self, h, x, is_neighbor):
+        """Nodes h (..., D) after the messages of their neighbors: x (..., K, D) is what W1 made,
+        is_neighbor (..., K) is 1 where there is a neighbor, else 0."""
+        mask = is_neighbor.to(x.dtype)
         # W3 is linear, and so it is applied to the sum instead of each message
-        total = (near.unsqueeze(-2) @ F.gelu(self.W2(F.gelu(x)))).squeeze(-2)
-        message = F.linear(total, self.W3.weight) + near.sum(-1, keepdim=True) * self.W3.bias
+        total = (mask.unsqueeze(-2) @ F.gelu(self.W2(F.gelu(x)))).squeeze(-2)
+        message = F.linear(total, self.W3.weight) + mask.sum(-1, keepdim=True) * self.W3.bias
         h = self.norm1(h + message / SCALE)
         return self.norm2(h + self.dense["W_out"](F.gelu(self.dense["W_in"](h))))
 
-    def update_edges(self, h, edges, others):
-        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, others))))
+    def update_edges(self, h, edges, neighbor):
+        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, neighbor))))
         return self.norm3(edges + self.W13(x))
 
 
-def join_linear(linear, h, edges, others):
-    """linear([h_i, edge_ij, h_j]) (M, K, D) of nodes h (M, D) and edges (M, K, D); others (M K,):
+def join_linear(linear, h, edges, neighbor):
+    """linear([h_i, edge_ij, h_j]) (M, K, D) of nodes h (M, D) and edges (M, K, D); neighbor (M, K):
     the nodes j. The nodes' parts are computed once per node, then fetched. (Sums are in place here:
     these are the largest tensors.)"""
     own, edge, other = linear.weight.split(WIDTH, dim=1)
     x = F.linear(edges, edge)
     x += F.linear(h, own, linear.bias).unsqueeze(1)
-    x += F.linear(h, other).index_select(0, others).view(edges.shape)
+    x += F.linear(h, other).index_select(0, neighbor.flatten()).view(edges.shape)
     return x
 
 
 class ProteinMPNN(nn.Module):
     """Inverse folding: the released weights fit, and give what the official program computes
-    without dropout and noise. Only a missing residue is nobody's neighbour here."""
+    without dropout and noise. (There X is nobody's neighbor; here it is one, if it has all atoms.)
+    """
 
-    def __init__(self, neighbours=48, noise_level=0.0):
+    def __init__(self, k_neighbors=48, noise_level=0.0):
         super().__init__()
-        self.neighbours = neighbours
+        self.k_neighbors = k_neighbors
         self.noise_level = noise_level  # of the coordinates that it was trained on, Angstrom
         self.features = nn.ModuleDict()
         self.features["embeddings"] = nn.ModuleDict({"linear": nn.Linear(66, RADIAL)})
@@ -302,65 +351,66 @@ class ProteinMPNN(nn.Module):
         pairs = torch.tensor([[*map(int, pair)] for pair in DISTANCES])
         self.register_buffer("own_atoms", pairs[:, 0], persistent=False)
         self.register_buffer("other_atoms", pairs[:, 1], persistent=False)
-        self.register_buffer("centres", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
+        self.register_buffer("centers", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.xavier_uniform_(parameter)
 
-    def first_edges(self, atoms, numbers, others):
-        """Edges (M, K, D) from each node to its neighbours, others (M, K): of the distances between
-        their atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
-        shape = (*others.shape, len(DISTANCES), 3)
-        others = others.flatten()
-        own_atoms = atoms.index_select(1, self.own_atoms).unsqueeze(1)
-        other_atoms = atoms.index_select(1, self.other_atoms).index_select(0, others).view(shape)
+    def first_edges(self, batch, neighbor):
+        """Edges (M, K, D) from each node to its neighbors (M, K): of the distances between their
+        atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
+        shape = (*neighbor.shape, len(DISTANCES), 3)
+        own_atoms = batch.atoms.index_select(1, self.own_atoms).unsqueeze(1)
+        other_atoms = batch.atoms.index_select(1, self.other_atoms)
+        other_atoms = other_atoms.index_select(0, neighbor.flatten()).view(shape)
         distance = (own_atoms - other_atoms).square_().sum(-1, keepdim=True).add_(1e-6).sqrt_()
-        x = (distance - self.centres).mul_(RADIAL / 20.0).square_()  # the largest tensor: in place
+        x = (distance - self.centers).mul_(RADIAL / 20.0).square_()  # the largest tensor: in place
         # the clamp keeps out denormal numbers: with them a CPU's product takes 200 times as long
         x = x.clamp_(max=50.0).neg_().exp_().flatten(2)
 
-        number, chain = numbers.unbind(1)
-        steps = number.unsqueeze(1) - number[others].view(shape[:2])
-        is_same = chain.unsqueeze(1) == chain[others].view(shape[:2])
-        kind = torch.where(is_same, (steps + 32).clamp(0, 64), 65)  # 65: another chain
-        position = self.features["embeddings"]["linear"]  # of one-hot kinds: a table
-        x = torch.cat([F.embedding(kind, position.weight.T) + position.bias, x], dim=-1)
+        offset = batch.residue_index.unsqueeze(1) - batch.residue_index[neighbor]
+        is_same_chain = batch.chain_index.unsqueeze(1) == batch.chain_index[neighbor]
+        offset = torch.where(is_same_chain, (offset + 32).clamp(0, 64), 65)  # 65: another chain
+        position = self.features["embeddings"]["linear"]  # of one-hot offsets: a table
+        x = torch.cat([F.embedding(offset, position.weight.T) + position.bias, x], dim=-1)
         return self.W_e(self.features["norm_edges"](self.features["edge_embedding"](x)))
 
-    def encode(self, atoms, numbers, neighbours):
+    def encode(self, batch):
         """Nodes (M, D) and edges (M, K, D) of the backbones, whatever their sequences."""
-        near = neighbours >= 0
-        others = neighbours.clamp(min=0)
-        edges = self.first_edges(atoms, numbers, others)
-        h = edges.new_zeros(len(atoms), WIDTH)
+        is_neighbor = batch.neighbors >= 0
+        neighbor = batch.neighbors.clamp(min=0)
+        edges = self.first_edges(batch, neighbor)
+        h = edges.new_zeros(len(batch.atoms), WIDTH)
         for layer in self.encoder_layers:
-            h = layer(h, join_linear(layer.W1, h, edges, others.flatten()), near)
-            edges = layer.update_edges(h, edges, others.flatten())
+            h = layer(h, join_linear(layer.W1, h, edges, neighbor), is_neighbor)
+            edges = layer.update_edges(h, edges, neighbor)
         return h, edges
 
-    def forward(self, atoms, numbers, neighbours, letters, decode_place):
-        """Logits (C, M, 21) of letters (C, M): C versions of the sequences. A residue sees the
-        letters of those neighbours that come before it in the decoding order."""
-        nodes, edges = self.encode(atoms, numbers, neighbours)
-        versions, residues = letters.shape
-        near = neighbours >= 0
-        others = neighbours.clamp(min=0)
-        is_seen = decode_place[others] < decode_place.unsqueeze(1)
-        # The table below has what each residue tells its neighbours once its letter is decoded, in
-        # each version, and then what it tells them before. told: rows of it.
-        number = torch.arange(versions, device=letters.device).view(-1, 1, 1)
-        told = torch.where(is_seen, number * residues + others, versions * residues + others)
+    def forward(self, batch):
+        """Logits (C, M, 21) of a Batch, or of whatever has its first six: C versions of the
+        sequences. A residue sees the letters of those neighbors that are decoded before it."""
+        nodes, edges = self.encode(batch)
+        versions, residues = batch.letters.shape
+        is_neighbor = batch.neighbors >= 0
+        neighbor = batch.neighbors.clamp(min=0)
+        is_decoded = batch.decode_rank[neighbor] < batch.decode_rank.unsqueeze(1)
+        # Message of neighbor j: with its letter if it is decoded before, else from the encoder:
+        #   torch.where(is_decoded, with_letter[:, neighbor], without_letter[neighbor])
+        # One gather from both, one below the other, is faster than two and a where.
+        version = torch.arange(versions, device=neighbor.device).view(-1, 1, 1)
+        row = torch.where(is_decoded, version, versions) * residues + neighbor
 
         h = nodes.expand(versions, -1, -1)
-        embedded = self.W_s(letters)
+        embedded = self.W_s(batch.letters)
         for layer in self.decoder_layers:
             own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-            decoded = F.linear(embedded, letter) + F.linear(h, other)
-            table = torch.cat([decoded.flatten(0, 1), F.linear(nodes, other)])
-            x = table.index_select(0, told.flatten()).view(*told.shape, WIDTH)
+            with_letter = F.linear(embedded, letter) + F.linear(h, other)  # (C, M, D)
+            without_letter = F.linear(nodes, other)  # (M, D)
+            x = torch.cat([with_letter.flatten(0, 1), without_letter])
+            x = x.index_select(0, row.flatten()).view(*row.shape, WIDTH)
             x += F.linear(edges, edge)
             x += F.linear(h, own, layer.W1.bias).unsqueeze(2)
-            h = layer(h, x, near)
+            h = layer(h, x, is_neighbor)
         with torch.autocast(h.device.type, enabled=False):  # bf16 would round the logits, too
             return self.W_out(h.to(self.W_out.weight.dtype))
 
@@ -392,14 +442,14 @@ def preference_loss(args, ratio, counts):
     return -F.logsigmoid(args.beta * ratio)
 
 
-def pair_scores(args, logits, reference, batch):
+def pair_scores(args, logits, reference_logits, batch):
     """{name: (P,)} of pairs, from the logits of the network and of the reference."""
-    new = log_probabilities(logits / args.temperature, batch.letters)
-    old = log_probabilities(reference / args.temperature, batch.letters)
+    logp = log_probabilities(logits / args.temperature, batch.letters)
+    reference_logp = log_probabilities(reference_logits / args.temperature, batch.letters)
     # The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
     # thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that.
-    chosen, rejected = sum_by_pair(new - old, batch)
-    (likelier,) = sum_by_pair(new[:1] - new[1:], batch)
+    chosen, rejected = sum_by_pair(logp - reference_logp, batch)
+    (likelier,) = sum_by_pair(logp[:1] - logp[1:], batch)
     ratio = chosen - rejected
     nll = -log_probabilities(logits[:1], batch.letters[:1])  # at temperature 1
     hits = (logits[:1].argmax(-1) == batch.letters[:1]).to(nll.dtype)
@@ -419,16 +469,16 @@ def pair_scores(args, logits, reference, batch):
 LOGGED = ["loss", "rewards/accuracies", "rewards/margins"]  # of each step
 
 
-def share_of_loss(args, logits, reference, batch):
+def weighted_loss(args, logits, reference_logits, batch):
     """What a micro-batch adds to the loss of the step, of which --sft_weight is a part; and (3,) to
-    the numbers that are LOGGED.
+    its metrics, those that are LOGGED.
 
-    These are sums, each pair divided by the pairs of the whole global batch. Ranks may have
-    different numbers of pairs, and a mean of their means is not the mean."""
-    scores = pair_scores(args, logits, reference, batch)
+    Each pair's loss is divided by the number of pairs in the global batch, and summed. Ranks may
+    have different numbers of pairs, and a mean of their means is not the mean."""
+    scores = pair_scores(args, logits, reference_logits, batch)
     losses = scores["loss"] + args.sft_weight * scores["nll"]
-    shares = torch.stack([scores[name].detach().sum() for name in LOGGED])
-    return losses.sum() * batch.share, shares * batch.share
+    metrics = torch.stack([scores[name].detach().sum() for name in LOGGED])
+    return losses.sum() * batch.pair_weight, metrics * batch.pair_weight
 
 
 # --------------------------------------------------------------------------------------------------
@@ -446,9 +496,9 @@ def evaluate(model, reference, data, args, autocast, device):
     for own_ids in batches[dist.get_rank() :: dist.get_world_size()]:
         batch = data.batch(own_ids, len(ids)).to(device)
         with autocast():
-            logits = model(*batch[:5])
-            before = reference(*batch[:5])
-        for name, values in pair_scores(args, logits, before, batch).items():
+            logits = model(batch)
+            reference_logits = reference(batch)
+        for name, values in pair_scores(args, logits, reference_logits, batch).items():
             sums[name] = sums.get(name, 0.0) + values.double().sum()
     totals = collections.Counter()
     for own in gather({name: float(value) for name, value in sums.items()}):
@@ -464,8 +514,8 @@ def train(args, device, data, model, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
     world_size = dist.get_world_size()
-    # in fp32 a residue takes about 80 numbers for each unit of a message from a neighbor
-    room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.neighbours)
+    # in fp32 a residue takes about 80 values for each unit of a message from a neighbor
+    room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.k_neighbors)
     sampler = GlobalBatchSampler(data.train_ids, args, data.lengths, room)
     steps = sampler.steps * args.num_epochs
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
@@ -473,7 +523,7 @@ def train(args, device, data, model, state, log):
     decay = args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=decay, fused=True)
     autocast = choose_precision(args, device)
-    loop = {"step": 0, "before": {}, "best": {}, "metrics": {}}  # metrics before, and of the best
+    loop = {"step": 0, "baseline": {}, "best": {}, "best_metrics": {}}  # baseline: before training
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model_state_dict"])
@@ -483,16 +533,16 @@ def train(args, device, data, model, state, log):
     if args.compile:  # one program for batches of any number of residues: another takes minutes
         torch._dynamo.config.assume_static_by_default = False
     ddp_model = wrap_ddp(model, args, device)
-    frozen = torch.compile(reference) if args.compile else reference
+    compiled_reference = torch.compile(reference) if args.compile else reference
     # the first three make a checkpoint a file of ProteinMPNN, too
-    parts = {"num_edges": model.neighbours, "noise_level": model.noise_level}
+    parts = {"num_edges": model.k_neighbors, "noise_level": model.noise_level}
     parts.update(model_state_dict=model, reference=reference)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **parts)
     sampler.start = loop["step"]
     batches = make_loader(data, sampler, args, device)
-    if not loop["before"]:
-        loop["before"] = evaluate(model, reference, data, args, autocast, device)
-        row = {f"val/{name}": value for name, value in loop["before"].items()}
+    if not loop["baseline"]:
+        loop["baseline"] = evaluate(model, reference, data, args, autocast, device)
+        row = {f"val/{name}": value for name, value in loop["baseline"].items()}
         log.write({"step": 0, "epoch": 0, **row})
         save("latest.pt", optimizer=optimizer)
 
@@ -510,19 +560,19 @@ def train(args, device, data, model, state, log):
             group["lr"] = lr
 
         # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
-        shares = torch.zeros(len(LOGGED), device=device)
+        metrics = torch.zeros(len(LOGGED), device=device)
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                logits = ddp_model(*batch[:5])
+                logits = ddp_model(batch)
                 with torch.no_grad():
-                    before = frozen(*batch[:5])
-            loss, own_shares = share_of_loss(args, logits, before, batch)
+                    reference_logits = compiled_reference(batch)
+            loss, micro_metrics = weighted_loss(args, logits, reference_logits, batch)
             (loss * world_size).backward()  # DDP takes the mean, we want the sum
-            shares += own_shares
+            metrics += micro_metrics
         norm = update_if_finite(args, optimizer)
-        meter.add(shares, norm)
+        meter.add(metrics, norm)
         loop["step"] += 1
         bar.update()
 
@@ -541,7 +591,7 @@ def train(args, device, data, model, state, log):
             log.write({"step": loop["step"], "epoch": epoch, **row})
             if not loop["best"] or metrics["loss"] < loop["best"]["value"]:
                 loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
-                loop["metrics"] = metrics
+                loop["best_metrics"] = metrics
                 save("best_model.pt")
 
         # save, with what the evaluation has changed
@@ -565,7 +615,7 @@ def main(args):
     state = open_run(args, free_on_resume)
     model = on_rank0(load_network, args)
     logging.info("Preparing data loaders...")
-    data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
+    data = Pairs(read_once(functools.partial(prepare, k=model.k_neighbors), args), args)
     if args.prepare_only:
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
@@ -579,12 +629,12 @@ def main(args):
         reason, loop = train(args, device, data, model.to(device), state, log)
     if reason:
         return log.stop(reason, steps=loop["step"], best=loop["best"])
-    for name in ("before", "metrics"):
-        text = ", ".join(f"{key} {value:.4f}" for key, value in loop[name].items())
-        logging.info(f"validation, {'best' if name == 'metrics' else name}: {text}")
+    for name, metrics in {"before": loop["baseline"], "best": loop["best_metrics"]}.items():
+        text = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        logging.info(f"validation, {name}: {text}")
     held_out = [data.name[i] for i in data.valid_ids]
-    results = {"best": loop["best"], "validation": loop["metrics"], "held_out": held_out}
-    log.close("finished", steps=loop["step"], baselines={"before": loop["before"]}, **results)
+    results = {"best": loop["best"], "validation": loop["best_metrics"], "held_out": held_out}
+    log.close("finished", steps=loop["step"], baselines={"before": loop["baseline"]}, **results)
     logging.info("Training and evaluation completed successfully!")
     return 0
 
@@ -592,7 +642,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 6  # raise it when you change what is read or kept: else an old cache is used
+READER = 7  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
 RESIDUES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)  # ALA, CYS, ...
 LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
@@ -601,36 +651,12 @@ OTHERS = """MSE:M HID:H HIE:H HIP:H HSD:H HSE:H HSP:H CYX:C CYM:C ASH:D GLH:E LY
 LETTERS.update(entry.split(":") for entry in OTHERS.split())
 
 
-@dataclasses.dataclass
-class Row:
-    """A row of the data. The sequences have a letter for each residue in the file, and so none for
-    a residue that is missing there. Raises TypeError."""
-
-    pdb_file: str  # PDB or mmCIF, also .gz; relative to the data file
-    preferred_seq: str  # of all design chains, one after the other
-    unpreferred_seq: str
-    chain_id: str = ""  # the chain to design; "": the first one
-    design_chains: list = ()  # or several
-    fixed_chains: list = ()  # context
-    mutable_positions: list = ()  # 0-based indices into the sequences: nothing else is designed
-    mutable_ranges: list = ()  # of each range the first and the last
-    cluster: str | int = ""  # held out together; all pairs on a structure have the same
-    description: object = ""  # not read, like comment
-    comment: object = ""
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and not isinstance(value, field.type):
-                raise TypeError(f"{field.name} is {value!r:.80}; expected {field.type}")
-
-
 class Chain(NamedTuple):
     """L residues of a protein chain, in the order of the file; or of several chains."""
 
     letters: np.ndarray  # (L,) uint8
     coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
-    numbers: np.ndarray  # (L,) int64: from 0 on in each chain, with gaps as in the file
+    residue_index: np.ndarray  # (L,) int64: from 0 on in each chain, with gaps as in the file
 
 
 class Structure(NamedTuple):
@@ -695,7 +721,7 @@ def read_chain(chain, file, notes):
     """A gemmi chain as a Chain. What is odd about residues is added to `notes`."""
     letters = []
     coords = []
-    numbers = []
+    residue_index = []
 
     def note(text):
         notes.setdefault(text, []).append(f"{file} {chain.name}{residue.seqid} {residue.name}")
@@ -713,11 +739,11 @@ def read_chain(chain, file, notes):
             note("lack one of N, CA, C and O, and are not designed")
         letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
         coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
-        numbers.append(residue.seqid.num)
+        residue_index.append(residue.seqid.num)
     # residues with insertion codes (42, 42A) have the same number: count them
-    steps = np.diff(numbers).clip(min=1)
-    numbers = np.cumsum([0, *steps])[: len(letters)]
-    return Chain(np.array(letters, np.uint8), np.array(coords, np.float32), numbers)
+    steps = np.diff(residue_index).clip(min=1)
+    residue_index = np.cumsum([0, *steps])[: len(letters)]
+    return Chain(np.array(letters, np.uint8), np.array(coords, np.float32), residue_index)
 
 
 def read_rows(path):
@@ -764,12 +790,12 @@ def join_chains(row, chains):
 
 
 def read_pair(row, chains, max_length):
-    """(letters and what is designed of a pair; coords, numbers and chain of its backbone, as
-    `featurise` wants them; share of the letters of preferred_seq that are the structure's), of the
-    residues with all atoms. In the design chains all letters are those of the sequences, also where
-    nothing is designed; in the fixed chains those of the structure. Where the sequences have X
-    nothing is designed: the network must not learn to say X. Raises ValueError."""
-    joined, chain, length = join_chains(row, chains)
+    """(letters and what is designed of a pair; coords, residue_index, chain_index of its backbone;
+    part of the letters of preferred_seq that are the structure's), of the residues with all atoms.
+    In the design chains all letters are those of the sequences, also where nothing is designed; in
+    the fixed chains those of the structure. Where the sequences have X nothing is designed: the
+    network must not learn to say X. Raises ValueError."""
+    joined, chain_index, length = join_chains(row, chains)
     letters = np.stack([joined.letters, joined.letters])
     for own, name in zip(letters, ["preferred_seq", "unpreferred_seq"], strict=True):
         own[:length] = read_letters(name, getattr(row, name), joined.letters[:length])
@@ -789,7 +815,8 @@ def read_pair(row, chains, max_length):
         raise ValueError(f"{text}; expected the same letter")
     pair = {"letters": torch.from_numpy(letters[:, whole].T)}
     pair["designed"] = torch.from_numpy(designed[whole])
-    return pair, (joined.coords[whole], joined.numbers[whole], chain[whole]), agreement
+    backbone = joined.coords[whole], joined.residue_index[whole], chain_index[whole]
+    return pair, backbone, agreement
 
 
 def read_letters(name, text, native):
@@ -816,23 +843,6 @@ def choose_mutable(row, length, total):
     return mutable
 
 
-def featurise(coords, numbers, chain, k):
-    """The tensors of a backbone: see Batch. Of coords (L, 4, 3), NaN nowhere, numbers (L,) and
-    chain (L,). neighbours: the k nearest by CA."""
-    coords = torch.from_numpy(coords)
-    n, ca, c, _ = coords.unbind(1)
-    normal = torch.linalg.cross(ca - n, c - ca)
-    cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
-    exact = "donot_use_mm_for_euclid_dist"  # products would lose digits, and so find others
-    distance = torch.cdist(ca, ca, compute_mode=exact)
-    nearest = distance.topk(min(k, len(ca)), largest=False).indices
-    return {
-        "atoms": torch.cat([coords, cb.unsqueeze(1)], dim=1),
-        "numbers": torch.from_numpy(np.stack([numbers, chain], axis=1)),
-        "neighbours": F.pad(nearest, (0, k - nearest.shape[1]), value=-1),
-    }
-
-
 def write_pairs(folder, rows, args, k):
     """Read the pairs, and write what Pairs loads. rows: [(is it of --val_data, where it stands,
     path of its structure, fields)]. Raises InputError. (rank 0)"""
@@ -840,7 +850,7 @@ def write_pairs(folder, rows, args, k):
     backbones = []
     indices = {}  # of backbones
     clusters = {}  # of structures
-    numbers = {}  # of clusters
+    cluster_ids = {}
     pairs = []
     trained_on = set()
     problems = []
@@ -873,9 +883,9 @@ def write_pairs(folder, rows, args, k):
             doubts.append(f"{where}: {text}; expected 30 % or more")
         if key not in indices:
             indices[key] = len(backbones)
-            backbones.append(featurise(*backbone, k))
+            backbones.append(featurize(*backbone, k))
         pair["backbone"] = indices[key]
-        pair["group"] = numbers.setdefault(cluster, len(numbers))
+        pair["group"] = cluster_ids.setdefault(cluster, len(cluster_ids))
         pair["is_valid"] = is_valid
         pair["name"] = f"{Path(path).name.split('.')[0]}:{where.split()[-1]}"
         pairs.append(pair)
@@ -906,18 +916,18 @@ def write_pairs(folder, rows, args, k):
     torch.save({**kept, "hash": digest.hexdigest()[:12]}, folder / "pairs.pt")
 
 
-def prepare(args, neighbours):
-    """The folder with the pairs of --train_data and --val_data, read once, and kept. neighbours: of
-    a residue, as the network wants them. (rank 0)"""
+def prepare(args, k):
+    """The folder with the pairs of --train_data and --val_data, read once, and kept. k: neighbors
+    of a residue, as the network wants them. (rank 0)"""
     rows = [(False, *row) for row in read_rows(args.train_data)]
     if args.val_data:
         rows += [(True, *row) for row in read_rows(args.val_data)]
-    key = [READER, neighbours, args.max_length, args.skip_bad_data, rows]
+    key = [READER, k, args.max_length, args.skip_bad_data, rows]
     for path in sorted({path for _, _, path, _ in rows}):
         if os.path.exists(path):
             stat = os.stat(path)
             key.append([path, stat.st_size, stat.st_mtime_ns])
-    write = functools.partial(write_pairs, rows=rows, args=args, k=neighbours)
+    write = functools.partial(write_pairs, rows=rows, args=args, k=k)
     return cached(args.cache_dir, "pairs", key, write)
 
 

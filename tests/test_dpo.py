@@ -60,7 +60,7 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
     """Also where --batch_size is larger than what is held out."""
     words = f"--train_data={data}/pairs.json --cache_dir={tmp_path} --batch_size=100"
     args = parse_arguments(script, *words.split(), "--val_fraction=0.4")
-    pairs = script.Pairs(script.prepare(args, neighbours=48), args)
+    pairs = script.Pairs(script.prepare(args, k=48), args)
     pairs.split()
     model = script.ProteinMPNN()
     batch = mock.Mock(side_effect=pairs.batch)
@@ -190,7 +190,7 @@ def test_from_designs_to_pairs(trained, tmp_path):
 def test_designs_are_scored_as_the_forward_pass_says():
     """decode() goes residue by residue; the network, given the letters, says the same."""
     model = network()
-    found = inputs(backbone(28), k=28)
+    found = inputs(backbone(28), None, None, k=28)
     designed = torch.arange(28) >= 12
     orders = torch.stack([order(28, seed) for seed in range(3)])
     generator = torch.Generator().manual_seed(1)
@@ -199,7 +199,8 @@ def test_designs_are_scored_as_the_forward_pass_says():
         rest = (native, designed, orders, 1.0, generator)
         letters, logp = import_tool("design_dpo").decode(model, found, *rest)
         for number, ranks in enumerate(orders.argsort()):
-            logits = model(*found, letters[number : number + 1], ranks)[0]
+            found.letters, found.decode_rank = letters[number : number + 1], ranks
+            logits = model(found)[0]
             expected = logits.log_softmax(-1).gather(-1, letters[number][:, None])[:, 0]
             assert (expected - logp[number]).abs().max() < 1e-4
     assert torch.equal(letters[:, :12], native[:12].expand(3, -1))

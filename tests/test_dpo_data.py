@@ -59,7 +59,7 @@ def load(folder, rows, *options):
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
     words = [f"--train_data={path}", f"--cache_dir={folder}/cache", *options]
     args = parse_arguments(script, *words)
-    return script.Pairs(script.prepare(args, neighbours=16), args)
+    return script.Pairs(script.prepare(args, k=16), args)
 
 
 def refused(folder, rows, *options):
@@ -123,8 +123,8 @@ def test_structure_zoo(tmp_path, caplog):
         letters = {name: letters_of(chain.letters) for name, chain in structure.chains.items()}
         assert letters == {"A": "AGGMSKWX", "B": "MHHHHHHCCDEK", "C": "A"}
         chain = structure.chains["A"]
-        assert chain.numbers.tolist() == [0, 1, 2, 3, 4, 5, 9, 10]  # a gap, an insertion code
-        assert structure.chains["B"].numbers.tolist() == list(range(12))
+        assert chain.residue_index.tolist() == [0, 1, 2, 3, 4, 5, 9, 10]  # a gap, an insertion code
+        assert structure.chains["B"].residue_index.tolist() == list(range(12))
         missing = np.isnan(chain.coords).any(axis=(1, 2))
         assert missing.tolist() == [False] * 5 + [True, True, False]
         assert np.isnan(chain.coords[5]).all(1).tolist() == [False, False, False, True]
@@ -196,7 +196,7 @@ def test_files_that_differ_in_names_or_numbers_alone(tmp_path):
     atoms = [data.atoms[i] for i in data.backbone]
     assert not torch.equal(atoms[0], atoms[1])
     assert torch.equal(atoms[0], atoms[2])
-    numbers = [data.numbers[i][:, 0].diff().tolist() for i in data.backbone]
+    numbers = [data.residue_index[i].diff().tolist() for i in data.backbone]
     assert numbers == [[1], [1], [101]]
     assert len(set(data.group)) == 1
 
@@ -245,9 +245,21 @@ def test_chains_and_positions(tmp_path, caplog):
         assert texts_of(data, i) == [chosen, rejected]
         assert "".join(np.where(data.designed[i], "X", ".")) == designed
     assert data.backbone == [0, 0, 1, 2]  # with the fixed chain, and without
-    number, chain = data.numbers[0].T.tolist()
-    assert number == [0, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 3]  # the gap of A4 counts
-    assert chain == [0] * 3 + [1] * 5 + [2] * 4
+    assert data.residue_index[0].tolist() == [
+        0,
+        2,
+        3,
+        0,
+        1,
+        2,
+        4,
+        5,
+        0,
+        1,
+        2,
+        3,
+    ]  # the gap of A4 counts
+    assert data.chain_index[0].tolist() == [0] * 3 + [1] * 5 + [2] * 4
 
 
 def some_rows(folder, count, pairs):
@@ -262,9 +274,9 @@ def test_batches_against_each_structure(tmp_path):
     whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
     own = np.arange(1, 7)
     batch = data[5, whole, own]
-    assert batch.share == 1 / 8
+    assert batch.pair_weight == 1 / 8
     model = script.ProteinMPNN().requires_grad_(False)
-    together = model(*batch[:5])
+    together = model(batch)
     first = 0
     for number, i in enumerate(whole[own]):
         mine = batch.pair == number
@@ -272,24 +284,25 @@ def test_batches_against_each_structure(tmp_path):
         assert torch.equal(batch.letters[:, mine].T, data.letters[i].long())
         assert torch.equal(batch.designed[mine] == 1, data.designed[i])
         assert batch.counts[number] == data.designed[i].sum()
-        places = script.decode_places(data.designed[i], [42, 5, i + 1])
-        assert torch.equal(batch.decode_place[mine], places)
+        ranks = script.decode_ranks(data.designed[i], [42, 5, i + 1])
+        assert torch.equal(batch.decode_rank[mine], ranks)
         assert torch.equal(batch.atoms[mine], data.atoms[backbone])
-        assert torch.equal(batch.numbers[mine], data.numbers[backbone])
-        # nobody has neighbours elsewhere
-        neighbours = batch.neighbours[mine]
-        inside = torch.where(neighbours < 0, -1, neighbours - first)
-        assert torch.equal(inside, data.neighbours[backbone][:, : inside.shape[1]])
-        first += len(neighbours)
-        alone = model(*data[5, whole, own[number : number + 1]][:5])
+        assert torch.equal(batch.residue_index[mine], data.residue_index[backbone])
+        assert torch.equal(batch.chain_index[mine], data.chain_index[backbone])
+        # nobody has neighbors elsewhere
+        neighbors = batch.neighbors[mine]
+        inside = torch.where(neighbors < 0, -1, neighbors - first)
+        assert torch.equal(inside, data.neighbors[backbone][:, : inside.shape[1]])
+        first += len(neighbors)
+        alone = model(data[5, whole, own[number : number + 1]])
         assert (together[:, mine] - alone).abs().max() < 5e-5
-    assert batch.neighbours.shape[1] == 16
-    assert (batch.neighbours < 0).any()
+    assert batch.neighbors.shape[1] == 16
+    assert (batch.neighbors < 0).any()
 
     # each step has its own decoding orders, and each validation the same
-    steps = [data[step, whole, own].decode_place.tolist() for step in (3, 4, 3)]
+    steps = [data[step, whole, own].decode_rank.tolist() for step in (3, 4, 3)]
     assert steps[0] == steps[2] != steps[1]
-    one, other = [data.batch(whole[own], total).decode_place.tolist() for total in (6, 8)]
+    one, other = [data.batch(whole[own], total).decode_rank.tolist() for total in (6, 8)]
     assert one == other != steps[0]
 
 
@@ -297,7 +310,7 @@ def test_decoding_orders():
     """The context comes first; orders are uniform, those of the context, too."""
     designed = torch.zeros(30, dtype=bool)
     designed[5:25] = True
-    ranks = np.array([script.decode_places(designed, [number]) for number in range(400)])
+    ranks = np.array([script.decode_ranks(designed, [number]) for number in range(400)])
     assert (np.sort(ranks, axis=1) == np.arange(30)).all()
     fixed = ranks[:, ~designed.numpy()]
     assert fixed.max() == 9

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,7 +79,9 @@ class Complex:
         self.designed = self.whole & script.choose_mutable(row, self.length, len(self.whole))
         if not self.designed.any():
             raise ValueError(f"{args.pdb_file}: no residue to design has N, CA, C and O")
-        self.backbone = [part[self.whole] for part in (joined.coords, joined.numbers, self.chain)]
+        self.backbone = [
+            part[self.whole] for part in (joined.coords, joined.residue_index, self.chain)
+        ]
 
     def text(self, letters):
         """The sequence, with '/' between chains."""
@@ -86,12 +89,11 @@ class Complex:
         return "/".join("".join(ALPHABET[letter] for letter in own) for own in chains)
 
 
-def decode(model, inputs, native, designed, orders, temperature, generator):
+def decode(model, backbone, native, designed, orders, temperature, generator):
     """Letters (C, N), and log p of each (C, N) at temperature 1, residue by residue in the orders
     (C, N). Where `designed` (N,) is False, letters are `native` (N,)."""
-    nodes, edges = model.encode(*inputs)
-    neighbours = inputs[2]  # as many of each residue
-    near = torch.ones_like(neighbours)
+    nodes, edges = model.encode(backbone)
+    is_neighbor = torch.ones_like(backbone.neighbors)  # all residues have as many
     versions, residues = orders.shape
     rows = torch.arange(versions, device=native.device)
     letters = native.repeat(versions, 1)
@@ -99,19 +101,19 @@ def decode(model, inputs, native, designed, orders, temperature, generator):
     tables = []
     for layer in model.decoder_layers:
         own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-        # what residues tell their neighbours, without their letter until they are decoded
+        # what residues tell their neighbors, without their letter until they are decoded
         said = F.linear(nodes, other).repeat(versions, 1, 1)
         tables.append((layer, own, letter, other, F.linear(edges, edge), said))
 
     for step in tqdm(range(residues), unit=" residues", disable=None):
         at = orders[:, step]
-        around = neighbours[at]
+        around = backbone.neighbors[at]
         h = nodes[at]
         before = []
         for layer, own, _, _, between, said in tables:
             before.append(h)
             x = between[at] + said[rows[:, None], around]
-            h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), near[at])
+            h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), is_neighbor[at])
 
         logits = model.W_out(h)
         drawn = torch.where(designed[at], draw(logits, temperature, generator), native[at])
@@ -137,15 +139,15 @@ def sample(args, model, reference, found, device):
     """A table of the sequences that a network draws."""
     designed = torch.from_numpy(found.designed[found.whole])
     native = torch.from_numpy(found.native[found.whole]).long().to(device)
-    k = min(model.neighbours, len(native))
-    inputs = [tensor.to(device) for tensor in script.featurise(*found.backbone, k).values()]
-    places = [script.decode_places(designed, [args.seed, i]) for i in range(args.num_samples)]
-    orders = torch.stack(places).argsort(1).to(device)
+    features = script.featurize(*found.backbone, min(model.k_neighbors, len(native)))
+    backbone = Namespace(**{name: tensor.to(device) for name, tensor in features.items()})
+    ranks = [script.decode_ranks(designed, [args.seed, i]) for i in range(args.num_samples)]
+    orders = torch.stack(ranks).argsort(1).to(device)
     generator = torch.Generator().manual_seed(args.seed)
     own = designed.to(device)
-    drawn, logp = decode(model, inputs, native, own, orders, args.temperature, generator)
+    drawn, logp = decode(model, backbone, native, own, orders, args.temperature, generator)
     rows = []
-    for letters, mine, place in zip(drawn, logp, places, strict=True):
+    for letters, mine, decode_rank in zip(drawn, logp, ranks, strict=True):
         whole = found.native.copy()
         whole[found.whole] = letters.cpu().numpy()
         text = "".join(ALPHABET[letter] for letter in whole[found.designed])
@@ -154,7 +156,8 @@ def sample(args, model, reference, found, device):
         row["charge_per_100"] = 100 * net_charge(text) / len(text)
         row["perplexity"] = math.exp(-mine[own].mean())
         if reference is not None:
-            logits = reference(*inputs, letters[None], place.to(device))
+            backbone.letters, backbone.decode_rank = letters[None], decode_rank.to(device)
+            logits = reference(backbone)
             losses = -script.log_probabilities(logits, letters[None])[0]
             row["perplexity_reference"] = math.exp(losses[own].mean())
         rows.append(row)

@@ -54,8 +54,8 @@ def load_networks(args):
     reference = None
     if args.reference:
         reference = script.read_model(args.reference)
-        if reference.neighbours != model.neighbours:
-            text = f"{reference.neighbours} neighbours, the network {model.neighbours}"
+        if reference.k_neighbors != model.k_neighbors:
+            text = f"{reference.k_neighbors} neighbors, the network {model.k_neighbors}"
             raise InputError(f"--reference {args.reference} has {text}")
     elif "reference" in state:
         reference = copy.deepcopy(model)
@@ -63,18 +63,18 @@ def load_networks(args):
     return model, reference, state.get("args", {})
 
 
-def load_pairs(args, options, neighbours):
+def load_pairs(args, options, k):
     """(pairs, ids of those to score): all of args.data, or what the run held out."""
     if args.data:
         given = {"train_data": args.data, "val_data": None, "max_length": 10**9}
         options = argparse.Namespace(**given, skip_bad_data=args.skip_bad_data)
         with tempfile.TemporaryDirectory() as options.cache_dir:
-            data = script.Pairs(script.prepare(options, neighbours), options)
+            data = script.Pairs(script.prepare(options, k), options)
         return data, np.arange(len(data.name))
     if not options:
         raise InputError("give the pairs, or best_model.pt of a run, which held some out")
     options = argparse.Namespace(**options)
-    data = script.Pairs(script.prepare(options, neighbours), options)
+    data = script.Pairs(script.prepare(options, k), options)
     if data.hash != options.data_hash:
         raise InputError(f"{options.train_data}: the pairs have changed since the run")
     data.split()
@@ -87,9 +87,9 @@ def score(model, reference, data, ids, settings, device):
     tables = [[], []]
     for part in tqdm(np.array_split(ids, len(ids)), unit=" pairs", disable=None):
         batch = data.batch(part, len(ids)).to(device)
-        before = reference(*batch[:5])
-        for table, logits in zip(tables, [model(*batch[:5]), before], strict=True):
-            scores = script.pair_scores(settings, logits, before, batch)
+        reference_logits = reference(batch)
+        for table, logits in zip(tables, [model(batch), reference_logits], strict=True):
+            scores = script.pair_scores(settings, logits, reference_logits, batch)
             table.append({name: values.item() for name, values in scores.items()})
     names = [data.name[i] for i in ids]
     return [pandas.DataFrame(table, index=pandas.Index(names, name="pair")) for table in tables]
@@ -102,7 +102,7 @@ def run(args):
         raise InputError("give --reference, the weights that training started from")
     settings = {"beta": 0.1, "temperature": 0.1, "loss_type": "sigmoid"}
     settings = argparse.Namespace(**{**settings, **options})
-    data, ids = load_pairs(args, options, model.neighbours)
+    data, ids = load_pairs(args, options, model.k_neighbors)
     device = script.choose_device(args, local_rank=0)
     tables = score(model.to(device), reference.to(device), data, ids, settings, device)
     tables[0].to_csv(args.out, float_format="%.6f")
