@@ -21,7 +21,7 @@ Logged, means over pairs; those with val/ before training and after each epoch, 
     rewards/margins      reward of the preferred less that of the unpreferred sequence; a reward is
                          beta times the log-ratio to the reference, nats
     rewards/accuracies   part of the pairs with a margin above 0; a tie is a half
-    val/rewards/chosen, val/rewards/rejected    of the preferred, of the unpreferred sequence
+    rewards/chosen, rewards/rejected    of the preferred, of the unpreferred sequence
     val/likelihood_accuracy    part of the pairs whose preferred sequence is the likelier
     val/nll, val/recovery      of the preferred per designed residue, at temperature 1
     lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
@@ -80,7 +80,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # Arguments
 
 BATCH_SIZE = 1  # pairs of a micro-batch, if --batch_size is not given
-EVAL_BATCH_SIZE = 4  # pairs that a rank validates at a time
+EVAL_BATCH_SIZE = 2  # held-out pairs of a forward pass, each in --eval_orders orders
 
 
 def parse_args():
@@ -98,6 +98,8 @@ def parse_args():
     default = "data/dpo/soluble_model_weights"
     add("--base_model_dir", type=expanded, default=default, help="the weights to start from")
     add("--base_model_config_dir", help="taken as in the original, but not read")
+    text = "weights that rewards are relative to; None: those that training starts from"
+    add("--reference", type=expanded, help=text)
 
     add = parser.add_argument_group("preferences").add_argument
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
@@ -107,8 +109,7 @@ def parse_args():
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
-    text = "micro-batches of a step of batch_size x accum x GPUs pairs, unless its size is given"
-    add("--accum", type=COUNT, default=1, help=text)
+    add("--eval_orders", type=COUNT, default=4, help="decoding orders of each held-out pair")
     add("--lr", "--learning_rate", type=number(0), default=3e-7, help="after the warm-up")
     add("--weight_decay", type=number(0), default=0.0, help="of AdamW")
     add("--warmup_steps", type=NATURAL, default=0, help="steps in which the rate rises")
@@ -144,30 +145,35 @@ class Row:
     mutable_positions: list = ()  # 0-based indices into the sequences: nothing else is designed
     mutable_ranges: list = ()  # of each range the first and the last
     cluster: str | int = ""  # held out together; all pairs on a structure have the same
-    description: object = ""  # not read, like comment
-    comment: object = ""
+    weight: float | int = 1.0  # of the pair in the loss of training
+    margin: float | int = 0.0  # by how much the rewards are to differ, see `preference_loss`
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default and not isinstance(value, field.type):
                 raise TypeError(f"{field.name} is {value!r:.80}; expected {field.type}")
+        if not (0 <= self.weight < math.inf and 0 <= self.margin < math.inf):
+            raise TypeError(f"weight {self.weight}, margin {self.margin}; expected 0 or more")
 
 
 class Batch(NamedTuple):
-    """P pairs, not padded but laid one after the other, each with its own copy of its backbone: M
-    residues that have all atoms."""
+    """P pairs, not padded but laid one after the other: M residues that have all atoms. The
+    backbones, B residues, are in it once each, for all pairs on them."""
 
-    atoms: torch.Tensor  # (M, 5, 3) float32: N, CA, C, O, and CB, for glycine, too; Angstrom
-    residue_index: torch.Tensor  # (M,) int64: number of the residue in its chain
-    chain_index: torch.Tensor  # (M,) int64
-    neighbors: torch.Tensor  # (M, K) int64: the nearest residues, and itself; -1: no further one
+    atoms: torch.Tensor  # (B, 5, 3) float32: N, CA, C, O, and CB, for glycine, too; Angstrom
+    residue_index: torch.Tensor  # (B,) int64: number of the residue in its chain
+    chain_index: torch.Tensor  # (B,) int64
+    neighbors: torch.Tensor  # (B, K) int64: the nearest residues, and itself; -1: no further one
+    source: torch.Tensor  # (M,) int64: which of the B residues each residue of a pair is
     letters: torch.Tensor  # (2, M) int64: of the preferred and of the unpreferred sequence
     decode_rank: torch.Tensor  # (M,) int64: rank of the residue in the pair's decoding order
     pair: torch.Tensor  # (M,) int64: the residue's pair, from 0 to P - 1
     designed: torch.Tensor  # (M,) float32: 1 or 0
     counts: torch.Tensor  # (P,) float32: designed residues
-    pair_weight: torch.Tensor  # () float32: of a pair in the loss, 1 / pairs of the global batch
+    margin: torch.Tensor  # (P,) float32
+    weight: torch.Tensor  # (P,) float32
+    pairs: torch.Tensor  # () float32: in the global batch
 
     def to(self, device):
         return Batch(*[tensor.to(device, non_blocking=True) for tensor in self])
@@ -207,6 +213,8 @@ class Pairs(Dataset):
         self.letters = kept["letters"].split(kept["lengths"])  # (L, 2)
         self.designed = kept["designed"].split(kept["lengths"])
         self.lengths = np.array(kept["lengths"])  # what a pair costs, in time and memory
+        self.margin = torch.tensor(kept["margin"])
+        self.weight = torch.tensor(kept["weight"])
         self.backbone = kept["backbone"]
         self.name = kept["name"]
         self.group = np.array(kept["group"])  # pairs of one group are held out together
@@ -216,29 +224,44 @@ class Pairs(Dataset):
         """A micro-batch. item, of the sampler: the step, the ids of the pairs of the global batch,
         and the positions in it of this micro-batch."""
         step, global_ids, positions_in_batch = item
-        return self.batch(global_ids[positions_in_batch], len(global_ids), [self.args.seed, step])
+        ids = global_ids[positions_in_batch]
+        # numpy takes [seed, step, 0] for [seed, step], which the sampler draws by: hence i + 1
+        return self.batch(ids, len(global_ids), [[self.args.seed, step, i + 1] for i in ids])
 
-    def batch(self, ids, total, seed=()):
-        """The pairs `ids` as part of a global batch of `total` pairs, in random decoding orders: by
-        `seed` each step has its own, and all validations have the same."""
-        backbones = [self.backbone[i] for i in ids]
-        designed = [self.designed[i] for i in ids]
+    def validation_batch(self, ids):
+        """The held-out pairs `ids`, in the same decoding orders in each validation."""
+        ids = np.repeat(ids, self.args.eval_orders)
+        order = np.arange(len(ids)) % self.args.eval_orders
+        return self.batch(ids, len(ids), np.stack([order, ids + 1], axis=1))
+
+    def batch(self, ids, total, seeds):
+        """The pairs `ids` as part of a global batch of `total` pairs, each in a random decoding
+        order, by its seed."""
+        own_backbones = [self.backbone[i] for i in ids]
+        backbones = list(dict.fromkeys(own_backbones))  # each once
+        sizes = [len(self.atoms[backbone]) for backbone in backbones]
+        first = dict(zip(backbones, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+        neighbors = []
+        for backbone in backbones:
+            own = self.neighbors[backbone][:, : max(sizes)]
+            neighbors.append(torch.where(own < 0, -1, own + first[backbone]))
         lengths = torch.from_numpy(self.lengths[ids])
-        pair = torch.arange(len(ids)).repeat_interleave(lengths)
-        first = (lengths.cumsum(0) - lengths)[pair]  # the first residue of each residue's pair
-        neighbors = torch.cat([self.neighbors[i] for i in backbones])[:, : lengths.max()]
+        designed = [self.designed[i] for i in ids]
+        ranks = [decode_ranks(own, seed) for own, seed in zip(designed, seeds, strict=True)]
         return Batch(
             atoms=torch.cat([self.atoms[i] for i in backbones]),
             residue_index=torch.cat([self.residue_index[i] for i in backbones]),
             chain_index=torch.cat([self.chain_index[i] for i in backbones]),
-            neighbors=torch.where(neighbors < 0, -1, neighbors + first[:, None]),
+            neighbors=torch.cat(neighbors),
+            source=torch.cat([first[i] + torch.arange(len(self.atoms[i])) for i in own_backbones]),
             letters=torch.cat([self.letters[i] for i in ids]).T.long(),
-            # numpy takes [seed, step, 0] for [seed, step], which the sampler draws by: hence i + 1
-            decode_rank=torch.cat([decode_ranks(self.designed[i], [*seed, i + 1]) for i in ids]),
-            pair=pair,
+            decode_rank=torch.cat(ranks),
+            pair=torch.arange(len(ids)).repeat_interleave(lengths),
             designed=torch.cat(designed).float(),
             counts=torch.tensor([own.sum() for own in designed]).float(),
-            pair_weight=torch.tensor(1 / total),
+            margin=self.margin[ids],
+            weight=self.weight[ids],
+            pairs=torch.tensor(float(total)),
         )
 
     def split(self):
@@ -253,9 +276,12 @@ class Pairs(Dataset):
                 text = "structures or clusters are in --val_data and in --train_data, too"
                 logging.warning(f"{len(both)} {text}: the validation is not of new structures")
         else:
+            if group.max() == 0:
+                logging.warning("One structure or cluster: pairs are held out by their sequences")
+                group = self.group_by_sequence()
             sizes = np.bincount(group)
             if len(sizes) == 1:
-                raise InputError("all pairs are on one structure or cluster: give --val_data")
+                raise InputError("all pairs are linked by shared sequences: give --val_data")
             wanted = math.ceil(self.args.val_fraction * len(group))
             held = []
             # not by --seed: runs with other seeds hold out the same
@@ -265,6 +291,16 @@ class Pairs(Dataset):
             is_held = np.isin(group, held or [sizes.argmin()])
         self.train_ids = np.flatnonzero(~is_held)
         self.valid_ids = np.flatnonzero(is_held)
+
+    def group_by_sequence(self):
+        """(pairs,) the group of each pair: pairs that share a sequence are in one."""
+        group = np.arange(len(self.letters))
+        first = {}  # {sequence: the first pair with it}
+        for i, letters in enumerate(self.letters):
+            for sequence in letters.T:
+                k = first.setdefault(sequence.numpy().tobytes(), i)
+                group[group == group[i]] = group[k]
+        return np.unique(group, return_inverse=True)[1]
 
 
 def decode_ranks(designed, seed):
@@ -387,28 +423,36 @@ class ProteinMPNN(nn.Module):
         return h, edges
 
     def forward(self, batch):
-        """Logits (C, M, 21) of a Batch, or of whatever has its first six: C versions of the
+        """Logits (C, M, 21) of a Batch, or of whatever has its first seven: C versions of the
         sequences. A residue sees the letters of those neighbors that are decoded before it."""
-        nodes, edges = self.encode(batch)
+        nodes, edges = self.encode(batch)  # of the backbones
         versions, residues = batch.letters.shape
-        is_neighbor = batch.neighbors >= 0
-        neighbor = batch.neighbors.clamp(min=0)
+
+        def of_pairs(x):
+            """(B, ...) -> (M, ...). If no backbone is shared, it is the same."""
+            return x if len(x) == residues else x.index_select(0, batch.source)
+
+        is_neighbor = of_pairs(batch.neighbors) >= 0
+        backbone_neighbor = of_pairs(batch.neighbors).clamp(min=0)
+        # a pair's residues are one after the other, as those of its backbone are
+        shift = torch.arange(residues, device=batch.source.device) - batch.source
+        neighbor = backbone_neighbor + shift.unsqueeze(1)
         is_decoded = batch.decode_rank[neighbor] < batch.decode_rank.unsqueeze(1)
         # Message of neighbor j: with its letter if it is decoded before, else from the encoder:
-        #   torch.where(is_decoded, with_letter[:, neighbor], without_letter[neighbor])
+        #   torch.where(is_decoded, with_letter[:, neighbor], without_letter[backbone_neighbor])
         # One gather from both, one below the other, is faster than two and a where.
-        version = torch.arange(versions, device=neighbor.device).view(-1, 1, 1)
-        row = torch.where(is_decoded, version, versions) * residues + neighbor
+        row = torch.arange(versions, device=neighbor.device).view(-1, 1, 1) * residues + neighbor
+        row = torch.where(is_decoded, row, versions * residues + backbone_neighbor)
 
-        h = nodes.expand(versions, -1, -1)
+        h = of_pairs(nodes).expand(versions, -1, -1)
         embedded = self.W_s(batch.letters)
         for layer in self.decoder_layers:
             own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
             with_letter = F.linear(embedded, letter) + F.linear(h, other)  # (C, M, D)
-            without_letter = F.linear(nodes, other)  # (M, D)
+            without_letter = F.linear(nodes, other)  # (B, D)
             x = torch.cat([with_letter.flatten(0, 1), without_letter])
             x = x.index_select(0, row.flatten()).view(*row.shape, WIDTH)
-            x += F.linear(edges, edge)
+            x += of_pairs(F.linear(edges, edge))
             x += F.linear(h, own, layer.W1.bias).unsqueeze(2)
             h = layer(h, x, is_neighbor)
         with torch.autocast(h.device.type, enabled=False):  # bf16 would round the logits, too
@@ -431,21 +475,21 @@ def sum_by_pair(values, batch):
     return sums.index_add(1, batch.pair, values * batch.designed)
 
 
-def preference_loss(args, ratio, counts):
+def preference_loss(args, ratio, batch):
     """Loss (P,) of pairs. ratio (P,): log-ratio of the preferred sequence to the reference, less
-    that of the unpreferred one. counts (P,): designed residues.
+    that of the unpreferred one.
 
-    sigmoid: -log s(beta ratio) (Rafailov et al. 2023). ipo: (ratio / counts - 1 / (2 beta))^2 (Azar
-    et al. 2023; divided by the length as in TRL)."""
+    sigmoid: -log s(beta ratio - margin) (Rafailov et al. 2023; margin as in Amini et al. 2024).
+    ipo: (ratio / designed residues - 1 / (2 beta))^2 (Azar et al. 2023; per residue as in TRL)."""
     if args.loss_type == "ipo":
-        return (ratio / counts - 1 / (2 * args.beta)).square()
-    return -F.logsigmoid(args.beta * ratio)
+        return (ratio / batch.counts - 1 / (2 * args.beta)).square()
+    return -F.logsigmoid(args.beta * ratio - batch.margin)
 
 
-def pair_scores(args, logits, reference_logits, batch):
-    """{name: (P,)} of pairs, from the logits of the network and of the reference."""
+def pair_scores(args, logits, reference_logp, batch):
+    """{name: (P,)} of pairs. logits (2, M, 21): of the network. reference_logp (2, M): log p of the
+    letters under the reference, at --temperature."""
     logp = log_probabilities(logits / args.temperature, batch.letters)
-    reference_logp = log_probabilities(reference_logits / args.temperature, batch.letters)
     # The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
     # thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that.
     chosen, rejected = sum_by_pair(logp - reference_logp, batch)
@@ -455,7 +499,7 @@ def pair_scores(args, logits, reference_logits, batch):
     hits = (logits[:1].argmax(-1) == batch.letters[:1]).to(nll.dtype)
     nll, recovery = sum_by_pair(torch.cat([nll, hits]), batch) / batch.counts
     return {
-        "loss": preference_loss(args, ratio, batch.counts),
+        "loss": preference_loss(args, ratio, batch),
         "rewards/accuracies": (1 + ratio.sign()) / 2,
         "rewards/margins": args.beta * ratio,
         "rewards/chosen": args.beta * chosen,
@@ -466,19 +510,21 @@ def pair_scores(args, logits, reference_logits, batch):
     }
 
 
-LOGGED = ["loss", "rewards/accuracies", "rewards/margins"]  # of each step
+# of each step
+LOGGED = "loss rewards/accuracies rewards/margins rewards/chosen rewards/rejected".split()
 
 
-def weighted_loss(args, logits, reference_logits, batch):
-    """What a micro-batch adds to the loss of the step, of which --sft_weight is a part; and (3,) to
+def weighted_loss(args, logits, reference_logp, batch):
+    """What a micro-batch adds to the loss of the step, of which --sft_weight is a part; and (5,) to
     its metrics, those that are LOGGED.
 
     Each pair's loss is divided by the number of pairs in the global batch, and summed. Ranks may
-    have different numbers of pairs, and a mean of their means is not the mean."""
-    scores = pair_scores(args, logits, reference_logits, batch)
+    have different numbers of pairs, and a mean of their means is not the mean. The metrics are
+    without weights."""
+    scores = pair_scores(args, logits, reference_logp, batch)
     losses = scores["loss"] + args.sft_weight * scores["nll"]
     metrics = torch.stack([scores[name].detach().sum() for name in LOGGED])
-    return losses.sum() * batch.pair_weight, metrics * batch.pair_weight
+    return (losses * batch.weight).sum() / batch.pairs, metrics / batch.pairs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -486,40 +532,44 @@ def weighted_loss(args, logits, reference_logits, batch):
 
 
 @torch.no_grad()
-def evaluate(model, reference, data, args, autocast, device):
-    """Means of `pair_scores` over the held-out pairs, in the same decoding orders each time. (all
-    ranks)"""
+def evaluate(args, model, reference, reference_logp, data, autocast, device):
+    """Means of `pair_scores` over the held-out pairs and --eval_orders decoding orders, the same
+    each time. reference_logp: {batch: (2, M)}, filled in the first validation, for those to come.
+    (all ranks)"""
     ids = data.valid_ids
     sums = {}
     # batch k is for rank k % world_size: each pair counts once, the batches do not depend on ranks
     batches = np.array_split(ids, math.ceil(len(ids) / EVAL_BATCH_SIZE))
-    for own_ids in batches[dist.get_rank() :: dist.get_world_size()]:
-        batch = data.batch(own_ids, len(ids)).to(device)
+    for number in range(dist.get_rank(), len(batches), dist.get_world_size()):
+        batch = data.validation_batch(batches[number]).to(device)
         with autocast():
             logits = model(batch)
-            reference_logits = reference(batch)
-        for name, values in pair_scores(args, logits, reference_logits, batch).items():
+            if number not in reference_logp:
+                reference_logits = reference(batch) / args.temperature
+                reference_logp[number] = log_probabilities(reference_logits, batch.letters)
+        for name, values in pair_scores(args, logits, reference_logp[number], batch).items():
             sums[name] = sums.get(name, 0.0) + values.double().sum()
     totals = collections.Counter()
     for own in gather({name: float(value) for name, value in sums.items()}):
         totals.update(own)
-    return {name: total / len(ids) for name, total in totals.items()}
+    return {name: total / (len(ids) * args.eval_orders) for name, total in totals.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # Train
 
 
-def train(args, device, data, model, state, log):
+def train(args, device, data, model, reference, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
     world_size = dist.get_world_size()
     # in fp32 a residue takes about 80 values for each unit of a message from a neighbor
     room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.k_neighbors)
-    sampler = GlobalBatchSampler(data.train_ids, args, data.lengths, room)
+    # sorted by cost, pairs on the same backbone come one after the other
+    cost = data.lengths + np.array(data.backbone) / len(data.atoms)
+    sampler = GlobalBatchSampler(data.train_ids, args, cost, room)
     steps = sampler.steps * args.num_epochs
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
-    reference = copy.deepcopy(model).requires_grad_(False)
     decay = args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=decay, fused=True)
     autocast = choose_precision(args, device)
@@ -538,10 +588,11 @@ def train(args, device, data, model, state, log):
     parts = {"num_edges": model.k_neighbors, "noise_level": model.noise_level}
     parts.update(model_state_dict=model, reference=reference)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **parts)
+    validate = functools.partial(evaluate, args, model, reference, {}, data, autocast, device)
     sampler.start = loop["step"]
     batches = make_loader(data, sampler, args, device)
     if not loop["baseline"]:
-        loop["baseline"] = evaluate(model, reference, data, args, autocast, device)
+        loop["baseline"] = validate()
         row = {f"val/{name}": value for name, value in loop["baseline"].items()}
         log.write({"step": 0, "epoch": 0, **row})
         save("latest.pt", optimizer=optimizer)
@@ -567,8 +618,9 @@ def train(args, device, data, model, state, log):
             with autocast():
                 logits = ddp_model(batch)
                 with torch.no_grad():
-                    reference_logits = compiled_reference(batch)
-            loss, micro_metrics = weighted_loss(args, logits, reference_logits, batch)
+                    reference_logits = compiled_reference(batch) / args.temperature
+                    reference_logp = log_probabilities(reference_logits, batch.letters)
+            loss, micro_metrics = weighted_loss(args, logits, reference_logp, batch)
             (loss * world_size).backward()  # DDP takes the mean, we want the sum
             metrics += micro_metrics
         norm = update_if_finite(args, optimizer)
@@ -584,7 +636,7 @@ def train(args, device, data, model, state, log):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(model, reference, data, args, autocast, device)
+            metrics = validate()
             if not math.isfinite(metrics["loss"]):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
@@ -611,14 +663,16 @@ def train(args, device, data, model, state, log):
 def main(args):
     device = setup_ddp(args)
     # data are compared by their content, and a run keeps its global batch
-    free_on_resume = "train_data val_data max_length skip_bad_data num_epochs accum".split()
+    free_on_resume = "train_data val_data max_length skip_bad_data num_epochs".split()
     state = open_run(args, free_on_resume)
-    model = on_rank0(load_network, args)
+    model, reference = on_rank0(load_networks, args)
     logging.info("Preparing data loaders...")
     data = Pairs(read_once(functools.partial(prepare, k=model.k_neighbors), args), args)
     if args.prepare_only:
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
+    if args.loss_type == "ipo" and data.margin.any():
+        raise InputError("pairs with a margin: expected --loss_type sigmoid")
     data.split()
     pairs = f"{len(data.train_ids):,} training and {len(data.valid_ids):,} validation pairs"
     logging.info(f"Loaded {pairs}")
@@ -626,7 +680,8 @@ def main(args):
     begin_run(args, state, data.hash)
     log = RunLog(args, state)
     with logging_redirect_tqdm():
-        reason, loop = train(args, device, data, model.to(device), state, log)
+        networks = model.to(device), reference.to(device)
+        reason, loop = train(args, device, data, *networks, state, log)
     if reason:
         return log.stop(reason, steps=loop["step"], best=loop["best"])
     for name, metrics in {"before": loop["baseline"], "best": loop["best_metrics"]}.items():
@@ -642,7 +697,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 7  # raise it when you change what is read or kept: else an old cache is used
+READER = 8  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
 RESIDUES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)  # ALA, CYS, ...
 LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
@@ -667,14 +722,20 @@ class Structure(NamedTuple):
     notes: dict  # {what is odd: [residue]}
 
 
-def load_network(args):
-    """The network to start from, on the CPU. Raises InputError. (rank 0)"""
+def load_networks(args):
+    """The network to start from, and the reference, on the CPU. Raises InputError. (rank 0)"""
     if args.base_model_name == "random":
         torch.manual_seed(args.seed)
-        return ProteinMPNN()
-    path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
-    logging.info(f"Starting from {path}")
-    return read_model(path)
+        model = ProteinMPNN()
+    else:
+        path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
+        logging.info(f"Starting from {path}")
+        model = read_model(path)
+    reference = read_model(args.reference) if args.reference else copy.deepcopy(model)
+    if reference.k_neighbors != model.k_neighbors:
+        text = f"{reference.k_neighbors} neighbors, the network {model.k_neighbors}"
+        raise InputError(f"--reference {args.reference} has {text}")
+    return model, reference.requires_grad_(False)
 
 
 def read_model(path):
@@ -852,18 +913,23 @@ def write_pairs(folder, rows, args, k):
     clusters = {}  # of structures
     cluster_ids = {}
     pairs = []
+    places = {}  # {(backbone, letters of a pair): where it stands}
     trained_on = set()
     problems = []
     notes = {}  # {what is odd: [residue]}
     doubts = []
+    opposites = []
+    unknown = collections.Counter()  # fields that are not read
     for is_valid, where, path, fields in tqdm(rows, "Reading", unit=" pairs", disable=None):
         try:
-            row = Row(**fields)
+            unknown.update(fields.keys() - Row.__annotations__.keys())
+            row = Row(**{name: fields[name] for name in fields.keys() & Row.__annotations__.keys()})
             structure = read(path)
             pair, backbone, agreement = read_pair(row, structure.chains, args.max_length)
             # what the network sees: a copy of a file may have other names of chains, or numbers
             key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
             content = (key, pair["letters"].numpy().tobytes())
+            turned_round = (key, pair["letters"].flip(1).numpy().tobytes())
             if is_valid and content in trained_on:
                 raise ValueError("this pair is in --train_data, too; expected others")
             is_first = structure.digest not in clusters
@@ -878,12 +944,17 @@ def write_pairs(folder, rows, args, k):
                 notes.setdefault(text, []).extend(found)
         if not is_valid:
             trained_on.add(content)
+        places.setdefault(content, where)
+        if turned_round in places:
+            opposites.append(f"{where} says the opposite of {places[turned_round]}")
         if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
             text = f"{agreement:.0%} of the letters are those of the structure"
             doubts.append(f"{where}: {text}; expected 30 % or more")
         if key not in indices:
             indices[key] = len(backbones)
             backbones.append(featurize(*backbone, k))
+        pair["margin"] = float(row.margin)
+        pair["weight"] = float(row.weight)
         pair["backbone"] = indices[key]
         pair["group"] = cluster_ids.setdefault(cluster, len(cluster_ids))
         pair["is_valid"] = is_valid
@@ -900,6 +971,10 @@ def write_pairs(folder, rows, args, k):
         logging.warning("\n  ".join([f"{len(problems)} rows are left out:", *problems[:20]]))
     for text, found in notes.items():
         logging.warning(f"{len(found)} residues {text}, such as {found[0]}")
+    if unknown:
+        logging.warning(f"Fields that are not read, in so many rows: {dict(unknown)}")
+    if opposites:
+        logging.warning(f"{len(opposites)} pairs are others turned round, such as: {opposites[0]}")
     if doubts:
         text = f"{len(doubts)} sequences may be of other chains, or of these in another order:"
         logging.warning("\n  ".join([text, *doubts[:20]]))

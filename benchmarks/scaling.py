@@ -86,7 +86,8 @@ def load_data(module, args):
         return module.batch_loss(model(batch), batch)
 
     def loss_of_pairs(batch):
-        return module.weighted_loss(args, model(batch), model(batch), batch)[0]
+        reference_logp = module.log_probabilities(model(batch), batch.letters)
+        return module.weighted_loss(args, model(batch), reference_logp, batch)[0]
 
     def loss_of_images(batch):
         """A step of stage 2, without attacks."""

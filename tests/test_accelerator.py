@@ -54,8 +54,9 @@ def dpo(script, args):
     reference = copy.deepcopy(model).requires_grad_(False)
 
     def loss(models, batch):
-        logits = [model(batch) for model in models]
-        return script.weighted_loss(args, *logits, batch)[0]
+        logits, reference_logits = [model(batch) for model in models]
+        reference_logp = script.log_probabilities(reference_logits, batch.letters)
+        return script.weighted_loss(args, logits, reference_logp, batch)[0]
 
     return torch.nn.ModuleList([model, reference]), data[0, np.arange(8), np.arange(8)], loss
 

@@ -48,7 +48,9 @@ def tool(name, *options, **more):
 @pytest.mark.parametrize(("kind", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
 def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
     """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO; all pairs are ties."""
-    rows = run(data, tmp_path / "out", f"--loss_type={kind}", "--batch_size=2", "--accum=2")
+    rows = run(
+        data, tmp_path / "out", f"--loss_type={kind}", "--batch_size=2", "--global_batch_size=4"
+    )
     assert torch.get_float32_matmul_precision() == "highest"
     assert rows[0]["val/loss"] == pytest.approx(expected, rel=1e-5)
     assert rows[0]["val/rewards/accuracies"] == 0.5
@@ -69,10 +71,10 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
-        script.evaluate(model, model, pairs, args, contextlib.nullcontext, torch.device("cpu"))
-    validated = [call.args[0].tolist() for call in batch.call_args_list]
-    assert [len(ids) for ids in validated] == [4, 4]
-    assert sum(validated, []) == pairs.valid_ids.tolist()
+        rest = (pairs, contextlib.nullcontext, torch.device("cpu"))
+        script.evaluate(args, model, model, {}, *rest)
+    validated = [i for call in batch.call_args_list for i in call.args[0][:: args.eval_orders]]
+    assert sorted(validated) == pairs.valid_ids.tolist()
 
 
 def test_a_resumed_run_is_not_its_own_reference(data, trained, tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 from argparse import Namespace
 from unittest import mock
@@ -158,7 +159,8 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"mutable_positions": [0]}, "are the same at the designed residues"),
     ({"unpreferred_seq": "XCDEFA"}, "differ at residue 0, which is X, or not mutable; expected"),
     ({"mutable_positions": [6]}, "mutable residues 6 to 6; expected 0 to 5"),
-    ({"margin": 0.5}, "unexpected keyword argument 'margin'"),
+    ({"margin": "0.5"}, "margin is '0.5'; expected float . int"),
+    ({"weight": -1}, "weight -1, margin 0.0; expected 0 or more"),
 ]
 
 
@@ -172,14 +174,14 @@ def test_all_problems_are_listed_at_once(tmp_path, caplog):
     (tmp_path / "het.pdb").write_text(residue("CYS", 1, record="HETATM"))
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows, "--max_length=6").split("\n  ")
-    assert lines[0] == "30 bad pairs; --skip_bad_data leaves such rows out:"
+    assert lines[0] == "32 bad pairs; --skip_bad_data leaves such rows out:"
     assert re.search("index 20: ", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
         assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
     data = load(tmp_path, rows, "--skip_bad_data", "--max_length=6")
-    assert data.name == ["a:0", "a:31"]
-    assert "30 rows are left out" in caplog.text
+    assert data.name == ["a:0", "a:33"]
+    assert "32 rows are left out" in caplog.text
     assert "pairs.json: no pairs; see --help\n" in refused(tmp_path, bad[:3], "--skip_bad_data")
 
 
@@ -205,7 +207,7 @@ def test_forms_of_the_data_file(tmp_path):
     """An array, untidy lines; null is no value, nor is an empty list; paths are relative to it."""
     (tmp_path / "deep").mkdir()
     write_pdb(tmp_path / "deep" / "a.pdb", {"A": "ACDEFG"})
-    more = {"comment": 5, "description": "x", "chain_id": None, "mutable_positions": []}
+    more = {"comment": 5, "id": "x", "chain_id": None, "mutable_positions": []}
     line = json.dumps(row("deep/a.pdb", "acdefg", "CCDEFG", **more))
     for text in (f"[{line},\n{line}]", f"\ufeff\n{line}\r\n\n{line}\n \n"):
         data = load(tmp_path, text)
@@ -274,10 +276,12 @@ def test_batches_against_each_structure(tmp_path):
     whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
     own = np.arange(1, 7)
     batch = data[5, whole, own]
-    assert batch.pair_weight == 1 / 8
+    assert batch.pairs == 8
     model = script.ProteinMPNN().requires_grad_(False)
     together = model(batch)
-    first = 0
+    assert len(batch.atoms) == sum(
+        len(data.atoms[i]) for i in {data.backbone[i] for i in whole[own]}
+    )
     for number, i in enumerate(whole[own]):
         mine = batch.pair == number
         backbone = data.backbone[i]
@@ -286,14 +290,14 @@ def test_batches_against_each_structure(tmp_path):
         assert batch.counts[number] == data.designed[i].sum()
         ranks = script.decode_ranks(data.designed[i], [42, 5, i + 1])
         assert torch.equal(batch.decode_rank[mine], ranks)
-        assert torch.equal(batch.atoms[mine], data.atoms[backbone])
-        assert torch.equal(batch.residue_index[mine], data.residue_index[backbone])
-        assert torch.equal(batch.chain_index[mine], data.chain_index[backbone])
+        rows = batch.source[mine]
+        assert torch.equal(batch.atoms[rows], data.atoms[backbone])
+        assert torch.equal(batch.residue_index[rows], data.residue_index[backbone])
+        assert torch.equal(batch.chain_index[rows], data.chain_index[backbone])
         # nobody has neighbors elsewhere
-        neighbors = batch.neighbors[mine]
-        inside = torch.where(neighbors < 0, -1, neighbors - first)
+        neighbors = batch.neighbors[rows]
+        inside = torch.where(neighbors < 0, -1, neighbors - rows[0])
         assert torch.equal(inside, data.neighbors[backbone][:, : inside.shape[1]])
-        first += len(neighbors)
         alone = model(data[5, whole, own[number : number + 1]])
         assert (together[:, mine] - alone).abs().max() < 5e-5
     assert batch.neighbors.shape[1] == 16
@@ -302,8 +306,8 @@ def test_batches_against_each_structure(tmp_path):
     # each step has its own decoding orders, and each validation the same
     steps = [data[step, whole, own].decode_rank.tolist() for step in (3, 4, 3)]
     assert steps[0] == steps[2] != steps[1]
-    one, other = [data.batch(whole[own], total).decode_rank.tolist() for total in (6, 8)]
-    assert one == other != steps[0]
+    ranks = [data.validation_batch(whole[own]).decode_rank.tolist() for _ in range(2)]
+    assert ranks[0] == ranks[1]
 
 
 def test_decoding_orders():
@@ -352,8 +356,44 @@ def test_share_held_out():
     assert hold_out([500, *[5] * 100], 0.1)[0] == [5] * 20
     assert hold_out([60, 50, 70], 0.1)[0] == [50], "all are too large"
     assert hold_out([3] * 50, 0.2)[1] != list(range(10)), "not in random order"
-    with pytest.raises(script.InputError, match="one structure or cluster: give --val_data"):
-        hold_out([9], 0.1)
+
+
+def test_one_structure_is_split_by_sequence(tmp_path, caplog):
+    """Pairs that share a sequence, directly or by others, stay together."""
+    write_pdb(tmp_path / "a.pdb", {"A": "ACDEFG"})
+    sequences = ["ACDEF" + letter for letter in LETTERS[:20]]
+    links = [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (9, 10), (8, 2), (11, 5)]
+    rows = [row("a.pdb", sequences[a], sequences[b], note=1) for a, b in links]
+    data = load(tmp_path, [*rows, row("a.pdb", sequences[7], sequences[6], id=2, note=0)])
+    assert data.group_by_sequence().tolist() == [0, 0, 1, 2, 0, 3, 0, 1, 2]
+    assert "Fields that are not read, in so many rows: {'note': 9, 'id': 1}" in caplog.text
+    text = "pairs are others turned round, such as: .*: index 8 says the opposite of .*: index 3$"
+    assert re.search(f"1 {text}", caplog.text, re.MULTILINE)
+    data.split()
+    assert data.valid_ids.tolist() == [5] and "held out by their sequences" in caplog.text
+    with pytest.raises(script.InputError, match="linked by shared sequences: give --val_data"):
+        load(tmp_path, rows[:1] * 3).split()
+
+
+def test_weight_two_is_the_row_twice(tmp_path):
+    """At the start a margin m costs log(1 + e^m). Other data have the same bits without fields."""
+    write_pdb(tmp_path / "a.pdb", {"A": "ACDEFGHIKLMN"})
+    rows = [row("a.pdb", "ACDEFGHIKLMN", text) for text in ("ACDEFGHIKLMW", "ACWEFGHIKLMN")]
+    data = load(tmp_path, [{**rows[0], "weight": 2, "margin": 0.3}, rows[1], rows[1]])
+    model, args = script.ProteinMPNN(), data.args
+
+    def loss(ids):
+        batch = data.batch(ids, 3, [[i] for i in ids])
+        logits = model(batch)
+        logp = script.log_probabilities(logits / args.temperature, batch.letters)
+        return script.weighted_loss(args, logits, logp.detach(), batch)[0]
+
+    expected = (2 * math.log(1 + math.exp(0.3)) + math.log(2)) / 3
+    assert loss([0, 1]).item() == pytest.approx(expected, rel=1e-6)
+    (twice,) = torch.autograd.grad(loss([0, 1, 1]), model.W_out.bias)
+    data.weight[1] = 2
+    (weighted,) = torch.autograd.grad(loss([0, 1]), model.W_out.bias)
+    assert (twice - weighted).abs().max() < 1e-6 * twice.abs().max()
 
 
 def test_split_by_structure_and_cluster(tmp_path):

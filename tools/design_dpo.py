@@ -141,6 +141,7 @@ def sample(args, model, reference, found, device):
     native = torch.from_numpy(found.native[found.whole]).long().to(device)
     features = script.featurize(*found.backbone, min(model.k_neighbors, len(native)))
     backbone = Namespace(**{name: tensor.to(device) for name, tensor in features.items()})
+    backbone.source = torch.arange(len(native), device=device)
     ranks = [script.decode_ranks(designed, [args.seed, i]) for i in range(args.num_samples)]
     orders = torch.stack(ranks).argsort(1).to(device)
     generator = torch.Generator().manual_seed(args.seed)

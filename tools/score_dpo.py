@@ -67,6 +67,7 @@ def load_pairs(args, options, k):
     """(pairs, ids of those to score): all of args.data, or what the run held out."""
     if args.data:
         given = {"train_data": args.data, "val_data": None, "max_length": 10**9}
+        given["eval_orders"] = options.get("eval_orders", 4)
         options = argparse.Namespace(**given, skip_bad_data=args.skip_bad_data)
         with tempfile.TemporaryDirectory() as options.cache_dir:
             data = script.Pairs(script.prepare(options, k), options)
@@ -85,12 +86,13 @@ def load_pairs(args, options, k):
 def score(model, reference, data, ids, settings, device):
     """Tables of pair_scores, a row for each pair: of the network, and of the reference."""
     tables = [[], []]
-    for part in tqdm(np.array_split(ids, len(ids)), unit=" pairs", disable=None):
-        batch = data.batch(part, len(ids)).to(device)
+    for i in tqdm(ids, unit=" pairs", disable=None):
+        batch = data.validation_batch([i]).to(device)
         reference_logits = reference(batch)
+        logp = script.log_probabilities(reference_logits / settings.temperature, batch.letters)
         for table, logits in zip(tables, [model(batch), reference_logits], strict=True):
-            scores = script.pair_scores(settings, logits, reference_logits, batch)
-            table.append({name: values.item() for name, values in scores.items()})
+            scores = script.pair_scores(settings, logits, logp, batch)
+            table.append({name: values.mean().item() for name, values in scores.items()})
     names = [data.name[i] for i in ids]
     return [pandas.DataFrame(table, index=pandas.Index(names, name="pair")) for table in tables]
 
