@@ -1,20 +1,14 @@
 """Fine-tune ProteinMPNN on preferences: of two sequences for a backbone the preferred one becomes
-the likelier.
-
-Direct preference optimisation (DPO, Rafailov et al. 2023) of an inverse-folding network (Dauparas
-et al. 2022). The network is compared with the one that it starts from, the reference.
+the likelier (DPO, Rafailov et al. 2023; ProteinMPNN, Dauparas et al. 2022). Rewards are relative to
+a reference, the network that training starts from, or another one.
 
     torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp
     ./scripts/run_dpo_ddp_local.sh 2 --config configs/run_dpo_ddp_quickstart.yaml
     mpiexec -n 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
 
+Data (--train_data, --val_data): a JSON array of rows, or a row per line, see class Row:
     {"pdb_file": "1UBI.pdb", "preferred_seq": "MQIFVKT...", "unpreferred_seq": "MQAFVKT..."}
-
-Data (--train_data, --val_data): a JSON array of such rows, or a row per line. pdb_file (PDB or
-mmCIF) is relative to the data file; the sequences are of the first chain, or of chain_id, or of all
-design_chains ["B", "A"], one after the other. Other chains are not seen, unless they are in
-fixed_chains. mutable_positions [3, 7] and mutable_ranges [[6, 17]] (from 0 on, both ends included):
-nothing else is designed. cluster: a name; whole clusters, else whole structures, are held out.
+Held out are whole clusters, else structures; of one structure, pairs by their sequences.
 
 Logged, means over pairs; those with val/ before training and after each epoch, too:
     loss                 without --sft_weight's part; at the start ln 2, with ipo 1 / (2 beta)^2
@@ -29,8 +23,8 @@ Logged, means over pairs; those with val/ before training and after each epoch, 
 
 Files in --output_dir: latest.pt, best_model.pt (lowest val/loss) and step_N.pt, which ProteinMPNN's
 tools load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
-latest.pt. "(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank
-0 does. The task comes first, then the reading of files, then what all scripts share.
+latest.pt. "(all ranks)": every rank must call this, in the same order; "(rank 0)": only rank 0
+does. The task comes first, then the reading of files, then what all scripts share.
 """
 
 # /// script
@@ -53,7 +47,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -98,8 +91,7 @@ def parse_args():
     default = "data/dpo/soluble_model_weights"
     add("--base_model_dir", type=expanded, default=default, help="the weights to start from")
     add("--base_model_config_dir", help="taken as in the original, but not read")
-    text = "weights that rewards are relative to; None: those that training starts from"
-    add("--reference", type=expanded, help=text)
+    add("--reference", type=expanded, help="weights; None: those that training starts from")
 
     add = parser.add_argument_group("preferences").add_argument
     add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
@@ -134,7 +126,7 @@ UNKNOWN = 20  # X
 @dataclasses.dataclass
 class Row:
     """A row of the data. The sequences have a letter for each residue in the file, and so none for
-    a residue that is missing there. Raises TypeError."""
+    a residue that is missing there. Chains that are not named are not seen. Raises TypeError."""
 
     pdb_file: str  # PDB or mmCIF, also .gz; relative to the data file
     preferred_seq: str  # of all design chains, one after the other
@@ -186,8 +178,8 @@ def featurize(coords, residue_index, chain_index, k):
     n, ca, c, _ = coords.unbind(1)
     normal = torch.linalg.cross(ca - n, c - ca)
     cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
-    exact = "donot_use_mm_for_euclid_dist"  # products would lose digits, and so find others
-    distance = torch.cdist(ca, ca, compute_mode=exact)
+    # by products distances would lose digits, and so others would be the nearest
+    distance = torch.cdist(ca, ca, compute_mode="donot_use_mm_for_euclid_dist")
     nearest = distance.topk(min(k, len(ca)), largest=False).indices
     return {
         "atoms": torch.cat([coords, cb.unsqueeze(1)], dim=1),
@@ -740,12 +732,11 @@ def load_networks(args):
 
 def read_model(path):
     """The network in a file of ProteinMPNN, or of a run, on the CPU. Raises InputError."""
-    kinds = (OSError, EOFError, LookupError, RuntimeError, TypeError, pickle.UnpicklingError)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         model = ProteinMPNN(content["num_edges"], content.get("noise_level") or 0.0)
         model.load_state_dict(content["model_state_dict"])
-    except kinds as error:
+    except Exception as error:  # there is no such file, or it holds something else
         # one sentence: those after it may advise to load the file in an unsafe way
         reason = f"{type(error).__name__} {' '.join(str(error).split()).partition('. ')[0]:.400}"
         expected = "expected weights of ProteinMPNN, vanilla or soluble, not CA-only or LigandMPNN"
@@ -773,7 +764,7 @@ def read_structure(path):
             chains[chain.name] = own
             digest.update(own.letters.tobytes() + own.coords.tobytes())
     if not chains:
-        left_out = "".join(f"{len(found)} residues {text}, " for text, found in notes.items())
+        left_out = "".join(f"{len(found)} {text}, " for text, found in notes.items())
         raise ValueError(f"{path}: {left_out}no others; {expected}")
     return Structure(chains, digest.hexdigest(), notes)
 
@@ -791,13 +782,13 @@ def read_chain(chain, file, notes):
         if residue.name not in LETTERS and not residue.find_atom("CA", "*", gemmi.Element("C")):
             continue  # no amino acid
         if residue.het_flag == "H" and residue.name != "MSE":
-            note("are HETATM, and left out (as ATOM they would be read)")
+            note("residues are HETATM, and left out (as ATOM they would be read)")
             continue
         atoms = [residue.find_atom(name, "*") for name in BACKBONE]
         if residue.name not in LETTERS:
-            note("of unknown names are read as X")
+            note("residues of unknown names are read as X")
         if None in atoms:
-            note("lack one of N, CA, C and O, and are not designed")
+            note("residues lack one of N, CA, C and O, and are not designed")
         letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
         coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
         residue_index.append(residue.seqid.num)
@@ -913,16 +904,13 @@ def write_pairs(folder, rows, args, k):
     clusters = {}  # of structures
     cluster_ids = {}
     pairs = []
-    places = {}  # {(backbone, letters of a pair): where it stands}
-    trained_on = set()
+    trained_on = {}  # {(backbone, letters of a pair): where it stands}
     problems = []
-    notes = {}  # {what is odd: [residue]}
-    doubts = []
-    opposites = []
-    unknown = collections.Counter()  # fields that are not read
+    notes = collections.defaultdict(list)  # {what is odd: [where]}
     for is_valid, where, path, fields in tqdm(rows, "Reading", unit=" pairs", disable=None):
+        for name in fields.keys() - Row.__annotations__.keys():
+            notes[f"rows have a field {name!r}, which is not read"].append(where)
         try:
-            unknown.update(fields.keys() - Row.__annotations__.keys())
             row = Row(**{name: fields[name] for name in fields.keys() & Row.__annotations__.keys()})
             structure = read(path)
             pair, backbone, agreement = read_pair(row, structure.chains, args.max_length)
@@ -939,17 +927,18 @@ def write_pairs(folder, rows, args, k):
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
-        if is_first:
-            for text, found in structure.notes.items():
-                notes.setdefault(text, []).extend(found)
-        if not is_valid:
-            trained_on.add(content)
-        places.setdefault(content, where)
-        if turned_round in places:
-            opposites.append(f"{where} says the opposite of {places[turned_round]}")
+        for text, residues in structure.notes.items():
+            notes[text] += residues if is_first else []
+        if turned_round in trained_on:
+            text = "pairs say the opposite of another one"
+            notes[text].append(f"{where} and {trained_on[turned_round]}")
         if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
-            text = f"{agreement:.0%} of the letters are those of the structure"
-            doubts.append(f"{where}: {text}; expected 30 % or more")
+            text = "sequences may be of other chains, or of these in another order"
+            notes[text].append(
+                f"{where}: {agreement:.0%} of the letters are those of the structure"
+            )
+        if not is_valid:
+            trained_on[content] = where
         if key not in indices:
             indices[key] = len(backbones)
             backbones.append(featurize(*backbone, k))
@@ -961,23 +950,17 @@ def write_pairs(folder, rows, args, k):
         pair["name"] = f"{Path(path).name.split('.')[0]}:{where.split()[-1]}"
         pairs.append(pair)
 
+    some = "\n  ".join(problems[:20])
     if problems and not args.skip_bad_data:
-        text = f"{len(problems)} bad pairs; --skip_bad_data leaves such rows out:"
-        raise InputError("\n  ".join([text, *problems[:20]]))
+        text = "bad pairs; --skip_bad_data leaves such rows out"
+        raise InputError(f"{len(problems)} {text}:\n  {some}")
     for path, is_valid in {args.train_data: False, args.val_data: True}.items():
         if path and not any(pair["is_valid"] == is_valid for pair in pairs):
-            raise InputError("\n  ".join([f"{path}: no pairs; see --help", *problems[:20]]))
+            raise InputError(f"{path}: no pairs; see --help\n  {some}")
     if problems:
-        logging.warning("\n  ".join([f"{len(problems)} rows are left out:", *problems[:20]]))
-    for text, found in notes.items():
-        logging.warning(f"{len(found)} residues {text}, such as {found[0]}")
-    if unknown:
-        logging.warning(f"Fields that are not read, in so many rows: {dict(unknown)}")
-    if opposites:
-        logging.warning(f"{len(opposites)} pairs are others turned round, such as: {opposites[0]}")
-    if doubts:
-        text = f"{len(doubts)} sequences may be of other chains, or of these in another order:"
-        logging.warning("\n  ".join([text, *doubts[:20]]))
+        logging.warning(f"{len(problems)} rows are left out:\n  {some}")
+    for text, places in notes.items():
+        logging.warning(f"{len(places)} {text}, such as {places[0]}")
 
     kept = {name: torch.cat([one[name] for one in backbones]) for name in backbones[0]}
     kept["sizes"] = [len(one["atoms"]) for one in backbones]
