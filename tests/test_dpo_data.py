@@ -240,7 +240,7 @@ def test_chains_and_positions(tmp_path, caplog):
         rows.append(row("a.pdb", *texts, **{**chains, **change}))
     rows.append(row("a.pdb", "ACWWW", "ACWWA"))
     data = load(tmp_path, rows)
-    (message,) = caplog.messages
+    message = caplog.messages[-1]
     text = (
         "3 sequences may be of other chains, .* such as .*: index 0: 0% of the letters are those of"
     )
