@@ -79,8 +79,7 @@ EVAL_BATCH_SIZE = 2  # held-out pairs of a forward pass, each in --eval_orders o
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    default = "data/input/test_data_real.json"
-    add("--train_data", type=expanded, default=default, help="preference pairs")
+    add("--train_data", type=expanded, default="data/input/test_data_real.json", help="pairs")
     add("--val_data", type=expanded, help="pairs to validate on")
     add("--val_fraction", type=number(0.001, 0.9), default=0.1, help="held out, if no --val_data")
     add("--max_length", type=COUNT, default=500, help="residues of the design chains at most")
@@ -88,22 +87,21 @@ def parse_args():
 
     add = parser.add_argument_group("model").add_argument
     add("--base_model_name", default="v_48_020", help="NAME.pt in --base_model_dir; or random")
-    default = "data/dpo/soluble_model_weights"
-    add("--base_model_dir", type=expanded, default=default, help="the weights to start from")
+    add("--base_model_dir", type=expanded, default="data/dpo/soluble_model_weights", help="weights")
     add("--base_model_config_dir", help="taken as in the original, but not read")
     add("--reference", type=expanded, help="weights; None: those that training starts from")
 
     add = parser.add_argument_group("preferences").add_argument
-    add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
+    add("--beta", type=number(1e-6), default=0.1, help="larger: closer to the reference")
     add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
-    add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    add("--sft_weight", type=number(0), default=0.0, help="of the cross entropy of the preferred")
+    add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="DPO, or IPO")
+    add("--sft_weight", type=number(0), default=0.0, help="of the loss -log p of the preferred")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
     add("--eval_orders", type=COUNT, default=4, help="decoding orders of each held-out pair")
-    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="after the warm-up")
-    add("--weight_decay", type=number(0), default=0.0, help="of AdamW")
+    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="learning rate after warm-up")
+    add("--weight_decay", type=number(0), default=0.0, help="AdamW's, of all weights")
     add("--warmup_steps", type=NATURAL, default=0, help="steps in which the rate rises")
     add("--no_cuda", **FLAG, help="as --device cpu")
 
@@ -229,15 +227,13 @@ class Pairs(Dataset):
     def batch(self, ids, total, seeds):
         """The pairs `ids` as part of a global batch of `total` pairs, each in a random decoding
         order, by its seed."""
-        own_backbones = [self.backbone[i] for i in ids]
-        backbones = list(dict.fromkeys(own_backbones))  # each once
-        sizes = [len(self.atoms[backbone]) for backbone in backbones]
-        first = dict(zip(backbones, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+        backbones = list(dict.fromkeys(self.backbone[i] for i in ids))  # each once
+        sizes = [len(self.atoms[i]) for i in backbones]
+        rows = dict(zip(backbones, torch.arange(sum(sizes)).split(sizes), strict=True))
         neighbors = []
-        for backbone in backbones:
-            own = self.neighbors[backbone][:, : max(sizes)]
-            neighbors.append(torch.where(own < 0, -1, own + first[backbone]))
-        lengths = torch.from_numpy(self.lengths[ids])
+        for i in backbones:
+            own = self.neighbors[i][:, : max(sizes)]
+            neighbors.append(torch.where(own < 0, -1, own + rows[i][0]))
         designed = [self.designed[i] for i in ids]
         ranks = [decode_ranks(own, seed) for own, seed in zip(designed, seeds, strict=True)]
         return Batch(
@@ -245,10 +241,10 @@ class Pairs(Dataset):
             residue_index=torch.cat([self.residue_index[i] for i in backbones]),
             chain_index=torch.cat([self.chain_index[i] for i in backbones]),
             neighbors=torch.cat(neighbors),
-            source=torch.cat([first[i] + torch.arange(len(self.atoms[i])) for i in own_backbones]),
+            source=torch.cat([rows[self.backbone[i]] for i in ids]),
             letters=torch.cat([self.letters[i] for i in ids]).T.long(),
             decode_rank=torch.cat(ranks),
-            pair=torch.arange(len(ids)).repeat_interleave(lengths),
+            pair=torch.from_numpy(np.repeat(np.arange(len(ids)), self.lengths[ids])),
             designed=torch.cat(designed).float(),
             counts=torch.tensor([own.sum() for own in designed]).float(),
             margin=self.margin[ids],
@@ -257,9 +253,8 @@ class Pairs(Dataset):
         )
 
     def split(self):
-        """Choose what to train on, and what to validate on: --val_data, or whole groups of
-        --val_fraction of all pairs, in random order those that fit, or the smallest one. Raises
-        InputError if there is one group only."""
+        """Choose what to train on, and what to validate on: --val_data, or whole groups, in random
+        order, as long as they fit into --val_fraction of the pairs. Raises InputError."""
         group = self.group
         is_held = self.is_valid
         if self.args.val_data:
@@ -274,13 +269,15 @@ class Pairs(Dataset):
             sizes = np.bincount(group)
             if len(sizes) == 1:
                 raise InputError("all pairs are linked by shared sequences: give --val_data")
-            wanted = math.ceil(self.args.val_fraction * len(group))
+            room = math.ceil(self.args.val_fraction * len(group))
             held = []
             # not by --seed: runs with other seeds hold out the same
             for number in np.random.default_rng(42).permutation(len(sizes)):
-                if sizes[held].sum() + sizes[number] <= wanted and len(held) < len(sizes) - 1:
+                if sizes[number] <= room and len(held) < len(sizes) - 1:
                     held.append(number)
-            is_held = np.isin(group, held or [sizes.argmin()])
+                    room -= sizes[number]
+            smallest = [sizes.argmin()]  # if none fits
+            is_held = np.isin(group, held or smallest)
         self.train_ids = np.flatnonzero(~is_held)
         self.valid_ids = np.flatnonzero(is_held)
 
@@ -358,8 +355,7 @@ def join_linear(linear, h, edges, neighbor):
 
 class ProteinMPNN(nn.Module):
     """Inverse folding: the released weights fit, and give what the official program computes
-    without dropout and noise. (There X is nobody's neighbor; here it is one, if it has all atoms.)
-    """
+    without dropout and noise. (There X is nobody's neighbor; here it is, if it has all atoms.)"""
 
     def __init__(self, k_neighbors=48, noise_level=0.0):
         super().__init__()
@@ -367,7 +363,7 @@ class ProteinMPNN(nn.Module):
         self.noise_level = noise_level  # of the coordinates that it was trained on, Angstrom
         self.features = nn.ModuleDict()
         self.features["embeddings"] = nn.ModuleDict({"linear": nn.Linear(66, RADIAL)})
-        inputs = RADIAL + len(DISTANCES) * RADIAL
+        inputs = (1 + len(DISTANCES)) * RADIAL
         self.features["edge_embedding"] = nn.Linear(inputs, WIDTH, bias=False)
         self.features["norm_edges"] = nn.LayerNorm(WIDTH)
         self.W_e = nn.Linear(WIDTH, WIDTH)
@@ -376,9 +372,8 @@ class ProteinMPNN(nn.Module):
         self.decoder_layers = nn.ModuleList([Layer(4, has_edges=False) for _ in range(3)])
         self.W_out = nn.Linear(WIDTH, len(ALPHABET))
 
-        pairs = torch.tensor([[*map(int, pair)] for pair in DISTANCES])
-        self.register_buffer("own_atoms", pairs[:, 0], persistent=False)
-        self.register_buffer("other_atoms", pairs[:, 1], persistent=False)
+        atom_pairs = torch.tensor([[int(own), int(other)] for own, other in DISTANCES])
+        self.register_buffer("atom_pairs", atom_pairs, persistent=False)
         self.register_buffer("centers", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
@@ -387,10 +382,9 @@ class ProteinMPNN(nn.Module):
     def first_edges(self, batch, neighbor):
         """Edges (M, K, D) from each node to its neighbors (M, K): of the distances between their
         atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
-        shape = (*neighbor.shape, len(DISTANCES), 3)
-        own_atoms = batch.atoms.index_select(1, self.own_atoms).unsqueeze(1)
-        other_atoms = batch.atoms.index_select(1, self.other_atoms)
-        other_atoms = other_atoms.index_select(0, neighbor.flatten()).view(shape)
+        own_atoms = batch.atoms.index_select(1, self.atom_pairs[:, 0]).unsqueeze(1)
+        other_atoms = batch.atoms.index_select(1, self.atom_pairs[:, 1]).flatten(1)
+        other_atoms = F.embedding(neighbor, other_atoms).unflatten(-1, (-1, 3))
         distance = (own_atoms - other_atoms).square_().sum(-1, keepdim=True).add_(1e-6).sqrt_()
         x = (distance - self.centers).mul_(RADIAL / 20.0).square_()  # the largest tensor: in place
         # the clamp keeps out denormal numbers: with them a CPU's product takes 200 times as long
@@ -456,8 +450,7 @@ class ProteinMPNN(nn.Module):
 
 
 def log_probabilities(logits, letters):
-    """log p (C, M) of letters (C, M), from logits (C, M, 21). It has no floor: the gradient reaches
-    unlikely letters, too."""
+    """log p (C, M) of letters (C, M). It has no floor: unlikely letters have a gradient, too."""
     return F.log_softmax(logits, dim=-1).gather(-1, letters.unsqueeze(-1)).squeeze(-1)
 
 
@@ -502,17 +495,13 @@ def pair_scores(args, logits, reference_logp, batch):
     }
 
 
-# of each step
 LOGGED = "loss rewards/accuracies rewards/margins rewards/chosen rewards/rejected".split()
 
 
 def weighted_loss(args, logits, reference_logp, batch):
-    """What a micro-batch adds to the loss of the step, of which --sft_weight is a part; and (5,) to
-    its metrics, those that are LOGGED.
-
-    Each pair's loss is divided by the number of pairs in the global batch, and summed. Ranks may
-    have different numbers of pairs, and a mean of their means is not the mean. The metrics are
-    without weights."""
+    """What a micro-batch adds to the loss of the step, and to what is LOGGED of it, (5,), without
+    weights. Each pair's part is divided by the number of pairs in the global batch: ranks may have
+    different numbers of pairs, and a mean of their means is not the mean."""
     scores = pair_scores(args, logits, reference_logp, batch)
     losses = scores["loss"] + args.sft_weight * scores["nll"]
     metrics = torch.stack([scores[name].detach().sum() for name in LOGGED])
