@@ -136,7 +136,7 @@ class Row:
     mutable_ranges: list = ()  # of each range the first and the last
     cluster: str | int = ""  # held out together; all pairs on a structure have the same
     weight: float | int = 1.0  # of the pair in the loss of training
-    margin: float | int = 0.0  # by how much the rewards are to differ, see `preference_loss`
+    margin: float | int = 0.0  # by how much the rewards are to differ, see `pair_scores`
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -200,9 +200,9 @@ class Pairs(Dataset):
         self.chain_index = kept["chain_index"].split(kept["sizes"])
         self.neighbors = kept["neighbors"].split(kept["sizes"])
         # of each pair
-        self.letters = kept["letters"].split(kept["lengths"])  # (L, 2)
-        self.designed = kept["designed"].split(kept["lengths"])
-        self.lengths = np.array(kept["lengths"])  # what a pair costs, in time and memory
+        self.letters = kept["letters"].split(kept["length"])  # (L, 2)
+        self.designed = kept["designed"].split(kept["length"])
+        self.lengths = np.array(kept["length"])  # what a pair costs, in time and memory
         self.margin = torch.tensor(kept["margin"])
         self.weight = torch.tensor(kept["weight"])
         self.backbone = kept["backbone"]
@@ -225,8 +225,7 @@ class Pairs(Dataset):
         return self.batch(ids, len(ids), np.stack([order, ids + 1], axis=1))
 
     def batch(self, ids, total, seeds):
-        """The pairs `ids` as part of a global batch of `total` pairs, each in a random decoding
-        order, by its seed."""
+        """The pairs `ids`, of a global batch of `total`, in random decoding orders by `seeds`."""
         backbones = list(dict.fromkeys(self.backbone[i] for i in ids))  # each once
         sizes = [len(self.atoms[i]) for i in backbones]
         rows = dict(zip(backbones, torch.arange(sum(sizes)).split(sizes), strict=True))
@@ -310,7 +309,7 @@ DISTANCES = """11 00 22 33 44 10 12 13 14 02 03 04 42 43 32 01 21 31 41 20 30 40
 
 class Layer(nn.Module):
     """A layer of messages from neighbors, each made of `inputs` vectors. The names are those of
-    the released weights. has_edges: it also updates the edges."""
+    the released weights. has_edges: it has what updates the edges, too."""
 
     def __init__(self, inputs, has_edges):
         super().__init__()
@@ -337,17 +336,12 @@ class Layer(nn.Module):
         h = self.norm1(h + message / SCALE)
         return self.norm2(h + self.dense["W_out"](F.gelu(self.dense["W_in"](h))))
 
-    def update_edges(self, h, edges, neighbor):
-        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, neighbor))))
-        return self.norm3(edges + self.W13(x))
-
 
 def join_linear(linear, h, edges, neighbor):
     """linear([h_i, edge_ij, h_j]) (M, K, D) of nodes h (M, D) and edges (M, K, D); neighbor (M, K):
-    the nodes j. The nodes' parts are computed once per node, then fetched. (Sums are in place here:
-    these are the largest tensors.)"""
+    the nodes j. The nodes' parts are computed once per node, then fetched."""
     own, edge, other = linear.weight.split(WIDTH, dim=1)
-    x = F.linear(edges, edge)
+    x = F.linear(edges, edge)  # the largest tensor: what follows is added in place
     x += F.linear(h, own, linear.bias).unsqueeze(1)
     x += F.linear(h, other).index_select(0, neighbor.flatten()).view(edges.shape)
     return x
@@ -405,7 +399,8 @@ class ProteinMPNN(nn.Module):
         h = edges.new_zeros(len(batch.atoms), WIDTH)
         for layer in self.encoder_layers:
             h = layer(h, join_linear(layer.W1, h, edges, neighbor), is_neighbor)
-            edges = layer.update_edges(h, edges, neighbor)
+            x = F.gelu(layer.W12(F.gelu(join_linear(layer.W11, h, edges, neighbor))))
+            edges = layer.norm3(edges + layer.W13(x))
         return h, edges
 
     def forward(self, batch):
@@ -460,17 +455,6 @@ def sum_by_pair(values, batch):
     return sums.index_add(1, batch.pair, values * batch.designed)
 
 
-def preference_loss(args, ratio, batch):
-    """Loss (P,) of pairs. ratio (P,): log-ratio of the preferred sequence to the reference, less
-    that of the unpreferred one.
-
-    sigmoid: -log s(beta ratio - margin) (Rafailov et al. 2023; margin as in Amini et al. 2024).
-    ipo: (ratio / designed residues - 1 / (2 beta))^2 (Azar et al. 2023; per residue as in TRL)."""
-    if args.loss_type == "ipo":
-        return (ratio / batch.counts - 1 / (2 * args.beta)).square()
-    return -F.logsigmoid(args.beta * ratio - batch.margin)
-
-
 def pair_scores(args, logits, reference_logp, batch):
     """{name: (P,)} of pairs. logits (2, M, 21): of the network. reference_logp (2, M): log p of the
     letters under the reference, at --temperature."""
@@ -480,11 +464,16 @@ def pair_scores(args, logits, reference_logp, batch):
     chosen, rejected = sum_by_pair(logp - reference_logp, batch)
     (likelier,) = sum_by_pair(logp[:1] - logp[1:], batch)
     ratio = chosen - rejected
+    if args.loss_type == "ipo":  # Azar et al. 2023; per residue as in TRL
+        loss = (ratio / batch.counts - 1 / (2 * args.beta)).square()
+    else:  # Rafailov et al. 2023; margin as in Amini et al. 2024
+        loss = -F.logsigmoid(args.beta * ratio - batch.margin)
+
     nll = -log_probabilities(logits[:1], batch.letters[:1])  # at temperature 1
     hits = (logits[:1].argmax(-1) == batch.letters[:1]).to(nll.dtype)
     nll, recovery = sum_by_pair(torch.cat([nll, hits]), batch) / batch.counts
     return {
-        "loss": preference_loss(args, ratio, batch),
+        "loss": loss,
         "rewards/accuracies": (1 + ratio.sign()) / 2,
         "rewards/margins": args.beta * ratio,
         "rewards/chosen": args.beta * chosen,
@@ -514,9 +503,8 @@ def weighted_loss(args, logits, reference_logp, batch):
 
 @torch.no_grad()
 def evaluate(args, model, reference, reference_logp, data, autocast, device):
-    """Means of `pair_scores` over the held-out pairs and --eval_orders decoding orders, the same
-    each time. reference_logp: {batch: (2, M)}, filled in the first validation, for those to come.
-    (all ranks)"""
+    """Means of `pair_scores` over the held-out pairs, each in --eval_orders orders. reference_logp:
+    {batch: (2, M)}, filled in the first validation for those to come. (all ranks)"""
     ids = data.valid_ids
     sums = {}
     # batch k is for rank k % world_size: each pair counts once, the batches do not depend on ranks
@@ -543,7 +531,6 @@ def evaluate(args, model, reference, reference_logp, data, autocast, device):
 def train(args, device, data, model, reference, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
     # in fp32 a residue takes about 80 values for each unit of a message from a neighbor
     room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.k_neighbors)
     # sorted by cost, pairs on the same backbone come one after the other
@@ -602,7 +589,7 @@ def train(args, device, data, model, reference, state, log):
                     reference_logits = compiled_reference(batch) / args.temperature
                     reference_logp = log_probabilities(reference_logits, batch.letters)
             loss, micro_metrics = weighted_loss(args, logits, reference_logp, batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
             metrics += micro_metrics
         norm = update_if_finite(args, optimizer)
         meter.add(metrics, norm)
@@ -643,9 +630,8 @@ def train(args, device, data, model, reference, state, log):
 
 def main(args):
     device = setup_ddp(args)
-    # data are compared by their content, and a run keeps its global batch
-    free_on_resume = "train_data val_data max_length skip_bad_data num_epochs".split()
-    state = open_run(args, free_on_resume)
+    # these may change on a resume: data are compared by their content
+    state = open_run(args, "train_data val_data max_length skip_bad_data num_epochs".split())
     model, reference = on_rank0(load_networks, args)
     logging.info("Preparing data loaders...")
     data = Pairs(read_once(functools.partial(prepare, k=model.k_neighbors), args), args)
@@ -655,14 +641,12 @@ def main(args):
     if args.loss_type == "ipo" and data.margin.any():
         raise InputError("pairs with a margin: expected --loss_type sigmoid")
     data.split()
-    pairs = f"{len(data.train_ids):,} training and {len(data.valid_ids):,} validation pairs"
-    logging.info(f"Loaded {pairs}")
+    logging.info(f"{len(data.train_ids):,} training, {len(data.valid_ids):,} validation pairs")
 
     begin_run(args, state, data.hash)
     log = RunLog(args, state)
     with logging_redirect_tqdm():
-        networks = model.to(device), reference.to(device)
-        reason, loop = train(args, device, data, *networks, state, log)
+        reason, loop = train(args, device, data, model.to(device), reference.to(device), state, log)
     if reason:
         return log.stop(reason, steps=loop["step"], best=loop["best"])
     for name, metrics in {"before": loop["baseline"], "best": loop["best_metrics"]}.items():
@@ -678,7 +662,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 8  # raise it when you change what is read or kept: else an old cache is used
+READER = 9  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
 RESIDUES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)  # ALA, CYS, ...
 LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
@@ -802,8 +786,8 @@ def read_rows(path):
                 if line.strip():
                     rows.append((where, json.loads(line)))
     except (OSError, ValueError) as error:
-        text = "expected a JSON array, or an object per line, in UTF-8"
-        raise InputError(f"{where}: {error}; {text}") from None
+        expected = "expected a JSON array, or an object per line, in UTF-8"
+        raise InputError(f"{where}: {error}; {expected}") from None
 
     for where, fields in rows:
         if not isinstance(fields, dict):
@@ -818,8 +802,7 @@ def join_chains(row, chains):
     each residue's chain, and how many residues are in design chains. Raises ValueError."""
     design = row.design_chains or [row.chain_id or next(iter(chains))]
     if row.chain_id and design != [row.chain_id]:
-        text = f"chain_id {row.chain_id} and design_chains {', '.join(design)}"
-        raise ValueError(f"{text}: give one of the two")
+        raise ValueError(f"chain_id {row.chain_id} and design_chains {', '.join(design)}: give one")
     names = [*design, *row.fixed_chains]
     for name in names:
         if name not in chains or names.count(name) > 1:
@@ -831,11 +814,10 @@ def join_chains(row, chains):
 
 
 def read_pair(row, chains, max_length):
-    """(letters and what is designed of a pair; coords, residue_index, chain_index of its backbone;
-    part of the letters of preferred_seq that are the structure's), of the residues with all atoms.
-    In the design chains all letters are those of the sequences, also where nothing is designed; in
-    the fixed chains those of the structure. Where the sequences have X nothing is designed: the
-    network must not learn to say X. Raises ValueError."""
+    """Of the N residues that have all atoms: letters (N, 2) of a pair, in fixed chains those of the
+    structure; (N,) bool, what is designed; (coords, residue_index, chain_index) of the backbone.
+    And the part of preferred_seq that agrees with the structure. Where the sequences have X nothing
+    is designed: the network must not learn to say X. Raises ValueError."""
     joined, chain_index, length = join_chains(row, chains)
     letters = np.stack([joined.letters, joined.letters])
     for own, name in zip(letters, ["preferred_seq", "unpreferred_seq"], strict=True):
@@ -854,10 +836,8 @@ def read_pair(row, chains, max_length):
     if len(wrong) > 0:
         text = f"the sequences differ at residue {wrong[0]}, which is X, or not mutable"
         raise ValueError(f"{text}; expected the same letter")
-    pair = {"letters": torch.from_numpy(letters[:, whole].T)}
-    pair["designed"] = torch.from_numpy(designed[whole])
     backbone = joined.coords[whole], joined.residue_index[whole], chain_index[whole]
-    return pair, backbone, agreement
+    return letters[:, whole].T, designed[whole], backbone, agreement
 
 
 def read_letters(name, text, native):
@@ -884,7 +864,7 @@ def choose_mutable(row, length, total):
     return mutable
 
 
-def write_pairs(folder, rows, args, k):
+def write_pairs(rows, args, k, folder):
     """Read the pairs, and write what Pairs loads. rows: [(is it of --val_data, where it stands,
     path of its structure, fields)]. Raises InputError. (rank 0)"""
     read = functools.cache(read_structure)  # each file once
@@ -901,59 +881,54 @@ def write_pairs(folder, rows, args, k):
             notes[f"rows have a field {name!r}, which is not read"].append(where)
         try:
             row = Row(**{name: fields[name] for name in fields.keys() & Row.__annotations__.keys()})
-            structure = read(path)
-            pair, backbone, agreement = read_pair(row, structure.chains, args.max_length)
+            protein = read(path)
+            letters, designed, backbone, agreement = read_pair(row, protein.chains, args.max_length)
             # what the network sees: a copy of a file may have other names of chains, or numbers
             key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
-            content = (key, pair["letters"].numpy().tobytes())
-            turned_round = (key, pair["letters"].flip(1).numpy().tobytes())
+            content = (key, letters.tobytes())
+            opposite = trained_on.get((key, letters[:, ::-1].tobytes()))
             if is_valid and content in trained_on:
                 raise ValueError("this pair is in --train_data, too; expected others")
-            is_first = structure.digest not in clusters
-            cluster = str(row.cluster) or structure.digest
-            if clusters.setdefault(structure.digest, cluster) != cluster:
+            is_first = protein.digest not in clusters
+            cluster = str(row.cluster) or protein.digest
+            if clusters.setdefault(protein.digest, cluster) != cluster:
                 raise ValueError("pairs before on this structure have another cluster, or none")
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
-        for text, residues in structure.notes.items():
+        for text, residues in protein.notes.items():
             notes[text] += residues if is_first else []
-        if turned_round in trained_on:
-            text = "pairs say the opposite of another one"
-            notes[text].append(f"{where} and {trained_on[turned_round]}")
+        if opposite:
+            notes["pairs say the opposite of another one"].append(f"{where} and {opposite}")
         if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
-            text = "sequences may be of other chains, or of these in another order"
-            notes[text].append(
-                f"{where}: {agreement:.0%} of the letters are those of the structure"
-            )
+            text = f"{where}: {agreement:.0%} of the letters are those of the structure"
+            notes["sequences may be of other chains, or of these in another order"].append(text)
         if not is_valid:
             trained_on[content] = where
         if key not in indices:
             indices[key] = len(backbones)
             backbones.append(featurize(*backbone, k))
-        pair["margin"] = float(row.margin)
-        pair["weight"] = float(row.weight)
+        pair = {"letters": torch.from_numpy(letters), "designed": torch.from_numpy(designed)}
+        pair.update(length=len(letters), margin=float(row.margin), weight=float(row.weight))
+        pair["is_valid"] = is_valid
         pair["backbone"] = indices[key]
         pair["group"] = cluster_ids.setdefault(cluster, len(cluster_ids))
-        pair["is_valid"] = is_valid
         pair["name"] = f"{Path(path).name.split('.')[0]}:{where.split()[-1]}"
         pairs.append(pair)
 
-    some = "\n  ".join(problems[:20])
+    some = "".join(f"\n  {problem}" for problem in problems[:20])
     if problems and not args.skip_bad_data:
-        text = "bad pairs; --skip_bad_data leaves such rows out"
-        raise InputError(f"{len(problems)} {text}:\n  {some}")
+        raise InputError(f"{len(problems)} bad pairs; --skip_bad_data leaves such rows out:{some}")
     for path, is_valid in {args.train_data: False, args.val_data: True}.items():
         if path and not any(pair["is_valid"] == is_valid for pair in pairs):
-            raise InputError(f"{path}: no pairs; see --help\n  {some}")
+            raise InputError(f"{path}: no pairs; see --help{some}")
     if problems:
-        logging.warning(f"{len(problems)} rows are left out:\n  {some}")
+        logging.warning(f"{len(problems)} rows are left out:{some}")
     for text, places in notes.items():
         logging.warning(f"{len(places)} {text}, such as {places[0]}")
 
     kept = {name: torch.cat([one[name] for one in backbones]) for name in backbones[0]}
     kept["sizes"] = [len(one["atoms"]) for one in backbones]
-    kept["lengths"] = [len(pair["letters"]) for pair in pairs]
     for name, example in pairs[0].items():
         values = [pair[name] for pair in pairs]
         kept[name] = torch.cat(values) if torch.is_tensor(example) else values
@@ -964,18 +939,14 @@ def write_pairs(folder, rows, args, k):
 
 
 def prepare(args, k):
-    """The folder with the pairs of --train_data and --val_data, read once, and kept. k: neighbors
-    of a residue, as the network wants them. (rank 0)"""
+    """The folder with the pairs, which are read once. k: neighbors of a residue. (rank 0)"""
     rows = [(False, *row) for row in read_rows(args.train_data)]
     if args.val_data:
         rows += [(True, *row) for row in read_rows(args.val_data)]
-    key = [READER, k, args.max_length, args.skip_bad_data, rows]
-    for path in sorted({path for _, _, path, _ in rows}):
-        if os.path.exists(path):
-            stat = os.stat(path)
-            key.append([path, stat.st_size, stat.st_mtime_ns])
-    write = functools.partial(write_pairs, rows=rows, args=args, k=k)
-    return cached(args.cache_dir, "pairs", key, write)
+    files = sorted({path for _, _, path, _ in rows if os.path.exists(path)})
+    stats = [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in files]
+    key = [READER, k, args.max_length, args.skip_bad_data, rows, stats]
+    return cached(args.cache_dir, "pairs", key, functools.partial(write_pairs, rows, args, k))
 
 
 # ==================================================================================================
