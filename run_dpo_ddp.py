@@ -21,10 +21,9 @@ Logged, means over pairs; those with val/ before training and after each epoch, 
     lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
     (part of the time that was spent waiting for data), peak_gb (of a GPU)
 
-Files in --output_dir: latest.pt, best_model.pt (lowest val/loss) and step_N.pt, which ProteinMPNN's
-tools load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
-latest.pt. "(all ranks)": every rank must call this, in the same order; "(rank 0)": only rank 0
-does. The task comes first, then the reading of files, then what all scripts share.
+Files in --output_dir: latest.pt, from which the same command goes on, best_model.pt (lowest
+val/loss) and step_N.pt, all of which ProteinMPNN's tools load; metrics.jsonl; summary.json;
+curves.png. "(all ranks)": every rank must call this, in the same order; "(rank 0)": only rank 0.
 """
 
 # /// script
@@ -889,15 +888,15 @@ def write_pairs(rows, args, k, folder):
             opposite = trained_on.get((key, letters[:, ::-1].tobytes()))
             if is_valid and content in trained_on:
                 raise ValueError("this pair is in --train_data, too; expected others")
-            is_first = protein.digest not in clusters
+            if protein.digest not in clusters:
+                for text, residues in protein.notes.items():
+                    notes[text] += residues
             cluster = str(row.cluster) or protein.digest
             if clusters.setdefault(protein.digest, cluster) != cluster:
                 raise ValueError("pairs before on this structure have another cluster, or none")
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
-        for text, residues in protein.notes.items():
-            notes[text] += residues if is_first else []
         if opposite:
             notes["pairs say the opposite of another one"].append(f"{where} and {opposite}")
         if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
@@ -910,8 +909,7 @@ def write_pairs(rows, args, k, folder):
             backbones.append(featurize(*backbone, k))
         pair = {"letters": torch.from_numpy(letters), "designed": torch.from_numpy(designed)}
         pair.update(length=len(letters), margin=float(row.margin), weight=float(row.weight))
-        pair["is_valid"] = is_valid
-        pair["backbone"] = indices[key]
+        pair.update(is_valid=is_valid, backbone=indices[key])
         pair["group"] = cluster_ids.setdefault(cluster, len(cluster_ids))
         pair["name"] = f"{Path(path).name.split('.')[0]}:{where.split()[-1]}"
         pairs.append(pair)
