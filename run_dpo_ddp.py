@@ -728,7 +728,7 @@ def read_structure(path):
         raise ValueError(f"{path}: {' '.join(str(error).split())}; {expected}") from None
     structure.remove_alternative_conformations()
     chains = {}
-    notes = {}
+    notes = collections.defaultdict(list)
     digest = hashlib.sha256()
     for chain in next(iter(structure), []):
         own = read_chain(chain, Path(path).name, notes)
@@ -746,21 +746,18 @@ def read_chain(chain, file, notes):
     letters = []
     coords = []
     residue_index = []
-
-    def note(text):
-        notes.setdefault(text, []).append(f"{file} {chain.name}{residue.seqid} {residue.name}")
-
     for residue in chain:
+        where = f"{file} {chain.name}{residue.seqid} {residue.name}"
         if residue.name not in LETTERS and not residue.find_atom("CA", "*", gemmi.Element("C")):
             continue  # no amino acid
         if residue.het_flag == "H" and residue.name != "MSE":
-            note("residues are HETATM, and left out (as ATOM they would be read)")
+            notes["residues are HETATM, and left out (as ATOM they would be read)"].append(where)
             continue
         atoms = [residue.find_atom(name, "*") for name in BACKBONE]
         if residue.name not in LETTERS:
-            note("residues of unknown names are read as X")
+            notes["residues of unknown names are read as X"].append(where)
         if None in atoms:
-            note("residues lack one of N, CA, C and O, and are not designed")
+            notes["residues lack one of N, CA, C and O, and are not designed"].append(where)
         letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
         coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
         residue_index.append(residue.seqid.num)
