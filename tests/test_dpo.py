@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import ROOT, call_script, import_tool, parse_arguments, run_here, write_structures
 from runs import Run, differences
-from test_dpo_model import RELEASED, backbone, inputs, network, official_network, order
+from test_dpo_model import RELEASED, official_network
 
 import run_dpo_ddp as script
 
@@ -189,66 +189,59 @@ def test_from_designs_to_pairs(trained, tmp_path):
     assert len(pandas.read_csv(scores)) == len(made) > 0
 
 
-def test_designs_are_scored_as_the_forward_pass_says():
-    """decode() goes residue by residue; the network, given the letters, says the same."""
-    model = network()
-    found = inputs(backbone(28), None, None, k=28)
-    designed = torch.arange(28) >= 12
-    orders = torch.stack([order(28, seed) for seed in range(3)])
-    generator = torch.Generator().manual_seed(1)
-    native = torch.randint(0, 21, (28,), generator=generator)
-    with torch.no_grad():
-        rest = (native, designed, orders, 1.0, generator)
-        letters, logp = import_tool("design_dpo").decode(model, found, *rest)
-        for number, ranks in enumerate(orders.argsort()):
-            found.letters, found.decode_rank = letters[number : number + 1], ranks
-            logits = model(found)[0]
-            expected = logits.log_softmax(-1).gather(-1, letters[number][:, None])[:, 0]
-            assert (expected - logp[number]).abs().max() < 1e-4
-    assert torch.equal(letters[:, :12], native[:12].expand(3, -1))
-    assert letters[:, 12:].max() < 20  # X is never drawn
-
-
 def test_letters_are_drawn_as_often_as_the_softmax_says():
     design = import_tool("design_dpo")
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 21, generator=generator).expand(20_000, -1)
-    drawn = design.draw(logits, 0.5, generator).bincount(minlength=20) / 20_000
-    assert (drawn - (logits[0, :20] / 0.5).softmax(-1)).abs().max() < 0.02
-    assert (design.draw(logits, 0, generator) == logits[0, :20].argmax()).all()
+    bias = torch.tensor([1.0, -math.inf, *[0.0] * 18])
+    drawn = design.draw(logits, bias, 0.5, generator).bincount(minlength=20) / 20_000
+    assert (drawn - ((logits[0, :20] + bias) / 0.5).softmax(-1)).abs().max() < 0.02
+    assert drawn[1] == 0
+    assert (design.draw(logits, bias, 0, generator) == (logits[0, :20] + bias).argmax()).all()
 
 
 def test_pairs_of_scored_sequences(data, tmp_path):
-    """The best with the worst, and so on. Lines that differ in a field are scored apart."""
+    """The best with the worst, and so on. Lines that differ in a field are scored apart; a sequence
+    that is there twice has its mean score. What is in no pair is counted."""
     own = text_of(script.read_structure(f"{data}/helix0.pdb").chains["A"])
     texts = [own[:i] + "W" + own[i + 1 :] for i in range(5)]
-    lines = ["pdb_file,sequence,score,design_chains,cluster,note"]
-    for text, score in zip(texts, [0.1, 0.9, 0.5, 0.45, 0.7], strict=True):
-        lines.append(f'{data}/helix0.pdb,{text},{score},"[""A""]",x,y')
-    lines.append(f"{data}/helix0.pdb,{own},0.3,,x,y")
+    lines = ["pdb_file,sequence,score,design_chains,cluster,note,description,comment,weight,margin"]
+    for text, score in zip([*texts, texts[1].lower()], [0.1, 0.8, 0.5, 0.45, 0.7, 1], strict=True):
+        lines.append(f'{data}/helix0.pdb,{text},{score},"[""A""]",x,y,{score},{score},{score},2')
+    lines.append(f"{data}/helix0.pdb,{own},0.3,,x")  # its other fields are missing
     table = tmp_path / "scored.csv"
     table.write_text("\n".join(lines))
 
     cases = {"": [1, 0, 4, 3], "--lower_is_better": [0, 1, 3, 4]}
     cases.update({"--score_gap=0.5": [1, 0], "--pairs_per_backbone=1": [1, 0]})
+    cases["--margin_scale=10"] = cases[""]
     for option, expected in cases.items():
         out = tmp_path / f"{option}.json"
         said = tool("make_dpo_pairs", table, "--out", out, *option.split())
-        assert "columns that are not used: note" in said
+        assert "columns that are not used: comment, description, margin, note, weight\n" in said
+        assert "1 lines have a sequence again: " in said
+        count = len(expected)
+        assert f"6 sequences: {count} in pairs, {6 - count} in none, such as {table}: line" in said
         found = []
-        for pair in json.loads(out.read_text()):
+        pairs = json.loads(out.read_text())
+        for pair in pairs:
             assert pair["cluster"] == "x" and pair["design_chains"] == ["A"]
             found += [texts.index(pair[name]) for name in ("preferred_seq", "unpreferred_seq")]
         assert found == expected
+        margins = [8.0, 2.5] if "margin" in option else [None] * len(pairs)
+        assert [pair.get("margin") for pair in pairs] == margins
+        assert not any("weight" in pair for pair in pairs)
 
-    table.write_text("\n".join(lines).replace("0.9", "n/a").replace(texts[0], "W"))
+    alone = tmp_path / "alone.csv"
+    alone.write_text("\n".join(lines[:2]))
+    table.write_text("\n".join(lines).replace("0.8", "n/a", 1).replace(texts[0], "W"))
     refusals = {
-        "--score=charge": "line 2: unpreferred_seq has 1 letters; expected",
-        "--score=ddg": "no column ddg; it has pdb_file",
-        "--score=score": "line 3: score is no finite number",
-        "--score=charge --score_gap=99": "no pairs: expected",
+        f"{table} --score=charge": "line 2: unpreferred_seq has 1 letters; expected",
+        f"{table} --score=ddg": "no column ddg; it has pdb_file",
+        f"{table} --score=score": "line 3: score is no finite number",
+        f"{table} --score=charge --score_gap=99": "no pairs: of 6 sequences no two on a backbone",
+        f"{alone}": "no pairs: of 1 sequences no two on a backbone have scores that differ",
     }
-    for options, text in refusals.items():
-        words = ["make_dpo_pairs", table, f"--out={tmp_path}/out", *options.split()]
-        assert text in tool(*words, status=2)
+    for words, text in refusals.items():
+        assert text in tool("make_dpo_pairs", *words.split(), f"--out={tmp_path}/out", status=2)
     assert not (tmp_path / "out").exists()
