@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from unittest import mock
 
 import pandas
@@ -129,10 +130,11 @@ def test_scores_are_those_of_the_run(data, trained, tmp_path):
     assert (pandas.read_csv(out)["rewards/margins"] == 0).all()
 
 
-def test_tools_refuse(data, trained, tmp_path):
+def test_tools_refuse(data, trained, tmp_path, monkeypatch, capsys):
     """In one line, and nothing is written. Once random weights were compared with random ones."""
     best = trained / "best_model.pt"
     pairs = data / "pairs.json"
+    helix = f"{data}/helix0.pdb"
     state = torch.load(best, weights_only=True)
     state["args"]["data_hash"] = "another"
     torch.save(state, data / "other.pt")
@@ -142,11 +144,37 @@ def test_tools_refuse(data, trained, tmp_path):
         "give --reference": ["score_dpo", RELEASED, pairs],
         "expected a new file": ["score_dpo", best, f"--out={data}/other.pt"],
         "gone.pt: .*expected weights": ["score_dpo", best, pairs, "--reference=gone.pt"],
-        "lost.pt: .*expected weights": ["design_dpo", "lost.pt", data / "helix0.pdb"],
+        "--score ddg: expected sequences, as a .csv": ["score_dpo", best, pairs, "--score=ddg"],
+        "lost.pt: .*expected weights": ["design_dpo", "lost.pt", helix],
     }
+    designs = {
+        "--omit AB: expected letters of ACD": "--omit=AB",
+        "--omit ACD.*: expected letters of .*, not all": f"--omit={script.ALPHABET}",
+        "--bias B=1: expected such as K=0.5, with a letter of ACD": "--bias B=1",
+        "helix0.pdb: position A99; expected .*, A1 to A.*, or indices": "--mutable_positions A99",
+        "position A6-7; expected .* as a range A6-A17 or 5-16": "--mutable_ranges A6-7",
+        r"--tied A B; expected design chains \(A of 22 residues\)": "--tied A B",
+    }
+    for text, words in designs.items():
+        cases[text] = ["design_dpo", RELEASED, helix, *words.split()]
+    two = f"{RELEASED} {ROOT}/data/dpo/7CTH_HL.pdb.gz --design_chains H L --tied H L"
+    cases["7CTH.*H of 127, L of 109 residues. with the same"] = ["design_dpo", *two.split()]
+    own = text_of(script.read_structure(helix).chains["A"])
+    tables = {
+        "no column ddg; it has pdb_file": "",
+        "line 2: ddg is no finite number": ",ddg\nhelix0.pdb,AC,n/a",
+        "line 2: sequence has 2 letters": ",ddg\nhelix0.pdb,AC,1",
+        r'line 2: .* is A; expected a list, such as \["A"\]': f",ddg,design_chains\n,{own},1,A",
+    }
+    for number, (text, content) in enumerate(tables.items()):
+        cases[text] = ["score_dpo", RELEASED, data / f"bad{number}.csv", "--score=ddg"]
+        cases[text][2].write_text(f"pdb_file,sequence{content}")
     for text, (name, *words) in cases.items():
-        errors = tool(name, f"--out={tmp_path}/out", *words, status=2)
-        assert re.fullmatch(f"{name}.py: error: .*{text}.*\n", errors)
+        module = import_tool(name)
+        monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}/out", *map(str, words)])
+        with pytest.raises(SystemExit, match="2"):
+            module.call(module.run, module.parse_args)
+        assert re.fullmatch(f"{name}: error: .*{text}.*\n", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
 
@@ -236,10 +264,9 @@ def test_pairs_of_scored_sequences(data, tmp_path):
     alone.write_text("\n".join(lines[:2]))
     table.write_text("\n".join(lines).replace("0.8", "n/a", 1).replace(texts[0], "W"))
     refusals = {
-        f"{table} --score=charge": "line 2: unpreferred_seq has 1 letters; expected",
+        f"{table} --score=charge": "line 2: sequence has 1 letters; expected",
         f"{table} --score=ddg": "no column ddg; it has pdb_file",
         f"{table} --score=score": "line 3: score is no finite number",
-        f"{table} --score=charge --score_gap=99": "no pairs: of 6 sequences no two on a backbone",
         f"{alone}": "no pairs: of 1 sequences no two on a backbone have scores that differ",
     }
     for words, text in refusals.items():

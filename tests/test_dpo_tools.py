@@ -1,8 +1,7 @@
-"""Scores and designs of tools/: against the official program, and what is refused."""
+"""Scores of sequences and designs of tools/ against the official program."""
 
 import re
 import sys
-from pathlib import Path
 
 import gemmi
 import numpy as np
@@ -40,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def official_inputs(folder, tied=()):
-    """The official program, and what its `tied_featurize` makes of A and B, with C fixed."""
+    """What the official program makes of A and B to design, and C fixed."""
     program = sys.modules[type(official_network(RELEASED)).__module__]
     entry = program.parse_PDB(str(folder / "trimer.pdb"))[0]
     positions = {"trimer": [dict.fromkeys(tied, [i + 1]) for i in range(46)]} if tied else None
@@ -105,20 +104,20 @@ def test_letters_are_drawn_as_the_official_program_draws_them(tied, folder, monk
     words = f"{RELEASED} {folder}/trimer.pdb {CHAINS} --omit=MC --bias K=0.5 e=-0.7".split()
     args = parse_arguments(design, *words)
     args.tied = tied
-    target = design.Target(args, args.pdb_file[0], 48, "cpu")
+    target = design.Target(args, args.pdb_file[0])
     bias = design.read_bias(args)
     ranks = torch.stack([script.decode_ranks(target.designed, seed) for seed in (3, 4)])
-    orders = design.order_tied(ranks, target.members)
     seen = []
     draw = design.draw
     monkeypatch.setattr(design, "draw", lambda *given: seen.append(given[0][0]) or draw(*given))
+    network = script.read_model(RELEASED)
     native = torch.from_numpy(target.native).long()
-    inputs = (design.Namespace(**target.features), native, target.designed, orders, target.members)
+    inputs = (target.features(network), native, target.designed, target.members, ranks, bias)
     generator = torch.Generator().manual_seed(1)
-    drawn = design.decode(script.read_model(RELEASED), *inputs, bias, 0.7, generator)[0]
+    drawn, decode_rank = [some[0] for some in design.decode(network, *inputs, 0.7, generator)]
     assert torch.equal(drawn[:46], drawn[46:92]) == bool(tied)
 
-    order = orders[0]
+    order = decode_rank.argsort()
     letters = iter(drawn[[at for at in order if target.members[at].min() == at]])
     monkeypatch.setattr(torch, "multinomial", lambda probs, count: next(letters).view(1, 1))
     _, given = official_inputs(folder, tied)
@@ -160,50 +159,3 @@ def test_several_structures_with_positions_of_the_file(tmp_path):
         assert set(sequence[4:9]) <= set("AG") and sequence[9:39] == own[9:39]
     labels = import_tool("design_dpo").number_residues(paths[0], ["A"])
     assert labels["A56B"] == 55  # with an insertion code
-
-
-# what is given, and a part of the line that is said
-DESIGNS = {
-    "--omit=AB": "--omit AB: expected letters of ACD",
-    f"--omit={script.ALPHABET}": "expected letters of .*, not all of them",
-    "--bias B=1": "--bias B=1: expected such as K=0.5, with a letter of ACD",
-    "--bias K=much": "--bias K=much: expected such as K=0.5",
-    "--mutable_positions A47": "trimer.pdb: position A47; expected .* A1 to A46, or indices",
-    "--mutable_ranges A6-17": "position A6-17; expected .* as a range A6-A17 or 5-16",
-    "--mutable_ranges 5-46": "trimer.pdb: mutable residues 5 to 46; expected 0 to 45",
-    "--design_chains Z": "trimer.pdb: chain Z; expected one of A, B, C",
-    "--tied A B": "--tied A B; expected design chains: A",
-    f"{CHAINS} --mutable_positions B2 --tied A B": "expected the same residues to design",
-    f"{ROOT}/data/dpo/7CTH_HL.pdb.gz --design_chains H L --tied H L": "L .109 residues.; expected",
-}
-HEAD = "pdb_file,sequence,ddg,design_chains\ntrimer.pdb"
-TABLES = {
-    "pdb_file,ddg": "no column sequence; it has pdb_file, ddg",
-    "pdb_file,sequence": "no column ddg; it has",
-    f"{HEAD},OWN,1,\ntrimer.pdb,OWN,n/a,": "line 3: ddg is no finite number",
-    f"{HEAD},OWN,1,\ntrimer.pdb,OWNA,1,": "line 3: sequence has 47 letters; expected 46",
-    f"{HEAD},OWN,1,A": r'line 2: .* expected lists in JSON.s form, such as \["A"\]',
-    f'{HEAD},OWN,1,"[""Z""]"': "line 2: chain Z; expected one of A, B, C",
-    "": "No columns to parse",
-}
-CASES = [("design_dpo", f"trimer.pdb {words}", text) for words, text in DESIGNS.items()]
-CASES += [("score_dpo", content, text) for content, text in TABLES.items()]
-CASES += [("score_dpo", "pairs.json", "--score ddg: expected sequences, as a .csv file")]
-
-
-@pytest.mark.parametrize(("name", "given", "text"), CASES)
-def test_what_is_wrong_is_said_in_a_line(name, given, text, folder, monkeypatch, capsys):
-    """With status 2, and nothing is written."""
-    monkeypatch.chdir(folder)
-    if name == "design_dpo" and ".gz" in given:
-        given = given.removeprefix("trimer.pdb ")
-    if name == "score_dpo":
-        own = LETTERS[script.read_structure("trimer.pdb").chains["A"].letters]
-        Path("bad.csv").write_text(given.replace("OWN", "".join(own)))
-        given = f"{'pairs.json' if given == 'pairs.json' else 'bad.csv'} --score=ddg"
-    tool = import_tool(name)
-    monkeypatch.setattr(sys, "argv", [name, str(RELEASED), *given.split(), "--out=new"])
-    with pytest.raises(SystemExit, match="2"):
-        tool.call(tool.run, tool.parse_args)
-    assert re.fullmatch(f"{name}: error: .*{text}.*\n", capsys.readouterr().err)
-    assert not list(folder.glob("new*"))

@@ -26,7 +26,6 @@ import math
 import os
 import re
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +36,8 @@ import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
-from make_dpo_pairs import call, check_new, net_charge, read_structure
-from score_dpo import Backbone, load_networks, score_sequences
+from make_dpo_pairs import Backbone, call, check_new, net_charge, read_structure
+from score_dpo import load_networks, score_sequences
 from tqdm import tqdm
 
 import run_dpo_ddp as script
@@ -76,7 +75,6 @@ def read_bias(args):
         if not match:
             raise InputError(f"--bias {text}: expected such as K=0.5, with a letter of {letters}")
         bias[letters.index(match[1])] = float(match[2])
-
     omitted = set(args.omit.upper()) - {"X"}
     if not omitted < set(letters):
         raise InputError(f"--omit {args.omit}: expected letters of {letters}, not all of them")
@@ -112,9 +110,9 @@ def find_residues(text, labels, count):
 
 
 class Target(Backbone):
-    """A structure to design, see Backbone. Raises ValueError."""
+    """A structure to design. Raises ValueError."""
 
-    def __init__(self, args, path, k, device):
+    def __init__(self, args, path):
         chains = read_structure(path).chains
         names = args.design_chains or [next(iter(chains))]
         labels = number_residues(path, [name for name in names if name in chains])
@@ -124,24 +122,23 @@ class Target(Backbone):
         fields.update(mutable_positions=places, mutable_ranges=ranges)
         self.path = path
         self.fields = {name: value for name, value in fields.items() if value}
-        super().__init__({"pdb_file": path, **self.fields}, k, device)
+        super().__init__({"pdb_file": path, **self.fields})
         self.members = self.tie(names, args.tied)
 
     def tie(self, names, tied):
         """(N, G): the residues that get the same letter as each, itself among them; where it is
         alone, it stands there G times. names: the design chains. Raises ValueError."""
-        if not set(tied) <= set(names):
-            raise ValueError(f"--tied {' '.join(tied)}; expected design chains: {' '.join(names)}")
         chains = {}
-        for name in tied or names[:1]:
-            chains[name] = np.flatnonzero(self.chain_index == names.index(name))
-        first, *others = [self.is_designed[chain].tolist() for chain in chains.values()]
-        if any(other != first for other in others):
-            sizes = ", ".join(f"{name} ({len(chain)} residues)" for name, chain in chains.items())
-            raise ValueError(f"--tied chains {sizes}; expected the same residues to design")
+        for number, name in enumerate(names):
+            chains[name] = np.flatnonzero(self.chain_index == number)
+        designed = [self.is_designed[chains.get(name, [])].tolist() for name in tied or names[:1]]
+        if not all(designed) or any(own != designed[0] for own in designed):
+            lengths = ", ".join(f"{name} of {len(chain)}" for name, chain in chains.items())
+            expected = f"design chains ({lengths} residues) with the same residues to design"
+            raise ValueError(f"--tied {' '.join(tied)}; expected {expected}")
 
-        same = np.stack([*chains.values()], axis=1)[first]
-        members = np.arange(len(self.native))[:, None].repeat(len(chains), axis=1)
+        same = np.stack([chains[name] for name in tied or names[:1]], axis=1)[designed[0]]
+        members = np.arange(len(self.native))[:, None].repeat(same.shape[1], axis=1)
         for own in same.T:
             members[own] = same
         index = np.cumsum(self.is_whole) - 1  # among those that the network sees
@@ -153,22 +150,17 @@ class Target(Backbone):
         return "/".join("".join(ALPHABET[letter] for letter in own) for own in chains)
 
 
-def order_tied(ranks, members):
-    """(C, N) residues in decoding order, by random ranks (C, N): those that are tied come one after
-    the other, where the first of them would."""
-    place = (members < torch.arange(len(members)).unsqueeze(1)).sum(1)
-    return (ranks[:, members].amin(-1) * len(members) + place).argsort(1)
-
-
-def decode(model, backbone, native, designed, orders, members, bias, temperature, generator):
-    """Letters (C, N), drawn residue by residue in the orders (C, N). Where `designed` (N,) is False
-    they are `native` (N,). members (N, G): see Target.tie."""
+def decode(model, backbone, native, designed, members, ranks, bias, temperature, generator):
+    """Letters (C, N), drawn residue by residue, and their rank in decoding order (C, N). Where
+    `designed` (N,) is False they are `native` (N,). Random ranks (C, N) say the order; of those
+    that are tied, members (N, G), the first says it for all, which come one after the other."""
     nodes, edges = model.encode(backbone)
     is_neighbor = torch.ones_like(backbone.neighbors)  # all residues have as many
-    versions, residues = orders.shape
-    own_index = torch.arange(residues, device=native.device)
-    is_last = (members.max(1).values == own_index).unsqueeze(1)  # of those that are tied
-    count = 1 + (members != own_index.unsqueeze(1)).sum(1, keepdim=True)
+    versions, residues = ranks.shape
+    own_index = torch.arange(residues, device=native.device).unsqueeze(1)
+    place = (members < own_index).sum(1, keepdim=True)  # among those that are tied
+    count = (members != own_index).sum(1, keepdim=True) + 1
+    orders = (ranks[:, members].amin(-1) * residues + place.T).argsort(1)
     rows = torch.arange(versions, device=native.device)
     letters = native.repeat(versions, 1)
     sums = 0.0
@@ -189,18 +181,18 @@ def decode(model, backbone, native, designed, orders, members, bias, temperature
             x = between[at] + said[rows[:, None], around]
             h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), is_neighbor[at])
 
-        # tied residues: all get what the last one draws, from the mean of their logits
+        # all that are tied get what the last one draws, from the mean of their logits
+        is_last = place[at] == count[at] - 1
         sums = sums + model.W_out(h)
         drawn = draw(sums / count[at], bias, temperature, generator)
         drawn = torch.where(designed[at], drawn, native[at])
-        sums = sums.masked_fill(is_last[at], 0.0)
-        copies = members[at]
-        letters[rows[:, None], copies] = drawn[:, None]
+        sums = sums.masked_fill(is_last, 0.0)
+        letters[rows[:, None], members[at]] = drawn[:, None]
         for (_, _, letter, other, _, said), h in zip(tables, before, strict=True):
             said[rows, at] = F.linear(h, other)
-            told = F.linear(model.W_s(drawn), letter) * is_last[at]
-            said[rows[:, None], copies] += told[:, None]
-    return letters
+            told = F.linear(model.W_s(drawn), letter) * is_last
+            said[rows[:, None], members[at]] += told[:, None]
+    return letters, orders.argsort(1)
 
 
 def draw(logits, bias, temperature, generator):
@@ -218,23 +210,22 @@ def draw(logits, bias, temperature, generator):
 def sample(args, network, reference, target, bias):
     """A table of the sequences that a network draws."""
     ranks = [script.decode_ranks(target.designed, [args.seed, i]) for i in range(args.num_samples)]
-    orders = order_tied(torch.stack(ranks), target.members)
     native = torch.from_numpy(target.native[target.is_whole]).long()
-    inputs = [native, target.designed, orders, target.members, bias]
+    inputs = [native, target.designed, target.members, torch.stack(ranks), bias]
     inputs = [tensor.to(network.W_out.weight.device) for tensor in inputs]
     generator = torch.Generator().manual_seed(args.seed)
-    backbone = Namespace(**target.features)
-    drawn = decode(network, backbone, *inputs, args.temperature, generator).cpu()
+    backbone = target.features(network)
+    drawn, decode_rank = decode(network, backbone, *inputs, args.temperature, generator)
 
     letters = np.tile(target.native, (args.num_samples, 1))
-    letters[:, target.is_whole] = drawn
+    letters[:, target.is_whole] = drawn.cpu()
     table = pandas.DataFrame({"sequence": [target.text(own) for own in letters]})
     table["recovery"] = (letters == target.native)[:, target.is_designed].mean(1)
     texts = ["".join(ALPHABET[letter] for letter in own) for own in letters[:, target.is_designed]]
     table["charge_per_100"] = [100 * net_charge(text) / len(text) for text in texts]
     for name, scorer in {"perplexity": network, "perplexity_reference": reference}.items():
         if scorer is not None:
-            logp = score_sequences(scorer, target, drawn, orders.argsort(1))
+            logp = score_sequences(scorer, target, drawn, decode_rank)
             table[name] = (-logp[:, target.designed].mean(1)).exp().numpy()
     return table
 
@@ -263,11 +254,10 @@ def run(args):
     check_new(f"{args.out}.csv")
     bias = read_bias(args)
     networks, _ = load_networks(args)
-    model = networks["network"]
     targets = []
     for path in args.pdb_file:
         try:
-            targets.append(Target(args, path, model.k_neighbors, model.W_out.weight.device))
+            targets.append(Target(args, path))
         except ValueError as error:
             raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 

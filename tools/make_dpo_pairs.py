@@ -15,9 +15,9 @@ several times is taken once, with the mean of its scores. Every pair is checked 
 checks it, but for its --max_length.
 """
 
+import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import pandas
+import torch
 
 import run_dpo_ddp as script
 from run_dpo_ddp import InputError
@@ -78,7 +79,7 @@ def read_structure(path):
     """As the script reads it, each file once. Prints what is odd about it. Raises ValueError."""
     structure = script.read_structure(path)
     for text, found in structure.notes.items():
-        print(f"{len(found)} residues {text}, such as {found[0]}")
+        print(f"{len(found)} {text}, such as {found[0]}")
     return structure
 
 
@@ -86,7 +87,7 @@ def read_table(path, score=None, may_be_empty=False):
     """The lines of a CSV file, all text, each with a name that says where it stands; and the scores
     of these lines, if a column is named: NaN where they are empty and may be. Raises InputError."""
     table = pandas.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    table = table.fillna("")  # of lines that are too short
+    table = table.fillna("")  # at the end of lines that are too short
     table.index = [f"{path}: line {line}" for line in range(2, len(table) + 2)]
     if score == "charge" and score not in table and "sequence" in table:
         table[score] = table["sequence"].map(net_charge).astype(str)
@@ -94,6 +95,7 @@ def read_table(path, score=None, may_be_empty=False):
     for name in needed:
         if name not in table:
             raise InputError(f"{path}: no column {name}; it has {', '.join(table.columns)}")
+    table["sequence"] = table["sequence"].str.upper()
     unused = set(table.columns) - {*FIELDS, *needed}
     if unused:
         print(f"{path}: columns that are not used: {', '.join(sorted(unused))}")
@@ -107,72 +109,104 @@ def read_table(path, score=None, may_be_empty=False):
     return table, scores
 
 
+class Backbone:
+    """The chains that the fields of a Row name, those to design first: L residues, of which the
+    network sees the N that have all atoms. Raises TypeError and ValueError."""
+
+    def __init__(self, fields):
+        row = script.Row(**fields, preferred_seq="", unpreferred_seq="")
+        chains = read_structure(row.pdb_file).chains
+        joined, self.chain_index, self.length = script.join_chains(row, chains)
+        self.native = joined.letters  # (L,) of the structure
+        self.is_whole = np.isfinite(joined.coords).all(axis=(1, 2))  # (L,)
+        mutable = script.choose_mutable(row, self.length, len(self.native))
+        self.is_designed = self.is_whole & mutable  # (L,)
+        if not self.is_designed.any():
+            raise ValueError("no residue to design has N, CA, C and O")
+        self.designed = torch.from_numpy(self.is_designed[self.is_whole])  # (N,)
+        arrays = joined.coords, joined.residue_index, self.chain_index
+        self.arrays = [array[self.is_whole] for array in arrays]
+
+    def features(self, network):
+        """What a network wants of the backbone, where it is."""
+        k = min(network.k_neighbors, len(self.designed))
+        features = script.featurize(*self.arrays, k).items()
+        device = network.W_out.weight.device
+        return argparse.Namespace(**{name: tensor.to(device) for name, tensor in features})
+
+
 def read_backbones(path, table):
-    """Yields, for each backbone of a table, the fields of a Row (pdb_file as an absolute path), and
-    its lines, as a table. Raises InputError."""
+    """[(fields, Backbone, lines, letters)] of a table: the fields of a Row, with pdb_file as an
+    absolute path, the lines of the table that have them, and their letters (S, N). Raises
+    InputError."""
     columns = [column for column in FIELDS if column in table]
+    found = []
     for values, part in table.groupby(columns, sort=False):
         fields = {key: value for key, value in zip(columns, values, strict=True) if value}
+        where = part.index[0]
         try:
             for key in fields.keys() & set(LISTS):
+                if not fields[key].startswith("["):
+                    raise ValueError(f'{key} is {fields[key]}; expected a list, such as ["A"]')
                 fields[key] = json.loads(fields[key])
             fields["pdb_file"] = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
-            script.Row(**fields, preferred_seq="", unpreferred_seq="")
+            backbone = Backbone(fields)
+
+            native = backbone.native[: backbone.length]
+            letters = np.tile(backbone.native, (len(part), 1))
+            for own, where in zip(letters, part.index, strict=True):
+                own[: len(native)] = script.read_letters(
+                    "sequence", part["sequence"][where], native
+                )
         except (TypeError, ValueError) as error:
-            text = f"{error}; expected lists in JSON's form"
-            raise InputError(f'{part.index[0]}: {text}, such as ["A"] or [6, 7]') from None
-        yield fields, part
-
-
-def take_once(table):
-    """The table with each sequence once, the first time, with the mean of its scores; and the names
-    of the lines that are left out for that."""
-    sequence = table["sequence"].str.upper()
-    means = table["value"].groupby(sequence).transform("mean")
-    is_repeated = sequence.duplicated()
-    return table.assign(value=means)[~is_repeated], list(table.index[is_repeated])
+            raise InputError(f"{where}: {error}") from None
+        letters = torch.from_numpy(letters[:, backbone.is_whole]).long()
+        found.append((fields, backbone, part, letters))
+    return found
 
 
 def choose_pairs(table, args):
-    """[(the better line, the worse line)], by their names: the best with the worst, and so on."""
+    """[(the better line, the worse line, difference of their scores)], lines by their names: the
+    best with the worst, and so on."""
     scores = table["value"].sort_values(ascending=args.lower_is_better, kind="stable")
     pairs = []
     for rank in range(min(len(table) // 2, args.pairs_per_backbone or len(table))):
         gap = abs(scores.iloc[rank] - scores.iloc[-1 - rank])
         if gap > 0 and gap >= args.score_gap - 1e-9:  # else 0.9 - 0.4 would be less than 0.5
-            pairs.append((scores.index[rank], scores.index[-1 - rank]))
+            pairs.append((scores.index[rank], scores.index[-1 - rank], gap))
     return pairs
 
 
-def make_pair(fields, table, better, worse, args):
+def make_pair(fields, sequences, better, worse, gap, args):
     """The fields of a pair of two lines. Raises InputError."""
-    sequence = table["sequence"]
-    fields = {**fields, "preferred_seq": sequence[better], "unpreferred_seq": sequence[worse]}
+    fields = {**fields, "preferred_seq": sequences[better], "unpreferred_seq": sequences[worse]}
     if args.margin_scale > 0:
-        gap = abs(table["value"][better] - table["value"][worse])
         fields["margin"] = round(args.margin_scale * gap, 6)
     try:
         chains = read_structure(fields["pdb_file"]).chains
         script.read_pair(script.Row(**fields), chains, max_length=math.inf)
     except (TypeError, ValueError) as error:
         raise InputError(f"{better}, and {worse}: {error}") from None
-    folder = Path(args.out).resolve().parent
-    return {**fields, "pdb_file": os.path.relpath(fields["pdb_file"], folder)}
+    fields["pdb_file"] = os.path.relpath(fields["pdb_file"], Path(args.out).resolve().parent)
+    return fields
 
 
 def run(args):
     check_new(args.out)
     made = []
-    unpaired = []
+    unpaired = {}  # names of lines
     repeated = []
     for path in args.data:
         table, table["value"] = read_table(path, args.score)
-        for fields, part in read_backbones(path, table):
-            part, left_out = take_once(part)
-            pairs = choose_pairs(part, args)
-            made += [make_pair(fields, part, better, worse, args) for better, worse in pairs]
-            unpaired += list(part.index.drop([*itertools.chain(*pairs)]))
-            repeated += left_out
+        for fields, _, part, _ in read_backbones(path, table):
+            means = part.groupby("sequence")["value"].transform("mean")
+            is_repeated = part.duplicated("sequence")
+            repeated += list(part.index[is_repeated])
+            part = part.assign(value=means)[~is_repeated]
+            unpaired.update(dict.fromkeys(part.index))
+            for better, worse, gap in choose_pairs(part, args):
+                made.append(make_pair(fields, part["sequence"], better, worse, gap, args))
+                del unpaired[better], unpaired[worse]
     if not made:
         text = f"no two on a backbone have scores that differ, by {args.score_gap:g} or more"
         raise InputError(f"no pairs: of {len(unpaired)} sequences {text}")
@@ -183,7 +217,7 @@ def run(args):
         text = "lines have a sequence again: it is taken once, with its mean score"
         print(f"{len(repeated):,} {text}, such as {repeated[0]}")
     count = f"{2 * len(made) + len(unpaired):,} sequences: {2 * len(made):,} in pairs"
-    example = f", such as {unpaired[0]}" if unpaired else ""
+    example = f", such as {next(iter(unpaired))}" if unpaired else ""
     print(f"{count}, {len(unpaired):,} in none{example}")
     print(f"{args.out}: {len(made):,} pairs")
 

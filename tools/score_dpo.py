@@ -12,11 +12,11 @@ Of pairs it writes a CSV file with a line for each: what the training logs as va
 temperature of the run (of released weights 0.1). Prints the means, of network and reference.
 
 Of sequences, a CSV file as for tools/make_dpo_pairs.py, it writes the table, and of network and
-reference logp_per_residue: at temperature 1, the mean over the designed residues that are not X
-(what the released program calls score, times -1), in nats; and their difference. Each is a mean
-over decoding orders, the same for all sequences on a backbone; ..._error is its standard error.
-Prints means, and with --score Spearman's rho with this column, of the lines where it is not empty,
-with its standard error (Bonett and Wright 2000).
+reference logp_per_residue, at temperature 1, in nats: the mean over designed residues that are not
+X (what the released program calls score, times -1), and over decoding orders, the same for all
+sequences on a backbone; the standard error over the orders; and the difference of the two. Prints
+means, and with --score Spearman's rho with this column, of the lines where it is not empty, and its
+standard error (Bonett and Wright 2000).
 """
 
 import copy
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import pandas
 import torch
-from make_dpo_pairs import call, check_new, read_backbones, read_structure, read_table
+from make_dpo_pairs import call, check_new, read_backbones, read_table
 from tqdm import tqdm
 
 import run_dpo_ddp as script
@@ -77,8 +77,8 @@ def load_networks(args):
 def load_pairs(args, options, orders, k):
     """(pairs, ids of those to score): all of args.data, or what the run held out."""
     if args.data:
-        options = Namespace(train_data=args.data, val_data=None, max_length=10**9)
-        options.skip_bad_data, options.eval_orders = args.skip_bad_data, orders
+        given = {"train_data": args.data, "val_data": None, "max_length": 10**9}
+        options = Namespace(**given, eval_orders=orders, skip_bad_data=args.skip_bad_data)
         with tempfile.TemporaryDirectory() as options.cache_dir:
             data = script.Pairs(script.prepare(options, k), options)
         return data, np.arange(len(data.name))
@@ -107,38 +107,11 @@ def score_pairs(networks, data, ids, settings):
     return {who: pandas.DataFrame(rows[who], index=names) for who in networks}
 
 
-class Backbone:
-    """The chains that the fields of a Row name, those to design first: L residues, of which the
-    network sees the N that have all atoms, with its k neighbors of each. Raises ValueError."""
-
-    def __init__(self, fields, k, device):
-        row = script.Row(**fields, preferred_seq="", unpreferred_seq="")
-        chains = read_structure(row.pdb_file).chains
-        joined, self.chain_index, self.length = script.join_chains(row, chains)
-        self.native = joined.letters  # (L,) of the structure
-        self.is_whole = np.isfinite(joined.coords).all(axis=(1, 2))  # (L,)
-        mutable = script.choose_mutable(row, self.length, len(self.native))
-        self.is_designed = self.is_whole & mutable  # (L,)
-        self.designed = torch.from_numpy(self.is_designed[self.is_whole])  # (N,)
-        if not self.designed.any():
-            raise ValueError("no residue to design has N, CA, C and O")
-        arrays = joined.coords, joined.residue_index, self.chain_index
-        arrays = [array[self.is_whole] for array in arrays]
-        features = script.featurize(*arrays, min(k, len(self.designed)))
-        self.features = {name: tensor.to(device) for name, tensor in features.items()}
-
-    def read_letters(self, text):
-        """The letters (N,) of a sequence of the design chains. Raises ValueError."""
-        letters = self.native.copy()
-        letters[: self.length] = script.read_letters("sequence", text, self.native[: self.length])
-        return torch.from_numpy(letters[self.is_whole]).long()
-
-
 @torch.no_grad()
 def score_sequences(network, backbone, letters, decode_rank):
     """log p (S, N) of the sequences letters (S, N) on a Backbone, each in its own decoding order
     (S, N), at temperature 1."""
-    inputs = Namespace(**backbone.features)
+    inputs = backbone.features(network)
     device = inputs.atoms.device
     residues = torch.arange(letters.shape[1], device=device)
     count = max(1, RESIDUES // len(residues))
@@ -153,64 +126,57 @@ def score_sequences(network, backbone, letters, decode_rank):
     return torch.cat(logp)
 
 
-def read_sequences(path, table, network):
-    """[(the names of lines of the table, their Backbone, letters (S, N))]. Raises InputError."""
-    groups = []
-    for fields, part in read_backbones(path, table):
-        letters = []
-        where = part.index[0]
-        try:
-            backbone = Backbone(fields, network.k_neighbors, network.W_out.weight.device)
-            for where in part.index:
-                letters.append(backbone.read_letters(part["sequence"][where]))
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{where}: {error}") from None
-        groups.append((part.index, backbone, torch.stack(letters)))
-    return groups
-
-
-def score_table(network, groups, orders):
-    """log p per designed residue: a row for each line of `groups`, a column for each order."""
+def score_table(network, backbones, orders):
+    """log p per designed residue: a row for each line of a table, a column for each order."""
     tables = []
-    for lines, backbone, letters in tqdm(groups, unit=" backbones", disable=None):
+    for _, backbone, part, letters in tqdm(backbones, unit=" backbones", disable=None):
         ranks = [script.decode_ranks(backbone.designed, order) for order in range(orders)]
-        ranks = torch.stack(ranks).repeat(len(lines), 1)
+        ranks = torch.stack(ranks).repeat(len(part), 1)
         letters = letters.repeat_interleave(orders, dim=0)
         is_scored = backbone.designed & (letters != UNKNOWN)
         logp = score_sequences(network, backbone, letters, ranks) * is_scored
         means = (logp.sum(1) / is_scored.sum(1)).view(-1, orders)
-        tables.append(pandas.DataFrame(means.double().numpy(), index=lines))
+        tables.append(pandas.DataFrame(means.double().numpy(), index=part.index))
     return pandas.concat(tables)
 
 
 def run_on_table(args, networks, orders):
     """Score the sequences of a table. Raises InputError."""
     table, scores = read_table(args.data, args.score, may_be_empty=True)
-    groups = read_sequences(args.data, table, networks["network"])
-    found = {who: score_table(network, groups, orders) for who, network in networks.items()}
-    columns = {f"{who}_logp_per_residue": values for who, values in found.items()}
-    if "reference" in found:
-        columns["difference"] = found["network"] - found["reference"]
-    for name, values in columns.items():
-        table[name] = values.mean(axis=1)
-        table[f"{name}_error"] = values.std(axis=1) / orders**0.5
+    backbones = read_backbones(args.data, table)
+    found = {}
+    for who, network in networks.items():
+        found[f"{who}_logp_per_residue"] = score_table(network, backbones, orders)
+    if len(found) == 2:
+        network, reference = found.values()
+        found["difference"] = network - reference
+    names = list(found)
+    for name in names:
+        table[name] = found[name].mean(axis=1)
+        table[f"{name}_error"] = found[name].std(axis=1) / orders**0.5
 
-    print(f"{len(table):,} sequences, {len(groups):,} backbones, {orders} decoding orders")
-    report = pandas.DataFrame({"mean": table[list(columns)].mean()})
+    print(f"{len(table):,} sequences, {len(backbones):,} backbones, {orders} decoding orders")
+    report = pandas.DataFrame({"mean": table[names].mean()})
     if args.score:
         count = scores.notna().sum()
-        rho = table[list(columns)].assign(score=scores).corr("spearman")["score"].drop("score")
+        rho = table[names].assign(score=scores).corr("spearman")["score"].drop("score")
         report["rho"] = rho
         report["rho_error"] = (1 - rho**2) * ((1 + rho**2 / 2) / (count - 3)) ** 0.5
         print(f"rho: Spearman's, with {args.score}, of {count:,} sequences")
     print(report.round(4))
-    old, new = Path(args.data).resolve().parent, Path(args.out).resolve().parent
-    table["pdb_file"] = [os.path.relpath(old / name, new) for name in table["pdb_file"]]
+    folder = Path(args.out).resolve().parent
+    for fields, _, part, _ in backbones:
+        table.loc[part.index, "pdb_file"] = os.path.relpath(fields["pdb_file"], folder)
     table.to_csv(args.out, index=False, float_format="%.6f")
+    print(args.out)
 
 
-def run_on_pairs(args, networks, options, orders):
-    """Score pairs. Raises InputError."""
+def run(args):
+    check_new(args.out)
+    networks, options = load_networks(args)
+    orders = args.orders or options.get("eval_orders", 4)
+    if args.data and args.data.lower().endswith((".csv", ".csv.gz")):
+        return run_on_table(args, networks, orders)
     if args.score:
         raise InputError(f"--score {args.score}: expected sequences, as a .csv file")
     if "reference" not in networks:
@@ -222,16 +188,6 @@ def run_on_pairs(args, networks, options, orders):
     tables["network"].to_csv(args.out, float_format="%.6f")
     print(f"beta {settings.beta:g}, temperature {settings.temperature:g}, {len(ids)} pairs")
     print(pandas.DataFrame({who: table.mean() for who, table in tables.items()}).round(4))
-
-
-def run(args):
-    check_new(args.out)
-    networks, options = load_networks(args)
-    orders = args.orders or options.get("eval_orders", 4)
-    if args.data and args.data.lower().endswith((".csv", ".csv.gz")):
-        run_on_table(args, networks, orders)
-    else:
-        run_on_pairs(args, networks, options, orders)
     print(args.out)
 
 
