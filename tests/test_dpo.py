@@ -151,8 +151,9 @@ def test_tools_refuse(data, trained, tmp_path, monkeypatch, capsys):
         "--omit AB: expected letters of ACD": "--omit=AB",
         "--omit ACD.*: expected letters of .*, not all": f"--omit={script.ALPHABET}",
         "--bias B=1: expected such as K=0.5, with a letter of ACD": "--bias B=1",
-        "helix0.pdb: position A99; expected .*, A1 to A.*, or indices": "--mutable_positions A99",
+        "helix0.pdb: position A99; expected .* such as A1, or indices": "--mutable_positions A99",
         "position A6-7; expected .* as a range A6-A17 or 5-16": "--mutable_ranges A6-7",
+        "position 5; expected .* as a range A6-A17 or 5-16": "--mutable_ranges 5",
         r"--tied A B; expected design chains \(A of 22 residues\)": "--tied A B",
     }
     for text, words in designs.items():

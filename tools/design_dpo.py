@@ -21,6 +21,7 @@ letter), net charge per 100 designed residues (K + R - D - E), and their perplex
 and under the reference, at temperature 1, without bias.
 """
 
+import collections
 import json
 import math
 import os
@@ -87,12 +88,13 @@ def number_residues(path, names):
     `names`, one after the other."""
     structure = gemmi.read_structure(path, format=gemmi.CoorFormat.Detect)
     structure.remove_alternative_conformations()
+    notes = collections.defaultdict(list)  # printed where the structure is read
     labels = []
     for name in names:
         for residue in structure[0][name]:
             chain = gemmi.Chain(name)
             chain.add_residue(residue)
-            if len(script.read_chain(chain, path, {}).letters) > 0:  # else it is left out
+            if len(script.read_chain(chain, path, notes).letters) > 0:  # else it is left out
                 labels.append(f"{name}{residue.seqid}")
     return {label: index for index, label in enumerate(labels)}
 
@@ -100,13 +102,14 @@ def number_residues(path, names):
 def find_residues(text, labels, count):
     """The indices of `count` residues, such as A6-A17 or 5-16. Raises ValueError."""
     words = text.split("-")
-    if all(word.isdecimal() for word in words):
-        labels = {word: int(word) for word in words}
-    if len(words) != count or not set(words) <= set(labels):
-        first, *_, last = labels
-        expected = f"residues of the design chains, {first} to {last}, or indices from 0 on"
+    indices = [int(word) if word.isdecimal() else labels.get(word) for word in words]
+    kinds = {word.isdecimal() for word in words}
+    if len(words) != count or len(kinds) > 1 or None in indices:
+        expected = (
+            f"residues of the design chains, such as {next(iter(labels))}, or indices from 0 on"
+        )
         raise ValueError(f"position {text}; expected {expected}; as a range A6-A17 or 5-16")
-    return [labels[word] for word in words]
+    return indices
 
 
 class Target(Backbone):

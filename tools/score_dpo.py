@@ -66,6 +66,7 @@ def load_networks(args):
     elif "reference" in state:
         networks["reference"] = copy.deepcopy(model)
         networks["reference"].load_state_dict(state["reference"])
+
     for network in networks.values():
         network.to(script.choose_device(args, local_rank=0))
         if network.k_neighbors != model.k_neighbors:
