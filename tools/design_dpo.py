@@ -1,59 +1,63 @@
-"""Draw sequences for a structure with a network of run_dpo_ddp.py, beside the one it came from.
+"""Draw sequences for structures with a network of run_dpo_ddp.py, beside the one it came from.
 
     python tools/design_dpo.py outputs/dpo_ddp/best_model.pt complex.cif --design_chains B
     python tools/design_dpo.py best_model.pt complex.pdb --design_chains B --fixed_chains A \\
-        --mutable_ranges 6-17 --num_samples 20 --temperature 0.2
-    python tools/design_dpo.py v_48_020.pt complex.pdb --num_samples 48 --out designs
+        --mutable_ranges B6-B17 --num_samples 20 --temperature 0.2
+    python tools/design_dpo.py v_48_020.pt *.pdb --num_samples 48 --omit C --out designs
+    python tools/design_dpo.py best_model.pt dimer.pdb --design_chains A B --tied A B --bias K=0.5
 
 The network: best_model.pt, step_N.pt or latest.pt of a run, or released weights of ProteinMPNN. Its
-reference, that of the run or --reference, draws as many, for comparison.
+reference, that of the run or --reference, draws as many, for comparison. As in the released program
+letters come from the softmax of (logits + bias) / temperature over those that are not omitted; for
+residues that are tied, from the mean of their logits.
 
-Writes designs.fasta: the structure's own sequence, then those drawn, with '/' between chains; and
+Writes designs.fasta: each structure's own sequence, then those drawn, with '/' between chains; and
 designs.csv, a table for tools/make_dpo_pairs.py (the design chains alone, without '/'), to which
-you can add a column with your own score. Positions count from 0 on over the design chains.
+you can add a column with your own score. Positions: of the file, with its chain before (B12), or
+from 0 on over the design chains (11).
 
 Prints of each network's sequences: recovery (share of the designed residues with the structure's
 letter), net charge per 100 designed residues (K + R - D - E), and their perplexity, under itself
-and under the reference, at temperature 1.
+and under the reference, at temperature 1, without bias.
 """
 
+import collections
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import gemmi
 import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
-from make_dpo_pairs import LISTS, net_charge
-from score_dpo import call, check_new, load_networks
+from make_dpo_pairs import Backbone, call, check_new, net_charge, read_structure
+from score_dpo import load_networks, score_sequences
 from tqdm import tqdm
 
 import run_dpo_ddp as script
-from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH
-
-
-def span(text):
-    """[first, last] of first-last."""
-    first, last = text.split("-")
-    return [int(first), int(last)]
+from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, InputError
 
 
 def parse_args():
     parser = script.Parser(description=__doc__, formatter_class=script.HelpFormatter)
     add = parser.add_argument
     add("checkpoint", help="the network")
-    add("pdb_file", help="PDB or mmCIF, also .gz")
+    add("pdb_file", nargs="+", help="PDB or mmCIF, also .gz")
     add("--reference", help="weights to compare with; None: those of the run")
     add("--design_chains", nargs="+", default=[], help="none: the first chain with protein")
     add("--fixed_chains", nargs="+", default=[], help="context")
-    add("--mutable_positions", nargs="+", type=int, default=[], help="design these alone")
-    add("--mutable_ranges", nargs="+", type=span, default=[], help="and these, such as 6-17")
+    add("--mutable_positions", nargs="+", default=[], help="design these alone, such as A6 or 5")
+    add("--mutable_ranges", nargs="+", default=[], help="and these, such as A6-A17 or 5-16")
+    add("--tied", nargs="+", default=[], help="design chains that get the same letters")
+    add("--omit", default="", help="letters that are never drawn, such as CM")
+    add("--bias", nargs="+", default=[], help="added to the logits, such as K=0.5 E=-0.5")
     add("--num_samples", type=script.COUNT, default=8, help="sequences to draw")
     text = "of the probabilities; 0: the likeliest"
     add("--temperature", type=script.number(0, 1e6), default=0.1, help=text)
@@ -63,68 +67,141 @@ def parse_args():
     return parser.parse_args()
 
 
-class Complex:
-    """The chains that the arguments name, in a structure: those to design come first."""
+def read_bias(args):
+    """(20,) what is added to the logits of each letter but X. Raises InputError."""
+    letters = ALPHABET[:UNKNOWN]
+    bias = torch.zeros(UNKNOWN)
+    for text in args.bias:
+        match = re.fullmatch(rf"([{letters}])=([-+]?\d*\.?\d+)", text.upper())
+        if not match:
+            raise InputError(f"--bias {text}: expected such as K=0.5, with a letter of {letters}")
+        bias[letters.index(match[1])] = float(match[2])
+    omitted = set(args.omit.upper()) - {"X"}
+    if not omitted < set(letters):
+        raise InputError(f"--omit {args.omit}: expected letters of {letters}, not all of them")
+    bias[[letters.index(letter) for letter in omitted]] = -math.inf
+    return bias
 
-    def __init__(self, args):
-        self.fields = {name: getattr(args, name) for name in LISTS if getattr(args, name)}
-        row = script.Row(args.pdb_file, "", "", **self.fields)
-        structure = script.read_structure(args.pdb_file)
-        for text, found in structure.notes.items():
-            print(f"{len(found)} residues {text}, such as {found[0]}")
-        joined, self.chain, self.length = script.join_chains(row, structure.chains)
-        self.native = joined.letters
-        self.whole = np.isfinite(joined.coords).all(axis=(1, 2))
-        self.designed = self.whole & script.choose_mutable(row, self.length, len(self.whole))
-        if not self.designed.any():
-            raise ValueError(f"{args.pdb_file}: no residue to design has N, CA, C and O")
-        self.backbone = [part[self.whole] for part in (joined.coords, joined.numbers, self.chain)]
+
+def number_residues(path, names):
+    """{residue as the file numbers it, A12, with an insertion code A12B: its index}, of the chains
+    `names`, one after the other."""
+    structure = gemmi.read_structure(path, format=gemmi.CoorFormat.Detect)
+    structure.remove_alternative_conformations()
+    notes = collections.defaultdict(list)  # printed where the structure is read
+    labels = []
+    for name in names:
+        for residue in structure[0][name]:
+            chain = gemmi.Chain(name)
+            chain.add_residue(residue)
+            if len(script.read_chain(chain, path, notes).letters) > 0:  # else it is left out
+                labels.append(f"{name}{residue.seqid}")
+    return {label: index for index, label in enumerate(labels)}
+
+
+def find_residues(text, labels, count):
+    """The indices of `count` residues, such as A6-A17 or 5-16. Raises ValueError."""
+    words = text.split("-")
+    indices = [int(word) if word.isdecimal() else labels.get(word) for word in words]
+    kinds = {word.isdecimal() for word in words}
+    if len(words) != count or len(kinds) > 1 or None in indices:
+        expected = (
+            f"residues of the design chains, such as {next(iter(labels))}, or indices from 0 on"
+        )
+        raise ValueError(f"position {text}; expected {expected}; as a range A6-A17 or 5-16")
+    return indices
+
+
+class Target(Backbone):
+    """A structure to design. Raises ValueError."""
+
+    def __init__(self, args, path):
+        chains = read_structure(path).chains
+        names = args.design_chains or [next(iter(chains))]
+        labels = number_residues(path, [name for name in names if name in chains])
+        fields = {"design_chains": args.design_chains, "fixed_chains": args.fixed_chains}
+        places = [find_residues(text, labels, 1)[0] for text in args.mutable_positions]
+        ranges = [find_residues(text, labels, 2) for text in args.mutable_ranges]
+        fields.update(mutable_positions=places, mutable_ranges=ranges)
+        self.path = path
+        self.fields = {name: value for name, value in fields.items() if value}
+        super().__init__({"pdb_file": path, **self.fields})
+        self.members = self.tie(names, args.tied)
+
+    def tie(self, names, tied):
+        """(N, G): the residues that get the same letter as each, itself among them; where it is
+        alone, it stands there G times. names: the design chains. Raises ValueError."""
+        chains = {}
+        for number, name in enumerate(names):
+            chains[name] = np.flatnonzero(self.chain_index == number)
+        designed = [self.is_designed[chains.get(name, [])].tolist() for name in tied or names[:1]]
+        if not all(designed) or any(own != designed[0] for own in designed):
+            lengths = ", ".join(f"{name} of {len(chain)}" for name, chain in chains.items())
+            expected = f"design chains ({lengths} residues) with the same residues to design"
+            raise ValueError(f"--tied {' '.join(tied)}; expected {expected}")
+
+        same = np.stack([chains[name] for name in tied or names[:1]], axis=1)[designed[0]]
+        members = np.arange(len(self.native))[:, None].repeat(same.shape[1], axis=1)
+        for own in same.T:
+            members[own] = same
+        index = np.cumsum(self.is_whole) - 1  # among those that the network sees
+        return torch.from_numpy(index[members[self.is_whole]])
 
     def text(self, letters):
-        """The sequence, with '/' between chains."""
-        chains = np.split(letters, np.flatnonzero(np.diff(self.chain)) + 1)
+        """The sequence (L,), with '/' between chains."""
+        chains = np.split(letters, np.flatnonzero(np.diff(self.chain_index)) + 1)
         return "/".join("".join(ALPHABET[letter] for letter in own) for own in chains)
 
 
-def decode(model, inputs, native, designed, orders, temperature, generator):
-    """Letters (C, N), and log p of each (C, N) at temperature 1, residue by residue in the orders
-    (C, N). Where `designed` (N,) is False, letters are `native` (N,)."""
-    nodes, edges = model.encode(*inputs)
-    neighbours = inputs[2]  # as many of each residue
-    near = torch.ones_like(neighbours)
-    versions, residues = orders.shape
+def decode(model, backbone, native, designed, members, ranks, bias, temperature, generator):
+    """Letters (C, N), drawn residue by residue, and their rank in decoding order (C, N). Where
+    `designed` (N,) is False they are `native` (N,). Random ranks (C, N) say the order; of those
+    that are tied, members (N, G), the first says it for all, which come one after the other."""
+    nodes, edges = model.encode(backbone)
+    is_neighbor = torch.ones_like(backbone.neighbors)  # all residues have as many
+    versions, residues = ranks.shape
+    own_index = torch.arange(residues, device=native.device).unsqueeze(1)
+    place = (members < own_index).sum(1, keepdim=True)  # among those that are tied
+    count = (members != own_index).sum(1, keepdim=True) + 1
+    orders = (ranks[:, members].amin(-1) * residues + place.T).argsort(1)
     rows = torch.arange(versions, device=native.device)
     letters = native.repeat(versions, 1)
-    logp = torch.zeros(versions, residues, device=native.device)
+    sums = 0.0
     tables = []
     for layer in model.decoder_layers:
         own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
-        # what residues tell their neighbours, without their letter until they are decoded
+        # what residues tell their neighbors, without their letter until they are decoded
         said = F.linear(nodes, other).repeat(versions, 1, 1)
         tables.append((layer, own, letter, other, F.linear(edges, edge), said))
 
     for step in tqdm(range(residues), unit=" residues", disable=None):
         at = orders[:, step]
-        around = neighbours[at]
+        around = backbone.neighbors[at]
         h = nodes[at]
         before = []
         for layer, own, _, _, between, said in tables:
             before.append(h)
             x = between[at] + said[rows[:, None], around]
-            h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), near[at])
+            h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), is_neighbor[at])
 
-        logits = model.W_out(h)
-        drawn = torch.where(designed[at], draw(logits, temperature, generator), native[at])
-        letters[rows, at] = drawn
-        logp[rows, at] = logits.log_softmax(-1)[rows, drawn]
+        # all that are tied get what the last one draws, from the mean of their logits
+        is_last = place[at] == count[at] - 1
+        sums = sums + model.W_out(h)
+        drawn = draw(sums / count[at], bias, temperature, generator)
+        drawn = torch.where(designed[at], drawn, native[at])
+        sums = sums.masked_fill(is_last, 0.0)
+        letters[rows[:, None], members[at]] = drawn[:, None]
         for (_, _, letter, other, _, said), h in zip(tables, before, strict=True):
-            said[rows, at] = F.linear(model.W_s(drawn), letter) + F.linear(h, other)
-    return letters, logp
+            said[rows, at] = F.linear(h, other)
+            told = F.linear(model.W_s(drawn), letter) * is_last
+            said[rows[:, None], members[at]] += told[:, None]
+    return letters, orders.argsort(1)
 
 
-def draw(logits, temperature, generator):
-    """Letters (C,), never X. The numbers come from the host: the same on every device."""
-    logits = logits[:, :UNKNOWN].float()
+def draw(logits, bias, temperature, generator):
+    """Letters (C,), never X, of logits (C, 21) and a bias (20,). The random numbers come from the
+    host: the same on every device."""
+    logits = logits[:, :UNKNOWN].float() + bias
     if temperature == 0:
         return logits.argmax(-1)
     uniform = torch.rand(len(logits), UNKNOWN, generator=generator).clamp(min=1e-30)
@@ -133,70 +210,73 @@ def draw(logits, temperature, generator):
 
 
 @torch.no_grad()
-def sample(args, model, reference, found, device):
+def sample(args, network, reference, target, bias):
     """A table of the sequences that a network draws."""
-    designed = torch.from_numpy(found.designed[found.whole])
-    native = torch.from_numpy(found.native[found.whole]).long().to(device)
-    k = min(model.neighbours, len(native))
-    inputs = [tensor.to(device) for tensor in script.featurise(*found.backbone, k).values()]
-    places = [script.decode_places(designed, [args.seed, i]) for i in range(args.num_samples)]
-    orders = torch.stack(places).argsort(1).to(device)
+    ranks = [script.decode_ranks(target.designed, [args.seed, i]) for i in range(args.num_samples)]
+    native = torch.from_numpy(target.native[target.is_whole]).long()
+    inputs = [native, target.designed, target.members, torch.stack(ranks), bias]
+    inputs = [tensor.to(network.W_out.weight.device) for tensor in inputs]
     generator = torch.Generator().manual_seed(args.seed)
-    own = designed.to(device)
-    drawn, logp = decode(model, inputs, native, own, orders, args.temperature, generator)
-    rows = []
-    for letters, mine, place in zip(drawn, logp, places, strict=True):
-        whole = found.native.copy()
-        whole[found.whole] = letters.cpu().numpy()
-        text = "".join(ALPHABET[letter] for letter in whole[found.designed])
-        row = {"sequence": found.text(whole)}
-        row["recovery"] = np.mean(whole[found.designed] == found.native[found.designed])
-        row["charge_per_100"] = 100 * net_charge(text) / len(text)
-        row["perplexity"] = math.exp(-mine[own].mean())
-        if reference is not None:
-            logits = reference(*inputs, letters[None], place.to(device))
-            losses = -script.log_probabilities(logits, letters[None])[0]
-            row["perplexity_reference"] = math.exp(losses[own].mean())
-        rows.append(row)
-    return pandas.DataFrame(rows)
+    backbone = target.features(network)
+    drawn, decode_rank = decode(network, backbone, *inputs, args.temperature, generator)
+
+    letters = np.tile(target.native, (args.num_samples, 1))
+    letters[:, target.is_whole] = drawn.cpu()
+    table = pandas.DataFrame({"sequence": [target.text(own) for own in letters]})
+    table["recovery"] = (letters == target.native)[:, target.is_designed].mean(1)
+    texts = ["".join(ALPHABET[letter] for letter in own) for own in letters[:, target.is_designed]]
+    table["charge_per_100"] = [100 * net_charge(text) / len(text) for text in texts]
+    for name, scorer in {"perplexity": network, "perplexity_reference": reference}.items():
+        if scorer is not None:
+            logp = score_sequences(scorer, target, drawn, decode_rank)
+            table[name] = (-logp[:, target.designed].mean(1)).exp().numpy()
+    return table
 
 
-def write_designs(args, found, table):
-    """OUT.fasta and OUT.csv"""
-    stem = Path(args.pdb_file).name.split(".")[0]
-    title = f">{stem} designed_residues={found.designed.sum()} model={args.checkpoint}"
-    lines = [title, found.text(found.native)]
+def add_designs(args, target, table, lines, tables):
+    """Add a structure's own sequence and those of a table to the lines of OUT.fasta, and to the
+    tables of OUT.csv."""
+    stem = Path(target.path).name.split(".")[0]
+    lines.append(f">{stem} designed_residues={target.designed.sum()} model={args.checkpoint}")
+    lines.append(target.text(target.native))
     for number, row in table.iterrows():
         scores = " ".join(f"{name}={value:.4f}" for name, value in row.iloc[1:].items())
         lines.append(f">{stem}_{number} T={args.temperature:g} seed={args.seed} {scores}")
         lines.append(row.sequence)
-    Path(f"{args.out}.fasta").write_text("\n".join(lines) + "\n")
 
-    path = os.path.relpath(args.pdb_file, Path(args.out).resolve().parent)
-    table["sequence"] = [text.replace("/", "")[: found.length] for text in table["sequence"]]
-    table.insert(0, "pdb_file", path)
-    for name, value in found.fields.items():
+    table["sequence"] = [text.replace("/", "")[: target.length] for text in table["sequence"]]
+    table.insert(0, "pdb_file", os.path.relpath(target.path, Path(args.out).resolve().parent))
+    for name, value in target.fields.items():
         table.insert(1, name, json.dumps(value))
-    table.to_csv(f"{args.out}.csv", index=False, float_format="%.4f")
+    tables.append(table)
 
 
 def run(args):
     args.out = args.out.removesuffix(".csv").removesuffix(".fasta")
     check_new(f"{args.out}.fasta")
     check_new(f"{args.out}.csv")
-    device = script.choose_device(args, local_rank=0)
-    model, reference, _ = load_networks(args)
-    found = Complex(args)
-    reference = reference and reference.to(device)
-    for who, network in {"network": model, "reference": reference}.items():
-        if network is None:
-            continue
-        table = sample(args, network.to(device), reference, found, device)
-        means = table.drop(columns="sequence").mean()
-        print(f"{who:10} {', '.join(f'{name} {value:.4f}' for name, value in means.items())}")
-        if who == "network":
-            write_designs(args, found, table)
-    print(f"{args.out}.fasta, {args.out}.csv: {args.num_samples} sequences")
+    bias = read_bias(args)
+    networks, _ = load_networks(args)
+    targets = []
+    for path in args.pdb_file:
+        try:
+            targets.append(Target(args, path))
+        except ValueError as error:
+            raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+
+    lines = []
+    tables = []
+    for target in targets:
+        print(f"{target.path}: {target.designed.sum()} of {len(target.native)} residues designed")
+        for who, network in networks.items():
+            table = sample(args, network, networks.get("reference"), target, bias)
+            means = table.drop(columns="sequence").mean()
+            print(f"{who:10} {', '.join(f'{name} {value:.4f}' for name, value in means.items())}")
+            if who == "network":
+                add_designs(args, target, table, lines, tables)
+    Path(f"{args.out}.fasta").write_text("\n".join(lines) + "\n")
+    pandas.concat(tables).to_csv(f"{args.out}.csv", index=False, float_format="%.4f")
+    print(f"{args.out}.fasta, {args.out}.csv: {args.num_samples * len(targets)} sequences")
 
 
 if __name__ == "__main__":

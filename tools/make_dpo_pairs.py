@@ -4,16 +4,18 @@
     python tools/make_dpo_pairs.py ddg.csv --lower_is_better --score_gap 0.5 --out pairs.json
 
 CSV, such as tools/design_dpo.py writes: columns pdb_file, sequence, and score or another one that
---score names. Columns named as fields of the pairs (see class Row in run_dpo_ddp.py) are fields,
-lists in JSON's form; lines that agree in all of them are scored together. --score charge is
-K + R - D - E, if no column has this name.
+--score names. Columns named as fields of the pairs (see class Row in run_dpo_ddp.py; not weight and
+margin, which a sequence has not) are fields, lists in JSON's form; lines of a file that agree in
+all of them are scored together. --score charge is K + R - D - E, if no column has this name.
 
 Of a backbone's sequences the best and the worst make a pair, then the second best and the second
-worst, and so on. With --lower_is_better the other way round: a network that was trained on such a
-control must do worse than chance on the true pairs. Every pair is checked as the training checks
-it, but for its --max_length.
+worst, and so on, each sequence once. With --lower_is_better the other way round: a network that was
+trained on such a control must do worse than chance on the true pairs. A sequence that is there
+several times is taken once, with the mean of its scores. Every pair is checked as the training
+checks it, but for its --max_length.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -25,13 +27,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np
 import pandas
-from score_dpo import call, check_new
+import torch
 
 import run_dpo_ddp as script
 from run_dpo_ddp import InputError
 
-FIELDS = [field.name for field in dataclasses.fields(script.Row) if not field.name.endswith("_seq")]
+OF_PAIRS = ["preferred_seq", "unpreferred_seq", "weight", "margin"]
+FIELDS = [field.name for field in dataclasses.fields(script.Row) if field.name not in OF_PAIRS]
 LISTS = ["design_chains", "fixed_chains", "mutable_positions", "mutable_ranges"]
 
 
@@ -42,10 +46,26 @@ def parse_args():
     add("--out", default="pairs.json", help="file to write")
     add("--score", default="score", help="the column that has the scores; or charge")
     add("--lower_is_better", action="store_true", help="the lower score is preferred")
-    gap = script.number(0)
-    add("--score_gap", type=gap, default=0.0, help="least difference of the scores of a pair")
-    add("--pairs_per_backbone", type=script.COUNT, default=16, help="pairs at most")
+    number = script.number(0)
+    add("--score_gap", type=number, default=0.0, help="least difference of the scores of a pair")
+    add("--margin_scale", type=number, default=0.0, help="margin of a pair: so much times that")
+    add("--pairs_per_backbone", type=script.COUNT, help="pairs at most; None: all")
     return parser.parse_args()
+
+
+def call(run, parse_args):
+    """run(parse_args()); what is wrong with the input becomes one line, and status 2."""
+    try:
+        run(parse_args())
+    except (InputError, OSError, ValueError) as error:  # ValueError: of structures, and of pandas
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def check_new(path):
+    """Raises InputError unless a file can be made there."""
+    if Path(path).exists() or not Path(path).parent.is_dir():
+        raise InputError(f"--out {path} exists, or its folder does not: expected a new file")
 
 
 def net_charge(sequence):
@@ -54,61 +74,151 @@ def net_charge(sequence):
     return sum(sequence.count(letter) for letter in "KR") - sum(map(sequence.count, "DE"))
 
 
-def read_table(path, score):
-    """The table of a CSV file, with a column "value" of numbers. Raises InputError."""
+@functools.cache
+def read_structure(path):
+    """As the script reads it, each file once. Prints what is odd about it. Raises ValueError."""
+    structure = script.read_structure(path)
+    for text, found in structure.notes.items():
+        print(f"{len(found)} {text}, such as {found[0]}")
+    return structure
+
+
+def read_table(path, score=None, may_be_empty=False):
+    """The lines of a CSV file, all text, each with a name that says where it stands; and the scores
+    of these lines, if a column is named: NaN where they are empty and may be. Raises InputError."""
     table = pandas.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    table = table.fillna("")  # at the end of lines that are too short
+    table.index = [f"{path}: line {line}" for line in range(2, len(table) + 2)]
     if score == "charge" and score not in table and "sequence" in table:
-        table[score] = table["sequence"].map(net_charge)
-    for name in ("pdb_file", "sequence", score):
+        table[score] = table["sequence"].map(net_charge).astype(str)
+    needed = ["pdb_file", "sequence", score] if score else ["pdb_file", "sequence"]
+    for name in needed:
         if name not in table:
             raise InputError(f"{path}: no column {name}; it has {', '.join(table.columns)}")
-    unused = set(table.columns) - {*FIELDS, "sequence", score}
+    table["sequence"] = table["sequence"].str.upper()
+    unused = set(table.columns) - {*FIELDS, *needed}
     if unused:
         print(f"{path}: columns that are not used: {', '.join(sorted(unused))}")
-    table["value"] = pandas.to_numeric(table[score], errors="coerce")
-    for line, value in enumerate(table["value"], 2):
-        if not math.isfinite(value):
-            raise InputError(f"{path}: line {line}: {score} is no finite number")
-    return table
+    if not score:
+        return table, None
+
+    scores = pandas.to_numeric(table[score], errors="coerce")
+    is_good = np.isfinite(scores) | (may_be_empty & (table[score] == ""))
+    if not is_good.all():
+        raise InputError(f"{is_good.idxmin()}: {score} is no finite number")
+    return table, scores
+
+
+class Backbone:
+    """The chains that the fields of a Row name, those to design first: L residues, of which the
+    network sees the N that have all atoms. Raises TypeError and ValueError."""
+
+    def __init__(self, fields):
+        row = script.Row(**fields, preferred_seq="", unpreferred_seq="")
+        chains = read_structure(row.pdb_file).chains
+        joined, self.chain_index, self.length = script.join_chains(row, chains)
+        self.native = joined.letters  # (L,) of the structure
+        self.is_whole = np.isfinite(joined.coords).all(axis=(1, 2))  # (L,)
+        mutable = script.choose_mutable(row, self.length, len(self.native))
+        self.is_designed = self.is_whole & mutable  # (L,)
+        if not self.is_designed.any():
+            raise ValueError("no residue to design has N, CA, C and O")
+        self.designed = torch.from_numpy(self.is_designed[self.is_whole])  # (N,)
+        arrays = joined.coords, joined.residue_index, self.chain_index
+        self.arrays = [array[self.is_whole] for array in arrays]
+
+    def features(self, network):
+        """What a network wants of the backbone, where it is."""
+        k = min(network.k_neighbors, len(self.designed))
+        features = script.featurize(*self.arrays, k).items()
+        device = network.W_out.weight.device
+        return argparse.Namespace(**{name: tensor.to(device) for name, tensor in features})
+
+
+def read_backbones(path, table):
+    """[(fields, Backbone, lines, letters)] of a table: the fields of a Row, with pdb_file as an
+    absolute path, the lines of the table that have them, and their letters (S, N). Raises
+    InputError."""
+    columns = [column for column in FIELDS if column in table]
+    found = []
+    for values, part in table.groupby(columns, sort=False):
+        fields = {key: value for key, value in zip(columns, values, strict=True) if value}
+        where = part.index[0]
+        try:
+            for key in fields.keys() & set(LISTS):
+                if not fields[key].startswith("["):
+                    raise ValueError(f'{key} is {fields[key]}; expected a list, such as ["A"]')
+                fields[key] = json.loads(fields[key])
+            fields["pdb_file"] = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
+            backbone = Backbone(fields)
+
+            native = backbone.native[: backbone.length]
+            letters = np.tile(backbone.native, (len(part), 1))
+            for own, where in zip(letters, part.index, strict=True):
+                own[: len(native)] = script.read_letters(
+                    "sequence", part["sequence"][where], native
+                )
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{where}: {error}") from None
+        letters = torch.from_numpy(letters[:, backbone.is_whole]).long()
+        found.append((fields, backbone, part, letters))
+    return found
 
 
 def choose_pairs(table, args):
-    """[(better sequence, worse sequence)]: the best with the worst, and so on, each once."""
-    table = table.sort_values("value", ascending=args.lower_is_better, kind="stable")
-    scores = table["value"].to_list()
-    sequences = table["sequence"].to_list()
+    """[(the better line, the worse line, difference of their scores)], lines by their names: the
+    best with the worst, and so on."""
+    scores = table["value"].sort_values(ascending=args.lower_is_better, kind="stable")
     pairs = []
-    for place in range(min(len(table) // 2, args.pairs_per_backbone)):
-        gap = abs(scores[place] - scores[-1 - place])
+    for rank in range(min(len(table) // 2, args.pairs_per_backbone or len(table))):
+        gap = abs(scores.iloc[rank] - scores.iloc[-1 - rank])
         if gap > 0 and gap >= args.score_gap - 1e-9:  # else 0.9 - 0.4 would be less than 0.5
-            pairs.append((sequences[place], sequences[-1 - place]))
+            pairs.append((scores.index[rank], scores.index[-1 - rank], gap))
     return pairs
+
+
+def make_pair(fields, sequences, better, worse, gap, args):
+    """The fields of a pair of two lines. Raises InputError."""
+    fields = {**fields, "preferred_seq": sequences[better], "unpreferred_seq": sequences[worse]}
+    if args.margin_scale > 0:
+        fields["margin"] = round(args.margin_scale * gap, 6)
+    try:
+        chains = read_structure(fields["pdb_file"]).chains
+        script.read_pair(script.Row(**fields), chains, max_length=math.inf)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{better}, and {worse}: {error}") from None
+    fields["pdb_file"] = os.path.relpath(fields["pdb_file"], Path(args.out).resolve().parent)
+    return fields
 
 
 def run(args):
     check_new(args.out)
-    read = functools.cache(script.read_structure)  # each file once
-    folder = Path(args.out).resolve().parent
     made = []
-    for name in args.data:
-        table = read_table(name, args.score)
-        columns = [column for column in FIELDS if column in table]
-        for values, part in table.groupby(columns, sort=False):
-            try:
-                fields = {key: value for key, value in zip(columns, values, strict=True) if value}
-                for key in fields.keys() & set(LISTS):
-                    fields[key] = json.loads(fields[key])
-                path = os.path.abspath(Path(name).parent / fields.get("pdb_file", ""))
-                for better, worse in choose_pairs(part, args):
-                    fields.update(preferred_seq=better, unpreferred_seq=worse)
-                    script.read_pair(script.Row(**fields), read(path).chains, max_length=math.inf)
-                    made.append({**fields, "pdb_file": os.path.relpath(path, folder)})
-            except (TypeError, ValueError) as error:
-                raise InputError(f"{name}: line {part.index[0] + 2}: {error}") from None
+    unpaired = {}  # names of lines
+    repeated = []
+    for path in args.data:
+        table, table["value"] = read_table(path, args.score)
+        for fields, _, part, _ in read_backbones(path, table):
+            means = part.groupby("sequence")["value"].transform("mean")
+            is_repeated = part.duplicated("sequence")
+            repeated += list(part.index[is_repeated])
+            part = part.assign(value=means)[~is_repeated]
+            unpaired.update(dict.fromkeys(part.index))
+            for better, worse, gap in choose_pairs(part, args):
+                made.append(make_pair(fields, part["sequence"], better, worse, gap, args))
+                del unpaired[better], unpaired[worse]
     if not made:
-        raise InputError(f"no pairs: expected sequences with scores {args.score_gap:g} apart")
+        text = f"no two on a backbone have scores that differ, by {args.score_gap:g} or more"
+        raise InputError(f"no pairs: of {len(unpaired)} sequences {text}")
+
     lines = ",\n".join(json.dumps(pair) for pair in made)
     Path(args.out).write_text(f"[\n{lines}\n]\n")
+    if repeated:
+        text = "lines have a sequence again: it is taken once, with its mean score"
+        print(f"{len(repeated):,} {text}, such as {repeated[0]}")
+    count = f"{2 * len(made) + len(unpaired):,} sequences: {2 * len(made):,} in pairs"
+    example = f", such as {next(iter(unpaired))}" if unpaired else ""
+    print(f"{count}, {len(unpaired):,} in none{example}")
     print(f"{args.out}: {len(made):,} pairs")
 
 

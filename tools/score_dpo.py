@@ -1,20 +1,29 @@
-"""Score preference pairs with a network, beside its reference: losses, rewards, margins.
+"""Score preference pairs, or sequences, with a network, beside its reference.
 
     python tools/score_dpo.py outputs/dpo_ddp/best_model.pt
     python tools/score_dpo.py outputs/dpo_ddp/best_model.pt pairs.json
     python tools/score_dpo.py soluble_v_48_030.pt pairs.json --reference soluble_v_48_020.pt
+    python tools/score_dpo.py outputs/dpo_ddp/best_model.pt variants.csv --score ddg
 
 The network: best_model.pt, step_N.pt or latest.pt of a run of run_dpo_ddp.py, or released weights
-of ProteinMPNN. Without pairs: those that the run held out. The reference is that of the run.
+of ProteinMPNN. The reference is that of the run. Without a file: the pairs that the run held out.
 
-Writes a CSV file with a line for each pair: what the training logs as val/..., with beta and
+Of pairs it writes a CSV file with a line for each: what the training logs as val/..., with beta and
 temperature of the run (of released weights 0.1). Prints the means, of network and reference.
+
+Of sequences, a CSV file as for tools/make_dpo_pairs.py, it writes the table, and of network and
+reference logp_per_residue, at temperature 1, in nats: the mean over designed residues that are not
+X (what the released program calls score, times -1), and over decoding orders, the same for all
+sequences on a backbone; the standard error over the orders; and the difference of the two. Prints
+means, and with --score Spearman's rho with this column, of the lines where it is not empty, and its
+standard error (Bonett and Wright 2000).
 """
 
-import argparse
 import copy
+import os
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,58 +32,61 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import pandas
 import torch
+from make_dpo_pairs import call, check_new, read_backbones, read_table
 from tqdm import tqdm
 
 import run_dpo_ddp as script
-from run_dpo_ddp import InputError
+from run_dpo_ddp import UNKNOWN, InputError
+
+RESIDUES = 4096  # of sequences that are scored at a time: takes about 0.5 GB
 
 
 def parse_args():
     parser = script.Parser(description=__doc__, formatter_class=script.HelpFormatter)
     add = parser.add_argument
     add("checkpoint", help="the network")
-    add("data", nargs="?", help="pairs, as for run_dpo_ddp.py --train_data")
+    add("data", nargs="?", help="pairs, as for run_dpo_ddp.py --train_data; or sequences, a .csv")
     add("--reference", help="weights to compare with; None: those of the run")
+    add("--orders", type=script.COUNT, help="decoding orders; None: as many as the run, or 4")
+    add("--score", help="of a table of sequences: the column to compare with; or charge")
     add("--out", default="scores.csv", help="file to write")
     add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     return parser.parse_args()
 
 
-def check_new(path):
-    """Raises InputError unless a file can be made there."""
-    if Path(path).exists() or not Path(path).parent.is_dir():
-        raise InputError(f"--out {path} exists, or its folder does not: expected a new file")
-
-
 def load_networks(args):
-    """(network, its reference or None, the options of its run or {}). Raises InputError."""
+    """({"network": ..., "reference": its reference, if there is one}, on the device, the options of
+    its run or {}). Raises InputError."""
     model = script.read_model(args.checkpoint)
+    networks = {"network": model}
     state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    reference = None
     if args.reference:
-        reference = script.read_model(args.reference)
-        if reference.neighbours != model.neighbours:
-            text = f"{reference.neighbours} neighbours, the network {model.neighbours}"
-            raise InputError(f"--reference {args.reference} has {text}")
+        networks["reference"] = script.read_model(args.reference)
     elif "reference" in state:
-        reference = copy.deepcopy(model)
-        reference.load_state_dict(state["reference"])
-    return model, reference, state.get("args", {})
+        networks["reference"] = copy.deepcopy(model)
+        networks["reference"].load_state_dict(state["reference"])
+
+    for network in networks.values():
+        network.to(script.choose_device(args, local_rank=0))
+        if network.k_neighbors != model.k_neighbors:
+            text = f"{network.k_neighbors} neighbors, the network {model.k_neighbors}"
+            raise InputError(f"--reference {args.reference} has {text}")
+    return networks, state.get("args", {})
 
 
-def load_pairs(args, options, neighbours):
+def load_pairs(args, options, orders, k):
     """(pairs, ids of those to score): all of args.data, or what the run held out."""
     if args.data:
         given = {"train_data": args.data, "val_data": None, "max_length": 10**9}
-        options = argparse.Namespace(**given, skip_bad_data=args.skip_bad_data)
+        options = Namespace(**given, eval_orders=orders, skip_bad_data=args.skip_bad_data)
         with tempfile.TemporaryDirectory() as options.cache_dir:
-            data = script.Pairs(script.prepare(options, neighbours), options)
+            data = script.Pairs(script.prepare(options, k), options)
         return data, np.arange(len(data.name))
     if not options:
         raise InputError("give the pairs, or best_model.pt of a run, which held some out")
-    options = argparse.Namespace(**options)
-    data = script.Pairs(script.prepare(options, neighbours), options)
+    options = Namespace(**{**options, "eval_orders": orders})
+    data = script.Pairs(script.prepare(options, k), options)
     if data.hash != options.data_hash:
         raise InputError(f"{options.train_data}: the pairs have changed since the run")
     data.split()
@@ -82,42 +94,102 @@ def load_pairs(args, options, neighbours):
 
 
 @torch.no_grad()
-def score(model, reference, data, ids, settings, device):
-    """Tables of pair_scores, a row for each pair: of the network, and of the reference."""
-    tables = [[], []]
-    for part in tqdm(np.array_split(ids, len(ids)), unit=" pairs", disable=None):
-        batch = data.batch(part, len(ids)).to(device)
-        before = reference(*batch[:5])
-        for table, logits in zip(tables, [model(*batch[:5]), before], strict=True):
-            scores = script.pair_scores(settings, logits, before, batch)
-            table.append({name: values.item() for name, values in scores.items()})
-    names = [data.name[i] for i in ids]
-    return [pandas.DataFrame(table, index=pandas.Index(names, name="pair")) for table in tables]
+def score_pairs(networks, data, ids, settings):
+    """{"network": table of pair_scores, a row for each pair, "reference": the same}."""
+    rows = {who: [] for who in networks}
+    for i in tqdm(ids, unit=" pairs", disable=None):
+        batch = data.validation_batch([i]).to(networks["network"].W_out.weight.device)
+        logits = {who: network(batch) for who, network in networks.items()}
+        logp = script.log_probabilities(logits["reference"] / settings.temperature, batch.letters)
+        for who in networks:
+            scores = script.pair_scores(settings, logits[who], logp, batch)
+            rows[who].append({name: values.mean().item() for name, values in scores.items()})
+    names = pandas.Index([data.name[i] for i in ids], name="pair")
+    return {who: pandas.DataFrame(rows[who], index=names) for who in networks}
+
+
+@torch.no_grad()
+def score_sequences(network, backbone, letters, decode_rank):
+    """log p (S, N) of the sequences letters (S, N) on a Backbone, each in its own decoding order
+    (S, N), at temperature 1."""
+    inputs = backbone.features(network)
+    device = inputs.atoms.device
+    residues = torch.arange(letters.shape[1], device=device)
+    count = max(1, RESIDUES // len(residues))
+    logp = []
+    for some, ranks in zip(letters.split(count), decode_rank.split(count), strict=True):
+        # one after the other, as the pairs of a Batch: the backbone is encoded once for all
+        inputs.source = residues.repeat(len(some))
+        inputs.letters = some.reshape(1, -1).to(device)
+        inputs.decode_rank = ranks.flatten().to(device)
+        found = script.log_probabilities(network(inputs), inputs.letters)
+        logp.append(found.view(some.shape).cpu())
+    return torch.cat(logp)
+
+
+def score_table(network, backbones, orders):
+    """log p per designed residue: a row for each line of a table, a column for each order."""
+    tables = []
+    for _, backbone, part, letters in tqdm(backbones, unit=" backbones", disable=None):
+        ranks = [script.decode_ranks(backbone.designed, order) for order in range(orders)]
+        ranks = torch.stack(ranks).repeat(len(part), 1)
+        letters = letters.repeat_interleave(orders, dim=0)
+        is_scored = backbone.designed & (letters != UNKNOWN)
+        logp = score_sequences(network, backbone, letters, ranks) * is_scored
+        means = (logp.sum(1) / is_scored.sum(1)).view(-1, orders)
+        tables.append(pandas.DataFrame(means.double().numpy(), index=part.index))
+    return pandas.concat(tables)
+
+
+def run_on_table(args, networks, orders):
+    """Score the sequences of a table. Raises InputError."""
+    table, scores = read_table(args.data, args.score, may_be_empty=True)
+    backbones = read_backbones(args.data, table)
+    found = {}
+    for who, network in networks.items():
+        found[f"{who}_logp_per_residue"] = score_table(network, backbones, orders)
+    if len(found) == 2:
+        network, reference = found.values()
+        found["difference"] = network - reference
+    names = list(found)
+    for name in names:
+        table[name] = found[name].mean(axis=1)
+        table[f"{name}_error"] = found[name].std(axis=1) / orders**0.5
+
+    print(f"{len(table):,} sequences, {len(backbones):,} backbones, {orders} decoding orders")
+    report = pandas.DataFrame({"mean": table[names].mean()})
+    if args.score:
+        count = scores.notna().sum()
+        rho = table[names].assign(score=scores).corr("spearman")["score"].drop("score")
+        report["rho"] = rho
+        report["rho_error"] = (1 - rho**2) * ((1 + rho**2 / 2) / (count - 3)) ** 0.5
+        print(f"rho: Spearman's, with {args.score}, of {count:,} sequences")
+    print(report.round(4))
+    folder = Path(args.out).resolve().parent
+    for fields, _, part, _ in backbones:
+        table.loc[part.index, "pdb_file"] = os.path.relpath(fields["pdb_file"], folder)
+    table.to_csv(args.out, index=False, float_format="%.6f")
+    print(args.out)
 
 
 def run(args):
     check_new(args.out)
-    model, reference, options = load_networks(args)
-    if reference is None:
+    networks, options = load_networks(args)
+    orders = args.orders or options.get("eval_orders", 4)
+    if args.data and args.data.lower().endswith((".csv", ".csv.gz")):
+        return run_on_table(args, networks, orders)
+    if args.score:
+        raise InputError(f"--score {args.score}: expected sequences, as a .csv file")
+    if "reference" not in networks:
         raise InputError("give --reference, the weights that training started from")
     settings = {"beta": 0.1, "temperature": 0.1, "loss_type": "sigmoid"}
-    settings = argparse.Namespace(**{**settings, **options})
-    data, ids = load_pairs(args, options, model.neighbours)
-    device = script.choose_device(args, local_rank=0)
-    tables = score(model.to(device), reference.to(device), data, ids, settings, device)
-    tables[0].to_csv(args.out, float_format="%.6f")
+    settings = Namespace(**{**settings, **options})
+    data, ids = load_pairs(args, options, orders, networks["network"].k_neighbors)
+    tables = score_pairs(networks, data, ids, settings)
+    tables["network"].to_csv(args.out, float_format="%.6f")
     print(f"beta {settings.beta:g}, temperature {settings.temperature:g}, {len(ids)} pairs")
-    print(pandas.DataFrame({"network": tables[0].mean(), "reference": tables[1].mean()}).round(4))
+    print(pandas.DataFrame({who: table.mean() for who, table in tables.items()}).round(4))
     print(args.out)
-
-
-def call(run, parse_args):
-    """run(parse_args()); what is wrong with the input becomes one line, and status 2."""
-    try:
-        run(parse_args())
-    except (InputError, OSError, ValueError) as error:  # ValueError: of structures, and of pandas
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":
