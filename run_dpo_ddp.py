@@ -555,11 +555,11 @@ def train(args, device, data, model, reference, state, log):
     parts = {"num_edges": model.k_neighbors, "noise_level": model.noise_level}
     parts.update(model_state_dict=model, reference=reference)
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **parts)
-    validate = functools.partial(evaluate, args, model, reference, {}, data, autocast, device)
+    validation_logp = {}  # under the reference, see `evaluate`
     sampler.start = loop["step"]
     batches = make_loader(data, sampler, args, device)
     if not loop["baseline"]:
-        loop["baseline"] = validate()
+        loop["baseline"] = evaluate(args, model, reference, validation_logp, data, autocast, device)
         row = {f"val/{name}": value for name, value in loop["baseline"].items()}
         log.write({"step": 0, "epoch": 0, **row})
         save("latest.pt", optimizer=optimizer)
@@ -603,7 +603,7 @@ def train(args, device, data, model, reference, state, log):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = validate()
+            metrics = evaluate(args, model, reference, validation_logp, data, autocast, device)
             if not math.isfinite(metrics["loss"]):
                 raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
             row = {f"val/{name}": value for name, value in metrics.items()}
