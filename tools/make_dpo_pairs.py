@@ -16,6 +16,7 @@ checks it, but for its --max_length.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
@@ -46,9 +47,7 @@ def parse_args():
     add("--out", default="pairs.json", help="file to write")
     add("--score", default="score", help="the column that has the scores; or charge")
     add("--lower_is_better", action="store_true", help="the lower score is preferred")
-    number = script.number(0)
-    add("--score_gap", type=number, default=0.0, help="least difference of the scores of a pair")
-    add("--margin_scale", type=number, default=0.0, help="margin of a pair: so much times that")
+    add("--score_gap", type=script.number(0), default=0.0, help="least difference in a pair")
     add("--pairs_per_backbone", type=script.COUNT, help="pairs at most; None: all")
     return parser.parse_args()
 
@@ -76,11 +75,12 @@ def net_charge(sequence):
 
 @functools.cache
 def read_structure(path):
-    """As the script reads it, each file once. Prints what is odd about it. Raises ValueError."""
-    structure = script.read_structure(path)
-    for text, found in structure.notes.items():
+    """The chains of a file, read once. Prints what is odd about them. Raises ValueError."""
+    notes = collections.defaultdict(list)
+    chains, _ = script.read_structure(path, notes)
+    for text, found in notes.items():
         print(f"{len(found)} {text}, such as {found[0]}")
-    return structure
+    return chains
 
 
 def read_table(path, score=None, may_be_empty=False):
@@ -115,7 +115,7 @@ class Backbone:
 
     def __init__(self, fields):
         row = script.Row(**fields, preferred_seq="", unpreferred_seq="")
-        chains = read_structure(row.pdb_file).chains
+        chains = read_structure(row.pdb_file)
         joined, self.chain_index, self.length = script.join_chains(row, chains)
         self.native = joined.letters  # (L,) of the structure
         self.is_whole = np.isfinite(joined.coords).all(axis=(1, 2))  # (L,)
@@ -166,24 +166,21 @@ def read_backbones(path, table):
 
 
 def choose_pairs(table, args):
-    """[(the better line, the worse line, difference of their scores)], lines by their names: the
-    best with the worst, and so on."""
+    """[(the better line, the worse line)] by their names: the best with the worst, and so on."""
     scores = table["value"].sort_values(ascending=args.lower_is_better, kind="stable")
     pairs = []
     for rank in range(min(len(table) // 2, args.pairs_per_backbone or len(table))):
         gap = abs(scores.iloc[rank] - scores.iloc[-1 - rank])
         if gap > 0 and gap >= args.score_gap - 1e-9:  # else 0.9 - 0.4 would be less than 0.5
-            pairs.append((scores.index[rank], scores.index[-1 - rank], gap))
+            pairs.append((scores.index[rank], scores.index[-1 - rank]))
     return pairs
 
 
-def make_pair(fields, sequences, better, worse, gap, args):
+def make_pair(fields, sequences, better, worse, args):
     """The fields of a pair of two lines. Raises InputError."""
     fields = {**fields, "preferred_seq": sequences[better], "unpreferred_seq": sequences[worse]}
-    if args.margin_scale > 0:
-        fields["margin"] = round(args.margin_scale * gap, 6)
     try:
-        chains = read_structure(fields["pdb_file"]).chains
+        chains = read_structure(fields["pdb_file"])
         script.read_pair(script.Row(**fields), chains, max_length=math.inf)
     except (TypeError, ValueError) as error:
         raise InputError(f"{better}, and {worse}: {error}") from None
@@ -204,8 +201,8 @@ def run(args):
             repeated += list(part.index[is_repeated])
             part = part.assign(value=means)[~is_repeated]
             unpaired.update(dict.fromkeys(part.index))
-            for better, worse, gap in choose_pairs(part, args):
-                made.append(make_pair(fields, part["sequence"], better, worse, gap, args))
+            for better, worse in choose_pairs(part, args):
+                made.append(make_pair(fields, part["sequence"], better, worse, args))
                 del unpaired[better], unpaired[worse]
     if not made:
         text = f"no two on a backbone have scores that differ, by {args.score_gap:g} or more"

@@ -62,16 +62,12 @@ def load_networks(args):
     networks = {"network": model}
     state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     if args.reference:
-        networks["reference"] = script.read_model(args.reference)
+        networks["reference"] = script.read_model(args.reference, model.k_neighbors)
     elif "reference" in state:
         networks["reference"] = copy.deepcopy(model)
         networks["reference"].load_state_dict(state["reference"])
-
     for network in networks.values():
         network.to(script.choose_device(args, local_rank=0))
-        if network.k_neighbors != model.k_neighbors:
-            text = f"{network.k_neighbors} neighbors, the network {model.k_neighbors}"
-            raise InputError(f"--reference {args.reference} has {text}")
     return networks, state.get("args", {})
 
 
