@@ -219,6 +219,32 @@ def test_from_designs_to_pairs(trained, tmp_path):
     assert len(pandas.read_csv(scores)) == len(made) > 0
 
 
+def test_a_second_round(trained, tmp_path, monkeypatch):
+    """The commands of the guide. Its reference is still that of the first; before training its
+    scores are those that score_dpo gives the network that it starts from."""
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text()
+    commands = guide.split("# a second round, after the quickstart\n")[1].split("```")[0]
+    changes = {"outputs/dpo_quickstart": trained, "data/dpo": ROOT / "data" / "dpo"}
+    changes["num_samples 48"] = "num_samples 4"
+    for old, new in changes.items():
+        commands = commands.replace(old, str(new))
+    draw, make_pairs, train = [command.split() for command in commands.splitlines()]
+    train += ["--num_epochs=1", "--val_fraction=0.5"]
+    for _, name, *words in (draw, make_pairs, train):
+        call_script(name.removesuffix(".py"), *words)
+
+    second = Run(tmp_path / "outputs" / "dpo_round2")
+    first = torch.load(trained / "best_model.pt", weights_only=True)
+    first["args"]["temperature"] = second.summary["args"]["temperature"]
+    torch.save(first, tmp_path / "first.pt")
+    tool("score_dpo", "first.pt", "pairs.json", f"--reference={RELEASED}")
+    table = pandas.read_csv("scores.csv", index_col="pair").loc[second.summary["held_out"]]
+    for name, value in second.summary["baselines"]["before"].items():
+        assert table[name].mean() == pytest.approx(value, rel=2e-6, abs=1e-6), name
+    assert abs(table["rewards/margins"]).min() > 0
+
+
 def test_letters_are_drawn_as_often_as_the_softmax_says():
     design = import_tool("design_dpo")
     generator = torch.Generator().manual_seed(1)
