@@ -33,10 +33,10 @@ NAMES = {
     "original": "official network, as in the original",
     "best": "official network, at its best",
 }
-# pairs, backbones, residues
-WORKS = {"1/1:20": (1, 1, 20), "1/1:100": (1, 1, 100), "1/1:300": (1, 1, 300)}
-WORKS |= {"4/1:100": (4, 1, 100), "16/1:100": (16, 1, 100), "16/16:100": (16, 16, 100)}
-WORKS |= {"16/1:20": (16, 1, 20), "16/16:20": (16, 16, 20), "16/16:300": (16, 16, 300)}
+WORKS = {}
+for pairs, backbones in ((1, 1), (4, 1), (16, 1), (16, 16)):
+    for residues in (20, 100, 300):
+        WORKS[f"{pairs}/{backbones}:{residues}"] = (pairs, backbones, residues)
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"
 BETA = 0.1
 TEMPERATURE = 0.1
