@@ -17,13 +17,14 @@ Logged, means over pairs; those with val/ before training and after each epoch, 
     rewards/accuracies   part of the pairs with a margin above 0; a tie is a half
     rewards/chosen, rewards/rejected    of the preferred, of the unpreferred sequence
     val/likelihood_accuracy    part of the pairs whose preferred sequence is the likelier
-    val/nll, val/recovery      of the preferred per designed residue, at temperature 1
+    val/nll, val/recovery      -log p of the preferred sequence's letters, at temperature 1, and how
+                               many of them are the likeliest; means over the designed residues
     lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
     (part of the time that was spent waiting for data), peak_gb (of a GPU)
 
-Files in --output_dir: latest.pt, from which the same command goes on, best_model.pt (lowest
-val/loss) and step_N.pt, all of which ProteinMPNN's tools load; metrics.jsonl; summary.json;
-curves.png. "(all ranks)": every rank must call this, in the same order; "(rank 0)": only rank 0.
+Files in --output_dir: latest.pt, from which the same command goes on, best_model.pt (of the epoch
+with the lowest val/loss), step_N.pt, all files of ProteinMPNN, too; metrics.jsonl; curves.png;
+summary.json. "(all ranks)": every rank must call this, in the same order; "(rank 0)": only rank 0.
 """
 
 # /// script
@@ -93,7 +94,7 @@ def parse_args():
     add("--beta", type=number(1e-6), default=0.1, help="larger: closer to the reference")
     add("--temperature", type=number(1e-3), default=0.1, help="logits are divided by it")
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="DPO, or IPO")
-    add("--sft_weight", type=number(0), default=0.0, help="of the loss -log p of the preferred")
+    add("--sft_weight", type=number(0), default=0.0, help="of the term nll, see val/nll")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
@@ -130,7 +131,7 @@ class Row:
     chain_id: str = ""  # the chain to design; "": the first one
     design_chains: list = ()  # or several
     fixed_chains: list = ()  # context
-    mutable_positions: list = ()  # 0-based indices into the sequences: nothing else is designed
+    mutable_positions: list = ()  # indices from 0 on, or "A12" as the file has it; no others
     mutable_ranges: list = ()  # of each range the first and the last
     cluster: str | int = ""  # held out together; all pairs on a structure have the same
     weight: float | int = 1.0  # of the pair in the loss of training
@@ -212,7 +213,7 @@ class Pairs(Dataset):
         and the positions in it of this micro-batch."""
         step, global_ids, positions_in_batch = item
         ids = global_ids[positions_in_batch]
-        # numpy takes [seed, step, 0] for [seed, step], which the sampler draws by: hence i + 1
+        # numpy takes [a, b, 0] for [a, b], and the sampler draws by [seed, epoch]: hence i + 1
         return self.batch(ids, [[self.args.seed, step, i + 1] for i in ids])
 
     def validation_batch(self, ids):
@@ -282,7 +283,7 @@ def decode_ranks(designed, seed):
 # --------------------------------------------------------------------------------------------------
 # Model
 
-WIDTH = 128
+WIDTH = 128  # D
 SCALE = 30.0  # what a sum of messages is divided by
 RADIAL = 16  # Gaussians for a distance
 # Distances between atoms of a residue and atoms of its neighbor; N, CA, C, O, CB are 0 to 4.
@@ -320,7 +321,7 @@ class Layer(nn.Module):
 
 
 def join_linear(linear, h, edges, neighbor):
-    """linear([h_i, edge_ij, h_j]) (M, K, D) of nodes h (M, D) and edges (M, K, D); neighbor (M, K):
+    """linear([h_i, edge_ij, h_j]) (B, K, D) of nodes h (B, D) and edges (B, K, D); neighbor (B, K):
     the nodes j. The nodes' parts are computed once per node, then fetched."""
     own, edge, other = linear.weight.split(WIDTH, dim=1)
     x = F.linear(edges, edge)  # the largest tensor: what follows is added in place
@@ -356,7 +357,7 @@ class ProteinMPNN(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def first_edges(self, batch, neighbor):
-        """Edges (M, K, D) from each node to its neighbors (M, K): of the distances between their
+        """Edges (B, K, D) from each node to its neighbors (B, K): of the distances between their
         atoms, each as RADIAL Gaussians, and of how far apart they are in the chain."""
         own_atoms = batch.atoms.index_select(1, self.atom_pairs[:, 0]).unsqueeze(1)
         other_atoms = batch.atoms.index_select(1, self.atom_pairs[:, 1]).flatten(1)
@@ -374,7 +375,7 @@ class ProteinMPNN(nn.Module):
         return self.W_e(self.features["norm_edges"](self.features["edge_embedding"](x)))
 
     def encode(self, batch):
-        """Nodes (M, D) and edges (M, K, D) of the backbones, whatever their sequences."""
+        """Nodes (B, D) and edges (B, K, D) of the backbones, whatever their sequences."""
         is_neighbor = batch.neighbors >= 0
         neighbor = batch.neighbors.clamp(min=0)
         edges = self.first_edges(batch, neighbor)
@@ -386,8 +387,8 @@ class ProteinMPNN(nn.Module):
         return h, edges
 
     def forward(self, batch):
-        """Logits (C, M, 21) of a Batch, or of whatever has its first seven: C versions of the
-        sequences. A residue sees the letters of those neighbors that are decoded before it."""
+        """Logits (C, M, 21) of a Batch, or of what has its fields up to decode_rank: C versions of
+        the sequences. A residue sees the letters of those neighbors that are decoded before it."""
         nodes, edges = self.encode(batch)  # of the backbones
         versions, residues = batch.letters.shape
 
@@ -490,7 +491,7 @@ def evaluate(args, model, reference, reference_logp, data, autocast, device):
     {batch: (2, M)}, filled in the first validation for those to come. (all ranks)"""
     ids = data.valid_ids
     sums = {}
-    # batch k is for rank k % world_size: each pair counts once, the batches do not depend on ranks
+    # dealt to the ranks: each pair counts once, and the batches do not depend on the ranks
     batches = np.array_split(ids, math.ceil(len(ids) / EVAL_BATCH_SIZE))
     for number in range(dist.get_rank(), len(batches), dist.get_world_size()):
         batch = data.validation_batch(batches[number]).to(device)
@@ -768,7 +769,7 @@ def read_rows(path):
         if not isinstance(fields, dict):
             raise InputError(f"{where}: {fields!r:.80}; expected an object with pdb_file, ...")
         fields = {name: value for name, value in fields.items() if value is not None}
-        structure = os.path.abspath(Path(path).parent / str(fields.get("pdb_file")))
+        structure = os.path.abspath(Path(path).parent.resolve() / str(fields.get("pdb_file")))
         yield where, structure, fields
 
 
@@ -802,7 +803,8 @@ def read_pair(row, chains, max_length):
     agreement = np.mean(letters[0, :length] == joined.letters[:length])
 
     whole = np.isfinite(joined.coords).all(axis=(1, 2))
-    designed = whole & choose_mutable(row, length, len(whole)) & (letters != UNKNOWN).all(axis=0)
+    mutable = choose_mutable(row, joined.labels[:length], len(whole))
+    designed = whole & mutable & (letters != UNKNOWN).all(axis=0)
     differ = letters[0] != letters[1]
     if not (differ & designed).any():
         text = "which are mutable, have N, CA, C and O, and are X in neither"
@@ -828,13 +830,17 @@ def read_letters(name, text, native):
     return letters
 
 
-def choose_mutable(row, length, total):
-    """(total,) bool: which of the first `length` a Row lets change. Raises ValueError."""
+def choose_mutable(row, labels, total):
+    """(total,) bool: which of the first residues, of which these are the labels, a Row lets change.
+    Raises ValueError."""
     ranges = [[place, place] for place in row.mutable_positions] + list(row.mutable_ranges)
-    mutable = np.arange(total) < (0 if ranges else length)
-    for first, last in ranges:
-        if not 0 <= first <= last < length:
-            raise ValueError(f"mutable residues {first} to {last}; expected 0 to {length - 1}")
+    mutable = np.arange(total) < (0 if ranges else len(labels))
+    labels = labels.tolist()
+    for ends in ranges:
+        first, last = [labels.index(end) if end in labels else end for end in ends]
+        if first not in range(len(labels)) or last not in range(first, len(labels)):
+            expected = f"0 to {len(labels) - 1}, or such as {labels[0]}"
+            raise ValueError(f"mutable residues {first} to {last}; expected {expected}")
         mutable[first : last + 1] = True
     return mutable
 

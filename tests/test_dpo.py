@@ -223,14 +223,14 @@ def test_a_second_round(trained, tmp_path, monkeypatch):
     """The commands of the guide. Its reference is still that of the first; before training its
     scores are those that score_dpo gives the network that it starts from."""
     monkeypatch.chdir(tmp_path)
+    for name in ("data", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     guide = (ROOT / "docs" / "DDP_TRAINING_GUIDE.md").read_text()
     commands = guide.split("# a second round, after the quickstart\n")[1].split("```")[0]
-    changes = {"outputs/dpo_quickstart": trained, "data/dpo": ROOT / "data" / "dpo"}
-    changes["num_samples 48"] = "num_samples 4"
-    for old, new in changes.items():
-        commands = commands.replace(old, str(new))
+    commands = commands.replace("outputs/dpo_quickstart", str(trained))
     draw, make_pairs, train = [command.split() for command in commands.splitlines()]
-    train += ["--num_epochs=1", "--val_fraction=0.5"]
+    draw += ["--num_samples=12"]
+    train += ["--num_epochs=1", "--eval_orders=1"]
     for _, name, *words in (draw, make_pairs, train):
         call_script(name.removesuffix(".py"), *words)
 
@@ -238,8 +238,10 @@ def test_a_second_round(trained, tmp_path, monkeypatch):
     first = torch.load(trained / "best_model.pt", weights_only=True)
     first["args"]["temperature"] = second.summary["args"]["temperature"]
     torch.save(first, tmp_path / "first.pt")
-    tool("score_dpo", "first.pt", "pairs.json", f"--reference={RELEASED}")
-    table = pandas.read_csv("scores.csv", index_col="pair").loc[second.summary["held_out"]]
+    words = ["first.pt", second.summary["args"]["val_data"], f"--reference={RELEASED}"]
+    tool("score_dpo", *words, "--orders=1")
+    table = pandas.read_csv("scores.csv", index_col="pair")
+    assert list(table.index) == second.summary["held_out"]
     for name, value in second.summary["baselines"]["before"].items():
         assert table[name].mean() == pytest.approx(value, rel=2e-6, abs=1e-6), name
     assert abs(table["rewards/margins"]).min() > 0
@@ -266,15 +268,17 @@ def test_pairs_of_scored_sequences(data, tmp_path):
         lines.append(f'{data}/helix0.pdb,{text},{score},"[""A""]",x,y,{score},{score},{score},2')
     lines.append(f"{data}/helix0.pdb,{own},0.3,,x")  # its other fields are missing
     table = tmp_path / "scored.csv"
+    more = tmp_path / "more.csv"
+    more.write_text(f"{lines[0]}\n\n{lines.pop(6)}\n\n")
     table.write_text("\n".join(lines))
 
     cases = {"": [1, 0, 4, 3], "--lower_is_better": [0, 1, 3, 4]}
     cases.update({"--score_gap=0.5": [1, 0], "--pairs_per_backbone=1": [1, 0]})
     for option, expected in cases.items():
         out = tmp_path / f"{option}.json"
-        said = tool("make_dpo_pairs", table, "--out", out, *option.split())
+        said = tool("make_dpo_pairs", table, more, "--out", out, *option.split())
         assert "columns that are not used: comment, description, margin, note, weight\n" in said
-        assert "1 lines have a sequence again: " in said
+        assert re.search(f"1 lines have a sequence again: .* such as {more}: line 3\n", said)
         count = len(expected)
         assert f"6 sequences: {count} in pairs, {6 - count} in none, such as {table}: line" in said
         found = []

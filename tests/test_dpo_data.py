@@ -111,6 +111,7 @@ ZOO = [
 
 def test_structure_zoo(tmp_path, caplog):
     """As PDB and mmCIF, in which chains have other names, plain and gz. What is odd is said."""
+    caplog.set_level("WARNING")
     parsed = gemmi.read_pdb_string("".join(ZOO))
     parsed.setup_entities()
     texts = {"pdb": "".join(ZOO), "cif": parsed.make_mmcif_document().as_string()}
@@ -159,7 +160,8 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"unpreferred_seq": ["A"] * 6}, r"unpreferred_seq is \['A', .*\]; expected <class"),
     ({"mutable_positions": [0]}, "are the same at the designed residues"),
     ({"unpreferred_seq": "XCDEFA"}, "differ at residue 0, which is X, or not mutable; expected"),
-    ({"mutable_positions": [6]}, "mutable residues 6 to 6; expected 0 to 5"),
+    ({"mutable_positions": [6]}, "mutable residues 6 to 6; expected 0 to 5, or such as A1"),
+    ({"mutable_positions": ["B1"]}, "mutable residues B1 to B1; expected 0 to 5, or such as A1"),
     ({"margin": "0.5"}, "margin is '0.5'; expected float . int"),
     ({"weight": -1}, "weight -1, margin 0.0; expected 0 or more"),
 ]
@@ -175,14 +177,14 @@ def test_all_problems_are_listed_at_once(tmp_path, caplog):
     (tmp_path / "het.pdb").write_text(residue("CYS", 1, record="HETATM"))
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows, "--max_length=6").split("\n  ")
-    assert lines[0] == "32 bad pairs; --skip_bad_data leaves such rows out:"
+    assert lines[0] == "34 bad pairs; --skip_bad_data leaves such rows out:"
     assert re.search("index 20: ", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
         assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
     data = load(tmp_path, rows, "--skip_bad_data", "--max_length=6")
-    assert data.name == ["a:0", "a:33"]
-    assert "32 rows are left out" in caplog.text
+    assert data.name == ["a:0", "a:35"]
+    assert "34 rows are left out" in caplog.text
     assert "pairs.json: no pairs; see --help\n" in refused(tmp_path, bad[:3], "--skip_bad_data")
 
 
@@ -229,7 +231,7 @@ def test_forms_of_the_data_file(tmp_path):
 def test_chains_and_positions(tmp_path, caplog):
     """Design chains in the order given, then fixed ones. Sequences in another order are named."""
     write_pdb(tmp_path / "a.pdb", {"A": "ACD-FG", "B": "KlMN", "C": "WWYY"})
-    both = {"mutable_positions": [2], "mutable_ranges": [[3, 4], [6, 6]]}
+    both = {"mutable_positions": ["B3"], "mutable_ranges": [[3, "A1"], [6, 6]]}
     cases = [  # change, preferred and unpreferred sequence, what is designed
         ({}, "RRRSSSSSWWYY", "TRTSSSSTWWYY", "XXXXXXXX...."),
         (both, "RRXSSSSSWWYY", "RRXTSTSSWWYY", ".X.X.X......"),

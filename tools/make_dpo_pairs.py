@@ -5,14 +5,14 @@
 
 CSV, such as tools/design_dpo.py writes: columns pdb_file, sequence, and score or another one that
 --score names. Columns named as fields of the pairs (see class Row in run_dpo_ddp.py; not weight and
-margin, which a sequence has not) are fields, lists in JSON's form; lines of a file that agree in
-all of them are scored together. --score charge is K + R - D - E, if no column has this name.
+margin, which a sequence has not) are fields, lists in JSON's form; lines that agree in all of them
+belong together, in whatever file. --score charge is K + R - D - E, if no column has this name.
 
 Of a backbone's sequences the best and the worst make a pair, then the second best and the second
 worst, and so on, each sequence once. With --lower_is_better the other way round: a network that was
 trained on such a control must do worse than chance on the true pairs. A sequence that is there
 several times is taken once, with the mean of its scores. Every pair is checked as the training
-checks it, but for its --max_length.
+checks it, but for its length and cluster.
 """
 
 import argparse
@@ -86,9 +86,11 @@ def read_structure(path):
 def read_table(path, score=None, may_be_empty=False):
     """The lines of a CSV file, all text, each with a name that says where it stands; and the scores
     of these lines, if a column is named: NaN where they are empty and may be. Raises InputError."""
-    table = pandas.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    options = {"keep_default_na": False, "skip_blank_lines": False, "encoding": "utf-8-sig"}
+    table = pandas.read_csv(path, dtype=str, **options)
     table = table.fillna("")  # at the end of lines that are too short
     table.index = [f"{path}: line {line}" for line in range(2, len(table) + 2)]
+    table = table[(table != "").any(axis=1)].copy()
     if score == "charge" and score not in table and "sequence" in table:
         table[score] = table["sequence"].map(net_charge).astype(str)
     needed = ["pdb_file", "sequence", score] if score else ["pdb_file", "sequence"]
@@ -119,7 +121,7 @@ class Backbone:
         joined, self.chain_index, self.length = script.join_chains(row, chains)
         self.native = joined.letters  # (L,) of the structure
         self.is_whole = np.isfinite(joined.coords).all(axis=(1, 2))  # (L,)
-        mutable = script.choose_mutable(row, self.length, len(self.native))
+        mutable = script.choose_mutable(row, joined.labels[: self.length], len(self.native))
         self.is_designed = self.is_whole & mutable  # (L,)
         if not self.is_designed.any():
             raise ValueError("no residue to design has N, CA, C and O")
@@ -149,7 +151,8 @@ def read_backbones(path, table):
                 if not fields[key].startswith("["):
                     raise ValueError(f'{key} is {fields[key]}; expected a list, such as ["A"]')
                 fields[key] = json.loads(fields[key])
-            fields["pdb_file"] = os.path.abspath(Path(path).parent / fields.get("pdb_file", ""))
+            structure = Path(path).parent.resolve() / fields.get("pdb_file", "")
+            fields["pdb_file"] = os.path.abspath(structure)
             backbone = Backbone(fields)
 
             native = backbone.native[: backbone.length]
@@ -193,17 +196,22 @@ def run(args):
     made = []
     unpaired = {}  # names of lines
     repeated = []
+    parts = collections.defaultdict(list)  # {fields: what each file has of them}
     for path in args.data:
         table, table["value"] = read_table(path, args.score)
         for fields, _, part, _ in read_backbones(path, table):
-            means = part.groupby("sequence")["value"].transform("mean")
-            is_repeated = part.duplicated("sequence")
-            repeated += list(part.index[is_repeated])
-            part = part.assign(value=means)[~is_repeated]
-            unpaired.update(dict.fromkeys(part.index))
-            for better, worse in choose_pairs(part, args):
-                made.append(make_pair(fields, part["sequence"], better, worse, args))
-                del unpaired[better], unpaired[worse]
+            parts[json.dumps(fields, sort_keys=True)].append(part)
+
+    for fields, of_files in parts.items():
+        part = pandas.concat(of_files)
+        means = part.groupby("sequence")["value"].transform("mean")
+        is_repeated = part.duplicated("sequence")
+        repeated += list(part.index[is_repeated])
+        part = part.assign(value=means)[~is_repeated]
+        unpaired.update(dict.fromkeys(part.index))
+        for better, worse in choose_pairs(part, args):
+            made.append(make_pair(json.loads(fields), part["sequence"], better, worse, args))
+            del unpaired[better], unpaired[worse]
     if not made:
         text = f"no two on a backbone have scores that differ, by {args.score_gap:g} or more"
         raise InputError(f"no pairs: of {len(unpaired)} sequences {text}")

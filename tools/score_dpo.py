@@ -9,7 +9,8 @@ The network: best_model.pt, step_N.pt or latest.pt of a run of run_dpo_ddp.py, o
 of ProteinMPNN. The reference is that of the run. Without a file: the pairs that the run held out.
 
 Of pairs it writes a CSV file with a line for each: what the training logs as val/..., with beta and
-temperature of the run (of released weights 0.1). Prints the means, of network and reference.
+temperature of the run (of released weights 0.1); those of a file in decoding orders of their own.
+Prints the means, of network and reference.
 
 Of sequences, a CSV file as for tools/make_dpo_pairs.py, it writes the table, and of network and
 reference logp_per_residue, at temperature 1, in nats: the mean over designed residues that are not
@@ -50,7 +51,6 @@ def parse_args():
     add("--orders", type=script.COUNT, help="decoding orders; None: as many as the run, or 4")
     add("--score", help="of a table of sequences: the column to compare with; or charge")
     add("--out", default="scores.csv", help="file to write")
-    add("--skip_bad_data", action="store_true", help="leave out rows that are wrong, list them")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     return parser.parse_args()
 
@@ -75,7 +75,7 @@ def load_pairs(args, options, orders, k):
     """(pairs, ids of those to score): all of args.data, or what the run held out."""
     if args.data:
         given = {"train_data": args.data, "val_data": None, "max_length": 10**9}
-        options = Namespace(**given, eval_orders=orders, skip_bad_data=args.skip_bad_data)
+        options = Namespace(**given, eval_orders=orders, skip_bad_data=False)
         with tempfile.TemporaryDirectory() as options.cache_dir:
             data = script.Pairs(script.prepare(options, k), options)
         return data, np.arange(len(data.name))
