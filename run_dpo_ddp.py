@@ -216,11 +216,11 @@ class Pairs(Dataset):
         # numpy takes [a, b, 0] for [a, b], and the sampler draws by [seed, epoch]: hence i + 1
         return self.batch(ids, [[self.args.seed, step, i + 1] for i in ids])
 
-    def validation_batch(self, ids):
-        """The held-out pairs `ids`, in the same decoding orders in each validation."""
-        ids = np.repeat(ids, self.args.eval_orders)
-        order = np.arange(len(ids)) % self.args.eval_orders
-        return self.batch(ids, np.stack([order, ids + 1], axis=1))
+    def validation_batch(self, numbers):
+        """Held-out pairs, of those from 0 on, in decoding orders that never change."""
+        numbers = np.repeat(numbers, self.args.eval_orders)
+        order = np.arange(len(numbers)) % self.args.eval_orders
+        return self.batch(self.valid_ids[numbers], np.stack([order, numbers + 1], axis=1))
 
     def batch(self, ids, seeds):
         """The pairs `ids`, in random decoding orders by `seeds`."""
@@ -489,10 +489,10 @@ def weighted_loss(args, logits, reference_logp, batch):
 def evaluate(args, model, reference, reference_logp, data, autocast, device):
     """Means of `pair_scores` over the held-out pairs, each in --eval_orders orders. reference_logp:
     {batch: (2, M)}, filled in the first validation for those to come. (all ranks)"""
-    ids = data.valid_ids
+    count = len(data.valid_ids)
     sums = {}
     # dealt to the ranks: each pair counts once, and the batches do not depend on the ranks
-    batches = np.array_split(ids, math.ceil(len(ids) / EVAL_BATCH_SIZE))
+    batches = np.array_split(np.arange(count), math.ceil(count / EVAL_BATCH_SIZE))
     for number in range(dist.get_rank(), len(batches), dist.get_world_size()):
         batch = data.validation_batch(batches[number]).to(device)
         with autocast():
@@ -505,7 +505,7 @@ def evaluate(args, model, reference, reference_logp, data, autocast, device):
     totals = collections.Counter()
     for own in gather({name: float(value) for name, value in sums.items()}):
         totals.update(own)
-    return {name: total / (len(ids) * args.eval_orders) for name, total in totals.items()}
+    return {name: total / (count * args.eval_orders) for name, total in totals.items()}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ The network: best_model.pt, step_N.pt or latest.pt of a run of run_dpo_ddp.py, o
 of ProteinMPNN. The reference is that of the run. Without a file: the pairs that the run held out.
 
 Of pairs it writes a CSV file with a line for each: what the training logs as val/..., with beta and
-temperature of the run (of released weights 0.1); those of a file in decoding orders of their own.
-Prints the means, of network and reference.
+temperature of the run (of released weights 0.1). Prints the means, of network and reference.
 
 Of sequences, a CSV file as for tools/make_dpo_pairs.py, it writes the table, and of network and
 reference logp_per_residue, at temperature 1, in nats: the mean over designed residues that are not
@@ -72,13 +71,14 @@ def load_networks(args):
 
 
 def load_pairs(args, options, orders, k):
-    """(pairs, ids of those to score): all of args.data, or what the run held out."""
+    """Pairs, of which the held-out ones are scored: all of args.data, or those of the run."""
     if args.data:
         given = {"train_data": args.data, "val_data": None, "max_length": 10**9}
         options = Namespace(**given, eval_orders=orders, skip_bad_data=False)
         with tempfile.TemporaryDirectory() as options.cache_dir:
             data = script.Pairs(script.prepare(options, k), options)
-        return data, np.arange(len(data.name))
+        data.valid_ids = np.arange(len(data.name))
+        return data
     if not options:
         raise InputError("give the pairs, or best_model.pt of a run, which held some out")
     options = Namespace(**{**options, "eval_orders": orders})
@@ -86,21 +86,21 @@ def load_pairs(args, options, orders, k):
     if data.hash != options.data_hash:
         raise InputError(f"{options.train_data}: the pairs have changed since the run")
     data.split()
-    return data, data.valid_ids
+    return data
 
 
 @torch.no_grad()
-def score_pairs(networks, data, ids, settings):
+def score_pairs(networks, data, settings):
     """{"network": table of pair_scores, a row for each pair, "reference": the same}."""
     rows = {who: [] for who in networks}
-    for i in tqdm(ids, unit=" pairs", disable=None):
-        batch = data.validation_batch([i]).to(networks["network"].W_out.weight.device)
+    for number in tqdm(range(len(data.valid_ids)), unit=" pairs", disable=None):
+        batch = data.validation_batch([number]).to(networks["network"].W_out.weight.device)
         logits = {who: network(batch) for who, network in networks.items()}
         logp = script.log_probabilities(logits["reference"] / settings.temperature, batch.letters)
         for who in networks:
             scores = script.pair_scores(settings, logits[who], logp, batch)
             rows[who].append({name: values.mean().item() for name, values in scores.items()})
-    names = pandas.Index([data.name[i] for i in ids], name="pair")
+    names = pandas.Index([data.name[i] for i in data.valid_ids], name="pair")
     return {who: pandas.DataFrame(rows[who], index=names) for who in networks}
 
 
@@ -180,10 +180,12 @@ def run(args):
         raise InputError("give --reference, the weights that training started from")
     settings = {"beta": 0.1, "temperature": 0.1, "loss_type": "sigmoid"}
     settings = Namespace(**{**settings, **options})
-    data, ids = load_pairs(args, options, orders, networks["network"].k_neighbors)
-    tables = score_pairs(networks, data, ids, settings)
+    data = load_pairs(args, options, orders, networks["network"].k_neighbors)
+    tables = score_pairs(networks, data, settings)
     tables["network"].to_csv(args.out, float_format="%.6f")
-    print(f"beta {settings.beta:g}, temperature {settings.temperature:g}, {len(ids)} pairs")
+    print(
+        f"beta {settings.beta:g}, temperature {settings.temperature:g}, {len(data.valid_ids)} pairs"
+    )
     print(pandas.DataFrame({who: table.mean() for who, table in tables.items()}).round(4))
     print(args.out)
 
