@@ -17,10 +17,11 @@ or NAME:CONFIG); pydocs, which is data/pydocs.jsonl.gz. Columns: query, positive
 and, if there are any, negative, negatives, negative_1 ..., group (its rows are held out together).
 Or lines [query, positive, negative ...]. Held out are --eval_fraction of the queries of phase 2.
 
-Logged, over all ranks: step, phase, epoch, lr, loss, in phase 2 its parts infonce (nats per query)
-and distance (squared), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (texts or queries), data_wait (share of the time), peak_gb (of a GPU). val/...:
-ndcg@10, mrr@10, recall@100 (0 to 1, held-out queries), teacher_cosine.
+Logged, over all ranks:
+    loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
+    val/ndcg@10, val/mrr@10, val/recall@100 of held-out queries, val/teacher_cosine; 0 to 1
+    lr, grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
+    (texts or queries), data_wait (part of the time), peak_gb (of a GPU)
 
 Files in --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt, step_N.pt, metrics.jsonl;
 at the end summary.json, curves.png; with --save_to_artifacts a SentenceTransformer in
@@ -144,6 +145,8 @@ def parse_args():
 # --------------------------------------------------------------------------------------------------
 # Data
 
+BLOCK = 1024  # texts in a file of the teacher's vectors
+
 
 class Corpus(NamedTuple):
     """What `prepare` has written, in memory that the ranks of a machine share. Texts are numbered,
@@ -164,14 +167,27 @@ class Corpus(NamedTuple):
     pad: int  # token that fills up
 
 
+class Vectors:
+    """The teacher's unit vectors of all texts, in files of BLOCK texts, mapped into memory."""
+
+    def __init__(self, folder, paths):
+        self.name = folder.name.rpartition("-")[0]  # without the device
+        self.blocks = [np.asarray(np.load(path, mmap_mode="r")) for path in paths]
+        self.dimensions = self.blocks[0].shape[1]
+
+    def __getitem__(self, text_ids):
+        """(B,) -> (B, D) float16"""
+        return np.stack([self.blocks[i // BLOCK][i % BLOCK] for i in text_ids])
+
+
 class Batch(NamedTuple):
     """B texts, in a few groups of similar length, each padded to its longest. In phase 2 they are n
     queries, the n documents that answer them, and then others that do not."""
 
     ids: list  # of tokens (b, L) int64 of each group
     masks: list  # (b, L) int64, 0 where there is padding
-    order: torch.Tensor  # (B,) place of each text among those of all groups
-    rows: torch.Tensor  # (B,) numbers of the texts in the corpus
+    order: torch.Tensor  # (B,) where each text is among those of all groups
+    text_ids: torch.Tensor  # (B,) in the corpus
     targets: torch.Tensor  # (B, D) float16, the teacher's vectors
     total: int = 0  # texts, or queries, of the whole step, all ranks
     n: int = 0  # queries; 0 in phase 1
@@ -190,30 +206,30 @@ class Batch(NamedTuple):
 GROUPS = 1 if torch.accelerator.is_available() else 8
 
 
-def make_batch(corpus, vectors, rows, **counts):
-    """The texts with the numbers `rows` (B,) as a Batch, with the teacher's vectors of them."""
-    by_length = np.argsort(corpus.lengths[rows], kind="stable")
+def make_batch(corpus, vectors, text_ids, **counts):
+    """The texts `text_ids` (B,) as a Batch, with the teacher's vectors of them."""
+    by_length = np.argsort(corpus.lengths[text_ids], kind="stable")
     ids = []
     masks = []
-    groups = max(GROUPS, min(8, len(rows) // 256))
-    for part in np.array_split(rows[by_length], min(groups, len(rows))):
-        lengths = corpus.lengths[part]
-        places = np.arange(lengths.max())
-        mask = places < lengths[:, None]
-        source = np.where(mask, corpus.offsets[part][:, None] + places, 0)
+    groups = max(GROUPS, min(8, len(text_ids) // 256))
+    for group_ids in np.array_split(text_ids[by_length], min(groups, len(text_ids))):
+        lengths = corpus.lengths[group_ids]
+        positions = np.arange(lengths.max())
+        mask = positions < lengths[:, None]
+        source = np.where(mask, corpus.offsets[group_ids][:, None] + positions, 0)
         filled = np.where(mask, corpus.ids[source], corpus.pad)
         ids.append(torch.from_numpy(filled.astype(np.int64)))
         masks.append(torch.from_numpy(mask.astype(np.int64)))
     order = torch.from_numpy(np.argsort(by_length))
-    targets = torch.from_numpy(vectors[rows])
-    rows = torch.from_numpy(rows.copy())  # of a mapped array torch would warn
-    return Batch(ids, masks, order, rows, targets, **counts)
+    targets = torch.from_numpy(vectors[text_ids])
+    text_ids = torch.from_numpy(text_ids.copy())  # of a mapped array torch would warn
+    return Batch(ids, masks, order, text_ids, targets, **counts)
 
 
 class TextData(Dataset):
     """Phase 1: single texts, queries and the documents that answer them."""
 
-    parts = ["loss"]  # what is logged of a step
+    logged = ["loss"]  # metrics of a step
 
     def __init__(self, args, corpus):
         self.args = args
@@ -225,48 +241,51 @@ class TextData(Dataset):
         return self.corpus.phase1, self.corpus.lengths
 
     def __getitem__(self, item):
-        """item, of the sampler: the step, the texts of the global batch, and the places in it of
-        this micro-batch."""
-        _, global_ids, places = item
-        return make_batch(self.corpus, self.vectors, global_ids[places], total=len(global_ids))
+        """item, of the sampler: the step, the texts of the global batch, and the positions in
+        it of this micro-batch."""
+        _, global_ids, positions = item
+        text_ids = global_ids[positions]
+        return make_batch(self.corpus, self.vectors, text_ids, total=len(global_ids))
 
 
 class PairData(TextData):
     """Phase 2: a query, a document that answers it, and some that do not."""
 
-    parts = ["loss", "infonce", "distance"]
+    logged = ["loss", "infonce", "pull"]
 
     def __init__(self, args, corpus):
         super().__init__(args, corpus)
-        # of each query: how many negatives are drawn
-        self.drawn = np.minimum(np.diff(corpus.negatives_ptr), args.num_negatives)
-        self.per_query = 2 + int(self.drawn.max(initial=0))
+        # of each query: how many negatives are to be drawn
+        self.num_drawn = np.minimum(np.diff(corpus.negatives_ptr), args.num_negatives)
+        self.per_query = 2 + int(self.num_drawn.max(initial=0))
 
     def samples(self):
         corpus = self.corpus
         tokens = np.concatenate([[0], np.cumsum(corpus.lengths[corpus.negatives])])
         available = np.diff(corpus.negatives_ptr)
         mean = np.diff(tokens[corpus.negatives_ptr]) / np.maximum(1, available)
-        cost = (mean * self.drawn)[corpus.pairs[:, 0]] + corpus.lengths[corpus.pairs].sum(1)
+        cost = (mean * self.num_drawn)[corpus.pairs[:, 0]] + corpus.lengths[corpus.pairs].sum(1)
         return np.arange(len(corpus.pairs)), cost
 
-    def draw(self, step, place, query):
-        """Negatives of a query, drawn by (seed, step, place): the same on any number of ranks."""
+    def draw(self, step, position, query):
+        """Negatives of a query by (seed, step, position): the same on any number of ranks."""
         begin, end = self.corpus.negatives_ptr[query : query + 2]
         negatives = self.corpus.negatives[begin:end]
         if len(negatives) <= self.args.num_negatives:
             return negatives
-        # numpy ignores zeros at the end: without the 1 place 0 would have an epoch's numbers
-        rng = np.random.default_rng([self.args.seed, step, place, 1])
+        # numpy ignores zeros at the end: without the 1 position 0 would have an epoch's numbers
+        rng = np.random.default_rng([self.args.seed, step, position, 1])
         return rng.choice(negatives, self.args.num_negatives, replace=False)
 
     def __getitem__(self, item):
-        step, global_ids, places = item
-        queries, positives = self.corpus.pairs[global_ids[places]].T
-        negatives = [self.draw(step, *both) for both in zip(places, queries, strict=True)]
-        rows = np.concatenate([queries, positives, *negatives])
-        counts = {"total": len(global_ids), "n": len(places), "per_query": self.per_query}
-        return make_batch(self.corpus, self.vectors, rows, **counts)
+        step, global_ids, positions = item
+        queries, positives = self.corpus.pairs[global_ids[positions]].T
+        negatives = []
+        for position, query in zip(positions, queries, strict=True):
+            negatives.append(self.draw(step, position, query))
+        text_ids = np.concatenate([queries, positives, *negatives])
+        counts = {"total": len(global_ids), "n": len(positions), "per_query": self.per_query}
+        return make_batch(self.corpus, self.vectors, text_ids, **counts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -331,7 +350,7 @@ FILLER = -3
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
 
 
-def distance(vectors, targets):
+def pull(vectors, targets):
     """Unit vectors (B, D) -> (B,), the squared distance. The squares are summed over D. The
     original (yuancu/distill-for-retrieval) takes their mean, which is so small over 3584 dimensions
     that a weight of 0.4 means nothing."""
@@ -346,7 +365,7 @@ def unit_targets(targets, dimensions):
 def text_loss(args, batch, vectors):
     """What a micro-batch adds to the mean loss of phase 1 over the step."""
     targets = unit_targets(batch.targets, vectors.shape[1])
-    terms = args.phase1_l2_weight * distance(vectors, targets)
+    terms = args.phase1_l2_weight * pull(vectors, targets)
     terms = terms + args.phase1_cosine_weight * (1 - (vectors * targets).sum(1))
     return terms.sum() / batch.total
 
@@ -379,15 +398,15 @@ def pair_loss(args, batches, vectors):
         own = torch.arange(place, place + batch.n, device=vectors.device)
         queries.append(own)
         positives.append(own + batch.n)
-        kinds = torch.full_like(batch.rows, NEGATIVE)
+        kinds = torch.full_like(batch.text_ids, NEGATIVE)
         kinds[: batch.n] = QUERY
-        kinds[batch.n : 2 * batch.n] = batch.rows[: batch.n]
+        kinds[batch.n : 2 * batch.n] = batch.text_ids[: batch.n]
         answers.append(kinds)
-        place += len(batch.rows)
+        place += len(batch.text_ids)
     queries = torch.cat(queries)
     positives = torch.cat(positives)
     answers = gather_rows(torch.cat(answers), room, FILLER)
-    rows = gather_rows(torch.cat([batch.rows for batch in batches]), room)
+    text_ids = gather_rows(torch.cat([batch.text_ids for batch in batches]), room)
     targets = torch.cat([batch.targets[:, : vectors.shape[1]] for batch in batches])
     targets = unit_targets(gather_rows(targets, room), vectors.shape[1])
     everyone = gather_rows(vectors, room).requires_grad_()
@@ -397,8 +416,8 @@ def pair_loss(args, batches, vectors):
     teacher_scores = targets[queries] @ targets.T
     limits = teacher_scores.gather(1, positives[:, None]) + args.false_negative_margin
     masked = teacher_scores > limits + 1e-5  # equal scores may differ by rounding
-    masked |= answers == rows[queries][:, None]
-    masked |= rows == rows[positives][:, None]
+    masked |= answers == text_ids[queries][:, None]
+    masked |= text_ids == text_ids[positives][:, None]
     masked |= (answers == QUERY) | (answers == FILLER)
     masked = masked.scatter(1, positives[:, None], False)
     scores = everyone[queries] @ everyone.T / args.temperature
@@ -408,11 +427,11 @@ def pair_loss(args, batches, vectors):
     # the pull: half of it for the queries, half for the documents
     documents = ((answers >= 0) | (answers == NEGATIVE)).sum()
     weights = 0.5 / torch.where(answers[mine] == QUERY, total, documents)
-    far = (weights * distance(everyone[mine], targets[mine])).sum()
-    loss = args.infonce_weight * infonce + args.phase2_l2_weight * far
+    pull_loss = (weights * pull(everyone[mine], targets[mine])).sum()
+    loss = args.infonce_weight * infonce + args.phase2_l2_weight * pull_loss
     (gradient,) = torch.autograd.grad(loss, everyone)
     dist.all_reduce(gradient)
-    return torch.stack([loss, infonce, far]).detach(), gradient[mine]
+    return torch.stack([loss, infonce, pull_loss]).detach(), gradient[mine]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -424,26 +443,28 @@ def evaluate(args, student, corpus, vectors, device):
     """Metrics of the held-out texts. Each is read once, without autocast, in the same batch on any
     number of ranks. All ranks decide by these numbers. So rank 0 computes them: another processor
     might round otherwise. (all ranks)"""
-    rows = corpus.eval_texts
-    by_length = np.argsort(-corpus.lengths[rows], kind="stable")
-    batches = np.array_split(by_length, math.ceil(len(rows) / 128))
-    found = torch.zeros(len(rows), student.model.get_embedding_dimension(), device=device)
+    text_ids = corpus.eval_texts
+    by_length = np.argsort(-corpus.lengths[text_ids], kind="stable")
+    batches = np.array_split(by_length, math.ceil(len(text_ids) / 128))
+    dimensions = student.model.get_embedding_dimension()
+    student_vectors = torch.zeros(len(text_ids), dimensions, device=device)
     student.eval()
     for own in batches[dist.get_rank() :: dist.get_world_size()]:
-        batch = make_batch(corpus, vectors, rows[own]).to(device)
-        found[torch.from_numpy(own).to(device)] = student(batch)
+        batch = make_batch(corpus, vectors, text_ids[own]).to(device)
+        student_vectors[torch.from_numpy(own).to(device)] = student(batch)
     student.train()
-    dist.all_reduce(found)  # each row is zero on all ranks but one
-    return on_rank0(measure, args, corpus, vectors, found)
+    dist.all_reduce(student_vectors)  # each row is zero on all ranks but one
+    return on_rank0(measure, args, corpus, vectors, student_vectors)
 
 
-def measure(args, corpus, vectors, found):
-    """Metrics of the student's vectors `found` of corpus.eval_texts. (rank 0)"""
-    metrics = ranking_metrics(corpus, found)
-    if found.shape[1] == vectors.dimensions or not args.use_projection:
+def measure(args, corpus, vectors, student_vectors):
+    """Metrics of the student's vectors of corpus.eval_texts. (rank 0)"""
+    metrics = ranking_metrics(corpus, student_vectors)
+    if student_vectors.shape[1] == vectors.dimensions or not args.use_projection:
         held_out = sum(corpus.eval_counts[:2])  # the rest may have been trained on
-        targets = torch.from_numpy(vectors[corpus.eval_texts[:held_out]]).to(found)
-        cosine = (found[:held_out] * unit_targets(targets, found.shape[1])).sum(1)
+        targets = torch.from_numpy(vectors[corpus.eval_texts[:held_out]]).to(student_vectors)
+        targets = unit_targets(targets, student_vectors.shape[1])
+        cosine = (student_vectors[:held_out] * targets).sum(1)
         metrics["teacher_cosine"] = cosine.double().mean().item()
     return metrics
 
@@ -452,7 +473,7 @@ def ranking_metrics(corpus, vectors):
     """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
     held-out queries; nothing if there are none. vectors: of corpus.eval_texts. (rank 0)
 
-    The place of an answer is after all other documents that have its score or a higher one, and
+    The rank of an answer is after all other documents that have its score or a higher one, and
     after the query's better answers. So one vector for all texts does not look good."""
     count = int(corpus.eval_counts[0])
     queries, documents = corpus.eval_pairs.T - [[0], [count]]
@@ -465,12 +486,12 @@ def ranking_metrics(corpus, vectors):
             own = -np.sort(-row[answers])
             row[answers] = -math.inf
             # equal scores may differ by rounding
-            places = np.array([1 + k + (row >= score - 1e-6).sum() for k, score in enumerate(own)])
+            ranks = np.array([1 + k + (row >= score - 1e-6).sum() for k, score in enumerate(own)])
 
-            gain = discounts[places[places <= 10] - 1].sum()
+            gain = discounts[ranks[ranks <= 10] - 1].sum()
             figures["ndcg@10"].append(gain / discounts[: len(own)].sum())
-            figures["mrr@10"].append(1 / places[0] if places[0] <= 10 else 0)
-            figures["recall@100"].append((places <= 100).mean())
+            figures["mrr@10"].append(1 / ranks[0] if ranks[0] <= 10 else 0)
+            figures["recall@100"].append((ranks <= 100).mean())
     return {name: float(np.mean(values)) for name, values in figures.items()}
 
 
@@ -527,42 +548,42 @@ def make_optimizer(args, model, lr):
 
 def text_step(args, ddp_model, batches, autocast, step):
     """Forward and backward of a step of phase 1, micro-batch by micro-batch. Returns this rank's
-    share of TextData.parts (1,). (all ranks)"""
-    share = torch.zeros(1, device=batches[0].targets.device)
+    part of the metrics, see TextData.logged (1,). (all ranks)"""
+    metrics = torch.zeros(1, device=batches[0].targets.device)
     for micro, batch in enumerate(batches, start=1):
         ddp_model.require_backward_grad_sync = micro == len(batches)
         with autocast():
             vectors = ddp_model(batch)
         loss = text_loss(args, batch, vectors)
         (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
-        share += loss.detach()
-    return share
+        metrics += loss.detach()
+    return metrics
 
 
 def pair_step(args, ddp_model, batches, autocast, step):
-    """The same of phase 2: shares of PairData.parts (3,). All vectors of the step come first, then
+    """The same of phase 2, see PairData.logged (3,). All vectors of the step come first, then
     its loss and the gradient by them, then the backward pass. (all ranks)
 
     The graphs of several micro-batches are not kept: each is made again for its backward pass (Gao
     et al. 2021), with the same seed, so that dropout hits the same places."""
     is_whole = len(batches) == 1
-    found = []
+    vectors = []
     for batch in batches:
         ddp_model.require_backward_grad_sync = is_whole
         with autocast():
-            vectors = ddp_model(batch)
-        found.append(vectors if is_whole else vectors.detach())
-    shares, gradient = pair_loss(args, batches, torch.cat(found).detach())
+            micro_vectors = ddp_model(batch)
+        vectors.append(micro_vectors if is_whole else micro_vectors.detach())
+    metrics, gradient = pair_loss(args, batches, torch.cat(vectors).detach())
     gradient = gradient * dist.get_world_size()  # DDP takes the mean, we want the sum
-    gradients = gradient.split([len(part) for part in found])
+    gradients = gradient.split([len(micro_vectors) for micro_vectors in vectors])
     seed_step(args, step)
     for micro, batch in enumerate(batches, start=1):
         ddp_model.require_backward_grad_sync = micro == len(batches)
         if not is_whole:
             with autocast():
-                vectors = ddp_model(batch)
-        vectors.backward(gradients[micro - 1])
-    return shares
+                micro_vectors = ddp_model(batch)
+        micro_vectors.backward(gradients[micro - 1])
+    return metrics
 
 
 def train(args, device, phase, student, ddp_model, state, log, loop):
@@ -583,7 +604,7 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
 
     logging.info(f"Starting distributed training of phase {phase.number}...")
     bar = tqdm(total=phase.steps, initial=done, disable=None if dist.get_rank() == 0 else True)
-    meter = Meter(phase.data.parts, args, device)
+    meter = Meter(phase.data.logged, args, device)
     reason = ""
     while done < phase.steps and not reason:
         step = loop["step"]
@@ -599,9 +620,9 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         step_batches = []
         for _ in range(sampler.accumulation):
             step_batches.append(meter.next_batch(batches, device))
-        shares = forward_backward(args, ddp_model, step_batches, autocast, step)
+        metrics = forward_backward(args, ddp_model, step_batches, autocast, step)
         norm = update_if_finite(args, optimizer)
-        meter.add(shares, norm)
+        meter.add(metrics, norm)
         loop["step"] += 1
         done += 1
         bar.update()
@@ -609,8 +630,8 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         # log, and agree whether to stop
         must_evaluate = done % (args.eval_every or sampler.steps) == 0 or done == phase.steps
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
-        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
+        log_row = {"step": loop["step"], "phase": phase.number, "epoch": epoch, "lr": lr}
+        reason = meter.log_and_agree(log, log_row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
@@ -651,10 +672,10 @@ def keep_best(loop, number, metrics, save):
 # Main
 
 # Options that may differ when a run is resumed, and those that may until phase 2 has begun
-OF_BOTH = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 phase1_epochs
+FREE_ALWAYS = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 phase1_epochs
     phase2_epochs max_steps eval_every skip_phase1 teacher_batch_size save_to_artifacts
     artifacts_dir""".split()
-OF_PHASE2 = """phase2_lr num_negatives infonce_weight phase2_l2_weight temperature
+FREE_UNTIL_PHASE2 = """phase2_lr num_negatives infonce_weight phase2_l2_weight temperature
     false_negative_margin phase1_weights skip_phase2""".split()
 
 
@@ -717,11 +738,11 @@ def main(args):
         # without it transformers would take the model for another, causal one
         text = "comes with code of its own: look at it, then give --trust_remote_code"
         raise InputError(f"--teacher_model {args.teacher_model} {text}")
-    state = open_run(args, OF_BOTH + OF_PHASE2)
+    state = open_run(args, FREE_ALWAYS + FREE_UNTIL_PHASE2)
     loop = {"step": 0, "phase": 0, "before": 0, "best": {}}  # before: steps before this phase
     if state:
         loop = state["loop"]
-    for name in OF_PHASE2:
+    for name in FREE_UNTIL_PHASE2:
         if loop["phase"] == 2 and getattr(args, name) != state["args"][name]:
             text = f"{name} was {state['args'][name]} when phase 2 began"
             raise InputError(f"{text}: {HINT}")
@@ -788,7 +809,6 @@ def main(args):
 # Reading: the user's files and models, once. Training needs only Corpus and Vectors
 
 READER = 4  # raise it when you change what is read or kept: else an old cache is used
-BLOCK = 1024  # texts in a file of the teacher's vectors
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
 FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
@@ -1195,19 +1215,6 @@ def load_student(args, folder):
         if ".pooler." in name:  # BERT's own, which we do not use: DDP would wait for its gradient
             parameter.requires_grad_(False)
     return student
-
-
-class Vectors:
-    """The teacher's unit vectors of all texts, in files of BLOCK texts, mapped into memory."""
-
-    def __init__(self, folder, paths):
-        self.name = folder.name.rpartition("-")[0]  # without the device
-        self.blocks = [np.asarray(np.load(path, mmap_mode="r")) for path in paths]
-        self.dimensions = self.blocks[0].shape[1]
-
-    def __getitem__(self, rows):
-        """(B,) numbers of texts -> (B, D) float16"""
-        return np.stack([self.blocks[row // BLOCK][row % BLOCK] for row in rows])
 
 
 def teacher_vectors(args, folder, corpus, device):
