@@ -181,8 +181,8 @@ class Vectors:
 
 
 class Batch(NamedTuple):
-    """B texts, in a few groups of similar length, each padded to its longest. In phase 2 they are n
-    queries, the n documents that answer them, and then others that do not."""
+    """B texts, in a few groups of similar length, each padded to its longest. In phase 2 these are
+    queries, as many documents that answer them, and then others that do not."""
 
     ids: list  # of tokens (b, L) int64 of each group
     masks: list  # (b, L) int64, 0 where there is padding
@@ -190,8 +190,8 @@ class Batch(NamedTuple):
     text_ids: torch.Tensor  # (B,) in the corpus
     targets: torch.Tensor  # (B, D) float16, the teacher's vectors
     total: int = 0  # texts, or queries, of the whole step, all ranks
-    n: int = 0  # queries; 0 in phase 1
-    per_query: int = 0  # texts that come with a query at most, itself among them
+    num_queries: int = 0  # 0 in phase 1
+    documents_per_query: int = 0  # at most
 
     def to(self, device):
         ids = [part.to(device, non_blocking=True) for part in self.ids]
@@ -257,7 +257,7 @@ class PairData(TextData):
         super().__init__(args, corpus)
         # of each query: how many negatives are to be drawn
         self.num_drawn = np.minimum(np.diff(corpus.negatives_ptr), args.num_negatives)
-        self.per_query = 2 + int(self.num_drawn.max(initial=0))
+        self.documents_per_query = 1 + int(self.num_drawn.max(initial=0))
 
     def samples(self):
         corpus = self.corpus
@@ -284,7 +284,8 @@ class PairData(TextData):
         for position, query in zip(positions, queries, strict=True):
             negatives.append(self.draw(step, position, query))
         text_ids = np.concatenate([queries, positives, *negatives])
-        counts = {"total": len(global_ids), "n": len(positions), "per_query": self.per_query}
+        counts = {"total": len(global_ids), "num_queries": len(positions)}
+        counts["documents_per_query"] = self.documents_per_query
         return make_batch(self.corpus, self.vectors, text_ids, **counts)
 
 
@@ -344,10 +345,9 @@ def keep_masks_whole():
 # --------------------------------------------------------------------------------------------------
 # Loss
 
-QUERY = -1  # in `pair_loss` these stand for the query that a document answers
-NEGATIVE = -2
-FILLER = -3
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
+# as torch names them, from 2.13 on and before
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def pull(vectors, targets):
@@ -370,12 +370,36 @@ def text_loss(args, batch, vectors):
     return terms.sum() / batch.total
 
 
-def gather_rows(rows, room, filler=0):
-    """Rows (n, ...) of all W ranks (W room, ...), each rank's filled up to `room`. (all ranks)"""
-    filling = rows.new_full((room - len(rows), *rows.shape[1:]), filler)
-    gathered = rows.new_empty(dist.get_world_size() * room, *rows.shape[1:])
-    all_gather(gathered, torch.cat([rows, filling]))
-    return gathered
+class Gather(torch.autograd.Function):
+    """Rows (n, ...) of each of the W ranks -> (W n, ...), those of all. Going back, a rank gets the
+    sum of all ranks' gradients by its own rows. (all ranks)"""
+
+    @staticmethod
+    def forward(context, rows):
+        gathered = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
+        all_gather(gathered, rows.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(context, gradient):
+        own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+        reduce_scatter(own, gradient.contiguous())
+        return own
+
+
+def split_roles(batches, rows):
+    """Of rows (B, ...), one for each text of the micro-batches: those of the Q queries, and those
+    of the N documents, first the Q that answer them."""
+    queries = []
+    positives = []
+    negatives = []
+    sizes = [len(batch.text_ids) for batch in batches]
+    for batch, own in zip(batches, rows.split(sizes), strict=True):
+        count = batch.num_queries
+        queries.append(own[:count])
+        positives.append(own[count : 2 * count])
+        negatives.append(own[2 * count :])
+    return torch.cat(queries), torch.cat(positives + negatives)
 
 
 def pair_loss(args, batches, vectors):
@@ -383,55 +407,44 @@ def pair_loss(args, batches, vectors):
     gradient of the step's loss by `vectors` (B, D), those of this rank's texts. (all ranks)
 
     InfoNCE (van den Oord et al. 2018) is the cross entropy of each query's positive among the
-    documents of the whole step. So the vectors of all ranks are gathered, and each rank scores its
-    own queries. A rank's vectors are in the scores of others, too: their gradients are added up."""
+    documents of the whole step, on all ranks. Each rank scores its own queries."""
     total = batches[0].total
-    queries_of_rank = len(batches) * math.ceil(total / len(batches) / dist.get_world_size())
-    room = queries_of_rank * batches[0].per_query  # for the texts of a rank
-    place = dist.get_rank() * room  # where this rank's texts begin among all
-    mine = slice(place, place + len(vectors))
-
-    queries = []  # places of this rank's queries among all texts
-    positives = []  # and of the documents that answer them
-    answers = []  # the query that a text answers, or QUERY, NEGATIVE, FILLER
-    for batch in batches:
-        own = torch.arange(place, place + batch.n, device=vectors.device)
-        queries.append(own)
-        positives.append(own + batch.n)
-        kinds = torch.full_like(batch.text_ids, NEGATIVE)
-        kinds[: batch.n] = QUERY
-        kinds[batch.n : 2 * batch.n] = batch.text_ids[: batch.n]
-        answers.append(kinds)
-        place += len(batch.text_ids)
-    queries = torch.cat(queries)
-    positives = torch.cat(positives)
-    answers = gather_rows(torch.cat(answers), room, FILLER)
-    text_ids = gather_rows(torch.cat([batch.text_ids for batch in batches]), room)
+    vectors = vectors.detach().requires_grad_()
+    queries, own_documents = split_roles(batches, vectors)
     targets = torch.cat([batch.targets[:, : vectors.shape[1]] for batch in batches])
-    targets = unit_targets(gather_rows(targets, room), vectors.shape[1])
-    everyone = gather_rows(vectors, room).requires_grad_()
+    query_targets, own_targets = split_roles(batches, targets)
+    query_ids, own_ids = split_roles(batches, torch.cat([batch.text_ids for batch in batches]))
 
-    # No negatives of a query are documents that the teacher finds better than its positive, which
-    # may well answer it, too (Solatorio 2024), and those that answer it in other pairs of the step.
-    teacher_scores = targets[queries] @ targets.T
+    # the documents of all ranks; those of each are filled up to the most that a rank can have
+    room = math.ceil(total / dist.get_world_size()) * batches[0].documents_per_query
+    filling = room - len(own_ids)
+    documents = Gather.apply(F.pad(own_documents, (0, 0, 0, filling)))
+    targets = unit_targets(Gather.apply(F.pad(own_targets, (0, 0, 0, filling))), vectors.shape[1])
+    text_ids = Gather.apply(F.pad(own_ids, (0, filling), value=-1))
+    answered = Gather.apply(F.pad(query_ids, (0, room - len(query_ids)), value=-1))  # which query
+    first = dist.get_rank() * room  # of this rank's documents
+    positives = torch.arange(first, first + len(queries), device=vectors.device)
+
+    # No negatives of a query are documents that the teacher finds better than its positive: they
+    # may well answer it, too (Solatorio 2024). Nor are those that answer it in other pairs.
+    query_targets = unit_targets(query_targets, vectors.shape[1])
+    teacher_scores = query_targets @ targets.T
     limits = teacher_scores.gather(1, positives[:, None]) + args.false_negative_margin
     masked = teacher_scores > limits + 1e-5  # equal scores may differ by rounding
-    masked |= answers == text_ids[queries][:, None]
+    masked |= answered == query_ids[:, None]
     masked |= text_ids == text_ids[positives][:, None]
-    masked |= (answers == QUERY) | (answers == FILLER)
+    masked |= text_ids < 0
     masked = masked.scatter(1, positives[:, None], False)
-    scores = everyone[queries] @ everyone.T / args.temperature
-    scores = scores.masked_fill(masked, -math.inf)
+    scores = (queries @ documents.T / args.temperature).masked_fill(masked, -math.inf)
     infonce = F.cross_entropy(scores, positives, reduction="sum") / total
 
-    # the pull: half of it for the queries, half for the documents
-    documents = ((answers >= 0) | (answers == NEGATIVE)).sum()
-    weights = 0.5 / torch.where(answers[mine] == QUERY, total, documents)
-    pull_loss = (weights * pull(everyone[mine], targets[mine])).sum()
+    # half of the pull is for the queries, half for the documents
+    own_targets = unit_targets(own_targets, vectors.shape[1])
+    pull_loss = 0.5 * pull(queries, query_targets).sum() / total
+    pull_loss = pull_loss + 0.5 * pull(own_documents, own_targets).sum() / (text_ids >= 0).sum()
     loss = args.infonce_weight * infonce + args.phase2_l2_weight * pull_loss
-    (gradient,) = torch.autograd.grad(loss, everyone)
-    dist.all_reduce(gradient)
-    return torch.stack([loss, infonce, pull_loss]).detach(), gradient[mine]
+    (gradient,) = torch.autograd.grad(loss, vectors)
+    return torch.stack([loss, infonce, pull_loss]).detach(), gradient
 
 
 # --------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def found_pairs(margin):
         order = [0] * n + [1] * n + [2, 3] * n
         rows = torch.cat([ids, ids, ids.repeat_interleave(2)])
         numbers = torch.cat([*PAIRS[ids].T, WRONG[ids].flatten()])
-        batches.append(script.Batch([], [], None, numbers, targets[rows, order], QUERIES, n, 4))
+        batches.append(script.Batch([], [], None, numbers, targets[rows, order], QUERIES, n, 3))
         vectors.append(F.normalize(texts[rows, order] @ weight, dim=1))
     vectors = torch.cat(vectors)
     shares, gradient = script.pair_loss(args, batches, vectors.detach())
