@@ -19,7 +19,8 @@ Or lines [query, positive, negative ...]. Held out are --eval_fraction of the qu
 
 Logged, over all ranks:
     loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
-    val/ndcg@10, val/mrr@10, val/recall@100 of held-out queries, val/teacher_cosine; 0 to 1
+    val/ndcg@10, val/mrr@10, val/recall@100 of held-out queries; val/asym_ndcg@10, the same with the
+    teacher's documents; val/teacher_cosine, of held-out queries and answers; all from 0 to 1
     lr, grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
     (texts or queries), data_wait (part of the time), peak_gb (of a GPU)
 
@@ -108,10 +109,8 @@ def parse_args():
     add("--projection_hidden", type=COUNT, default=1536, help="hidden width of the head, if any")
 
     add = parser.add_argument_group("training").add_argument
-    add("--phase1_l2_weight", type=number(0), default=0.4, help="of the squared distance")
-    add("--phase1_cosine_weight", type=number(0), default=0.6, help="of 1 - cosine")
     add("--infonce_weight", type=number(0), default=0.8, help="of InfoNCE")
-    add("--phase2_l2_weight", type=number(0), default=0.2, help="of the squared distance")
+    add("--phase2_l2_weight", type=number(0), default=0.2, help="of the pull in phase 2")
     add("--temperature", type=number(1e-4), default=0.02, help="divides all scores")
     text = "a document that the teacher scores above positive + margin is no negative (2: all are)"
     add("--false_negative_margin", type=number(-1, 2), default=0.0, help=text)
@@ -153,6 +152,7 @@ class Corpus(NamedTuple):
     each distinct one once, queries first. (A text that is a query and a document is two.)"""
 
     hash: str  # of the texts, and of what they are used for
+    texts_hash: str
     num_queries: int  # texts below this number are queries, the others documents
     phase1: np.ndarray  # (n,) texts to train on
     pairs: np.ndarray  # (n, 2) a query, a document that answers it
@@ -165,6 +165,9 @@ class Corpus(NamedTuple):
     offsets: np.ndarray
     lengths: np.ndarray  # in tokens
     pad: int  # token that fills up
+    # least number of groups of a batch. With more there is less padding, but each is a pass through
+    # the network, for which a GPU waits until the host has started it
+    groups: int
 
 
 class Vectors:
@@ -200,18 +203,12 @@ class Batch(NamedTuple):
         return Batch(ids, masks, *tensors, *self[5:])
 
 
-# A batch has so many groups; or more, up to 8, if each has 256 texts. With more of them there is
-# less padding. But each is a pass through the network, for which a GPU waits until the host has
-# started it.
-GROUPS = 1 if torch.accelerator.is_available() else 8
-
-
 def make_batch(corpus, vectors, text_ids, **counts):
     """The texts `text_ids` (B,) as a Batch, with the teacher's vectors of them."""
     by_length = np.argsort(corpus.lengths[text_ids], kind="stable")
     ids = []
     masks = []
-    groups = max(GROUPS, min(8, len(text_ids) // 256))
+    groups = max(corpus.groups, min(8, len(text_ids) // 256))
     for group_ids in np.array_split(text_ids[by_length], min(groups, len(text_ids))):
         lengths = corpus.lengths[group_ids]
         positions = np.arange(lengths.max())
@@ -227,7 +224,7 @@ def make_batch(corpus, vectors, text_ids, **counts):
 
 
 class TextData(Dataset):
-    """Phase 1: single texts, queries and the documents that answer them."""
+    """Phase 1: single texts, all queries and documents of its rows."""
 
     logged = ["loss"]  # metrics of a step
 
@@ -316,30 +313,16 @@ class Student(nn.Module):
                 features = module(features)
         return features["sentence_embedding"]
 
+    def add_head(self, hidden, dimensions):
+        """Add a head of sentence-transformers' own modules, so that anybody can load it. (The
+        original has LayerNorm before GELU, which these modules cannot express.)"""
+        from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 
-def add_head(model, hidden, dimensions):
-    """Add a head of sentence-transformers' own modules, so that anybody can load it. (The original
-    has LayerNorm before GELU, which these modules cannot express.)"""
-    from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
-
-    width = model.get_embedding_dimension()
-    model.append(Dense(width, hidden, activation_function=nn.GELU()))
-    model.append(LayerNorm(hidden))
-    model.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
-    model.append(Normalize())
-
-
-def keep_masks_whole():
-    """For speed alone. Transformers leaves out a mask that hides nothing. To look at the mask, the
-    host would wait until a GPU has done all that is queued. So this tells it not to look."""
-    from transformers import AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    def whole(*args, **options):
-        options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return sdpa_mask(*args, **options)
-
-    AttentionMaskInterface.register("sdpa", whole)
+        width = self.model.get_embedding_dimension()
+        self.model.append(Dense(width, hidden, activation_function=nn.GELU()))
+        self.model.append(LayerNorm(hidden))
+        self.model.append(Dense(hidden, dimensions, activation_function=nn.Identity()))
+        self.model.append(Normalize())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -351,9 +334,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 def pull(vectors, targets):
-    """Unit vectors (B, D) -> (B,), the squared distance. The squares are summed over D. The
-    original (yuancu/distill-for-retrieval) takes their mean, which is so small over 3584 dimensions
-    that a weight of 0.4 means nothing."""
+    """Unit vectors (B, D) -> (B,), the squared distance, summed over D: 2 (1 - cosine). (The
+    original, yuancu/distill-for-retrieval, takes the mean over D, which is so small that a weight
+    of 0.4 means nothing, and adds 1 - cosine.)"""
     return (vectors - targets).square().sum(1)
 
 
@@ -362,12 +345,9 @@ def unit_targets(targets, dimensions):
     return F.normalize(targets[:, :dimensions].float(), dim=1)
 
 
-def text_loss(args, batch, vectors):
+def text_loss(batch, vectors):
     """What a micro-batch adds to the mean loss of phase 1 over the step."""
-    targets = unit_targets(batch.targets, vectors.shape[1])
-    terms = args.phase1_l2_weight * pull(vectors, targets)
-    terms = terms + args.phase1_cosine_weight * (1 - (vectors * targets).sum(1))
-    return terms.sum() / batch.total
+    return pull(vectors, unit_targets(batch.targets, vectors.shape[1])).sum() / batch.total
 
 
 class Gather(torch.autograd.Function):
@@ -452,10 +432,11 @@ def pair_loss(args, batches, vectors):
 
 
 @torch.no_grad()
-def evaluate(args, student, corpus, vectors, device):
+def evaluate(student, corpus, vectors, device, is_aligned=True):
     """Metrics of the held-out texts. Each is read once, without autocast, in the same batch on any
     number of ranks. All ranks decide by these numbers. So rank 0 computes them: another processor
-    might round otherwise. (all ranks)"""
+    might round otherwise. is_aligned: the student's dimensions are those of its targets. (all
+    ranks)"""
     text_ids = corpus.eval_texts
     by_length = np.argsort(-corpus.lengths[text_ids], kind="stable")
     batches = np.array_split(by_length, math.ceil(len(text_ids) / 128))
@@ -467,18 +448,22 @@ def evaluate(args, student, corpus, vectors, device):
         student_vectors[torch.from_numpy(own).to(device)] = student(batch)
     student.train()
     dist.all_reduce(student_vectors)  # each row is zero on all ranks but one
-    return on_rank0(measure, args, corpus, vectors, student_vectors)
+    return on_rank0(measure, corpus, vectors, student_vectors, is_aligned)
 
 
-def measure(args, corpus, vectors, student_vectors):
+def measure(corpus, vectors, student_vectors, is_aligned):
     """Metrics of the student's vectors of corpus.eval_texts. (rank 0)"""
     metrics = ranking_metrics(corpus, student_vectors)
-    if student_vectors.shape[1] == vectors.dimensions or not args.use_projection:
-        held_out = sum(corpus.eval_counts[:2])  # the rest may have been trained on
-        targets = torch.from_numpy(vectors[corpus.eval_texts[:held_out]]).to(student_vectors)
-        targets = unit_targets(targets, student_vectors.shape[1])
-        cosine = (student_vectors[:held_out] * targets).sum(1)
-        metrics["teacher_cosine"] = cosine.double().mean().item()
+    if not is_aligned:
+        return metrics
+    queries, answers, _ = corpus.eval_counts
+    targets = torch.from_numpy(vectors[corpus.eval_texts]).to(student_vectors)
+    targets = unit_targets(targets, student_vectors.shape[1])
+    cosine = (student_vectors * targets).sum(1)[: queries + answers]
+    metrics["teacher_cosine"] = cosine.double().mean().item()
+    if queries > 0:  # the student's queries in an index of the teacher's documents
+        mixed = torch.cat([student_vectors[:queries], targets[queries:]])
+        metrics["asym_ndcg@10"] = ranking_metrics(corpus, mixed)["ndcg@10"]
     return metrics
 
 
@@ -559,7 +544,7 @@ def make_optimizer(args, model, lr):
     return torch.optim.AdamW(groups, lr=lr, weight_decay=args.weight_decay, fused=True)
 
 
-def text_step(args, ddp_model, batches, autocast, step):
+def text_step(ddp_model, batches, autocast):
     """Forward and backward of a step of phase 1, micro-batch by micro-batch. Returns this rank's
     part of the metrics, see TextData.logged (1,). (all ranks)"""
     metrics = torch.zeros(1, device=batches[0].targets.device)
@@ -567,7 +552,7 @@ def text_step(args, ddp_model, batches, autocast, step):
         ddp_model.require_backward_grad_sync = micro == len(batches)
         with autocast():
             vectors = ddp_model(batch)
-        loss = text_loss(args, batch, vectors)
+        loss = text_loss(batch, vectors)
         (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
         metrics += loss.detach()
     return metrics
@@ -603,7 +588,6 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
     """One phase, from where `loop` says that it stands. Returns why training was stopped, "" if the
     phase has ended. (all ranks)"""
     sampler = phase.sampler
-    forward_backward = text_step if phase.number == 1 else pair_step
     optimizer = make_optimizer(args, student, phase.lr)
     autocast = choose_precision(args, device)
     if state:
@@ -633,7 +617,10 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         step_batches = []
         for _ in range(sampler.accumulation):
             step_batches.append(meter.next_batch(batches, device))
-        metrics = forward_backward(args, ddp_model, step_batches, autocast, step)
+        if phase.number == 1:
+            metrics = text_step(ddp_model, step_batches, autocast)
+        else:
+            metrics = pair_step(args, ddp_model, step_batches, autocast, step)
         norm = update_if_finite(args, optimizer)
         meter.add(metrics, norm)
         loop["step"] += 1
@@ -648,7 +635,7 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(args, student, phase.data.corpus, phase.data.vectors, device)
+            metrics = evaluate(student, phase.data.corpus, phase.data.vectors, device)
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "phase": phase.number, "epoch": epoch, **row})
             keep_best(loop, phase.number, metrics, save)
@@ -762,7 +749,7 @@ def main(args):
     logging.info("Preparing data loaders...")
     logging.info(f"  --phase1_data {args.phase1_data}, --phase2_data {args.phase2_data}")
     folder = read_once(prepare, args)
-    corpus = load_corpus(folder)
+    corpus = load_corpus(folder, device)
     if args.prepare_only:
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
@@ -777,10 +764,10 @@ def main(args):
 
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # slow where each batch has another shape
-    keep_masks_whole()
     student = Student(model).to(device)
     # a head with random weights would make the student look worse than it is
-    baselines = {"untrained": evaluate(args, student, corpus, vectors, device)}
+    untrained = evaluate(student, corpus, vectors, device, is_aligned=not args.use_projection)
+    baselines = {"untrained": untrained}
     teacher = torch.from_numpy(vectors[corpus.eval_texts])
     whole = unit_targets(teacher, vectors.dimensions)
     baselines["teacher"] = on_rank0(ranking_metrics, corpus, whole)
@@ -789,8 +776,8 @@ def main(args):
         baselines[f"its first {width}"] = on_rank0(ranking_metrics, corpus, first)
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
-        add_head(model, args.projection_hidden, vectors.dimensions)
-        model.to(device)
+        student.add_head(args.projection_hidden, vectors.dimensions)
+        student.to(device)
     dimensions = f"{model.get_embedding_dimension()} of the teacher's {vectors.dimensions}"
     logging.info(f"The student, of {width} dimensions, learns {dimensions}")
 
@@ -801,7 +788,6 @@ def main(args):
         for phase in phases:
             phase.data.vectors = vectors
             if phase.number < loop["phase"]:
-                logging.info("Phase 1 has ended: it is not made longer")
                 continue
             if phase.number > loop["phase"]:
                 if phase.number == 2:
@@ -821,7 +807,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's files and models, once. Training needs only Corpus and Vectors
 
-READER = 4  # raise it when you change what is read or kept: else an old cache is used
+READER = 5  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
 FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
@@ -1047,7 +1033,10 @@ def split_texts(args, rows1, rows2):
     warn(left_out, "pairs are left out, since a text of theirs is held out")
     rows1 = [row for row in rows1 if row.group not in groups]
     phase1_queries = dict.fromkeys(row.query for row in rows1 if row.query not in {"", *held})
-    phase1_texts = dict.fromkeys(text for row in rows1 for text in row.right if text not in held)
+    phase1_texts = {}
+    for row in rows1:
+        phase1_texts.update(dict.fromkeys(row.right + row.wrong))
+    phase1_texts = dict.fromkeys(text for text in phase1_texts if text not in held)
     counts = {"held-out documents": len(answers)}
     if not args.skip_phase1:
         counts["texts for phase 1"] = len(phase1_queries) + len(phase1_texts)
@@ -1133,11 +1122,13 @@ def prepare(args):
         student = load_student(args, folder)
         arrays.update(tokenize(student, with_prompts(student, texts, num_queries)))
         digest = hashlib.sha256((folder / "texts.json").read_bytes())
+        texts_hash = digest.hexdigest()
         for name, array in arrays.items():
             np.save(folder / f"{name}.npy", array)
             digest.update(array)
         pad = student.tokenizer.pad_token_id or 0
         meta = {"hash": digest.hexdigest()[:16], "num_queries": num_queries, "pad": pad}
+        meta["texts_hash"] = texts_hash
         (folder / "meta.json").write_text(json.dumps(meta))
 
     return cached(args.cache_dir, "texts", key, write)
@@ -1158,8 +1149,9 @@ def tokenize(student, texts):
     return {"ids": np.concatenate(pieces), "offsets": offsets, "lengths": lengths}
 
 
-def load_corpus(folder):
+def load_corpus(folder, device):
     fields = json.loads((folder / "meta.json").read_text())
+    fields["groups"] = 8 if device.type == "cpu" else 1
     for name in set(Corpus._fields) - set(fields):
         fields[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
     corpus = Corpus(**fields)
@@ -1234,18 +1226,19 @@ def teacher_vectors(args, folder, corpus, device):
     """Let the teacher read all texts. They are dealt to the ranks in blocks, a file each. A block
     that is there is not computed again: a stopped run goes on, on any number of ranks. Returns
     Vectors. (all ranks)"""
-    texts = json.loads((folder / "texts.json").read_text())
     names = """teacher_model teacher_max_length teacher_query_prompt teacher_document_prompt
         trust_remote_code""".split()
-    key = [READER, [getattr(args, name) for name in names], files_of(args.teacher_model), texts]
+    key = [READER, [getattr(args, name) for name in names], corpus.texts_hash]
     # builtin:lsa is made of the pairs, too
     key.append(corpus.hash if args.teacher_model == "builtin:lsa" else corpus.num_queries)
-    digest = on_rank0(lambda: hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
+    key.append(on_rank0(files_of, args.teacher_model))
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     place = Path(args.cache_dir) / f"teacher-{digest}-{device.type}"
-    blocks = [place / f"{start:010}.npy" for start in range(0, len(texts), BLOCK)]
+    blocks = [place / f"{start:010}.npy" for start in range(0, len(corpus.lengths), BLOCK)]
     missing = on_rank0(lambda: [i for i, path in enumerate(blocks) if not path.exists()])
     if missing:
         teacher = load_teacher(args, folder, device)
+        texts = json.loads((folder / "texts.json").read_text())
         texts = with_prompts(teacher, texts, corpus.num_queries)
         place.mkdir(exist_ok=True)
     own = missing[dist.get_rank() :: dist.get_world_size()]
@@ -1291,7 +1284,6 @@ def make_lsa(folder, texts):
     logging.info("making builtin:lsa from the training texts")
     words = r"[^\W\d_]+|\d+"  # array_split and arraySplit2 fall apart
     tfidf = TfidfVectorizer(token_pattern=words, max_features=12_000, dtype=np.float32).fit(texts)
-    tfidf.idf_ = tfidf.idf_**1.5  # rare words count more: better on documentation
     matrix = tfidf.transform(texts)  # (texts, words)
     svd = TruncatedSVD(min(384, *matrix.shape), n_iter=3, random_state=0).fit(matrix)
     vectors = tfidf.idf_[:, None] * svd.components_.T

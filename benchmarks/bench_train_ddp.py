@@ -43,7 +43,7 @@ NAMES = {
 }
 OPTIONS = f"""--phase1_data=pairs.jsonl --phase2_data=pairs.jsonl --student_max_length={LENGTH}
     --teacher_model=builtin:lsa --cache_dir=cache --student_model=student --use_projection=False
-    --eval_samples=50 --phase1_l2_weight=0 --phase1_cosine_weight=1 --phase2_l2_weight=0
+    --eval_samples=50 --phase2_l2_weight=0
     --infonce_weight=1 --false_negative_margin=2 --phase1_lr=2e-5 --phase2_lr=2e-5
     --eval_every=1000000 --phase1_epochs=100000 --phase2_epochs=100000"""
 

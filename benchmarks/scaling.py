@@ -124,12 +124,12 @@ def load_texts(module, args, device):
     def loss_of(batch):
         vectors = torch.empty_like(batch.targets, dtype=torch.float32, requires_grad=True)
         if batch.num_queries == 0:
-            return module.text_loss(args, batch, vectors)
+            return module.text_loss(batch, vectors)
         _, gradient = module.pair_loss(args, [batch], vectors.detach())
         return (vectors * gradient).sum()
 
     folder = module.read_once(module.prepare, args)
-    corpus = module.load_corpus(folder)
+    corpus = module.load_corpus(folder, device)
     vectors = module.teacher_vectors(args, folder, corpus, device)
     phases = {}
     for phase, kind in {1: module.TextData, 2: module.PairData}.items():
