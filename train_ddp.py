@@ -11,11 +11,12 @@ once, before training. Its vectors stay in --cache_dir for the next run.
 --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as the
 teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalised.
 
-Data (--phase1_data, --phase2_data): FILE.jsonl, .json, .csv, .tsv, .parquet, or .txt (a text a
-line, for phase 1), each also .gz; 'FOLDER/*.jsonl'; ms_marco, or another data set of the hub (NAME
-or NAME:CONFIG); pydocs, which is data/pydocs.jsonl.gz. Columns: query, positive (a text or a list)
-and, if there are any, negative, negatives, negative_1 ..., group (its rows are held out together).
-Or lines [query, positive, negative ...]. Held out are --eval_fraction of the queries of phase 2.
+Data (--phase1_data, --phase2_data; each one or several): FILE.jsonl, .json, .csv, .tsv, .parquet,
+or .txt (a text a line, for phase 1), also .gz; 'FOLDER/*.jsonl'; pydocs, which is
+data/pydocs.jsonl.gz; ms_marco, or another data set of the hub (NAME or NAME:CONFIG); of SOURCE@1000
+so many rows are read. Columns: query, positive (a text or a list) and, if there are any, negative,
+negatives, negative_1 ..., group (its rows are held out together). Or lines [query, positive,
+negative ...]. Held out are --eval_fraction of the queries of phase 2.
 
 Logged, over all ranks:
     loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
@@ -82,8 +83,9 @@ BATCH_SIZE = 64  # texts, or queries with documents, of a micro-batch, if --batc
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    add("--phase1_data", type=expanded, default="ms_marco", help="texts of phase 1")
-    add("--phase2_data", type=expanded, default="ms_marco", help="queries with documents")
+    several = {"type": expanded, "nargs": "+", "default": ["ms_marco"]}
+    add("--phase1_data", **several, help="texts of phase 1")
+    add("--phase2_data", **several, help="queries with documents")
     add("--max_samples_phase1", type=COUNT, default=100_000, help="rows read for phase 1")
     add("--max_samples_phase2", type=COUNT, default=500_000, help="rows read for phase 2")
     add("--num_negatives", type=number(0, 1000, int), default=7, help="per query, drawn anew")
@@ -747,7 +749,8 @@ def main(args):
             text = f"{name} was {state['args'][name]} when phase 2 began"
             raise InputError(f"{text}: {HINT}")
     logging.info("Preparing data loaders...")
-    logging.info(f"  --phase1_data {args.phase1_data}, --phase2_data {args.phase2_data}")
+    for name in ("phase1_data", "phase2_data"):
+        logging.info(f"  --{name} {' '.join(getattr(args, name))}")
     folder = read_once(prepare, args)
     corpus = load_corpus(folder, device)
     if args.prepare_only:
@@ -824,8 +827,9 @@ class Row(NamedTuple):
     group: str  # rows of a group are held out together
 
 
-def files_of(name):
+def files_of(source):
     """{file: (size, date)} behind the name of data or of a model; empty if it is on the hub."""
+    name = split_limit(source)[0]
     name = str(PYDOCS) if name == "pydocs" else name
     pattern = glob.escape(name) if os.path.exists(name) else name
     found = glob.glob(pattern) + glob.glob(f"{pattern}/**", recursive=True)
@@ -833,8 +837,9 @@ def files_of(name):
     return {file: (os.path.getsize(file), os.path.getmtime(file)) for file in files}
 
 
-def load_table(name, cache_dir):
-    """A file, some files, or a data set of the hub, as a datasets.Dataset; and what kind it is."""
+def load_tables(name, cache_dir):
+    """A file, some files, or a data set of the hub, as datasets.Dataset, one or, if their columns
+    differ, one for each file; and what kind they are."""
     import datasets
 
     path = PYDOCS if name == "pydocs" else Path(name)
@@ -859,7 +864,11 @@ def load_table(name, cache_dir):
         if kind == "json" and has_arrays(files[0]):
             kind = "arrays"
             source = ["text"]
-        return datasets.load_dataset(*source, **options), kind
+        try:
+            return [datasets.load_dataset(*source, **options)], kind
+        except datasets.exceptions.DatasetGenerationCastError:
+            parts = [{**options, "data_files": [file]} for file in files]
+            return [datasets.load_dataset(*source, **part) for part in parts], kind
     except Exception as error:  # of a dozen kinds; the cause has the row
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
         hint = "" if ending in FORMATS else "; without a download: pydocs, or FILE.jsonl"
@@ -890,10 +899,9 @@ def from_ms_marco(record):
     return {"query": record["query"], "positive": texts[1], "negative": texts[0]}
 
 
-def check_columns(args, name, table, limit):
+def check_columns(name, table, limit, needs_query):
     """Refuse what would be read wrong, and say what is not read."""
     columns = table.column_names
-    needs_query = name == args.phase2_data and not args.skip_phase2
     has_all = "positive" in columns and ("query" in columns or not needs_query)
     if not has_all or any(column.startswith("__index_level") for column in columns):
         wanted = "query and positive" if needs_query else "text, or query and positive"
@@ -948,18 +956,21 @@ def warn(found, text):
         logging.warning(f"{len(found):,} {text}, such as {str(found[0])[:100]}")
 
 
-def read_rows(args, name, limit, cache_dir):
+def read_rows(name, limit, needs_query, cache_dir):
     """At most `limit` rows of a source."""
-    table, kind = load_table(name, cache_dir)
-    if kind not in CONVERT:
-        for old, new in ALIASES.items():
-            if old in table.column_names and new not in table.column_names:
-                table = table.rename_column(old, new)
-        check_columns(args, name, table, limit)
+    tables, kind = load_tables(name, cache_dir)
+    for i, table in enumerate(tables):
+        if kind not in CONVERT:
+            for old, new in ALIASES.items():
+                if old in table.column_names and new not in table.column_names:
+                    table = table.rename_column(old, new)
+            check_columns(name, table, limit, needs_query)
+            tables[i] = table
     rows = []
     breaks = []
     unanswered = []
-    for number, record in enumerate(itertools.islice(table, limit), start=1):
+    records = itertools.islice(itertools.chain(*tables), limit)
+    for number, record in enumerate(records, start=1):
         if kind in ("text", "arrays") and not any(text.strip() for text in record.values()):
             continue  # an empty line
         where = f"{name} row {number}"
@@ -975,7 +986,7 @@ def read_rows(args, name, limit, cache_dir):
 
     if not rows:
         raise InputError(f"{name} has no rows")
-    logging.info(f"{name}: {len(rows):,} of {len(table):,} rows are read")
+    logging.info(f"{name}: {len(rows):,} of {sum(map(len, tables)):,} rows are read")
     warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
     warn(unanswered, "rows have no answer")
     return rows
@@ -1088,16 +1099,28 @@ def split_texts(args, rows1, rows2):
 def read_sources(args, cache_dir):
     """The rows of both phases. Those of a skipped phase are read, too, if they are here: what is
     held out is then the same for both phases, and a later run without the option goes on."""
+    sources = {1: args.phase1_data, 2: args.phase2_data}
     limits = {1: args.max_samples_phase1, 2: args.max_samples_phase2}
-    rows = {}
-    if args.phase1_data == args.phase2_data:
-        both = read_rows(args, args.phase1_data, max(limits.values()), cache_dir)
-        rows = {phase: both[:limit] for phase, limit in limits.items()}
-    else:
-        for phase, name in {1: args.phase1_data, 2: args.phase2_data}.items():
-            is_read = not getattr(args, f"skip_phase{phase}") or files_of(name)
-            rows[phase] = read_rows(args, name, limits[phase], cache_dir) if is_read else []
+
+    @functools.cache  # the same source in both phases is read once
+    def read(source):
+        name, limit = split_limit(source)
+        most = max(limits[phase] for phase in (1, 2) if source in sources[phase])
+        needs_query = source in args.phase2_data and not args.skip_phase2
+        return read_rows(name, min(limit, most), needs_query, cache_dir)
+
+    rows = {1: [], 2: []}
+    for phase in (1, 2):
+        for source in sources[phase]:
+            if files_of(source) or not getattr(args, f"skip_phase{phase}"):
+                rows[phase] += read(source)[: limits[phase] - len(rows[phase])]
     return rows[1], [row for row in rows[2] if row.query]
+
+
+def split_limit(source):
+    """NAME@1000 -> (NAME, 1000); NAME -> (NAME, inf)"""
+    name, _, limit = source.rpartition("@")
+    return (name, int(limit)) if name and limit.isdecimal() else (source, math.inf)
 
 
 def prepare(args):
@@ -1106,7 +1129,8 @@ def prepare(args):
         eval_fraction eval_samples eval_distractors teacher_model student_model student_max_length
         student_query_prompt student_document_prompt seed""".split()
     key = [READER, [getattr(args, name) for name in names]]
-    key += [files_of(name) for name in (args.phase1_data, args.phase2_data, args.student_model)]
+    sources = [*args.phase1_data, *args.phase2_data, args.student_model]
+    key += [files_of(source) for source in sources]
 
     def write(folder):
         rows1, rows2 = read_sources(args, folder.parent / "tables")

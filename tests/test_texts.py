@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,11 +18,13 @@ PAIRS = {(f"query {i}", f"document {i}") for i in range(COUNT)}
 WRONG = {(f"query {i}", f"other {i}") for i in range(COUNT)}
 
 
-def read(path, *options):
-    """The split of what is read, with its texts."""
-    phases = [f"--phase1_data={path}", f"--phase2_data={path}"]
+def read(*words):
+    """The split of what is read, with its texts: paths of both phases, then options."""
+    paths = [path for path in words if isinstance(path, Path)]
+    options = [word for word in words if word not in paths]
+    phases = ["--phase1_data", *map(str, paths), "--phase2_data", *map(str, paths)]
     args = parse_arguments(script, *phases, "--eval_fraction=0.3", *options)
-    rows = script.read_sources(args, path.parent / "tables")
+    rows = script.read_sources(args, paths[0].parent / "tables")
     texts, num_queries, arrays = script.split_texts(args, *rows)
     return SimpleNamespace(texts=texts, num_queries=num_queries, **arrays)
 
@@ -129,15 +132,21 @@ def test_files_that_are_read(name, tmp_path, caplog):
 
 
 def test_several_files(tmp_path, caplog):
-    """Rows above the limit are said."""
+    """Some with negatives, some without. Rows above the limit are said."""
     caplog.set_level("INFO")
     for part in (0, 1):
-        write(tmp_path / f"shard{part}.jsonl", lines(records()[part::2]))
+        rows = [dict(list(row.items())[: 3 - part]) for row in records()[part::2]]
+        write(tmp_path / f"shard{part}.jsonl", lines(rows))
     limits = ["--max_samples_phase1=20", "--max_samples_phase2=30"]
     found = read(tmp_path / "shard*.jsonl", *limits)
     assert "shard*.jsonl: 30 of 40 rows are read" in caplog.text
     assert len(pairs_of(found)) == 30
-    assert len(found.phase1) <= 5 * 20
+    assert len(found.phase1) <= 3 * 20
+    both = [tmp_path / "shard0.jsonl@12", tmp_path / "shard1.jsonl"]
+    assert len(pairs_of(read(*both))) == 32
+    assert len(pairs_of(read(*both, "--max_samples_phase2=15"))) == 15
+    expected = pairs_of(read(tmp_path / "shard*.jsonl"))
+    assert pairs_of(read(tmp_path / "shard1.jsonl", tmp_path / "shard0.jsonl")) == expected == PAIRS
 
 
 def test_ms_marco(tmp_path, monkeypatch):
