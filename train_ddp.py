@@ -16,7 +16,9 @@ or .txt (a text a line, for phase 1), also .gz; 'FOLDER/*.jsonl'; pydocs, which 
 data/pydocs.jsonl.gz; ms_marco, or another data set of the hub (NAME or NAME:CONFIG); of SOURCE@1000
 so many rows are read. Columns: query, positive (a text or a list) and, if there are any, negative,
 negatives, negative_1 ..., group (its rows are held out together). Or lines [query, positive,
-negative ...]. Held out are --eval_fraction of the queries of phase 2.
+negative ...]. Held out are --eval_fraction of the queries of phase 2; or give --eval_data and
+--test_data, folders in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/dev.tsv, test.tsv) or one
+of their qrels files; for --phase1_data and --phase2_data such a folder has qrels/train.tsv.
 
 Logged, over all ranks:
     loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
@@ -92,6 +94,8 @@ def parse_args():
     add("--eval_fraction", type=number(1e-6, 0.99), default=0.05, help="of the queries: held out")
     add("--eval_samples", type=COUNT, default=1000, help="rows held out, at most")
     add("--eval_distractors", type=NATURAL, default=1000, help="other documents to rank, too")
+    add("--eval_data", type=expanded, help="evaluate on this collection instead, see above")
+    add("--test_data", type=expanded, help="another one, for the best weights at the end")
     add("--eval_every", type=NATURAL, default=0, help="steps between evaluations; 0: every epoch")
 
     add = parser.add_argument_group("models").add_argument
@@ -149,6 +153,15 @@ def parse_args():
 BLOCK = 1024  # texts in a file of the teacher's vectors
 
 
+class Collection(NamedTuple):
+    """Queries, and the documents that are ranked for them."""
+
+    texts: np.ndarray  # (n,) queries, documents that answer one, other documents
+    counts: np.ndarray  # (3,) how many of each
+    # (m, 3) positions in texts of a query, and of a document that answers it; its grade, from 1 on
+    answers: np.ndarray
+
+
 class Corpus(NamedTuple):
     """What `prepare` has written, in memory that the ranks of a machine share. Texts are numbered,
     each distinct one once, queries first. (A text that is a query and a document is two.)"""
@@ -160,9 +173,8 @@ class Corpus(NamedTuple):
     pairs: np.ndarray  # (n, 2) a query, a document that answers it
     negatives: np.ndarray  # wrong documents, query after query
     negatives_ptr: np.ndarray  # those of query q: negatives[negatives_ptr[q]:negatives_ptr[q + 1]]
-    eval_texts: np.ndarray  # held-out queries, the documents that answer them, distractors
-    eval_counts: np.ndarray  # how many of each
-    eval_pairs: np.ndarray  # (m, 2) places of a query and of its answer in eval_texts
+    held_out: Collection  # of the evaluations
+    test: Collection  # of --test_data
     ids: np.ndarray  # the student's tokens: those of text i are ids[offsets[i]:offsets[i + 1]]
     offsets: np.ndarray
     lengths: np.ndarray  # in tokens
@@ -434,12 +446,12 @@ def pair_loss(args, batches, vectors):
 
 
 @torch.no_grad()
-def evaluate(student, corpus, vectors, device, is_aligned=True):
-    """Metrics of the held-out texts. Each is read once, without autocast, in the same batch on any
+def evaluate(student, corpus, collection, vectors, device, is_aligned=True):
+    """Metrics of a Collection. Each text is read once, without autocast, in the same batch on any
     number of ranks. All ranks decide by these numbers. So rank 0 computes them: another processor
     might round otherwise. is_aligned: the student's dimensions are those of its targets. (all
     ranks)"""
-    text_ids = corpus.eval_texts
+    text_ids = collection.texts
     by_length = np.argsort(-corpus.lengths[text_ids], kind="stable")
     batches = np.array_split(by_length, math.ceil(len(text_ids) / 128))
     dimensions = student.model.get_embedding_dimension()
@@ -450,49 +462,54 @@ def evaluate(student, corpus, vectors, device, is_aligned=True):
         student_vectors[torch.from_numpy(own).to(device)] = student(batch)
     student.train()
     dist.all_reduce(student_vectors)  # each row is zero on all ranks but one
-    return on_rank0(measure, corpus, vectors, student_vectors, is_aligned)
+    return on_rank0(measure, collection, vectors, student_vectors, is_aligned)
 
 
-def measure(corpus, vectors, student_vectors, is_aligned):
-    """Metrics of the student's vectors of corpus.eval_texts. (rank 0)"""
-    metrics = ranking_metrics(corpus, student_vectors)
+def measure(collection, vectors, student_vectors, is_aligned):
+    """Metrics of the student's vectors of a Collection. (rank 0)"""
+    metrics = ranking_metrics(collection, student_vectors)
     if not is_aligned:
         return metrics
-    queries, answers, _ = corpus.eval_counts
-    targets = torch.from_numpy(vectors[corpus.eval_texts]).to(student_vectors)
+    queries, answers, _ = collection.counts
+    targets = torch.from_numpy(vectors[collection.texts]).to(student_vectors)
     targets = unit_targets(targets, student_vectors.shape[1])
     cosine = (student_vectors * targets).sum(1)[: queries + answers]
     metrics["teacher_cosine"] = cosine.double().mean().item()
     if queries > 0:  # the student's queries in an index of the teacher's documents
         mixed = torch.cat([student_vectors[:queries], targets[queries:]])
-        metrics["asym_ndcg@10"] = ranking_metrics(corpus, mixed)["ndcg@10"]
+        metrics["asym_ndcg@10"] = ranking_metrics(collection, mixed)["ndcg@10"]
     return metrics
 
 
-def ranking_metrics(corpus, vectors):
-    """nDCG@10 (Jarvelin and Kekalainen 2002, binary), MRR@10 and recall@100, each the mean over the
-    held-out queries; nothing if there are none. vectors: of corpus.eval_texts. (rank 0)
+def ranking_metrics(collection, vectors):
+    """nDCG@10 (Jarvelin and Kekalainen 2002; a grade is its gain, as in trec_eval), MRR@10 and
+    recall@100, each the mean over the queries; nothing if there are none. vectors: of
+    collection.texts. (rank 0)
 
     The rank of an answer is after all other documents that have its score or a higher one, and
     after the query's better answers. So one vector for all texts does not look good."""
-    count = int(corpus.eval_counts[0])
-    queries, documents = corpus.eval_pairs.T - [[0], [count]]
+    count = int(collection.counts[0])
+    queries, documents, grades = collection.answers.T - [[0], [count], [0]]
     discounts = 1 / np.log2(np.arange(2, 12))
-    figures = defaultdict(list)
+    metrics = defaultdict(list)
     for start in range(0, count, 64):
         scores = vectors[start : min(start + 64, count)] @ vectors[count:].T
         for query, row in enumerate(scores.cpu().numpy(), start):
-            answers = documents[queries == query]
-            own = -np.sort(-row[answers])
-            row[answers] = -math.inf
+            is_own = queries == query
+            gains = grades[is_own]
+            own = row[documents[is_own]]
+            row[documents[is_own]] = -math.inf
+            by_score = np.lexsort([gains, -own])  # of equal scores the lower grade first
             # equal scores may differ by rounding
-            ranks = np.array([1 + k + (row >= score - 1e-6).sum() for k, score in enumerate(own)])
+            ranks = 1 + (row >= own[by_score, None] - 1e-6).sum(1) + np.arange(len(own))
 
-            gain = discounts[ranks[ranks <= 10] - 1].sum()
-            figures["ndcg@10"].append(gain / discounts[: len(own)].sum())
-            figures["mrr@10"].append(1 / ranks[0] if ranks[0] <= 10 else 0)
-            figures["recall@100"].append((ranks <= 100).mean())
-    return {name: float(np.mean(values)) for name, values in figures.items()}
+            top = ranks <= 10
+            gain = (gains[by_score][top] * discounts[ranks[top] - 1]).sum()
+            ideal = (-np.sort(-gains)[:10] * discounts[: len(gains)]).sum()
+            metrics["ndcg@10"].append(gain / ideal)
+            metrics["mrr@10"].append(1 / ranks[0] if ranks[0] <= 10 else 0)
+            metrics["recall@100"].append((ranks <= 100).mean())
+    return {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -637,7 +654,8 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(student, phase.data.corpus, phase.data.vectors, device)
+            corpus = phase.data.corpus
+            metrics = evaluate(student, corpus, corpus.held_out, phase.data.vectors, device)
             row = {f"val/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "phase": phase.number, "epoch": epoch, **row})
             keep_best(loop, phase.number, metrics, save)
@@ -674,9 +692,9 @@ def keep_best(loop, number, metrics, save):
 # Main
 
 # Options that may differ when a run is resumed, and those that may until phase 2 has begun
-FREE_ALWAYS = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 phase1_epochs
-    phase2_epochs max_steps eval_every skip_phase1 teacher_batch_size save_to_artifacts
-    artifacts_dir""".split()
+FREE_ALWAYS = """phase1_data phase2_data eval_data test_data max_samples_phase1 max_samples_phase2
+    phase1_epochs phase2_epochs max_steps eval_every skip_phase1 teacher_batch_size
+    save_to_artifacts artifacts_dir""".split()
 FREE_UNTIL_PHASE2 = """phase2_lr num_negatives infonce_weight phase2_l2_weight temperature
     false_negative_margin phase1_weights skip_phase2""".split()
 
@@ -714,22 +732,30 @@ def save_artifact(args, model):
     return str(path)
 
 
-def finish(args, student, loop, baselines):
-    """Show the best of each phase beside the untrained student and the teacher; --save_to_artifacts
-    saves the best one of all. Returns figures for the summary. (all ranks)"""
+def format_metrics(metrics):
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def finish(args, student, loop, baselines, corpus, vectors, device):
+    """Show the best of each phase beside the untrained student and the teacher; test and save the
+    best one of all. Returns figures for the summary. (all ranks)"""
     phases = {name: best["metrics"] for name, best in loop["best"].items()}
     logging.info("Held-out figures, the best of each phase:")
     after = {f"after {name}": metrics for name, metrics in phases.items()}
     for who, metrics in {**baselines, **after}.items():
-        text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        logging.info(f"  {who:14} {text}")
+        logging.info(f"  {who:14} {format_metrics(metrics)}")
     best = max(loop["best"].values(), key=lambda record: record["value"])
     if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
         logging.warning("training did not make the student better: look at the rates and the data")
     summary = {"best": best, "baselines": baselines, "phases": phases}
+    student.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
+    if args.test_data:
+        summary["test"] = evaluate(student, corpus, corpus.test, vectors, device)
+        teacher = unit_targets(torch.from_numpy(vectors[corpus.test.texts]), vectors.dimensions)
+        summary["test_teacher"] = on_rank0(ranking_metrics, corpus.test, teacher)
+        for who in ("test_teacher", "test"):
+            logging.info(f"  {who:14} {format_metrics(summary[who])}")
     if args.save_to_artifacts:
-        path = f"{args.output_dir}/best.pt"
-        student.load_state_dict(on_rank0(torch.load, path, "cpu")["model"])
         summary["artifacts"] = [on_rank0(save_artifact, args, student.model)]
     return summary
 
@@ -769,14 +795,16 @@ def main(args):
         torch.backends.cuda.enable_cudnn_sdp(False)  # slow where each batch has another shape
     student = Student(model).to(device)
     # a head with random weights would make the student look worse than it is
-    untrained = evaluate(student, corpus, vectors, device, is_aligned=not args.use_projection)
+    held_out = corpus.held_out
+    is_aligned = not args.use_projection
+    untrained = evaluate(student, corpus, held_out, vectors, device, is_aligned)
     baselines = {"untrained": untrained}
-    teacher = torch.from_numpy(vectors[corpus.eval_texts])
+    teacher = torch.from_numpy(vectors[held_out.texts])
     whole = unit_targets(teacher, vectors.dimensions)
-    baselines["teacher"] = on_rank0(ranking_metrics, corpus, whole)
+    baselines["teacher"] = on_rank0(ranking_metrics, held_out, whole)
     if not args.use_projection:
         first = unit_targets(teacher, width)
-        baselines[f"its first {width}"] = on_rank0(ranking_metrics, corpus, first)
+        baselines[f"its first {width}"] = on_rank0(ranking_metrics, held_out, first)
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         student.add_head(args.projection_hidden, vectors.dimensions)
@@ -801,7 +829,7 @@ def main(args):
             if reason:
                 return log.stop(reason, steps=loop["step"])
     logging.info("Training process completed.")
-    summary = finish(args, student, loop, baselines)
+    summary = finish(args, student, loop, baselines, corpus, vectors, device)
     log.close("finished", steps=loop["step"], **summary)
     logging.info("Training and evaluation completed successfully!")
     return 0
@@ -818,6 +846,15 @@ FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet
 ALIASES = {"anchor": "query", "question": "query", "answer": "positive", "pos": "positive"}
 ALIASES.update(text="positive", neg="negative")
 NEGATIVES = re.compile(r"negatives?(_\d+)?")  # columns that are all read
+
+
+class Judged(NamedTuple):
+    """Queries, documents, and which of them answer which. (Dictionaries for ordered sets.)"""
+
+    queries: dict  # {text: None}
+    documents: dict  # {text: None}
+    grades: dict  # {(query, document): a grade from 1 on}
+    answers: dict  # {text: None}, the documents that have one
 
 
 class Row(NamedTuple):
@@ -958,6 +995,10 @@ def warn(found, text):
 
 def read_rows(name, limit, needs_query, cache_dir):
     """At most `limit` rows of a source."""
+    if is_beir(name):
+        rows = rows_of_beir(name)
+        logging.info(f"{name}: {min(limit, len(rows)):,} of {len(rows):,} rows are read")
+        return rows[:limit]
     tables, kind = load_tables(name, cache_dir)
     for i, table in enumerate(tables):
         if kind not in CONVERT:
@@ -1007,9 +1048,10 @@ def choose_held_out(args, rows):
     return groups
 
 
-def split_texts(args, rows1, rows2):
-    """Split the rows of both phases, and number their texts. Returns the texts, and fields of a
-    Corpus. (Dictionaries stand for sets that keep their order.)"""
+def split_texts(args, rows1, rows2, judged, tested):
+    """Split the rows of both phases, and number their texts. judged, tested: the collections of
+    --eval_data and --test_data, or None. Returns the texts, and fields of a Corpus. (Dictionaries
+    stand for sets that keep their order.)"""
     right = defaultdict(dict)  # {query: {document: None}}
     wrong = defaultdict(dict)
     for row in rows1 + rows2:
@@ -1024,22 +1066,25 @@ def split_texts(args, rows1, rows2):
 
     # held out are queries, with all documents that answer them in any row; else single texts
     source = [row for row in rows2 or rows1 if row.right]
-    groups = choose_held_out(args, source)
+    groups = set() if judged else choose_held_out(args, source)
     eval_rows = [row for row in source if row.group in groups]
     eval_queries = dict.fromkeys(row.query for row in eval_rows if row.query)
     answers = dict.fromkeys(text for query in eval_queries for text in right[query])
     if not eval_queries:
         answers = dict.fromkeys(text for row in eval_rows for text in row.right)
 
-    # they are not trained on where they stand in other rows, either
+    # they are not trained on where they stand in other rows, either; of a given collection only the
+    # queries: the documents are there for all
     held = {*eval_queries, *answers}
+    for collection in filter(None, (judged, tested)):
+        held.update(collection.queries)
     pairs = []
     left_out = []
     for query in dict.fromkeys(row.query for row in rows2):
         for text in right[query]:
             if query not in held and text not in held:
                 pairs.append((query, text))
-            elif query not in eval_queries:
+            elif query not in eval_queries or judged:
                 left_out.append((query, text))
     warn(left_out, "pairs are left out, since a text of theirs is held out")
     rows1 = [row for row in rows1 if row.group not in groups]
@@ -1048,52 +1093,146 @@ def split_texts(args, rows1, rows2):
     for row in rows1:
         phase1_texts.update(dict.fromkeys(row.right + row.wrong))
     phase1_texts = dict.fromkeys(text for text in phase1_texts if text not in held)
-    counts = {"held-out documents": len(answers)}
+    counts = {"held-out documents": len(judged.documents if judged else answers)}
     if not args.skip_phase1:
         counts["texts for phase 1"] = len(phase1_queries) + len(phase1_texts)
     if not args.skip_phase2:
-        counts.update({"pairs for phase 2": len(pairs), "held-out queries": len(eval_queries)})
+        count = len(judged.queries if judged else eval_queries)
+        counts.update({"pairs for phase 2": len(pairs), "held-out queries": count})
     if 0 in counts.values():
         found = ", ".join(f"{count} {name}" for name, count in counts.items())
         raise InputError(f"{found}; none may be 0: give more data, or another --eval_fraction")
 
-    # to rank beside the answers: what is wrong for these queries, then documents at large
-    others = dict.fromkeys(text for query in eval_queries for text in wrong[query])
-    others.update(dict.fromkeys(text for _, text in pairs))
-    distractors = [text for text in others if text not in held][: args.eval_distractors]
+    if not judged:
+        # to rank beside the answers: what is wrong for these queries, then documents at large
+        others = dict.fromkeys(text for query in eval_queries for text in wrong[query])
+        others.update(dict.fromkeys(text for _, text in pairs))
+        others = [text for text in others if text not in held][: args.eval_distractors]
+        grades = {(query, text): 1 for query in eval_queries for text in right[query]}
+        judged = Judged(eval_queries, dict.fromkeys([*answers, *others]), grades, answers)
+    collections = {"held_out": judged, "test": tested or Judged({}, {}, {}, {})}
 
     pair_queries = dict.fromkeys(query for query, _ in pairs)
-    queries = dict.fromkeys([*eval_queries, *phase1_queries, *pair_queries])
-    documents = dict.fromkeys([*answers, *distractors, *phase1_texts])
+    queries = {}
+    documents = {}
+    for collection in collections.values():
+        queries.update(dict.fromkeys(collection.queries))
+        documents.update(dict.fromkeys(collection.documents))
+    queries.update({**phase1_queries, **pair_queries})
+    documents.update(phase1_texts)
     for query in pair_queries:
         documents.update(right[query])
         documents.update(wrong[query])
-    query_number = {query: number for number, query in enumerate(queries)}
-    number = {text: number for number, text in enumerate(documents, start=len(queries))}
+    query_ids = {query: number for number, query in enumerate(queries)}
+    document_ids = {text: number for number, text in enumerate(documents, start=len(queries))}
     negatives = []
     ends = []
     for query in queries:
         if query in pair_queries:
-            negatives += [number[text] for text in wrong[query] if text not in held]
+            negatives += [document_ids[text] for text in wrong[query] if text not in held]
         ends.append(len(negatives))
-    place = {text: place for place, text in enumerate(answers, start=len(eval_queries))}
-    eval_pairs = []
-    for query_place, query in enumerate(eval_queries):
-        eval_pairs += [(query_place, place[text]) for text in right[query]]
-    eval_numbers = [number[text] for text in [*answers, *distractors]]
-    phase1 = [query_number[query] for query in phase1_queries]
-    pairs = [(query_number[query], number[text]) for query, text in pairs]
+    phase1 = [query_ids[query] for query in phase1_queries]
+    pairs = [(query_ids[query], document_ids[text]) for query, text in pairs]
     arrays = {
-        "phase1": phase1 + [number[text] for text in phase1_texts],
+        "phase1": phase1 + [document_ids[text] for text in phase1_texts],
         "pairs": np.reshape(pairs, (-1, 2)),  # also where there are none
         "negatives": negatives,
         "negatives_ptr": [0, *ends],
-        "eval_texts": [*range(len(eval_queries)), *eval_numbers],
-        "eval_counts": [len(eval_queries), len(answers), len(distractors)],
-        "eval_pairs": np.reshape(eval_pairs, (-1, 2)),
     }
+    for name, collection in collections.items():
+        others = [text for text in collection.documents if text not in collection.answers]
+        ranked = [*collection.answers, *others]
+        texts = [query_ids[query] for query in collection.queries]
+        arrays[f"{name}_counts"] = [len(texts), len(collection.answers), len(others)]
+        positions = {text: position for position, text in enumerate(ranked, start=len(texts))}
+        query_positions = {query: position for position, query in enumerate(collection.queries)}
+        triples = []
+        for (query, text), grade in collection.grades.items():
+            triples.append((query_positions[query], positions[text], grade))
+        arrays[f"{name}_answers"] = np.reshape(triples, (-1, 3))
+        arrays[f"{name}_texts"] = texts + [document_ids[text] for text in ranked]
     arrays = {name: np.array(values, np.int64) for name, values in arrays.items()}
     return [*queries, *documents], len(queries), arrays
+
+
+def is_beir(name):
+    path = Path(name)
+    return path.parent.name == "qrels" or (path / "corpus.jsonl").exists()
+
+
+def read_beir(name, splits):
+    """A folder in BEIR's layout (Thakur et al. 2021), with the first of `splits` that it has in
+    qrels; or a file in its qrels. Returns {query: {document: grade}} and all documents. Raises
+    InputError."""
+    path = Path(name)
+    if path.parent.name != "qrels":
+        files = [path / "qrels" / f"{split}.tsv" for split in splits]
+        path = next(filter(Path.exists, files), files[0])
+    texts = {"queries": {}, "corpus": {}}
+    grades = defaultdict(dict)
+    empty = []
+    unknown = []
+    where = path
+    try:
+        for kind in texts:
+            file = path.parent.parent / f"{kind}.jsonl"
+            for where, line in lines_of(file):
+                record = json.loads(line)
+                text = f"{record.get('title') or ''} {record['text']}".strip()
+                texts[kind][str(record["_id"])] = text
+                if not text:
+                    empty.append(where)
+        for where, line in lines_of(path):
+            query, *_, document, grade = line.split()
+            if grade == "score":  # the names of the columns
+                continue
+            query = texts["queries"].get(query)
+            document = texts["corpus"].get(document)
+            if query and document:
+                grades[query][document] = int(grade)
+            else:
+                unknown.append(where)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = (
+            "BEIR's corpus.jsonl, queries.jsonl (_id, text) and qrels (query, document, score)"
+        )
+        raise InputError(f"{where}: {error!r:.200}; expected {expected}") from None
+    warn(empty, "texts are empty, and left out")
+    warn(unknown, "judgements are left out: of texts that are empty, or not there")
+    if not grades:
+        raise InputError(f"{path}: no judgements of its texts")
+    return grades, dict.fromkeys(filter(None, texts["corpus"].values()))
+
+
+def lines_of(path):
+    """Yields (where it stands, line) of those that are not blank."""
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path} line {number}", line
+
+
+def read_collection(name, splits):
+    """A Judged: queries that have an answer, and all documents. Raises InputError."""
+    grades, documents = read_beir(name, splits)
+    pairs = {}
+    for query, own in grades.items():
+        pairs.update({(query, document): grade for document, grade in own.items() if grade > 0})
+    queries = dict.fromkeys(query for query, _ in pairs)
+    logging.info(f"{name}: {len(queries):,} queries, {len(documents):,} documents")
+    return Judged(queries, documents, pairs, dict.fromkeys(document for _, document in pairs))
+
+
+def rows_of_beir(name):
+    """Of a folder to train on: its judged queries, then the other documents."""
+    grades, documents = read_beir(name, ["train"])
+    rows = []
+    for query, own in grades.items():
+        right = [document for document, grade in own.items() if grade > 0]
+        wrong = [document for document, grade in own.items() if grade <= 0]
+        rows.append(Row(query, right, wrong, query))
+    used = {document for own in grades.values() for document in own}
+    return rows + [Row("", [text], [], text) for text in documents if text not in used]
 
 
 def read_sources(args, cache_dir):
@@ -1126,15 +1265,19 @@ def split_limit(source):
 def prepare(args):
     """The folder with the texts, the fields of a Corpus, and the builtin models. (rank 0)"""
     names = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 skip_phase1 skip_phase2
-        eval_fraction eval_samples eval_distractors teacher_model student_model student_max_length
-        student_query_prompt student_document_prompt seed""".split()
+        eval_fraction eval_samples eval_distractors eval_data test_data teacher_model student_model
+        student_max_length student_query_prompt student_document_prompt seed""".split()
     key = [READER, [getattr(args, name) for name in names]]
     sources = [*args.phase1_data, *args.phase2_data, args.student_model]
-    key += [files_of(source) for source in sources]
+    for name in filter(None, (args.eval_data, args.test_data)):
+        sources.append(Path(name).parent.parent if Path(name).is_file() else name)
+    key += [files_of(str(source)) for source in sources]
 
     def write(folder):
         rows1, rows2 = read_sources(args, folder.parent / "tables")
-        texts, num_queries, arrays = split_texts(args, rows1, rows2)
+        judged = args.eval_data and read_collection(args.eval_data, ["dev", "validation", "test"])
+        tested = args.test_data and read_collection(args.test_data, ["test"])
+        texts, num_queries, arrays = split_texts(args, rows1, rows2, judged, tested)
         (folder / "texts.json").write_text(json.dumps(texts))
         fitted = [f"{texts[query]}\n{texts[document]}" for query, document in arrays["pairs"]]
         fitted = fitted or [texts[i] for i in arrays["phase1"]]
@@ -1176,10 +1319,14 @@ def tokenize(student, texts):
 def load_corpus(folder, device):
     fields = json.loads((folder / "meta.json").read_text())
     fields["groups"] = 8 if device.type == "cpu" else 1
-    for name in set(Corpus._fields) - set(fields):
-        fields[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-    corpus = Corpus(**fields)
-    queries, answers, others = corpus.eval_counts
+    arrays = {}
+    for path in folder.glob("*.npy"):
+        arrays[path.stem] = np.asarray(np.load(path, mmap_mode="r"))
+    for kind in ("held_out", "test"):
+        parts = [arrays.pop(f"{kind}_{name}") for name in Collection._fields]
+        fields[kind] = Collection(*parts)
+    corpus = Corpus(**fields, **arrays)
+    queries, answers, others = corpus.held_out.counts
     logging.info("Data split complete:")
     logging.info(f"  training: {len(corpus.phase1):,} texts, {len(corpus.pairs):,} pairs")
     logging.info(f"  held out: {queries:,} queries, {answers:,} answers, {others:,} distractors")

@@ -25,7 +25,7 @@ def read(*words):
     phases = ["--phase1_data", *map(str, paths), "--phase2_data", *map(str, paths)]
     args = parse_arguments(script, *phases, "--eval_fraction=0.3", *options)
     rows = script.read_sources(args, paths[0].parent / "tables")
-    texts, num_queries, arrays = script.split_texts(args, *rows)
+    texts, num_queries, arrays = script.split_texts(args, *rows, None, None)
     return SimpleNamespace(texts=texts, num_queries=num_queries, **arrays)
 
 
@@ -35,13 +35,13 @@ def decoded(found, numbers):
 
 def held_out(found):
     """Texts: queries, the documents that answer them, distractors."""
-    parts = np.split(found.eval_texts, np.cumsum(found.eval_counts)[:2])
+    parts = np.split(found.held_out_texts, np.cumsum(found.held_out_counts)[:2])
     return [decoded(found, part) for part in parts]
 
 
 def pairs_of(found):
     """{(query, a document that answers it)}, held out or not"""
-    pairs = [*found.pairs, *found.eval_texts[found.eval_pairs]]
+    pairs = [*found.pairs, *found.held_out_texts[found.held_out_answers[:, :2]]]
     return {(found.texts[query], found.texts[document]) for query, document in pairs}
 
 
@@ -166,7 +166,7 @@ def test_ms_marco(tmp_path, monkeypatch):
     found = read(tmp_path / "a", *options)
     numbers = [i for i in range(60) if i % 5 > 0]  # nothing is selected for the others
     assert pairs_of(found) == {(f"query {i}", f"right {i}") for i in numbers}
-    assert 5 < found.eval_counts[0] < 30
+    assert 5 < found.held_out_counts[0] < 30
     assert len(wrong_of(found)) == len(found.pairs)
     assert wrong_of(found) <= {(f"query {i}", f"wrong {i}") for i in numbers}
 
@@ -251,7 +251,7 @@ def test_the_split(tmp_path):
     write(tmp_path / "a.jsonl", lines(two_answers(1)))
     write(tmp_path / "a.txt", "\n".join(f"text {i}" for i in range(2000)))
     found = read(tmp_path / "a.jsonl", *options, f"--phase1_data={tmp_path}/a.txt")
-    assert found.eval_counts.tolist() == [20, 40, 30]
+    assert found.held_out_counts.tolist() == [20, 40, 30]
     queries, _, distractors = held_out(found)
     assert "nothing" in distractors
     assert len(found.pairs) == 2 * 110
@@ -260,14 +260,14 @@ def test_the_split(tmp_path):
     write(tmp_path / "other.jsonl", lines(reversed(two_answers(1))))
     other = read(tmp_path / "other.jsonl", *options, "--eval_distractors=0")
     assert held_out(other)[0] == queries
-    assert other.eval_counts.tolist() == [20, 40, 0]
+    assert other.held_out_counts.tolist() == [20, 40, 0]
 
     # phase 1 does not see other texts of held-out groups, either
     write(tmp_path / "groups.jsonl", lines(two_answers(10)))
     write(tmp_path / "pages.jsonl", lines([{"text": f"page {i}", "group": i} for i in range(13)]))
     found = read(tmp_path / "groups.jsonl", *options, f"--phase1_data={tmp_path}/pages.jsonl")
     groups = {int(text.split()[1]) // 10 for text in held_out(found)[0]}
-    assert found.eval_counts[0] == 10 * len(groups) == 20
+    assert found.held_out_counts[0] == 10 * len(groups) == 20
     assert len(found.phase1) == 13 - 2
 
 

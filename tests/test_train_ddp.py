@@ -24,6 +24,7 @@ from helpers import call_script, parse_arguments, rank_variables, run_here
 from runs import COMMON, TINY, Run
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sklearn.metrics import ndcg_score
 from test_accelerator import META, Copies
 
 import train_ddp as script
@@ -287,7 +288,7 @@ def test_ranking_metrics_against_counting():
     ]
     for query, own, *expected in cases:
         pairs = np.array([[0, 1 + document] for document in own])
-        corpus = SimpleNamespace(eval_counts=[1], eval_pairs=pairs)
+        corpus = SimpleNamespace(counts=[1], answers=np.insert(pairs, 2, 1, axis=1))
         found = script.ranking_metrics(corpus, torch.cat([query[None], documents]))
         assert [*found.values()] == pytest.approx(expected), (query, own)
 
@@ -302,12 +303,13 @@ def test_the_artifact(trained):
         assert type(module).__module__.startswith("sentence_transformers.")
 
     corpus = trained.corpus
-    count = corpus.eval_counts[0]
-    texts = {str(i): trained.texts[row] for i, row in enumerate(corpus.eval_texts)}
+    held_out = corpus.held_out
+    count = held_out.counts[0]
+    texts = {str(i): trained.texts[row] for i, row in enumerate(held_out.texts)}
     queries = dict(itertools.islice(texts.items(), count))
     documents = dict(itertools.islice(texts.items(), count, None))
     relevant = defaultdict(set)
-    for query, document in corpus.eval_pairs.tolist():
+    for query, document, _ in held_out.answers.tolist():
         relevant[str(query)].add(str(document))
     assert len(relevant) > 20
     kind = evaluation.InformationRetrievalEvaluator
@@ -318,6 +320,61 @@ def test_the_artifact(trained):
     assert trained.summary["phases"]["phase 1"]["teacher_cosine"] > 0.4
     full = (corpus.lengths == 16).sum()
     assert f"{full} texts fill the student's 16 tokens: what is beyond is not read" in trained.text
+
+
+def write_beir(folder):
+    """130 queries of three halls; of each, a document has grade 2, another 1, some 0. Untidy."""
+    (folder / "qrels").mkdir(parents=True)
+    documents = [{"_id": "none", "text": " "}]
+    queries = []
+    grades = {"train": [], "dev": ["query-id\tcorpus-id\tscore"], "test": []}
+    for i in range(130):
+        place = f"item {i} of house {i % 13}"
+        documents.append({"_id": f"d{i}", "title": place, "text": f"is in hall {i % 7}"})
+        documents.append({"_id": f"e{i}", "text": f"see shelf {i} for {place}"})
+        queries.append({"_id": i, "text": f"where is {place}"})
+        split = ["train", "train", "train", "dev", "test"][i % 5]
+        judged = {f"d{i * 7 % 130}": 0, f"d{i}": 2, f"e{i}": 1}
+        grades[split] += [f"{i}\t{document}\t{grade}" for document, grade in judged.items()]
+    grades["test"] = [line.replace("\t", " Q0 ", 1) for line in grades["test"]]  # as TREC writes
+    grades["test"] += ["3 Q0 gone 1", "4 Q0 none 1"]
+    for name, rows in {"corpus": documents, "queries": queries}.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for split, lines in grades.items():
+        (folder / "qrels" / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+
+
+def test_a_collection_in_the_layout_of_beir(options, tmp_path):
+    """Trained on one split, chosen by another, tested by the third; nDCG by scikit-learn's."""
+    write_beir(tmp_path / "beir")
+    words = [f"--phase{i}_data={tmp_path}/beir" for i in (1, 2)]
+    words += [f"--{name}_data={tmp_path}/beir" for name in ("eval", "test")]
+    words += [f"--cache_dir={tmp_path}/cache", f"--artifacts_dir={tmp_path}/models"]
+    said = run(*options, *words, f"--output_dir={tmp_path}/out", "--save_to_artifacts")
+    assert "2 judgements are left out: of texts that are empty, or not there, such as" in said
+    assert "test: 26 queries" in said.replace(f"{tmp_path}/beir", "test")
+    (read,) = tmp_path.glob("cache/texts-*")
+    corpus = script.load_corpus(read, torch.device("cpu"))
+    texts = json.loads((read / "texts.json").read_text())
+    trained_on = {texts[i] for i in [*corpus.phase1, *corpus.pairs[:, 0]]}
+    evaluated = {texts[i] for part in (corpus.held_out, corpus.test) for i in part.texts[:26]}
+    assert len(evaluated) == 52 and not evaluated & trained_on
+    assert len(corpus.pairs) == 2 * 78 and len(corpus.phase1) == 78 + 2 * 130
+
+    summary = Run(tmp_path / "out").summary
+    student = SentenceTransformer(summary["artifacts"][0], device="cpu")
+    for part, metrics in (
+        (corpus.held_out, summary["best"]["metrics"]),
+        (corpus.test, summary["test"]),
+    ):
+        queries = student.encode([texts[i] for i in part.texts[:26]], prompt_name="query")
+        documents = student.encode([texts[i] for i in part.texts[26:]], prompt_name="document")
+        grades = np.zeros((26, len(documents)))
+        for query, document, grade in part.answers:
+            grades[query, document - 26] = grade
+        assert set(grades.flat) == {0, 1, 2}
+        expected = ndcg_score(grades, queries @ documents.T, k=10)
+        assert metrics["ndcg@10"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_which_checkpoints_are_the_best():
