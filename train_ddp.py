@@ -46,7 +46,6 @@ import argparse
 import fcntl
 import functools
 import glob
-import gzip
 import hashlib
 import itertools
 import json
@@ -156,23 +155,26 @@ BLOCK = 1024  # texts in a file of the teacher's vectors
 class Collection(NamedTuple):
     """Queries, and the documents that are ranked for them."""
 
-    texts: np.ndarray  # (n,) queries, documents that answer one, other documents
-    counts: np.ndarray  # (3,) how many of each
-    # (m, 3) positions in texts of a query, and of a document that answers it; its grade, from 1 on
+    queries: np.ndarray  # (Q,) texts
+    documents: np.ndarray  # (N,) texts
+    # (A, 3) positions in `texts` of a query, and of a document that answers it; grade, from 1 on
     answers: np.ndarray
+
+    @property
+    def texts(self):
+        return np.concatenate([self.queries, self.documents])
 
 
 class Corpus(NamedTuple):
     """What `prepare` has written, in memory that the ranks of a machine share. Texts are numbered,
-    each distinct one once, queries first. (A text that is a query and a document is two.)"""
+    each distinct one once. (A text that is a query and a document is two.)"""
 
     hash: str  # of the texts, and of what they are used for
     texts_hash: str
-    num_queries: int  # texts below this number are queries, the others documents
     phase1: np.ndarray  # (n,) texts to train on
-    pairs: np.ndarray  # (n, 2) a query, a document that answers it
-    negatives: np.ndarray  # wrong documents, query after query
-    negatives_ptr: np.ndarray  # those of query q: negatives[negatives_ptr[q]:negatives_ptr[q + 1]]
+    # (n, 4) a query, a document that answers it, where its negatives begin and where they end
+    pairs: np.ndarray
+    negatives: np.ndarray  # documents that do not answer it, query after query
     held_out: Collection  # of the evaluations
     test: Collection  # of --test_data
     ids: np.ndarray  # the student's tokens: those of text i are ids[offsets[i]:offsets[i + 1]]
@@ -266,22 +268,20 @@ class PairData(TextData):
 
     def __init__(self, args, corpus):
         super().__init__(args, corpus)
-        # of each query: how many negatives are to be drawn
-        self.num_drawn = np.minimum(np.diff(corpus.negatives_ptr), args.num_negatives)
+        _, _, begin, end = corpus.pairs.T
+        self.num_drawn = np.minimum(end - begin, args.num_negatives)  # of each pair
         self.documents_per_query = 1 + int(self.num_drawn.max(initial=0))
 
     def samples(self):
         corpus = self.corpus
+        _, _, begin, end = corpus.pairs.T
         tokens = np.concatenate([[0], np.cumsum(corpus.lengths[corpus.negatives])])
-        available = np.diff(corpus.negatives_ptr)
-        mean = np.diff(tokens[corpus.negatives_ptr]) / np.maximum(1, available)
-        cost = (mean * self.num_drawn)[corpus.pairs[:, 0]] + corpus.lengths[corpus.pairs].sum(1)
+        mean = (tokens[end] - tokens[begin]) / np.maximum(1, end - begin)
+        cost = mean * self.num_drawn + corpus.lengths[corpus.pairs[:, :2]].sum(1)
         return np.arange(len(corpus.pairs)), cost
 
-    def draw(self, step, position, query):
-        """Negatives of a query by (seed, step, position): the same on any number of ranks."""
-        begin, end = self.corpus.negatives_ptr[query : query + 2]
-        negatives = self.corpus.negatives[begin:end]
+    def draw(self, step, position, negatives):
+        """Some negatives of a query by (seed, step, position): the same on any number of ranks."""
         if len(negatives) <= self.args.num_negatives:
             return negatives
         # numpy ignores zeros at the end: without the 1 position 0 would have an epoch's numbers
@@ -290,10 +290,11 @@ class PairData(TextData):
 
     def __getitem__(self, item):
         step, global_ids, positions = item
-        queries, positives = self.corpus.pairs[global_ids[positions]].T
+        pairs = self.corpus.pairs[global_ids[positions]]
+        queries, positives, _, _ = pairs.T
         negatives = []
-        for position, query in zip(positions, queries, strict=True):
-            negatives.append(self.draw(step, position, query))
+        for position, (_, _, begin, end) in zip(positions, pairs, strict=True):
+            negatives.append(self.draw(step, position, self.corpus.negatives[begin:end]))
         text_ids = np.concatenate([queries, positives, *negatives])
         counts = {"total": len(global_ids), "num_queries": len(positions)}
         counts["documents_per_query"] = self.documents_per_query
@@ -470,14 +471,16 @@ def measure(collection, vectors, student_vectors, is_aligned):
     metrics = ranking_metrics(collection, student_vectors)
     if not is_aligned:
         return metrics
-    queries, answers, _ = collection.counts
     targets = torch.from_numpy(vectors[collection.texts]).to(student_vectors)
     targets = unit_targets(targets, student_vectors.shape[1])
-    cosine = (student_vectors * targets).sum(1)[: queries + answers]
-    metrics["teacher_cosine"] = cosine.double().mean().item()
-    if queries > 0:  # the student's queries in an index of the teacher's documents
-        mixed = torch.cat([student_vectors[:queries], targets[queries:]])
+    cosine = (student_vectors * targets).sum(1).double().cpu().numpy()
+    count = len(collection.queries)
+    if count > 0:
+        cosine = cosine[np.unique(collection.answers[:, :2])]  # queries, and what answers them
+        # the student's queries in an index of the teacher's documents
+        mixed = torch.cat([student_vectors[:count], targets[count:]])
         metrics["asym_ndcg@10"] = ranking_metrics(collection, mixed)["ndcg@10"]
+    metrics["teacher_cosine"] = float(cosine.mean())
     return metrics
 
 
@@ -488,7 +491,7 @@ def ranking_metrics(collection, vectors):
 
     The rank of an answer is after all other documents that have its score or a higher one, and
     after the query's better answers. So one vector for all texts does not look good."""
-    count = int(collection.counts[0])
+    count = len(collection.queries)
     queries, documents, grades = collection.answers.T - [[0], [count], [0]]
     discounts = 1 / np.log2(np.arange(2, 12))
     metrics = defaultdict(list)
@@ -838,30 +841,35 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's files and models, once. Training needs only Corpus and Vectors
 
-READER = 5  # raise it when you change what is read or kept: else an old cache is used
+READER = 6  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
 FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
+# "NA" is a text, too; files such as MS MARCO's .tsv have no quoting
+OPTIONS = {"csv": {"keep_default_na": False}}
+OPTIONS["tsv"] = {"keep_default_na": False, "sep": "\t", "quoting": 3}
 # other names of columns; if there are several, the first is read
 ALIASES = {"anchor": "query", "question": "query", "answer": "positive", "pos": "positive"}
 ALIASES.update(text="positive", neg="negative")
 NEGATIVES = re.compile(r"negatives?(_\d+)?")  # columns that are all read
 
 
-class Judged(NamedTuple):
-    """Queries, documents, and which of them answer which. (Dictionaries for ordered sets.)"""
-
-    queries: dict  # {text: None}
-    documents: dict  # {text: None}
-    grades: dict  # {(query, document): a grade from 1 on}
-    answers: dict  # {text: None}, the documents that have one
-
-
 class Row(NamedTuple):
     query: str  # "" where there is none
-    right: list  # documents that answer it
-    wrong: list  # documents that do not
+    documents: list  # [(document, grade)], from 1 on if it answers the query, else 0
     group: str  # rows of a group are held out together
+
+
+def warn(found, text):
+    """Say how many were found, and one of them."""
+    if found:
+        logging.warning(f"{len(found):,} {text}, such as {str(found[0])[:100]}")
+
+
+def split_limit(source):
+    """NAME@1000 -> (NAME, 1000); NAME -> (NAME, inf)"""
+    name, _, limit = source.rpartition("@")
+    return (name, int(limit)) if name and limit.isdecimal() else (source, math.inf)
 
 
 def files_of(source):
@@ -874,57 +882,94 @@ def files_of(source):
     return {file: (os.path.getsize(file), os.path.getmtime(file)) for file in files}
 
 
-def load_tables(name, cache_dir):
-    """A file, some files, or a data set of the hub, as datasets.Dataset, one or, if their columns
-    differ, one for each file; and what kind they are."""
+def ending_of(name):
+    return Path(name.lower().removesuffix(".gz")).suffix[1:]
+
+
+def read_sources(args, cache_dir):
+    """The rows of both phases. Those of a skipped phase are read, too, if they are here: what is
+    held out is then the same for both phases, and a later run without the option goes on."""
+    sources = {1: args.phase1_data, 2: args.phase2_data}
+    limits = {1: args.max_samples_phase1, 2: args.max_samples_phase2}
+    read = functools.cache(read_rows)  # the same source in both phases is read once
+    rows = {1: [], 2: []}
+    for phase in (1, 2):
+        for source in sources[phase]:
+            if getattr(args, f"skip_phase{phase}") and not files_of(source):
+                continue
+            name, limit = split_limit(source)
+            most = max(limits[phase] for phase in (1, 2) if source in sources[phase])
+            needs_query = source in args.phase2_data and not args.skip_phase2
+            found = read(name, min(limit, most), needs_query, cache_dir)
+            rows[phase] += found[: limits[phase] - len(rows[phase])]
+    return rows[1], [row for row in rows[2] if row.query]
+
+
+def read_rows(name, limit, needs_query, cache_dir):
+    """At most `limit` rows of a source."""
+    tables = {}
+    if is_beir(name):
+        rows = read_beir(name, ["train"])
+        logging.info(f"{name}: {min(limit, len(rows)):,} of {len(rows):,} rows are read")
+        return rows[:limit]
+    for file in list(files_of(name)) or [name]:  # their columns may differ
+        tables[file] = load_table(file, limit, needs_query, cache_dir)
+    rows = []
+    breaks = []
+    unanswered = []
+    for file, table in tables.items():
+        ending = ending_of(file)
+        for number, record in enumerate(itertools.islice(table, limit - len(rows)), start=1):
+            if ending == "txt" and not record["positive"].strip():
+                continue  # an empty line
+            where = f"{file} row {number}"
+            try:
+                row = parse_row(record, ending)
+            except ValueError as error:
+                raise InputError(f"{where}: {error}") from None
+            if ending == "csv" and "\n" in "".join(map(str, record.values())):
+                breaks.append(where)
+            if record["positive"] == []:
+                unanswered.append(where)
+            rows.append(row)
+
+    if not rows:
+        raise InputError(f"{name} has no rows")
+    logging.info(f"{name}: {len(rows):,} of {sum(map(len, tables.values())):,} rows are read")
+    warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
+    warn(unanswered, "rows have no answer")
+    return rows
+
+
+def load_table(name, limit, needs_query, cache_dir):
+    """A file, or a data set of the hub, as a datasets.Dataset with the columns that we read."""
     import datasets
 
-    path = PYDOCS if name == "pydocs" else Path(name)
-    ending = Path(path.name.lower().removesuffix(".gz")).suffix[1:]
-    files = list(files_of(name))
-    options = {"split": "train"}
+    ending = ending_of(name)
+    if os.path.exists(name) != (ending in FORMATS):
+        endings = " ".join(FORMATS)
+        raise InputError(f"{name}: expected a file with an ending of {endings}, each also with .gz")
+    options = {"split": "train", **OPTIONS.get(ending, {})}
     if ending in FORMATS:
-        kind = FORMATS[ending]
-        source = [kind]
-        options.update(data_files=files, cache_dir=str(cache_dir))
-        if kind == "csv":  # "NA" is a text, too; files such as MS MARCO's .tsv have no quoting
-            options["keep_default_na"] = False
-            options.update({"sep": "\t", "quoting": 3} if ending == "tsv" else {})
-        if not files:
-            raise InputError(f"{name}: there is no such file")
-    elif path.exists():
-        raise InputError(f"{path}: expected an ending of {' '.join(FORMATS)}, each also with .gz")
+        source = [FORMATS[ending]]
+        options.update(data_files=name, cache_dir=str(cache_dir))
     else:
-        kind = name
         source = ("microsoft/ms_marco:v1.1" if name == "ms_marco" else name).split(":")
     try:
-        if kind == "json" and has_arrays(files[0]):
-            kind = "arrays"
-            source = ["text"]
-        try:
-            return [datasets.load_dataset(*source, **options)], kind
-        except datasets.exceptions.DatasetGenerationCastError:
-            parts = [{**options, "data_files": [file]} for file in files]
-            return [datasets.load_dataset(*source, **part) for part in parts], kind
+        table = datasets.load_dataset(*source, **options)
     except Exception as error:  # of a dozen kinds; the cause has the row
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
-        hint = "" if ending in FORMATS else "; without a download: pydocs, or FILE.jsonl"
         rows = " (rows count from 0)" if " row " in reason else ""
-        raise InputError(f"{name} cannot be read: {reason}{rows}{hint}") from None
+        hint = "expected rows of query and positive; without a download: pydocs, or FILE.jsonl"
+        raise InputError(f"{name} cannot be read: {reason}{rows}; {hint}") from None
 
-
-def has_arrays(path):
-    """Whether the lines of a file are [query, positive, negative ...]."""
-    opener = gzip.open if path.endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        return re.match(r'\s*\[\s*"', file.readline()) is not None
-
-
-def from_array(record):
-    texts = json.loads(record["text"])
-    if not isinstance(texts, list) or len(texts) < 2:
-        raise ValueError(f"found {record['text'][:60]}, expected [query, positive, negative ...]")
-    return {"query": texts[0], "positive": texts[1], "negative": texts[2:]}
+    if name == "ms_marco":
+        return [from_ms_marco(record) for record in table]
+    for old, new in ALIASES.items():
+        if old in table.column_names and new not in table.column_names:
+            table = table.rename_column(old, new)
+    check_columns(name, table, limit, needs_query)
+    return table
 
 
 def from_ms_marco(record):
@@ -939,13 +984,14 @@ def from_ms_marco(record):
 def check_columns(name, table, limit, needs_query):
     """Refuse what would be read wrong, and say what is not read."""
     columns = table.column_names
-    has_all = "positive" in columns and ("query" in columns or not needs_query)
-    if not has_all or any(column.startswith("__index_level") for column in columns):
-        wanted = "query and positive" if needs_query else "text, or query and positive"
+    wanted = {"query", "positive"} if needs_query else {"positive"}
+    # pandas makes this index of what a row has more than the first line
+    if not wanted <= set(columns) or any(column.startswith("__index") for column in columns):
+        text = "query and positive" if needs_query else "text, or query and positive"
         hint = "in a .csv separated by commas, and texts with commas in quotes"
-        raise InputError(f"{name}: found the columns {columns}; expected {wanted}, {hint}")
-    known = {"query", "positive", "group"}
-    unread = [c for c in columns if c not in known and not NEGATIVES.fullmatch(c)]
+        raise InputError(f"{name}: found the columns {columns}; expected {text}, {hint}")
+    read = [*filter(NEGATIVES.fullmatch, columns), "query", "positive", "group"]
+    unread = [column for column in columns if column not in read]
     for column in unread:
         values = set(map(str, table[column][:limit]))
         has_zeros = values & {"0", "0.0", "False"} and len(values) < min(limit, len(table))
@@ -956,81 +1002,89 @@ def check_columns(name, table, limit, needs_query):
         logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
 
 
-def texts_of(record, name, kind):
+def texts_of(record, column, ending):
     """The texts of a record in a column, which may have a list of them, or be missing."""
-    value = record.get(name)
+    value = record.get(column)
     texts = value if isinstance(value, list) else [value or ""]
     for text in texts:
-        if not isinstance(text, str) or (kind == "csv" and re.fullmatch(r"(?s)\[.*\]", text)):
-            raise ValueError(f"{name} is {str(value)[:60]!r}, expected a text, or a list in .jsonl")
+        is_text = isinstance(text, str)
+        if not is_text or (ending in OPTIONS and re.fullmatch(r"(?s)\[.*\]", text)):
+            found = repr(str(value)[:60])
+            raise ValueError(f"{column} is {found}, expected a text, or a list in .jsonl")
     return [text.strip() for text in texts]
 
 
-def parse_row(record, kind):
+def parse_row(record, ending):
     """A record as a Row. A ValueError says what was found and what was expected."""
-    right = texts_of(record, "positive", kind)
+    right = texts_of(record, "positive", ending)
     if not all(right):
         raise ValueError("positive is missing or empty")
-    query = texts_of(record, "query", kind)
+    query = texts_of(record, "query", ending)
     if len(query) != 1 or ("query" in record and not query[0]):
         raise ValueError("query is missing or empty, or more than one")
-    wrong = []
+    documents = [(text, 1) for text in right]
     for column in record:
         if NEGATIVES.fullmatch(column):
-            wrong += filter(None, texts_of(record, column, kind))
+            documents += [(text, 0) for text in texts_of(record, column, ending) if text]
     group = record.get("group")
     if group in (None, ""):  # 0 is a group
         group = query[0] or right[:1]
-    return Row(query[0], right, wrong, str(group))
+    return Row(query[0], documents, str(group))
 
 
-CONVERT = {"arrays": from_array, "ms_marco": from_ms_marco}
+def is_beir(name):
+    path = Path(name)
+    return path.parent.name == "qrels" or (path / "corpus.jsonl").exists()
 
 
-def warn(found, text):
-    """Say how many were found, and one of them."""
-    if found:
-        logging.warning(f"{len(found):,} {text}, such as {str(found[0])[:100]}")
+def read_beir(name, splits):
+    """A folder in BEIR's layout (Thakur et al. 2021), with the first of `splits` that it has in
+    qrels; or a file in its qrels. Returns Rows: the judged queries, then the other documents."""
+    path = Path(name)
+    if path.parent.name != "qrels":
+        files = [path / "qrels" / f"{split}.tsv" for split in splits]
+        path = next(filter(Path.exists, files), files[0])
+    texts = {"queries": {}, "corpus": {}}  # of each: {name: text}
+    grades = defaultdict(dict)
+    left_out = []
+    where = path
+    try:
+        for kind in texts:
+            for where, line in lines_of(path.parents[1] / f"{kind}.jsonl"):
+                record = json.loads(line)
+                text = f"{record.get('title') or ''} {record['text']}".strip()
+                texts[kind][str(record["_id"])] = text
+                if not text:
+                    left_out.append(where)
+        for where, line in lines_of(path):
+            query, *_, document, grade = line.split()
+            if grade == "score":  # the names of the columns
+                continue
+            query = texts["queries"].get(query)
+            document = texts["corpus"].get(document)
+            if query and document:
+                grades[query][document] = int(grade)
+            else:
+                left_out.append(where)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = "corpus.jsonl, queries.jsonl (_id, text) and qrels (query, document, score)"
+        raise InputError(f"{where}: {error!r:.200}; expected BEIR's {expected}") from None
+    warn(left_out, "lines are left out: texts that are empty, or judgements of such or of none")
+    if not grades:
+        raise InputError(f"{path}: no judgements of its texts")
+    logging.info(f"{path}: {len(grades):,} queries, {len(texts['corpus']):,} documents")
+    rows = [Row(query, list(own.items()), query) for query, own in grades.items()]
+    judged = {"", *itertools.chain(*grades.values())}
+    others = without(judged, texts["corpus"].values())
+    return rows + [Row("", [(text, 1)], text) for text in others]
 
 
-def read_rows(name, limit, needs_query, cache_dir):
-    """At most `limit` rows of a source."""
-    if is_beir(name):
-        rows = rows_of_beir(name)
-        logging.info(f"{name}: {min(limit, len(rows)):,} of {len(rows):,} rows are read")
-        return rows[:limit]
-    tables, kind = load_tables(name, cache_dir)
-    for i, table in enumerate(tables):
-        if kind not in CONVERT:
-            for old, new in ALIASES.items():
-                if old in table.column_names and new not in table.column_names:
-                    table = table.rename_column(old, new)
-            check_columns(name, table, limit, needs_query)
-            tables[i] = table
-    rows = []
-    breaks = []
-    unanswered = []
-    records = itertools.islice(itertools.chain(*tables), limit)
-    for number, record in enumerate(records, start=1):
-        if kind in ("text", "arrays") and not any(text.strip() for text in record.values()):
-            continue  # an empty line
-        where = f"{name} row {number}"
-        try:
-            row = parse_row(CONVERT.get(kind, dict)(record), kind)
-        except ValueError as error:
-            raise InputError(f"{where}: {error}") from None
-        if kind == "csv" and "\n" in "".join([row.query, *row.right, *row.wrong]):
-            breaks.append(where)
-        if not row.right:
-            unanswered.append(where)
-        rows.append(row)
-
-    if not rows:
-        raise InputError(f"{name} has no rows")
-    logging.info(f"{name}: {len(rows):,} of {sum(map(len, tables)):,} rows are read")
-    warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
-    warn(unanswered, "rows have no answer")
-    return rows
+def lines_of(path):
+    """Yields (where it stands, line) of those that are not blank."""
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path} line {number}", line
 
 
 def choose_held_out(args, rows):
@@ -1048,218 +1102,109 @@ def choose_held_out(args, rows):
     return groups
 
 
-def split_texts(args, rows1, rows2, judged, tested):
-    """Split the rows of both phases, and number their texts. judged, tested: the collections of
-    --eval_data and --test_data, or None. Returns the texts, and fields of a Corpus. (Dictionaries
-    stand for sets that keep their order.)"""
-    right = defaultdict(dict)  # {query: {document: None}}
+def without(held, texts):
+    """{text: None} of the texts that are not in `held`."""
+    return dict.fromkeys(text for text in texts if text not in held)
+
+
+def documents_of(rows):
+    """{document: None} of rows, each once, in their order."""
+    documents = {}
+    for row in rows:
+        documents.update(dict(row.documents))
+    return documents
+
+
+def grades_of(rows):
+    """{query: {document: grade}} of those that answer it, and the same of those that do not."""
+    right = defaultdict(dict)
     wrong = defaultdict(dict)
-    for row in rows1 + rows2:
-        right[row.query].update(dict.fromkeys(row.right))
-        wrong[row.query].update(dict.fromkeys(row.wrong))
-    both = []
-    for query, texts in wrong.items():
-        both += [(query, text) for text in texts if text in right[query]]
-    for query, text in both:
-        del wrong[query][text]
-    warn(both, "negatives are left out: they are also positives of their query")
+    for row in rows:
+        for document, grade in row.documents:
+            grades = right if grade > 0 else wrong
+            grades[row.query][document] = grade
+    return right, wrong
+
+
+def split_texts(args, rows1, rows2, eval_rows, test_rows):
+    """Split the rows of both phases, and number their texts. eval_rows, test_rows: those of
+    --eval_data and --test_data. Returns [(role, text)], and arrays of a Corpus. (Dictionaries stand
+    for sets that keep their order.)"""
+    right, wrong = grades_of(rows1 + rows2)
+    collections = {}  # {name: ({query: {document that answers it: grade}}, documents)}
+    held = {""}  # no query
+    for name, rows in {"held_out": eval_rows, "test": test_rows}.items():
+        grades, _ = grades_of(rows)
+        grades.pop("", None)
+        collections[name] = (grades, documents_of(rows))
+        held.update(grades)  # not the documents: they are there for all
 
     # held out are queries, with all documents that answer them in any row; else single texts
-    source = [row for row in rows2 or rows1 if row.right]
-    groups = set() if judged else choose_held_out(args, source)
-    eval_rows = [row for row in source if row.group in groups]
-    eval_queries = dict.fromkeys(row.query for row in eval_rows if row.query)
-    answers = dict.fromkeys(text for query in eval_queries for text in right[query])
-    if not eval_queries:
-        answers = dict.fromkeys(text for row in eval_rows for text in row.right)
+    groups = set()
+    grades = {}
+    others = {}  # to rank, too: what is wrong for these queries, then documents at large
+    if not args.eval_data:
+        source = [row for row in rows2 or rows1 if row.query in right]
+        groups = choose_held_out(args, source)
+        source = [row for row in source if row.group in groups]
+        grades = {row.query: right[row.query] for row in source if row.query}
+        answers = dict.fromkeys(itertools.chain(*grades.values())) or documents_of(source)
+        held.update(grades, answers)
+        for query in grades:
+            others.update(wrong[query])
 
-    # they are not trained on where they stand in other rows, either; of a given collection only the
-    # queries: the documents are there for all
-    held = {*eval_queries, *answers}
-    for collection in filter(None, (judged, tested)):
-        held.update(collection.queries)
+    # they are not trained on where they stand in other rows, either
+    ids = {}
+
+    def number(role, texts):
+        return [ids.setdefault((role, text), len(ids)) for text in texts]
+
     pairs = []
+    negatives = []
+    both = []
     left_out = []
     for query in dict.fromkeys(row.query for row in rows2):
-        for text in right[query]:
-            if query not in held and text not in held:
-                pairs.append((query, text))
-            elif query not in eval_queries or judged:
-                left_out.append((query, text))
+        own = without(held, right[query]) if query not in held else {}
+        if query not in grades:
+            left_out += [(query, text) for text in right[query] if text not in own]
+        if own:
+            both += [(query, text) for text in wrong[query] if text in right[query]]
+            own_negatives = without(right[query], without(held, wrong[query]))
+            begin = len(negatives)
+            negatives += number("document", own_negatives)
+            (query_id,) = number("query", [query])
+            for document_id in number("document", own):
+                pairs.append((query_id, document_id, begin, len(negatives)))
+            others.update(own)
+    warn(both, "negatives are left out: they are also positives of their query")
     warn(left_out, "pairs are left out, since a text of theirs is held out")
     rows1 = [row for row in rows1 if row.group not in groups]
-    phase1_queries = dict.fromkeys(row.query for row in rows1 if row.query not in {"", *held})
-    phase1_texts = {}
-    for row in rows1:
-        phase1_texts.update(dict.fromkeys(row.right + row.wrong))
-    phase1_texts = dict.fromkeys(text for text in phase1_texts if text not in held)
-    counts = {"held-out documents": len(judged.documents if judged else answers)}
+    phase1 = number("query", without(held, [row.query for row in rows1]))
+    phase1 += number("document", without(held, documents_of(rows1)))
+
+    if not args.eval_data:
+        others = list(without(held, others))[: args.eval_distractors]
+        collections["held_out"] = (grades, {**answers, **dict.fromkeys(others)})
+    grades, documents = collections["held_out"]
+    counts = {"held-out documents": len(documents)}
     if not args.skip_phase1:
-        counts["texts for phase 1"] = len(phase1_queries) + len(phase1_texts)
+        counts["texts for phase 1"] = len(phase1)
     if not args.skip_phase2:
-        count = len(judged.queries if judged else eval_queries)
-        counts.update({"pairs for phase 2": len(pairs), "held-out queries": count})
+        counts.update({"pairs for phase 2": len(pairs), "held-out queries": len(grades)})
     if 0 in counts.values():
         found = ", ".join(f"{count} {name}" for name, count in counts.items())
         raise InputError(f"{found}; none may be 0: give more data, or another --eval_fraction")
 
-    if not judged:
-        # to rank beside the answers: what is wrong for these queries, then documents at large
-        others = dict.fromkeys(text for query in eval_queries for text in wrong[query])
-        others.update(dict.fromkeys(text for _, text in pairs))
-        others = [text for text in others if text not in held][: args.eval_distractors]
-        grades = {(query, text): 1 for query in eval_queries for text in right[query]}
-        judged = Judged(eval_queries, dict.fromkeys([*answers, *others]), grades, answers)
-    collections = {"held_out": judged, "test": tested or Judged({}, {}, {}, {})}
-
-    pair_queries = dict.fromkeys(query for query, _ in pairs)
-    queries = {}
-    documents = {}
-    for collection in collections.values():
-        queries.update(dict.fromkeys(collection.queries))
-        documents.update(dict.fromkeys(collection.documents))
-    queries.update({**phase1_queries, **pair_queries})
-    documents.update(phase1_texts)
-    for query in pair_queries:
-        documents.update(right[query])
-        documents.update(wrong[query])
-    query_ids = {query: number for number, query in enumerate(queries)}
-    document_ids = {text: number for number, text in enumerate(documents, start=len(queries))}
-    negatives = []
-    ends = []
-    for query in queries:
-        if query in pair_queries:
-            negatives += [document_ids[text] for text in wrong[query] if text not in held]
-        ends.append(len(negatives))
-    phase1 = [query_ids[query] for query in phase1_queries]
-    pairs = [(query_ids[query], document_ids[text]) for query, text in pairs]
-    arrays = {
-        "phase1": phase1 + [document_ids[text] for text in phase1_texts],
-        "pairs": np.reshape(pairs, (-1, 2)),  # also where there are none
-        "negatives": negatives,
-        "negatives_ptr": [0, *ends],
-    }
-    for name, collection in collections.items():
-        others = [text for text in collection.documents if text not in collection.answers]
-        ranked = [*collection.answers, *others]
-        texts = [query_ids[query] for query in collection.queries]
-        arrays[f"{name}_counts"] = [len(texts), len(collection.answers), len(others)]
-        positions = {text: position for position, text in enumerate(ranked, start=len(texts))}
-        query_positions = {query: position for position, query in enumerate(collection.queries)}
-        triples = []
-        for (query, text), grade in collection.grades.items():
-            triples.append((query_positions[query], positions[text], grade))
-        arrays[f"{name}_answers"] = np.reshape(triples, (-1, 3))
-        arrays[f"{name}_texts"] = texts + [document_ids[text] for text in ranked]
-    arrays = {name: np.array(values, np.int64) for name, values in arrays.items()}
-    return [*queries, *documents], len(queries), arrays
-
-
-def is_beir(name):
-    path = Path(name)
-    return path.parent.name == "qrels" or (path / "corpus.jsonl").exists()
-
-
-def read_beir(name, splits):
-    """A folder in BEIR's layout (Thakur et al. 2021), with the first of `splits` that it has in
-    qrels; or a file in its qrels. Returns {query: {document: grade}} and all documents. Raises
-    InputError."""
-    path = Path(name)
-    if path.parent.name != "qrels":
-        files = [path / "qrels" / f"{split}.tsv" for split in splits]
-        path = next(filter(Path.exists, files), files[0])
-    texts = {"queries": {}, "corpus": {}}
-    grades = defaultdict(dict)
-    empty = []
-    unknown = []
-    where = path
-    try:
-        for kind in texts:
-            file = path.parent.parent / f"{kind}.jsonl"
-            for where, line in lines_of(file):
-                record = json.loads(line)
-                text = f"{record.get('title') or ''} {record['text']}".strip()
-                texts[kind][str(record["_id"])] = text
-                if not text:
-                    empty.append(where)
-        for where, line in lines_of(path):
-            query, *_, document, grade = line.split()
-            if grade == "score":  # the names of the columns
-                continue
-            query = texts["queries"].get(query)
-            document = texts["corpus"].get(document)
-            if query and document:
-                grades[query][document] = int(grade)
-            else:
-                unknown.append(where)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = (
-            "BEIR's corpus.jsonl, queries.jsonl (_id, text) and qrels (query, document, score)"
-        )
-        raise InputError(f"{where}: {error!r:.200}; expected {expected}") from None
-    warn(empty, "texts are empty, and left out")
-    warn(unknown, "judgements are left out: of texts that are empty, or not there")
-    if not grades:
-        raise InputError(f"{path}: no judgements of its texts")
-    return grades, dict.fromkeys(filter(None, texts["corpus"].values()))
-
-
-def lines_of(path):
-    """Yields (where it stands, line) of those that are not blank."""
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path} line {number}", line
-
-
-def read_collection(name, splits):
-    """A Judged: queries that have an answer, and all documents. Raises InputError."""
-    grades, documents = read_beir(name, splits)
-    pairs = {}
-    for query, own in grades.items():
-        pairs.update({(query, document): grade for document, grade in own.items() if grade > 0})
-    queries = dict.fromkeys(query for query, _ in pairs)
-    logging.info(f"{name}: {len(queries):,} queries, {len(documents):,} documents")
-    return Judged(queries, documents, pairs, dict.fromkeys(document for _, document in pairs))
-
-
-def rows_of_beir(name):
-    """Of a folder to train on: its judged queries, then the other documents."""
-    grades, documents = read_beir(name, ["train"])
-    rows = []
-    for query, own in grades.items():
-        right = [document for document, grade in own.items() if grade > 0]
-        wrong = [document for document, grade in own.items() if grade <= 0]
-        rows.append(Row(query, right, wrong, query))
-    used = {document for own in grades.values() for document in own}
-    return rows + [Row("", [text], [], text) for text in documents if text not in used]
-
-
-def read_sources(args, cache_dir):
-    """The rows of both phases. Those of a skipped phase are read, too, if they are here: what is
-    held out is then the same for both phases, and a later run without the option goes on."""
-    sources = {1: args.phase1_data, 2: args.phase2_data}
-    limits = {1: args.max_samples_phase1, 2: args.max_samples_phase2}
-
-    @functools.cache  # the same source in both phases is read once
-    def read(source):
-        name, limit = split_limit(source)
-        most = max(limits[phase] for phase in (1, 2) if source in sources[phase])
-        needs_query = source in args.phase2_data and not args.skip_phase2
-        return read_rows(name, min(limit, most), needs_query, cache_dir)
-
-    rows = {1: [], 2: []}
-    for phase in (1, 2):
-        for source in sources[phase]:
-            if files_of(source) or not getattr(args, f"skip_phase{phase}"):
-                rows[phase] += read(source)[: limits[phase] - len(rows[phase])]
-    return rows[1], [row for row in rows[2] if row.query]
-
-
-def split_limit(source):
-    """NAME@1000 -> (NAME, 1000); NAME -> (NAME, inf)"""
-    name, _, limit = source.rpartition("@")
-    return (name, int(limit)) if name and limit.isdecimal() else (source, math.inf)
+    arrays = {"phase1": phase1, "pairs": np.reshape(pairs, (-1, 4)), "negatives": negatives}
+    for name, (grades, documents) in collections.items():
+        positions = {text: i for i, text in enumerate(documents, start=len(grades))}
+        answers = []
+        for i, own in enumerate(grades.values()):
+            answers += [(i, positions[text], grade) for text, grade in own.items()]
+        arrays[f"{name}_queries"] = number("query", grades)
+        arrays[f"{name}_documents"] = number("document", documents)
+        arrays[f"{name}_answers"] = np.reshape(answers, (-1, 3))
+    return list(ids), {name: np.array(values, np.int64) for name, values in arrays.items()}
 
 
 def prepare(args):
@@ -1275,27 +1220,26 @@ def prepare(args):
 
     def write(folder):
         rows1, rows2 = read_sources(args, folder.parent / "tables")
-        judged = args.eval_data and read_collection(args.eval_data, ["dev", "validation", "test"])
-        tested = args.test_data and read_collection(args.test_data, ["test"])
-        texts, num_queries, arrays = split_texts(args, rows1, rows2, judged, tested)
+        eval_rows = args.eval_data and read_beir(args.eval_data, ["dev", "validation", "test"])
+        test_rows = args.test_data and read_beir(args.test_data, ["test"])
+        texts, arrays = split_texts(args, rows1, rows2, eval_rows or [], test_rows or [])
         (folder / "texts.json").write_text(json.dumps(texts))
-        fitted = [f"{texts[query]}\n{texts[document]}" for query, document in arrays["pairs"]]
-        fitted = fitted or [texts[i] for i in arrays["phase1"]]
+        fitted = [f"{texts[i][1]}\n{texts[j][1]}" for i, j, _, _ in arrays["pairs"]]
+        fitted = fitted or [texts[i][1] for i in arrays["phase1"]]
         if args.teacher_model == "builtin:lsa":
             make_lsa(folder / "teacher", fitted)
         if args.student_model == "builtin:bert":
             make_bert(folder / "student", args, fitted)
 
         student = load_student(args, folder)
-        arrays.update(tokenize(student, with_prompts(student, texts, num_queries)))
+        arrays.update(tokenize(student, with_prompts(student, texts)))
         digest = hashlib.sha256((folder / "texts.json").read_bytes())
         texts_hash = digest.hexdigest()
         for name, array in arrays.items():
             np.save(folder / f"{name}.npy", array)
             digest.update(array)
         pad = student.tokenizer.pad_token_id or 0
-        meta = {"hash": digest.hexdigest()[:16], "num_queries": num_queries, "pad": pad}
-        meta["texts_hash"] = texts_hash
+        meta = {"hash": digest.hexdigest()[:16], "texts_hash": texts_hash, "pad": pad}
         (folder / "meta.json").write_text(json.dumps(meta))
 
     return cached(args.cache_dir, "texts", key, write)
@@ -1323,13 +1267,12 @@ def load_corpus(folder, device):
     for path in folder.glob("*.npy"):
         arrays[path.stem] = np.asarray(np.load(path, mmap_mode="r"))
     for kind in ("held_out", "test"):
-        parts = [arrays.pop(f"{kind}_{name}") for name in Collection._fields]
-        fields[kind] = Collection(*parts)
+        fields[kind] = Collection(*[arrays.pop(f"{kind}_{name}") for name in Collection._fields])
     corpus = Corpus(**fields, **arrays)
-    queries, answers, others = corpus.held_out.counts
+    queries, documents, answers = map(len, corpus.held_out)
     logging.info("Data split complete:")
     logging.info(f"  training: {len(corpus.phase1):,} texts, {len(corpus.pairs):,} pairs")
-    logging.info(f"  held out: {queries:,} queries, {answers:,} answers, {others:,} distractors")
+    logging.info(f"  held out: {queries:,} queries, {documents:,} documents, {answers:,} answers")
     return corpus
 
 
@@ -1363,10 +1306,8 @@ def load_model(args, kind, folder, **options):
     return model
 
 
-def with_prompts(model, texts, num_queries):
-    """Queries come first."""
-    queries = [model.prompts["query"] + text for text in texts[:num_queries]]
-    return queries + [model.prompts["document"] + text for text in texts[num_queries:]]
+def with_prompts(model, texts):
+    return [model.prompts[role] + text for role, text in texts]
 
 
 def load_student(args, folder):
@@ -1400,8 +1341,7 @@ def teacher_vectors(args, folder, corpus, device):
     names = """teacher_model teacher_max_length teacher_query_prompt teacher_document_prompt
         trust_remote_code""".split()
     key = [READER, [getattr(args, name) for name in names], corpus.texts_hash]
-    # builtin:lsa is made of the pairs, too
-    key.append(corpus.hash if args.teacher_model == "builtin:lsa" else corpus.num_queries)
+    key.append(args.teacher_model == "builtin:lsa" and corpus.hash)  # it is made of the pairs
     key.append(on_rank0(files_of, args.teacher_model))
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     place = Path(args.cache_dir) / f"teacher-{digest}-{device.type}"
@@ -1409,8 +1349,7 @@ def teacher_vectors(args, folder, corpus, device):
     missing = on_rank0(lambda: [i for i, path in enumerate(blocks) if not path.exists()])
     if missing:
         teacher = load_teacher(args, folder, device)
-        texts = json.loads((folder / "texts.json").read_text())
-        texts = with_prompts(teacher, texts, corpus.num_queries)
+        texts = with_prompts(teacher, json.loads((folder / "texts.json").read_text()))
         place.mkdir(exist_ok=True)
     own = missing[dist.get_rank() :: dist.get_world_size()]
     for i in tqdm(own, "teacher", disable=None if dist.get_rank() == 0 else True):

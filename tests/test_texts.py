@@ -25,8 +25,8 @@ def read(*words):
     phases = ["--phase1_data", *map(str, paths), "--phase2_data", *map(str, paths)]
     args = parse_arguments(script, *phases, "--eval_fraction=0.3", *options)
     rows = script.read_sources(args, paths[0].parent / "tables")
-    texts, num_queries, arrays = script.split_texts(args, *rows, None, None)
-    return SimpleNamespace(texts=texts, num_queries=num_queries, **arrays)
+    texts, arrays = script.split_texts(args, *rows, [], [])
+    return SimpleNamespace(texts=[text for _, text in texts], **arrays)
 
 
 def decoded(found, numbers):
@@ -35,21 +35,23 @@ def decoded(found, numbers):
 
 def held_out(found):
     """Texts: queries, the documents that answer them, distractors."""
-    parts = np.split(found.held_out_texts, np.cumsum(found.held_out_counts)[:2])
-    return [decoded(found, part) for part in parts]
+    texts = np.concatenate([found.held_out_queries, found.held_out_documents])
+    queries = decoded(found, found.held_out_queries)
+    answers = decoded(found, texts[found.held_out_answers[:, 1]])
+    return queries, answers, decoded(found, found.held_out_documents) - answers
 
 
 def pairs_of(found):
     """{(query, a document that answers it)}, held out or not"""
-    pairs = [*found.pairs, *found.held_out_texts[found.held_out_answers[:, :2]]]
+    texts = np.concatenate([found.held_out_queries, found.held_out_documents])
+    pairs = [*found.pairs[:, :2], *texts[found.held_out_answers[:, :2]]]
     return {(found.texts[query], found.texts[document]) for query, document in pairs}
 
 
 def wrong_of(found):
     """{(query, a document that does not answer it)} of those that are trained on"""
     wrong = set()
-    for query in range(found.num_queries):
-        begin, end = found.negatives_ptr[query : query + 2]
+    for query, _, begin, end in found.pairs:
         wrong |= {(found.texts[query], found.texts[i]) for i in found.negatives[begin:end]}
     return wrong
 
@@ -95,7 +97,7 @@ READ = {  # file: its content
     "a.jsonl": lines(records()),
     "A.CSV.gz": packed(table(records())),
     "lists.jsonl": lines([*IN_LISTS, {"query": "q", "positive": []}]),
-    "arrays.jsonl.gz": packed(lines([list(row.values()) for row in records()])),
+    "packed.jsonl.gz": packed(lines(records())),
     "quotes.tsv": table(records(), "\t").replace("document 1", '"document 1'),  # they are texts
     "numbered.csv": replaced("other", ",other").replace("negative", "negative_1,negative_2"),
     "names.csv": replaced("query,positive", "anchor,answer"),
@@ -166,7 +168,7 @@ def test_ms_marco(tmp_path, monkeypatch):
     found = read(tmp_path / "a", *options)
     numbers = [i for i in range(60) if i % 5 > 0]  # nothing is selected for the others
     assert pairs_of(found) == {(f"query {i}", f"right {i}") for i in numbers}
-    assert 5 < found.held_out_counts[0] < 30
+    assert 5 < len(found.held_out_queries) < 30
     assert len(wrong_of(found)) == len(found.pairs)
     assert wrong_of(found) <= {(f"query {i}", f"wrong {i}") for i in numbers}
 
@@ -177,8 +179,8 @@ def test_ms_marco(tmp_path, monkeypatch):
 
 
 REFUSED = {  # file: its content, and a part of what is said of it
-    "gone.csv": (None, "there is no such file"),
-    "a.xlsx": ("x", ": expected an ending of jsonl json"),
+    "gone.csv": (None, "expected a file with an ending of jsonl json"),
+    "a.xlsx": ("x", "expected a file with an ending of jsonl json"),
     "quote.csv": (replaced("10,document", '10,"document'), "inside string starting at row 11"),
     "commas.csv": (replaced("document", "red, document"), "expected query and positive, in a .csv"),
     "semicolon.csv": (table(records(), ";"), "columns .'query;positive;negative.*separated by c"),
@@ -187,7 +189,7 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "number.jsonl": (odd(positive=["a", 3]), "row 11: positive is .*, expected a text"),
     "graded.csv": (table([*records(score=0), *records(score=1)]), "the column score grade"),
     "lists.csv": (replaced("document 10", '"[""a"", ""b""]"'), "row 11: positive is .*list in .js"),
-    "array.jsonl": (lines([["a", "b"], ["c"]]), r"row 2: found \[.c.\], expected \[query, pos"),
+    "array.jsonl": (lines([["a", "b"], ["c"]]), "expected rows of query and positive"),
     "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read: .*ended before"),
     "empty.jsonl": ("", "empty.jsonl cannot be read: it has no rows"),
     "one.jsonl": (lines(records()[:1]), "none may be 0"),  # nothing to measure by
@@ -213,17 +215,17 @@ def test_nothing_held_out_is_trained_on(tmp_path, caplog):
     for i in range(130):
         for part in ("document", "second"):
             row = {"query": f"query {i}", "positive": f"{part} {i}", "group": f"{part} {i}"}
-            rows.append({**row, "negatives": [f"document {i * 7 % 130}", "nothing"]})
+            rows.append({**row, "negatives": [f"document {i * 14 % 130}", "nothing"]})
         rows.append({"query": f"again {i}", "positive": f"second {i}"})
         rows.append({"query": f"document {i}", "positive": f"query {i}"})
     write(tmp_path / "a.jsonl", lines(rows))
     found = read(tmp_path / "a.jsonl")
     queries, answers, distractors = held_out(found)
-    used = decoded(found, found.phase1) | decoded(found, found.pairs)
+    used = decoded(found, found.phase1) | decoded(found, found.pairs[:, :2])
     used |= decoded(found, found.negatives)
     assert len(queries | answers) > 60 and len(used) > 150
     assert not (queries | answers) & used
-    assert not answers & distractors
+    assert len(found.held_out_documents) == len(answers | distractors)
     for text in queries:
         kind, number = text.split()
         if kind == "query":
@@ -232,7 +234,9 @@ def test_nothing_held_out_is_trained_on(tmp_path, caplog):
     left_out = 4 * 130 - len(pairs_of(found))
     assert left_out > 20
     assert f"{left_out} pairs are left out, since a text of theirs is held out" in caplog.text
-    assert "2 negatives are left out: they are also positives of their query" in caplog.text
+    both = {f"query {i}" for i in range(0, 130, 10)} & decoded(found, found.pairs[:, 0])
+    assert len(both) > 3
+    assert f"{len(both)} negatives are left out: they are also positives of their" in caplog.text
 
 
 def two_answers(rows_of_a_group):
@@ -251,8 +255,8 @@ def test_the_split(tmp_path):
     write(tmp_path / "a.jsonl", lines(two_answers(1)))
     write(tmp_path / "a.txt", "\n".join(f"text {i}" for i in range(2000)))
     found = read(tmp_path / "a.jsonl", *options, f"--phase1_data={tmp_path}/a.txt")
-    assert found.held_out_counts.tolist() == [20, 40, 30]
-    queries, _, distractors = held_out(found)
+    queries, answers, distractors = held_out(found)
+    assert [len(queries), len(answers), len(distractors)] == [20, 40, 30]
     assert "nothing" in distractors
     assert len(found.pairs) == 2 * 110
     assert len(found.phase1) == 2000
@@ -260,14 +264,14 @@ def test_the_split(tmp_path):
     write(tmp_path / "other.jsonl", lines(reversed(two_answers(1))))
     other = read(tmp_path / "other.jsonl", *options, "--eval_distractors=0")
     assert held_out(other)[0] == queries
-    assert other.held_out_counts.tolist() == [20, 40, 0]
+    assert len(other.held_out_documents) == 40
 
     # phase 1 does not see other texts of held-out groups, either
     write(tmp_path / "groups.jsonl", lines(two_answers(10)))
     write(tmp_path / "pages.jsonl", lines([{"text": f"page {i}", "group": i} for i in range(13)]))
     found = read(tmp_path / "groups.jsonl", *options, f"--phase1_data={tmp_path}/pages.jsonl")
     groups = {int(text.split()[1]) // 10 for text in held_out(found)[0]}
-    assert found.held_out_counts[0] == 10 * len(groups) == 20
+    assert len(found.held_out_queries) == 10 * len(groups) == 20
     assert len(found.phase1) == 13 - 2
 
 

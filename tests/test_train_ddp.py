@@ -50,7 +50,8 @@ def trained(options, tmp_path_factory):
     trained = Run(folder / "out", text=text)
     (trained.read,) = folder.glob("cache/texts-*")  # the folder with texts and builtin models
     trained.corpus = script.load_corpus(trained.read, torch.device("cpu"))
-    trained.texts = json.loads((trained.read / "texts.json").read_text())
+    trained.roles_and_texts = json.loads((trained.read / "texts.json").read_text())
+    trained.texts = [text for _, text in trained.roles_and_texts]
     return trained
 
 
@@ -253,13 +254,13 @@ def test_vectors_are_compared_in_full_precision(step):
 def test_negatives(step):
     """Drawn from those that are there, by (seed, step, place): anew in each step."""
     data = step.phases[1].data
-    data.corpus = SimpleNamespace(negatives=np.arange(99), negatives_ptr=[0, 1, 11, 99])
     data.args.num_negatives = 4
-    assert data.draw(0, 0, 0).tolist() == [0]
-    drawn = [data.draw(5, 2, 1), data.draw(6, 2, 1), data.draw(5, 3, 1)]
+    assert data.draw(0, 0, [7]) == [7]
+    own = np.arange(1, 11)
+    drawn = [data.draw(5, 2, own), data.draw(6, 2, own), data.draw(5, 3, own)]
     data.args.seed = 1
-    drawn.append(data.draw(5, 2, 1))
-    assert all(len(set(own) & set(range(1, 11))) == 4 for own in drawn)
+    drawn.append(data.draw(5, 2, own))
+    assert all(len(set(found) & set(own)) == 4 for found in drawn)
     assert len({tuple(sorted(own)) for own in drawn}) == 4
 
 
@@ -288,7 +289,7 @@ def test_ranking_metrics_against_counting():
     ]
     for query, own, *expected in cases:
         pairs = np.array([[0, 1 + document] for document in own])
-        corpus = SimpleNamespace(counts=[1], answers=np.insert(pairs, 2, 1, axis=1))
+        corpus = SimpleNamespace(queries=[0], answers=np.insert(pairs, 2, 1, axis=1))
         found = script.ranking_metrics(corpus, torch.cat([query[None], documents]))
         assert [*found.values()] == pytest.approx(expected), (query, own)
 
@@ -304,7 +305,7 @@ def test_the_artifact(trained):
 
     corpus = trained.corpus
     held_out = corpus.held_out
-    count = held_out.counts[0]
+    count = len(held_out.queries)
     texts = {str(i): trained.texts[row] for i, row in enumerate(held_out.texts)}
     queries = dict(itertools.islice(texts.items(), count))
     documents = dict(itertools.islice(texts.items(), count, None))
@@ -351,13 +352,13 @@ def test_a_collection_in_the_layout_of_beir(options, tmp_path):
     words += [f"--{name}_data={tmp_path}/beir" for name in ("eval", "test")]
     words += [f"--cache_dir={tmp_path}/cache", f"--artifacts_dir={tmp_path}/models"]
     said = run(*options, *words, f"--output_dir={tmp_path}/out", "--save_to_artifacts")
-    assert "2 judgements are left out: of texts that are empty, or not there, such as" in said
-    assert "test: 26 queries" in said.replace(f"{tmp_path}/beir", "test")
+    assert "3 lines are left out: texts that are empty, or judgements of such or of none" in said
+    assert f"{tmp_path}/beir/qrels/test.tsv: 26 queries" in said
     (read,) = tmp_path.glob("cache/texts-*")
     corpus = script.load_corpus(read, torch.device("cpu"))
-    texts = json.loads((read / "texts.json").read_text())
+    texts = [text for _, text in json.loads((read / "texts.json").read_text())]
     trained_on = {texts[i] for i in [*corpus.phase1, *corpus.pairs[:, 0]]}
-    evaluated = {texts[i] for part in (corpus.held_out, corpus.test) for i in part.texts[:26]}
+    evaluated = {texts[i] for part in (corpus.held_out, corpus.test) for i in part.queries}
     assert len(evaluated) == 52 and not evaluated & trained_on
     assert len(corpus.pairs) == 2 * 78 and len(corpus.phase1) == 78 + 2 * 130
 
@@ -367,8 +368,8 @@ def test_a_collection_in_the_layout_of_beir(options, tmp_path):
         (corpus.held_out, summary["best"]["metrics"]),
         (corpus.test, summary["test"]),
     ):
-        queries = student.encode([texts[i] for i in part.texts[:26]], prompt_name="query")
-        documents = student.encode([texts[i] for i in part.texts[26:]], prompt_name="document")
+        queries = student.encode([texts[i] for i in part.queries], prompt_name="query")
+        documents = student.encode([texts[i] for i in part.documents], prompt_name="document")
         grades = np.zeros((26, len(documents)))
         for query, document, grade in part.answers:
             grades[query, document - 26] = grade
@@ -495,7 +496,7 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
     vectors = script.teacher_vectors(*options)
     count = len(trained.texts)
     assert Teacher.encoded == count
-    texts = script.with_prompts(Teacher, trained.texts, trained.corpus.num_queries)
+    texts = script.with_prompts(Teacher, trained.roles_and_texts)
     expected = F.normalize(Teacher().encode(texts, prompt=""), dim=1).numpy()
     found = vectors[np.arange(count)]
     assert found.dtype == np.float16
@@ -552,7 +553,7 @@ def test_students(kind, trained, tmp_path, group, caplog):
     assert "truncate_dim 8 is not used" in caplog.text
     student = script.Student(model).train()
     student.add_head(16, 12)
-    texts = script.with_prompts(model, trained.texts[::15], 9)
+    texts = script.with_prompts(model, trained.roles_and_texts[::15])
     corpus = trained.corpus._replace(**script.tokenize(model, texts))
     batch = script.make_batch(corpus, teacher_vectors(texts), np.arange(len(texts)))
     saved = SentenceTransformer(script.save_artifact(args, model), device="cpu")
