@@ -5,20 +5,18 @@ their documents by a contrastive loss (InfoNCE), and keeps the pull. The teacher
 once, before training. Its vectors stay in --cache_dir for the next run.
 
     ./run_ddp.sh 2 True --config configs/train_ddp_quickstart.yaml     # minutes, no download
-    python train_ddp.py --trust_remote_code    # MS MARCO; the default teacher comes with code
-    torchrun --nproc_per_node=8 train_ddp.py --use_projection=False --trust_remote_code
+    torchrun --nproc_per_node=8 train_ddp.py --trust_remote_code    # MS MARCO
 
 --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as the
 teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalised.
 
 Data (--phase1_data, --phase2_data; each one or several): FILE.jsonl, .json, .csv, .tsv, .parquet,
-or .txt (a text a line, for phase 1), also .gz; 'FOLDER/*.jsonl'; pydocs, which is
-data/pydocs.jsonl.gz; ms_marco, or another data set of the hub (NAME or NAME:CONFIG); of SOURCE@1000
-so many rows are read. Columns: query, positive (a text or a list) and, if there are any, negative,
-negatives, negative_1 ..., group (its rows are held out together). Or lines [query, positive,
-negative ...]. Held out are --eval_fraction of the queries of phase 2; or give --eval_data and
---test_data, folders in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/dev.tsv, test.tsv) or one
-of their qrels files; for --phase1_data and --phase2_data such a folder has qrels/train.tsv.
+or .txt (a text a line, for phase 1), also .gz; 'FOLDER/*.jsonl'; pydocs (in data/); ms_marco, or
+another data set of the hub (NAME or NAME:CONFIG); of SOURCE@1000 so many rows are read. Columns:
+query, positive (a text or a list) and, if there are any, negative, negatives, negative_1 ..., group
+(its rows are held out together). Held out are --eval_fraction of the queries of phase 2; or give
+--eval_data and --test_data, folders in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/dev.tsv,
+test.tsv; to train on, train.tsv) or one of their qrels files.
 
 Logged, over all ranks:
     loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
@@ -26,11 +24,9 @@ Logged, over all ranks:
     teacher's documents; val/teacher_cosine, of held-out queries and answers; all from 0 to 1
     lr, grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
     (texts or queries), data_wait (part of the time), peak_gb (of a GPU)
-
-Files in --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt, step_N.pt, metrics.jsonl;
-at the end summary.json, curves.png; with --save_to_artifacts a SentenceTransformer in
---artifacts_dir. The same command, given again, goes on from latest.pt. Below, "(all ranks)" means
-that every rank must call a function, in the same order, and "(rank 0)" that only rank 0 does.
+In --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt, step_N.pt, metrics.jsonl; at
+the end summary.json, curves.png. The same command, given again, goes on from latest.pt.
+"(all ranks)": every rank must call it, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -484,6 +480,12 @@ def measure(collection, vectors, student_vectors, is_aligned):
     return metrics
 
 
+def rank_teacher(collection, vectors, dimensions):
+    """What the teacher reaches by the first dimensions of its vectors. (rank 0)"""
+    targets = torch.from_numpy(vectors[collection.texts])
+    return ranking_metrics(collection, unit_targets(targets, dimensions))
+
+
 def ranking_metrics(collection, vectors):
     """nDCG@10 (Jarvelin and Kekalainen 2002; a grade is its gain, as in trec_eval), MRR@10 and
     recall@100, each the mean over the queries; nothing if there are none. vectors: of
@@ -735,29 +737,26 @@ def save_artifact(args, model):
     return str(path)
 
 
-def format_metrics(metrics):
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
 def finish(args, student, loop, baselines, corpus, vectors, device):
     """Show the best of each phase beside the untrained student and the teacher; test and save the
     best one of all. Returns figures for the summary. (all ranks)"""
     phases = {name: best["metrics"] for name, best in loop["best"].items()}
-    logging.info("Held-out figures, the best of each phase:")
-    after = {f"after {name}": metrics for name, metrics in phases.items()}
-    for who, metrics in {**baselines, **after}.items():
-        logging.info(f"  {who:14} {format_metrics(metrics)}")
     best = max(loop["best"].values(), key=lambda record: record["value"])
-    if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
-        logging.warning("training did not make the student better: look at the rates and the data")
     summary = {"best": best, "baselines": baselines, "phases": phases}
+    figures = {**baselines, **{f"after {name}": metrics for name, metrics in phases.items()}}
     student.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
     if args.test_data:
+        dimensions = vectors.dimensions
+        summary["test_teacher"] = on_rank0(rank_teacher, corpus.test, vectors, dimensions)
         summary["test"] = evaluate(student, corpus, corpus.test, vectors, device)
-        teacher = unit_targets(torch.from_numpy(vectors[corpus.test.texts]), vectors.dimensions)
-        summary["test_teacher"] = on_rank0(ranking_metrics, corpus.test, teacher)
-        for who in ("test_teacher", "test"):
-            logging.info(f"  {who:14} {format_metrics(summary[who])}")
+        figures.update(test_teacher=summary["test_teacher"], test=summary["test"])
+
+    logging.info("Held-out figures, the best of each phase:")
+    for who, metrics in figures.items():
+        text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        logging.info(f"  {who:14} {text}")
+    if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
+        logging.warning("training did not make the student better: look at the rates and the data")
     if args.save_to_artifacts:
         summary["artifacts"] = [on_rank0(save_artifact, args, student.model)]
     return summary
@@ -775,8 +774,7 @@ def main(args):
         loop = state["loop"]
     for name in FREE_UNTIL_PHASE2:
         if loop["phase"] == 2 and getattr(args, name) != state["args"][name]:
-            text = f"{name} was {state['args'][name]} when phase 2 began"
-            raise InputError(f"{text}: {HINT}")
+            raise InputError(f"{name} was {state['args'][name]} when phase 2 began: {HINT}")
     logging.info("Preparing data loaders...")
     for name in ("phase1_data", "phase2_data"):
         logging.info(f"  --{name} {' '.join(getattr(args, name))}")
@@ -797,21 +795,17 @@ def main(args):
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # slow where each batch has another shape
     student = Student(model).to(device)
-    # a head with random weights would make the student look worse than it is
+    # measured without a head: random weights would make the student look worse than it is
     held_out = corpus.held_out
-    is_aligned = not args.use_projection
-    untrained = evaluate(student, corpus, held_out, vectors, device, is_aligned)
-    baselines = {"untrained": untrained}
-    teacher = torch.from_numpy(vectors[held_out.texts])
-    whole = unit_targets(teacher, vectors.dimensions)
-    baselines["teacher"] = on_rank0(ranking_metrics, held_out, whole)
-    if not args.use_projection:
-        first = unit_targets(teacher, width)
-        baselines[f"its first {width}"] = on_rank0(ranking_metrics, held_out, first)
+    untrained = evaluate(student, corpus, held_out, vectors, device, not args.use_projection)
+    teacher = on_rank0(rank_teacher, held_out, vectors, vectors.dimensions)
+    baselines = {"untrained": untrained, "teacher": teacher}
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         student.add_head(args.projection_hidden, vectors.dimensions)
         student.to(device)
+    else:
+        baselines[f"its first {width}"] = on_rank0(rank_teacher, held_out, vectors, width)
     dimensions = f"{model.get_embedding_dimension()} of the teacher's {vectors.dimensions}"
     logging.info(f"The student, of {width} dimensions, learns {dimensions}")
 
@@ -882,10 +876,6 @@ def files_of(source):
     return {file: (os.path.getsize(file), os.path.getmtime(file)) for file in files}
 
 
-def ending_of(name):
-    return Path(name.lower().removesuffix(".gz")).suffix[1:]
-
-
 def read_sources(args, cache_dir):
     """The rows of both phases. Those of a skipped phase are read, too, if they are here: what is
     held out is then the same for both phases, and a later run without the option goes on."""
@@ -907,18 +897,19 @@ def read_sources(args, cache_dir):
 
 def read_rows(name, limit, needs_query, cache_dir):
     """At most `limit` rows of a source."""
-    tables = {}
-    if is_beir(name):
+    if Path(name).parent.name == "qrels" or os.path.exists(f"{name}/corpus.jsonl"):
         rows = read_beir(name, ["train"])
         logging.info(f"{name}: {min(limit, len(rows)):,} of {len(rows):,} rows are read")
         return rows[:limit]
-    for file in list(files_of(name)) or [name]:  # their columns may differ
-        tables[file] = load_table(file, limit, needs_query, cache_dir)
+    files = [file for file, (size, _) in files_of(name).items() if size > 0]
     rows = []
+    total = 0
     breaks = []
     unanswered = []
-    for file, table in tables.items():
-        ending = ending_of(file)
+    for file in files or [name]:  # their columns may differ
+        ending = Path(file.lower().removesuffix(".gz")).suffix[1:]
+        table = load_table(file, ending, limit, needs_query, cache_dir)
+        total += len(table)
         for number, record in enumerate(itertools.islice(table, limit - len(rows)), start=1):
             if ending == "txt" and not record["positive"].strip():
                 continue  # an empty line
@@ -935,17 +926,16 @@ def read_rows(name, limit, needs_query, cache_dir):
 
     if not rows:
         raise InputError(f"{name} has no rows")
-    logging.info(f"{name}: {len(rows):,} of {sum(map(len, tables.values())):,} rows are read")
+    logging.info(f"{name}: {len(rows):,} of {total:,} rows are read")
     warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
     warn(unanswered, "rows have no answer")
     return rows
 
 
-def load_table(name, limit, needs_query, cache_dir):
+def load_table(name, ending, limit, needs_query, cache_dir):
     """A file, or a data set of the hub, as a datasets.Dataset with the columns that we read."""
     import datasets
 
-    ending = ending_of(name)
     if os.path.exists(name) != (ending in FORMATS):
         endings = " ".join(FORMATS)
         raise InputError(f"{name}: expected a file with an ending of {endings}, each also with .gz")
@@ -984,12 +974,12 @@ def from_ms_marco(record):
 def check_columns(name, table, limit, needs_query):
     """Refuse what would be read wrong, and say what is not read."""
     columns = table.column_names
-    wanted = {"query", "positive"} if needs_query else {"positive"}
-    # pandas makes this index of what a row has more than the first line
-    if not wanted <= set(columns) or any(column.startswith("__index") for column in columns):
-        text = "query and positive" if needs_query else "text, or query and positive"
+    has_all = "positive" in columns and ("query" in columns or not needs_query)
+    # pandas makes __index_level_0__ where a row has more than the first line
+    if not has_all or "__index_level_0__" in columns:
+        wanted = "query and positive (text, for phase 1)"
         hint = "in a .csv separated by commas, and texts with commas in quotes"
-        raise InputError(f"{name}: found the columns {columns}; expected {text}, {hint}")
+        raise InputError(f"{name}: found the columns {columns}; expected {wanted}, {hint}")
     read = [*filter(NEGATIVES.fullmatch, columns), "query", "positive", "group"]
     unread = [column for column in columns if column not in read]
     for column in unread:
@@ -1002,39 +992,31 @@ def check_columns(name, table, limit, needs_query):
         logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
 
 
-def texts_of(record, column, ending):
-    """The texts of a record in a column, which may have a list of them, or be missing."""
-    value = record.get(column)
-    texts = value if isinstance(value, list) else [value or ""]
-    for text in texts:
-        is_text = isinstance(text, str)
-        if not is_text or (ending in OPTIONS and re.fullmatch(r"(?s)\[.*\]", text)):
-            found = repr(str(value)[:60])
-            raise ValueError(f"{column} is {found}, expected a text, or a list in .jsonl")
-    return [text.strip() for text in texts]
-
-
 def parse_row(record, ending):
     """A record as a Row. A ValueError says what was found and what was expected."""
-    right = texts_of(record, "positive", ending)
-    if not all(right):
+    texts = {"query": [], "positive": [], "negative": []}
+    for column, value in record.items():
+        name = "negative" if NEGATIVES.fullmatch(column) else column
+        if name not in texts:
+            continue
+        for text in value if isinstance(value, list) else [value or ""]:
+            is_text = isinstance(text, str)
+            if not is_text or (ending in OPTIONS and re.fullmatch(r"(?s)\[.*\]", text)):
+                found = repr(str(value)[:60])
+                raise ValueError(f"{column} is {found}, expected a text, or a list in .jsonl")
+            texts[name].append(text.strip())
+
+    if not all(texts["positive"]):
         raise ValueError("positive is missing or empty")
-    query = texts_of(record, "query", ending)
-    if len(query) != 1 or ("query" in record and not query[0]):
+    if "query" in record and (len(texts["query"]) != 1 or not all(texts["query"])):
         raise ValueError("query is missing or empty, or more than one")
-    documents = [(text, 1) for text in right]
-    for column in record:
-        if NEGATIVES.fullmatch(column):
-            documents += [(text, 0) for text in texts_of(record, column, ending) if text]
+    query = "".join(texts["query"])
+    documents = [(text, 1) for text in texts["positive"]]
+    documents += [(text, 0) for text in texts["negative"] if text]
     group = record.get("group")
     if group in (None, ""):  # 0 is a group
-        group = query[0] or right[:1]
-    return Row(query[0], documents, str(group))
-
-
-def is_beir(name):
-    path = Path(name)
-    return path.parent.name == "qrels" or (path / "corpus.jsonl").exists()
+        group = query or texts["positive"][:1]
+    return Row(query, documents, str(group))
 
 
 def read_beir(name, splits):
@@ -1072,7 +1054,7 @@ def read_beir(name, splits):
     warn(left_out, "lines are left out: texts that are empty, or judgements of such or of none")
     if not grades:
         raise InputError(f"{path}: no judgements of its texts")
-    logging.info(f"{path}: {len(grades):,} queries, {len(texts['corpus']):,} documents")
+    logging.info(f"{path}: {len(grades):,} judged queries, {len(texts['corpus']):,} texts")
     rows = [Row(query, list(own.items()), query) for query, own in grades.items()]
     judged = {"", *itertools.chain(*grades.values())}
     others = without(judged, texts["corpus"].values())
@@ -1091,12 +1073,12 @@ def choose_held_out(args, rows):
     """Groups to hold out: --eval_fraction of them, --eval_samples rows at most. By a hash, so that
     the split is the same for any order and any seed."""
     sizes = Counter(row.group for row in rows)
-    place = {group: hashlib.sha256(group.encode()).hexdigest() for group in sizes}
-    limit = f"{int(args.eval_fraction * 2**64):016x}"
+    digests = {group: hashlib.sha256(group.encode()).hexdigest() for group in sizes}
+    place = {group: int(digest[:16], 16) / 2**64 for group, digest in digests.items()}
     groups = set()
     room = args.eval_samples
     for group in sorted(sizes, key=place.get):
-        if place[group] < limit and sizes[group] <= room:
+        if place[group] < args.eval_fraction and sizes[group] <= room:
             groups.add(group)
             room -= sizes[group]
     return groups
@@ -1108,10 +1090,10 @@ def without(held, texts):
 
 
 def documents_of(rows):
-    """{document: None} of rows, each once, in their order."""
+    """The documents of rows, each once, in their order, as the keys of a dictionary."""
     documents = {}
     for row in rows:
-        documents.update(dict(row.documents))
+        documents.update(row.documents)
     return documents
 
 
@@ -1156,8 +1138,8 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     # they are not trained on where they stand in other rows, either
     ids = {}
 
-    def number(role, texts):
-        return [ids.setdefault((role, text), len(ids)) for text in texts]
+    def number(role, text):
+        return ids.setdefault((role, text), len(ids))
 
     pairs = []
     negatives = []
@@ -1171,16 +1153,16 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
             both += [(query, text) for text in wrong[query] if text in right[query]]
             own_negatives = without(right[query], without(held, wrong[query]))
             begin = len(negatives)
-            negatives += number("document", own_negatives)
-            (query_id,) = number("query", [query])
-            for document_id in number("document", own):
-                pairs.append((query_id, document_id, begin, len(negatives)))
+            negatives += [number("document", text) for text in own_negatives]
+            end = len(negatives)
+            for text in own:
+                pairs.append((number("query", query), number("document", text), begin, end))
             others.update(own)
     warn(both, "negatives are left out: they are also positives of their query")
     warn(left_out, "pairs are left out, since a text of theirs is held out")
     rows1 = [row for row in rows1 if row.group not in groups]
-    phase1 = number("query", without(held, [row.query for row in rows1]))
-    phase1 += number("document", without(held, documents_of(rows1)))
+    phase1 = [number("query", text) for text in without(held, [row.query for row in rows1])]
+    phase1 += [number("document", text) for text in without(held, documents_of(rows1))]
 
     if not args.eval_data:
         others = list(without(held, others))[: args.eval_distractors]
@@ -1201,8 +1183,8 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
         answers = []
         for i, own in enumerate(grades.values()):
             answers += [(i, positions[text], grade) for text, grade in own.items()]
-        arrays[f"{name}_queries"] = number("query", grades)
-        arrays[f"{name}_documents"] = number("document", documents)
+        arrays[f"{name}_queries"] = [number("query", text) for text in grades]
+        arrays[f"{name}_documents"] = [number("document", text) for text in documents]
         arrays[f"{name}_answers"] = np.reshape(answers, (-1, 3))
     return list(ids), {name: np.array(values, np.int64) for name, values in arrays.items()}
 
@@ -1263,9 +1245,8 @@ def tokenize(student, texts):
 def load_corpus(folder, device):
     fields = json.loads((folder / "meta.json").read_text())
     fields["groups"] = 8 if device.type == "cpu" else 1
-    arrays = {}
-    for path in folder.glob("*.npy"):
-        arrays[path.stem] = np.asarray(np.load(path, mmap_mode="r"))
+    arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}  # faster without memmap
     for kind in ("held_out", "test"):
         fields[kind] = Collection(*[arrays.pop(f"{kind}_{name}") for name in Collection._fields])
     corpus = Corpus(**fields, **arrays)
@@ -1426,16 +1407,10 @@ def make_bert(folder, args, texts, layers=1, width=128):
     options = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": length}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
     fast.save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=width,
-        num_hidden_layers=layers,
-        intermediate_size=2 * width,
-        num_attention_heads=max(1, width // 32),
-        max_position_embeddings=length,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    sizes.update(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=length)
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**sizes, num_attention_heads=max(1, width // 32), **dropout)
     torch.manual_seed(args.seed)
     BertModel(config).save_pretrained(folder)
     modules = [Transformer(str(folder), max_seq_length=length), Pooling(width)]
