@@ -264,15 +264,15 @@ class PairData(TextData):
 
     def __init__(self, args, corpus):
         super().__init__(args, corpus)
-        _, _, begin, end = corpus.pairs.T
-        self.num_drawn = np.minimum(end - begin, args.num_negatives)  # of each pair
+        self.queries, self.positives, self.begin, self.end = corpus.pairs.T
+        self.available = self.end - self.begin
+        self.num_drawn = np.minimum(self.available, args.num_negatives)
         self.documents_per_query = 1 + int(self.num_drawn.max(initial=0))
 
     def samples(self):
         corpus = self.corpus
-        _, _, begin, end = corpus.pairs.T
         tokens = np.concatenate([[0], np.cumsum(corpus.lengths[corpus.negatives])])
-        mean = (tokens[end] - tokens[begin]) / np.maximum(1, end - begin)
+        mean = (tokens[self.end] - tokens[self.begin]) / np.maximum(1, self.available)
         cost = mean * self.num_drawn + corpus.lengths[corpus.pairs[:, :2]].sum(1)
         return np.arange(len(corpus.pairs)), cost
 
@@ -286,12 +286,12 @@ class PairData(TextData):
 
     def __getitem__(self, item):
         step, global_ids, positions = item
-        pairs = self.corpus.pairs[global_ids[positions]]
-        queries, positives, _, _ = pairs.T
-        negatives = []
-        for position, (_, _, begin, end) in zip(positions, pairs, strict=True):
-            negatives.append(self.draw(step, position, self.corpus.negatives[begin:end]))
-        text_ids = np.concatenate([queries, positives, *negatives])
+        pair_ids = global_ids[positions]
+        drawn = []
+        for position, pair in zip(positions, pair_ids, strict=True):
+            negatives = self.corpus.negatives[self.begin[pair] : self.end[pair]]
+            drawn.append(self.draw(step, position, negatives))
+        text_ids = np.concatenate([self.queries[pair_ids], self.positives[pair_ids], *drawn])
         counts = {"total": len(global_ids), "num_queries": len(positions)}
         counts["documents_per_query"] = self.documents_per_query
         return make_batch(self.corpus, self.vectors, text_ids, **counts)
@@ -638,9 +638,7 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
             group["lr"] = lr
 
         # forward and backward of all micro-batches; the last one sums over the ranks
-        step_batches = []
-        for _ in range(sampler.accumulation):
-            step_batches.append(meter.next_batch(batches, device))
+        step_batches = [meter.next_batch(batches, device) for _ in range(sampler.accumulation)]
         if phase.number == 1:
             metrics = text_step(ddp_model, step_batches, autocast)
         else:
@@ -938,7 +936,9 @@ def load_table(name, ending, limit, needs_query, cache_dir):
 
     if os.path.exists(name) != (ending in FORMATS):
         endings = " ".join(FORMATS)
-        raise InputError(f"{name}: expected a file with an ending of {endings}, each also with .gz")
+        raise InputError(
+            f"{name}: expected a file, with an ending of {endings}, each also with .gz"
+        )
     options = {"split": "train", **OPTIONS.get(ending, {})}
     if ending in FORMATS:
         source = [FORMATS[ending]]
@@ -950,7 +950,7 @@ def load_table(name, ending, limit, needs_query, cache_dir):
     except Exception as error:  # of a dozen kinds; the cause has the row
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
         rows = " (rows count from 0)" if " row " in reason else ""
-        hint = "expected rows of query and positive; without a download: pydocs, or FILE.jsonl"
+        hint = "expected columns query and positive; without a download: pydocs, or FILE.jsonl"
         raise InputError(f"{name} cannot be read: {reason}{rows}; {hint}") from None
 
     if name == "ms_marco":
@@ -1123,17 +1123,18 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
 
     # held out are queries, with all documents that answer them in any row; else single texts
     groups = set()
-    grades = {}
+    eval_grades = {}
     others = {}  # to rank, too: what is wrong for these queries, then documents at large
     if not args.eval_data:
         source = [row for row in rows2 or rows1 if row.query in right]
         groups = choose_held_out(args, source)
         source = [row for row in source if row.group in groups]
-        grades = {row.query: right[row.query] for row in source if row.query}
-        answers = dict.fromkeys(itertools.chain(*grades.values())) or documents_of(source)
-        held.update(grades, answers)
-        for query in grades:
-            others.update(wrong[query])
+        eval_grades = {row.query: right[row.query] for row in source if row.query}
+        eval_answers = dict.fromkeys(itertools.chain(*eval_grades.values()))
+        eval_answers = eval_answers or documents_of(source)
+        held.update(eval_grades, eval_answers)
+    for query in eval_grades:
+        others.update(wrong[query])
 
     # they are not trained on where they stand in other rows, either
     ids = {}
@@ -1147,7 +1148,7 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     left_out = []
     for query in dict.fromkeys(row.query for row in rows2):
         own = without(held, right[query]) if query not in held else {}
-        if query not in grades:
+        if query not in eval_grades:
             left_out += [(query, text) for text in right[query] if text not in own]
         if own:
             both += [(query, text) for text in wrong[query] if text in right[query]]
@@ -1160,13 +1161,16 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
             others.update(own)
     warn(both, "negatives are left out: they are also positives of their query")
     warn(left_out, "pairs are left out, since a text of theirs is held out")
+
     rows1 = [row for row in rows1 if row.group not in groups]
-    phase1 = [number("query", text) for text in without(held, [row.query for row in rows1])]
+    queries = [row.query for row in rows1]
+    phase1 = [number("query", text) for text in without(held, queries)]
     phase1 += [number("document", text) for text in without(held, documents_of(rows1))]
 
     if not args.eval_data:
         others = list(without(held, others))[: args.eval_distractors]
-        collections["held_out"] = (grades, {**answers, **dict.fromkeys(others)})
+        collections["held_out"] = (eval_grades, {**eval_answers, **dict.fromkeys(others)})
+
     grades, documents = collections["held_out"]
     counts = {"held-out documents": len(documents)}
     if not args.skip_phase1:

@@ -97,7 +97,6 @@ READ = {  # file: its content
     "a.jsonl": lines(records()),
     "A.CSV.gz": packed(table(records())),
     "lists.jsonl": lines([*IN_LISTS, {"query": "q", "positive": []}]),
-    "packed.jsonl.gz": packed(lines(records())),
     "quotes.tsv": table(records(), "\t").replace("document 1", '"document 1'),  # they are texts
     "numbered.csv": replaced("other", ",other").replace("negative", "negative_1,negative_2"),
     "names.csv": replaced("query,positive", "anchor,answer"),
@@ -139,6 +138,7 @@ def test_several_files(tmp_path, caplog):
     for part in (0, 1):
         rows = [dict(list(row.items())[: 3 - part]) for row in records()[part::2]]
         write(tmp_path / f"shard{part}.jsonl", lines(rows))
+    write(tmp_path / "shard2.jsonl", "")
     limits = ["--max_samples_phase1=20", "--max_samples_phase2=30"]
     found = read(tmp_path / "shard*.jsonl", *limits)
     assert "shard*.jsonl: 30 of 40 rows are read" in caplog.text
@@ -179,8 +179,8 @@ def test_ms_marco(tmp_path, monkeypatch):
 
 
 REFUSED = {  # file: its content, and a part of what is said of it
-    "gone.csv": (None, "expected a file with an ending of jsonl json"),
-    "a.xlsx": ("x", "expected a file with an ending of jsonl json"),
+    "gone.csv": (None, "expected a file, with an ending of jsonl json"),
+    "a.xlsx": ("x", "expected a file, with an ending of jsonl json"),
     "quote.csv": (replaced("10,document", '10,"document'), "inside string starting at row 11"),
     "commas.csv": (
         replaced("document", "red, document"),
@@ -192,7 +192,7 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "number.jsonl": (odd(positive=["a", 3]), "row 11: positive is .*, expected a text"),
     "graded.csv": (table([*records(score=0), *records(score=1)]), "the column score grade"),
     "lists.csv": (replaced("document 10", '"[""a"", ""b""]"'), "row 11: positive is .*list in .js"),
-    "array.jsonl": (lines([["a", "b"], ["c"]]), "expected rows of query and positive"),
+    "array.jsonl": (lines([["a", "b"], ["c"]]), "expected columns query and positive"),
     "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read: .*ended before"),
     "empty.jsonl": ("", "empty.jsonl cannot be read: it has no rows"),
     "one.jsonl": (lines(records()[:1]), "none may be 0"),  # nothing to measure by
