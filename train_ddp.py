@@ -336,6 +336,19 @@ class Student(nn.Module):
         self.model.append(Normalize())
 
 
+def keep_masks_whole():
+    """Transformers leaves out a mask that hides nothing. To look at the mask, the host would wait
+    until a GPU has done all that is queued. So this tells it not to look."""
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def whole(*args, **options):
+        options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return sdpa_mask(*args, **options)
+
+    AttentionMaskInterface.register("sdpa", whole)
+
+
 # --------------------------------------------------------------------------------------------------
 # Loss
 
@@ -792,6 +805,7 @@ def main(args):
 
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # slow where each batch has another shape
+    keep_masks_whole()
     student = Student(model).to(device)
     # measured without a head: random weights would make the student look worse than it is
     held_out = corpus.held_out
@@ -899,19 +913,18 @@ def read_rows(name, limit, needs_query, cache_dir):
         rows = read_beir(name, ["train"])
         logging.info(f"{name}: {min(limit, len(rows)):,} of {len(rows):,} rows are read")
         return rows[:limit]
-    files = [file for file, (size, _) in files_of(name).items() if size > 0]
+    sizes = {file: size for file, (size, _) in files_of(name).items()}
+    files = [file for file in sizes if sizes[file] > 0] or list(sizes)
     rows = []
     total = 0
     breaks = []
     unanswered = []
-    for file in files or [name]:  # their columns may differ
-        ending = Path(file.lower().removesuffix(".gz")).suffix[1:]
-        table = load_table(file, ending, limit, needs_query, cache_dir)
+    for part, ending, table in load_tables(name, files, limit, needs_query, cache_dir):
         total += len(table)
         for number, record in enumerate(itertools.islice(table, limit - len(rows)), start=1):
             if ending == "txt" and not record["positive"].strip():
                 continue  # an empty line
-            where = f"{file} row {number}"
+            where = f"{part} row {number}"
             try:
                 row = parse_row(record, ending)
             except ValueError as error:
@@ -930,36 +943,42 @@ def read_rows(name, limit, needs_query, cache_dir):
     return rows
 
 
-def load_table(name, ending, limit, needs_query, cache_dir):
-    """A file, or a data set of the hub, as a datasets.Dataset with the columns that we read."""
+def load_tables(name, files, limit, needs_query, cache_dir):
+    """[(name, ending, datasets.Dataset, its columns with our names)] of files, or of a data set of
+    the hub: one for all files, or one for each, if their columns or endings differ."""
     import datasets
 
-    if os.path.exists(name) != (ending in FORMATS):
-        endings = " ".join(FORMATS)
-        raise InputError(
-            f"{name}: expected a file, with an ending of {endings}, each also with .gz"
-        )
+    endings = [Path(file.lower().removesuffix(".gz")).suffix[1:] for file in files or [name]]
+    if bool(files) != (set(endings) <= FORMATS.keys()):
+        expected = f"expected a file, with an ending of {' '.join(FORMATS)}, each also with .gz"
+        raise InputError(f"{name}: {expected}")
+    ending = endings[0]
     options = {"split": "train", **OPTIONS.get(ending, {})}
-    if ending in FORMATS:
+    if files:
         source = [FORMATS[ending]]
-        options.update(data_files=name, cache_dir=str(cache_dir))
+        options.update(data_files=files, cache_dir=str(cache_dir))
     else:
         source = ("microsoft/ms_marco:v1.1" if name == "ms_marco" else name).split(":")
     try:
+        if len(set(endings)) > 1:
+            raise datasets.exceptions.DatasetGenerationCastError
         table = datasets.load_dataset(*source, **options)
     except Exception as error:  # of a dozen kinds; the cause has the row
+        if len(files) > 1:
+            tables = [load_tables(file, [file], limit, needs_query, cache_dir) for file in files]
+            return list(itertools.chain(*tables))
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
         rows = " (rows count from 0)" if " row " in reason else ""
         hint = "expected columns query and positive; without a download: pydocs, or FILE.jsonl"
         raise InputError(f"{name} cannot be read: {reason}{rows}; {hint}") from None
 
     if name == "ms_marco":
-        return [from_ms_marco(record) for record in table]
+        return [(name, ending, [from_ms_marco(record) for record in table])]
     for old, new in ALIASES.items():
         if old in table.column_names and new not in table.column_names:
             table = table.rename_column(old, new)
     check_columns(name, table, limit, needs_query)
-    return table
+    return [(name, ending, table)]
 
 
 def from_ms_marco(record):
