@@ -94,7 +94,8 @@ def parse_args():
     add("--eval_every", type=NATURAL, default=0, help="steps between evaluations; 0: every epoch")
 
     add = parser.add_argument_group("models").add_argument
-    text = "hub name, folder, or builtin:lsa. The default needs --trust_remote_code"
+    text = """hub name, folder, builtin:lsa; or a file of vectors, .jsonl or .parquet, with columns
+        vector, and query or text. The default needs --trust_remote_code"""
     add("--teacher_model", type=expanded, default="infly/inf-retriever-v1-pro", help=text)
     add("--teacher_batch_size", type=COUNT, default=64, help="texts per forward pass")
     add("--teacher_max_length", type=COUNT, help="tokens; None: the model's own")
@@ -180,15 +181,16 @@ class Corpus(NamedTuple):
     # least number of groups of a batch. With more there is less padding, but each is a pass through
     # the network, for which a GPU waits until the host has started it
     groups: int
+    teacher: np.ndarray | None = None  # vectors of all texts, if the teacher is no network
 
 
 class Vectors:
-    """The teacher's unit vectors of all texts, in files of BLOCK texts, mapped into memory."""
+    """The teacher's unit vectors of all texts, in blocks of BLOCK texts, mapped into memory."""
 
-    def __init__(self, folder, paths):
-        self.name = folder.name.rpartition("-")[0]  # without the device
-        self.blocks = [np.asarray(np.load(path, mmap_mode="r")) for path in paths]
-        self.dimensions = self.blocks[0].shape[1]
+    def __init__(self, name, blocks):
+        self.name = name
+        self.blocks = blocks
+        self.dimensions = blocks[0].shape[1]
 
     def __getitem__(self, text_ids):
         """(B,) -> (B, D) float16"""
@@ -1219,6 +1221,8 @@ def prepare(args):
         student_max_length student_query_prompt student_document_prompt seed""".split()
     key = [READER, [getattr(args, name) for name in names]]
     sources = [*args.phase1_data, *args.phase2_data, args.student_model]
+    if is_file(args.teacher_model):
+        sources.append(args.teacher_model)
     for name in filter(None, (args.eval_data, args.test_data)):
         sources.append(Path(name).parent.parent if Path(name).is_file() else name)
     key += [files_of(str(source)) for source in sources]
@@ -1232,7 +1236,9 @@ def prepare(args):
         fitted = [f"{texts[i][1]}\n{texts[j][1]}" for i, j, _, _ in arrays["pairs"]]
         fitted = fitted or [texts[i][1] for i in arrays["phase1"]]
         if args.teacher_model == "builtin:lsa":
-            make_lsa(folder / "teacher", fitted)
+            arrays["teacher"] = lsa_vectors(texts, fitted)
+        elif is_file(args.teacher_model):
+            arrays["teacher"] = read_vectors(args.teacher_model, texts, folder.parent / "tables")
         if args.student_model == "builtin:bert":
             make_bert(folder / "student", args, fitted)
 
@@ -1290,7 +1296,7 @@ def load_model(args, kind, folder, **options):
     transformers.logging.disable_progress_bar()  # every rank has one
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
     name = getattr(args, f"{kind}_model")
-    place = str(folder / kind) if name.startswith("builtin:") else name
+    place = str(folder / kind) if name == "builtin:bert" else name
     options.update(device="cpu", trust_remote_code=args.trust_remote_code)
     try:
         model = SentenceTransformer(place, **options)
@@ -1342,10 +1348,12 @@ def teacher_vectors(args, folder, corpus, device):
     """Let the teacher read all texts. They are dealt to the ranks in blocks, a file each. A block
     that is there is not computed again: a stopped run goes on, on any number of ranks. Returns
     Vectors. (all ranks)"""
+    if corpus.teacher is not None:
+        starts = range(BLOCK, len(corpus.teacher), BLOCK)
+        return Vectors("given", np.split(corpus.teacher, starts))
     names = """teacher_model teacher_max_length teacher_query_prompt teacher_document_prompt
         trust_remote_code""".split()
     key = [READER, [getattr(args, name) for name in names], corpus.texts_hash]
-    key.append(args.teacher_model == "builtin:lsa" and corpus.hash)  # it is made of the pairs
     key.append(on_rank0(files_of, args.teacher_model))
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     place = Path(args.cache_dir) / f"teacher-{digest}-{device.type}"
@@ -1368,7 +1376,8 @@ def teacher_vectors(args, folder, corpus, device):
         np.save(new, vectors.astype(np.float16))
         new.replace(blocks[i])  # which is never half written
     dist.barrier()
-    return Vectors(place, blocks)
+    name = place.name.rpartition("-")[0]  # without the device
+    return Vectors(name, [np.asarray(np.load(path, mmap_mode="r")) for path in blocks])
 
 
 def load_teacher(args, folder, device):
@@ -1386,29 +1395,61 @@ def load_teacher(args, folder, device):
     return teacher.to(device).eval()
 
 
-def make_lsa(folder, texts):
-    """The builtin teacher: latent semantic analysis (Deerwester et al. 1990), that is TF-IDF and a
-    truncated SVD. Its vector of a text is a sum over the words. (rank 0)"""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
+def is_file(teacher_model):
+    return Path(teacher_model).suffix in (".jsonl", ".parquet")
+
+
+def unit_vectors(vectors, texts):
+    """(n, D) -> (n, D) float16, as unit vectors; where there is none, 0, which is said."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    nothing = [texts[i][1] for i in np.flatnonzero(norms == 0)]
+    warn(nothing, "texts have the vector 0 from the teacher")
+    # those that were rounded to float16 before stay as they are
+    norms[(np.abs(norms - 1) < 1e-3) | (norms == 0)] = 1
+    return (vectors / norms).astype(np.float16)
+
+
+def read_vectors(path, texts, cache_dir):
+    """A teacher's unit vectors (n, D) of texts [(role, text)], from a file with the columns vector,
+    and query or text. Raises InputError. (rank 0)"""
+    import datasets
+
+    options = {"data_files": path, "split": "train", "cache_dir": str(cache_dir)}
+    table = datasets.load_dataset(FORMATS[Path(path).suffix[1:]], **options).with_format("numpy")
+    rows = {}
+    for role, column in {"query": "query", "document": "text"}.items():
+        if column in table.column_names:
+            for row, text in enumerate(table[column]):
+                rows.setdefault((role, str(text or "").strip()), row)
+    if not rows or "vector" not in table.column_names:
+        found = ", ".join(table.column_names)
+        raise InputError(f"{path} has {found}; expected the columns vector, and query or text")
+    dimensions = np.size(table[0]["vector"])
+    vectors = np.empty((len(texts), dimensions), np.float32)
+    for i, (role, text) in enumerate(texts):
+        row = rows.get((role, text))
+        if row is None:
+            raise InputError(f"{path}: no row has the {role} {text[:80]!r}")
+        vector = np.asarray(table[row]["vector"], np.float32)
+        if vector.shape != (dimensions,) or not np.isfinite(vector).all():
+            found = f"{vector.size} numbers, {np.isfinite(vector).sum()} finite"
+            raise InputError(f"{path} row {row + 1}: vector has {found}; expected {dimensions}")
+        vectors[i] = vector
+    return unit_vectors(vectors, texts)
+
+
+def lsa_vectors(texts, fitted):
+    """The builtin teacher's unit vectors (n, D): latent semantic analysis (Deerwester et al. 1990),
+    that is TF-IDF and a truncated SVD, of the training texts. (rank 0)"""
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
     logging.info("making builtin:lsa from the training texts")
     words = r"[^\W\d_]+|\d+"  # array_split and arraySplit2 fall apart
-    tfidf = TfidfVectorizer(token_pattern=words, max_features=12_000, dtype=np.float32).fit(texts)
-    matrix = tfidf.transform(texts)  # (texts, words)
+    tfidf = TfidfVectorizer(token_pattern=words, max_features=12_000, dtype=np.float32).fit(fitted)
+    matrix = tfidf.transform(fitted)  # (texts, words)
     svd = TruncatedSVD(min(384, *matrix.shape), n_iter=3, random_state=0).fit(matrix)
-    vectors = tfidf.idf_[:, None] * svd.components_.T
-    vectors = np.concatenate([vectors, 0 * vectors[:1]]).astype(np.float32)  # of unknown words: 0
-    vocabulary = {word: int(i) for word, i in tfidf.vocabulary_.items()}
-    vocabulary["[UNK]"] = len(vocabulary)
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(words), "removed", invert=True)
-    modules = [StaticEmbedding(tokenizer, vectors), Normalize()]
-    SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
+    return unit_vectors(svd.transform(tfidf.transform([text for _, text in texts])), texts)
 
 
 def make_bert(folder, args, texts, layers=1, width=128):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torch.distributed as dist
@@ -492,7 +493,8 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
     monkeypatch.setattr(script, "load_teacher", lambda *args: Teacher())
     monkeypatch.setattr(script, "BLOCK", 64)
     args = arguments(f"--cache_dir={tmp_path}", "--teacher_model=name")
-    options = [args, trained.read, trained.corpus, torch.device("cpu")]
+    corpus = trained.corpus._replace(teacher=None)
+    options = [args, trained.read, corpus, torch.device("cpu")]
     vectors = script.teacher_vectors(*options)
     count = len(trained.texts)
     assert Teacher.encoded == count
@@ -514,6 +516,34 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
         setattr(args, name, value)
         script.teacher_vectors(*options)
     assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_vectors_of_a_file(options, trained, tmp_path):
+    """Those of another run: the same weights, bit by bit. What is wrong is named with its row."""
+    vectors = np.load(trained.read / "teacher.npy")
+    texts = json.loads((trained.read / "texts.json").read_text())
+    rows = []
+    for (role, text), vector in zip(texts, vectors.astype(np.float32), strict=True):
+        names = {"query": role == "query" and text, "text": role == "document" and text}
+        rows.append({**{name: found or None for name, found in names.items()}, "vector": vector})
+    path = tmp_path / "vectors.parquet"
+    own = [f"--cache_dir={tmp_path}/cache", f"--teacher_model={path}"]
+    pandas.DataFrame(rows).to_parquet(path)
+    run(*options, *own, f"--output_dir={tmp_path}/out")
+    states = [
+        torch.load(folder / "best.pt")["model"] for folder in (trained.folder, tmp_path / "out")
+    ]
+    assert all(states[1][name].equal(value) for name, value in states[0].items())
+
+    size = len(vectors[0])
+    cases = {f"row 8: vector has {size} numbers, 0 finite": rows[7]["vector"] * np.nan}
+    cases[f"row 8: vector has {size - 1} numbers"] = rows[7]["vector"][1:]
+    for said, vector in cases.items():
+        pandas.DataFrame([*rows[:7], {**rows[7], "vector": vector}, *rows[8:]]).to_parquet(path)
+        assert re.search(said, run(*options, *own, f"--output_dir={tmp_path}/no", status=2))
+    pandas.DataFrame(rows[1:]).to_parquet(path)
+    said = run(*options, *own, f"--output_dir={tmp_path}/no", status=2)
+    assert f"no row has the {texts[0][0]} {texts[0][1]!r}" in said
 
 
 def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, truncate=8, **config):
