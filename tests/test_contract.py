@@ -74,10 +74,10 @@ def test_number_of_processes_changes_nothing(task):
     whole = task.whole
     assert len(run.figures) == len(whole.figures)
     for ours, theirs in zip(run.figures, whole.figures, strict=True):
-        for name in {"val/ndcg@10", "val/mrr@10"} & theirs.keys():
+        for name in {"val/ndcg@10", "val/mrr@10", "val/asym_ndcg@10"} & theirs.keys():
             # of two documents with nearly the same score the last bit ranks one first
             assert ours.pop(name) == pytest.approx(theirs.pop(name), abs=0.5 / 31 + 1e-4)
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
+        assert ours == pytest.approx(theirs, rel=3e-4, abs=1e-7)
         for name in {"loss", "val/loss"} & theirs.keys():
             if theirs["step"] <= 30:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7)
