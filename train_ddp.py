@@ -211,10 +211,12 @@ class Batch(NamedTuple):
     documents_per_query: int = 0  # at most
 
     def to(self, device):
-        ids = [part.to(device, non_blocking=True) for part in self.ids]
-        masks = [part.to(device, non_blocking=True) for part in self.masks]
-        tensors = [part.to(device, non_blocking=True) for part in self[2:5]]
-        return Batch(ids, masks, *tensors, *self[5:])
+        moved = {}
+        for name in ("ids", "masks"):
+            moved[name] = [part.to(device, non_blocking=True) for part in getattr(self, name)]
+        for name in ("order", "text_ids", "targets"):
+            moved[name] = getattr(self, name).to(device, non_blocking=True)
+        return self._replace(**moved)
 
 
 def make_batch(corpus, vectors, text_ids, **counts):
@@ -971,7 +973,7 @@ def load_tables(name, files, limit, needs_query, cache_dir):
             return list(itertools.chain(*tables))
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
         rows = " (rows count from 0)" if " row " in reason else ""
-        hint = "expected columns query and positive; without a download: pydocs, or FILE.jsonl"
+        hint = "expected UTF-8, columns query and positive; without a download: pydocs, FILE.jsonl"
         raise InputError(f"{name} cannot be read: {reason}{rows}; {hint}") from None
 
     if name == "ms_marco":
@@ -1330,6 +1332,10 @@ def load_student(args, folder):
         raise InputError(f"{name}: expected a transformer, then Pooling")
     if (student.max_seq_length or math.inf) > 1e6:
         raise InputError(f"{name} has no maximum length: give --student_max_length")
+    positions = getattr(student[0].model.config, "max_position_embeddings", math.inf)
+    if student.max_seq_length > positions:
+        text = f"{name} reads at most {positions} tokens"
+        raise InputError(f"{text}; --student_max_length is {student.max_seq_length}")
     if any(student.prompts.values()) and not student[1].include_prompt:
         hint = "--student_query_prompt= --student_document_prompt= leaves them out"
         raise InputError(f"{name} pools without its prompts: {hint}")
@@ -1390,6 +1396,12 @@ def load_teacher(args, folder, device):
         prompts = {"query": f"Instruct: {task}\nQuery: "}
         options.update(config_kwargs={"use_cache": False}, prompts=prompts)
     teacher = load_model(args, "teacher", folder, **options)
+    if type(teacher[0]).__name__ == "Router":
+        text = "has other networks for queries and documents: give its vectors as a file"
+        raise InputError(f"--teacher_model {args.teacher_model} {text}")
+    if teacher.similarity_fn_name != "cosine":
+        text = f"The teacher compares by {teacher.similarity_fn_name}, the student by the cosine"
+        logging.warning(f"{text}: how long vectors are is lost")
     text = f"at most {teacher.max_seq_length} tokens of each, prompts {teacher.prompts}"
     logging.info(f"The teacher reads all texts, {text}")
     return teacher.to(device).eval()

@@ -24,7 +24,7 @@ import transformers
 from helpers import call_script, parse_arguments, rank_variables, run_here
 from runs import COMMON, TINY, Run
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Router, Transformer
 from sklearn.metrics import ndcg_score
 from test_accelerator import META, Copies
 
@@ -605,6 +605,25 @@ def test_students_that_are_refused(trained, tmp_path, group):
     args.student_model = save_network(tmp_path / "endless", trained, "T5", limit=10**30)
     with pytest.raises(script.InputError, match="endless has no maximum length"):
         script.load_student(args, tmp_path)
+    args.student_model = save_network(tmp_path / "short", trained, "Bert")
+    args.student_max_length = 100
+    with pytest.raises(script.InputError, match="short reads at most 66 tokens; .* is 100"):
+        script.load_student(args, tmp_path)
+
+
+def test_teachers(trained, tmp_path, group, caplog):
+    """Of another similarity: it is said. With a route for queries: refused."""
+    folder = save_network(tmp_path / "dot", trained, "Bert")
+    args = arguments(f"--teacher_model={folder}")
+    model = SentenceTransformer(folder, device="cpu", similarity_fn_name="dot")
+    model.save(folder)
+    script.load_teacher(args, tmp_path, torch.device("cpu"))
+    assert "The teacher compares by dot, the student by the cosine" in caplog.text
+    routes = Router.for_query_document(list(model), list(model))
+    SentenceTransformer(modules=[routes], device="cpu").save(folder + "routes")
+    args.teacher_model = folder + "routes"
+    with pytest.raises(script.InputError, match="has other networks for queries and documents"):
+        script.load_teacher(args, tmp_path, torch.device("cpu"))
 
 
 if __name__ == "__main__":
