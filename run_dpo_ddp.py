@@ -16,9 +16,8 @@ Logged, means over pairs; those with val/ before training and after each epoch, 
                          beta times the log-ratio to the reference, nats
     rewards/accuracies   part of the pairs with a margin above 0; a tie is a half
     rewards/chosen, rewards/rejected    of the preferred, of the unpreferred sequence
-    val/likelihood_accuracy    part of the pairs whose preferred sequence is the likelier
-    val/nll, val/recovery      -log p of the preferred sequence's letters, at temperature 1, and how
-                               many of them are the likeliest; means over the designed residues
+    val/nll, val/recovery    -log p of the preferred sequence's letters, at temperature 1, and how
+                             many of them are the likeliest; means over the designed residues
     lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
     (part of the time that was spent waiting for data), peak_gb (of a GPU)
 
@@ -445,7 +444,6 @@ def pair_scores(args, logits, reference_logp, batch):
     # The difference is taken at each residue. At temperature 0.1 the log p of a whole sequence is
     # thousands of nats, and what is learned is a thousandth of one: float32 cannot hold that.
     chosen, rejected = sum_by_pair(logp - reference_logp, batch)
-    (likelier,) = sum_by_pair(logp[:1] - logp[1:], batch)
     ratio = chosen - rejected
     if args.loss_type == "ipo":  # Azar et al. 2023; per residue as in TRL
         loss = (ratio / batch.counts - 1 / (2 * args.beta)).square()
@@ -461,7 +459,6 @@ def pair_scores(args, logits, reference_logp, batch):
         "rewards/margins": args.beta * ratio,
         "rewards/chosen": args.beta * chosen,
         "rewards/rejected": args.beta * rejected,
-        "likelihood_accuracy": (1 + likelier.sign()) / 2,
         "nll": nll,
         "recovery": recovery,
     }
@@ -719,13 +716,10 @@ def read_structure(path, notes):
 
 def read_chain(chain, file, notes):
     """A gemmi chain as a Chain; notes: see `read_structure`."""
-    letters = []
+    residues = []
     coords = []
-    residue_index = []
-    labels = []
     for residue in chain:
-        label = f"{chain.name}{residue.seqid}"
-        where = f"{file} {label} {residue.name}"
+        where = f"{file} {chain.name}{residue.seqid} {residue.name}"
         if residue.name not in LETTERS and not residue.find_atom("CA", "*", gemmi.Element("C")):
             continue  # no amino acid
         if residue.het_flag == "H" and residue.name != "MSE":
@@ -736,15 +730,14 @@ def read_chain(chain, file, notes):
             notes["residues of unknown names are read as X"].append(where)
         if None in atoms:
             notes["residues lack one of N, CA, C and O, and are not designed"].append(where)
-        letters.append(ALPHABET.index(LETTERS.get(residue.name, "X")))
+        residues.append(residue)
         coords.append([atom.pos.tolist() if atom else [math.nan] * 3 for atom in atoms])
-        residue_index.append(residue.seqid.num)
-        labels.append(label)
+    letters = [ALPHABET.index(LETTERS.get(residue.name, "X")) for residue in residues]
     # residues with insertion codes (42, 42A) have the same number: count them
-    steps = np.diff(residue_index).clip(min=1)
+    steps = np.diff([residue.seqid.num for residue in residues]).clip(min=1)
     residue_index = np.cumsum([0, *steps])[: len(letters)]
-    coords = np.array(coords, np.float32)
-    return Chain(np.array(letters, np.uint8), coords, residue_index, np.array(labels))
+    labels = np.array([f"{chain.name}{residue.seqid}" for residue in residues])
+    return Chain(np.array(letters, np.uint8), np.array(coords, np.float32), residue_index, labels)
 
 
 def read_rows(path):

@@ -209,7 +209,6 @@ def test_what_a_batch_adds_to_the_loss(kind):
         "rewards/margins": 0.3 * ratio,
         "rewards/chosen": 0.3 * chosen,
         "rewards/rejected": 0.3 * rejected,
-        "likelihood_accuracy": (sums[0][0] > sums[0][1]).double(),
         "nll": -sums[0][0] / counts,
         "recovery": ((logits[0].argmax(-1) == sequences[0]) * designed).view(2, 4).sum(1) / counts,
     }
