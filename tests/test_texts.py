@@ -192,7 +192,7 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "number.jsonl": (odd(positive=["a", 3]), "row 11: positive is .*, expected a text"),
     "graded.csv": (table([*records(score=0), *records(score=1)]), "the column score grade"),
     "lists.csv": (replaced("document 10", '"[""a"", ""b""]"'), "row 11: positive is .*list in .js"),
-    "array.jsonl": (lines([["a", "b"], ["c"]]), "expected columns query and positive"),
+    "array.jsonl": (lines([["a", "b"], ["c"]]), "expected UTF-8, columns query and positive"),
     "cut.jsonl.gz": (packed(lines(records()))[:-30], "cannot be read: .*ended before"),
     "empty.jsonl": ("", "empty.jsonl cannot be read: it has no rows"),
     "one.jsonl": (lines(records()[:1]), "none may be 0"),  # nothing to measure by
