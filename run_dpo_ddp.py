@@ -130,7 +130,7 @@ class Row:
     chain_id: str = ""  # the chain to design; "": the first one
     design_chains: list = ()  # or several
     fixed_chains: list = ()  # context
-    mutable_positions: list = ()  # indices from 0 on, or "A12" as the file has it; no others
+    mutable_positions: list = ()  # design these alone: indices from 0 on, or "A12" as in the file
     mutable_ranges: list = ()  # of each range the first and the last
     cluster: str | int = ""  # held out together; all pairs on a structure have the same
     weight: float | int = 1.0  # of the pair in the loss of training

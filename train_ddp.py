@@ -138,8 +138,10 @@ def parse_args():
     weights = Path(args.output_dir) / "phase1_best.pt"
     if args.skip_phase1 and args.fresh and not args.phase1_weights and weights.exists():
         parser.error(f"--fresh moves {weights} aside: give another --output_dir")
-    if args.teacher_model == "builtin:lsa" and args.teacher_max_length:
-        parser.error("--teacher_max_length: builtin:lsa reads whole texts")
+    if args.teacher_model == "builtin:lsa" or is_file(args.teacher_model):
+        for name in ("max_length", "query_prompt", "document_prompt"):
+            if getattr(args, f"teacher_{name}") is not None:
+                parser.error(f"--teacher_{name}: {args.teacher_model} is no network, and has none")
     return args
 
 
@@ -919,6 +921,7 @@ def read_rows(name, limit, needs_query, cache_dir):
         return rows[:limit]
     sizes = {file: size for file, (size, _) in files_of(name).items()}
     files = [file for file in sizes if sizes[file] > 0] or list(sizes)
+    warn([file for file in sizes if file not in files], "files are empty")
     rows = []
     total = 0
     breaks = []
@@ -1427,7 +1430,12 @@ def read_vectors(path, texts, cache_dir):
     import datasets
 
     options = {"data_files": path, "split": "train", "cache_dir": str(cache_dir)}
-    table = datasets.load_dataset(FORMATS[Path(path).suffix[1:]], **options).with_format("numpy")
+    try:
+        table = datasets.load_dataset(FORMATS[Path(path).suffix[1:]], **options)
+    except Exception as error:  # of a dozen kinds
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
+        raise InputError(f"--teacher_model {path} cannot be read: {reason}") from None
+    table = table.with_format("numpy")
     rows = {}
     for role, column in {"query": "query", "document": "text"}.items():
         if column in table.column_names:

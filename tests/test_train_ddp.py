@@ -541,6 +541,10 @@ def test_vectors_of_a_file(options, trained, tmp_path):
     for said, vector in cases.items():
         pandas.DataFrame([*rows[:7], {**rows[7], "vector": vector}, *rows[8:]]).to_parquet(path)
         assert re.search(said, run(*options, *own, f"--output_dir={tmp_path}/no", status=2))
+    said = run(*options, *own, "--teacher_query_prompt=q:", status=2)
+    assert "--teacher_query_prompt: " in said and "is no network, and has none" in said
+    said = run(*options, f"--teacher_model={tmp_path}/gone.parquet", status=2)
+    assert "gone.parquet cannot be read: " in said
     pandas.DataFrame(rows[1:]).to_parquet(path)
     said = run(*options, *own, f"--output_dir={tmp_path}/no", status=2)
     assert f"no row has the {texts[0][0]} {texts[0][1]!r}" in said
