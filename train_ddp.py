@@ -742,13 +742,15 @@ def begin_phase2(args, student, step):
 
 
 def save_artifact(args, model):
-    """Save the student as a SentenceTransformer. Returns its folder. (rank 0)"""
+    """Save the student as a SentenceTransformer. Returns its folder, a new one. (rank 0)"""
     short = re.sub(r"\W+", "-", Path(args.student_model).name).strip("-")
     mode = "" if args.use_projection else "-mrl"
     path = Path(args.artifacts_dir) / f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
-    if path.exists():  # it may be another run's
-        moved = path.rename(f"{path}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-        logging.info(f"what {path} had is now in {moved}")
+    name = path.name
+    for number in itertools.count(2):
+        if not path.exists():
+            break
+        path = path.with_name(f"{name}-{number}")  # what is there may be another run's
     model.save(str(path), create_model_card=False)
     logging.info(f"Saved {path}")
     return str(path)
@@ -864,6 +866,8 @@ OPTIONS["tsv"] = {"keep_default_na": False, "sep": "\t", "quoting": 3}
 ALIASES = {"anchor": "query", "question": "query", "answer": "positive", "pos": "positive"}
 ALIASES.update(text="positive", neg="negative")
 NEGATIVES = re.compile(r"negatives?(_\d+)?")  # columns that are all read
+EXPECTED = "expected UTF-8, columns query and positive (or text, for phase 1)"
+EXPECTED += "; in a .csv commas between them, and quotes around texts with commas"
 
 
 class Row(NamedTuple):
@@ -976,8 +980,8 @@ def load_tables(name, files, limit, needs_query, cache_dir):
             return list(itertools.chain(*tables))
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
         rows = " (rows count from 0)" if " row " in reason else ""
-        hint = "expected UTF-8, columns query and positive; without a download: pydocs, FILE.jsonl"
-        raise InputError(f"{name} cannot be read: {reason}{rows}; {hint}") from None
+        hint = "without a download: pydocs, FILE.jsonl"
+        raise InputError(f"{name} cannot be read: {reason}{rows}; {EXPECTED}; {hint}") from None
 
     if name == "ms_marco":
         return [(name, ending, [from_ms_marco(record) for record in table])]
@@ -1003,9 +1007,7 @@ def check_columns(name, table, limit, needs_query):
     has_all = "positive" in columns and ("query" in columns or not needs_query)
     # pandas makes __index_level_0__ where a row has more than the first line
     if not has_all or "__index_level_0__" in columns:
-        wanted = "query and positive (text, for phase 1)"
-        hint = "in a .csv separated by commas, and texts with commas in quotes"
-        raise InputError(f"{name}: found the columns {columns}; expected {wanted}, {hint}")
+        raise InputError(f"{name}: found the columns {columns}; {EXPECTED}")
     read = [*filter(NEGATIVES.fullmatch, columns), "query", "positive", "group"]
     unread = [column for column in columns if column not in read]
     for column in unread:
@@ -1342,6 +1344,10 @@ def load_student(args, folder):
     if any(student.prompts.values()) and not student[1].include_prompt:
         hint = "--student_query_prompt= --student_document_prompt= leaves them out"
         raise InputError(f"{name} pools without its prompts: {hint}")
+    experts = [p for p, _ in student.named_parameters() if re.search(r"\.experts\.\w+\.", p)]
+    if experts and dist.get_world_size() > 1:
+        text = "has experts, which a batch may leave out: DDP would wait for their gradient"
+        raise InputError(f"{name} {text}. One process can train it")
     if student.truncate_dim is not None:
         logging.warning(f"The student's truncate_dim {student.truncate_dim} is not used")
         student.truncate_dim = None

@@ -184,9 +184,20 @@ REFUSED = {  # file: its content, and a part of what is said of it
     "quote.csv": (replaced("10,document", '10,"document'), "inside string starting at row 11"),
     "commas.csv": (
         replaced("document", "red, document"),
-        "expected query and positive .*, in a .csv",
+        "expected UTF-8, columns query and positive .*; in a .csv commas",
     ),
-    "semicolon.csv": (table(records(), ";"), "columns .'query;positive;negative.*separated by c"),
+    "semicolon.csv": (
+        table(records(), ";"),
+        "columns .'query;positive;negative.*; in a .csv commas",
+    ),
+    "cp1252.csv": (
+        replaced("query 1", "caf\xe9").encode("cp1252"),
+        "'utf-8' codec.*expected UTF-8",
+    ),
+    "ragged.csv": (
+        table(records()) + "a,b,c,d\n",
+        "in line 42, saw 4; .*quotes around texts with",
+    ),
     "blank.jsonl": (odd(positive=" "), "row 11: positive is missing or empty"),
     "none.jsonl": (odd(query=None), "row 11: query is missing or empty"),
     "number.jsonl": (odd(positive=["a", 3]), "row 11: positive is .*, expected a text"),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import call_script, parse_arguments, rank_variables, run_here
+from helpers import ROOT, call_script, parse_arguments, rank_variables, run_here
 from runs import COMMON, TINY, Run
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Router, Transformer
@@ -444,8 +444,9 @@ def test_phases_one_after_the_other(options, trained, tmp_path):
     assert f"Loading {tmp_path}/out/phase1_best.pt" in said
     assert "may have been trained on" not in said
     assert "step=4 phase=2 " in said
-    assert len([*tmp_path.glob("models/*.old-*")]) == len([*tmp_path.glob("models/*")]) / 2 == 1
-    assert re.search(r"what \S+/models/\S+ had is now in \S+\.old-", said)
+    first, second = sorted(str(path) for path in tmp_path.glob("models/*"))
+    assert second == f"{first}-2" and f"Saved {second}" in said
+    assert Run(tmp_path / "out").summary["artifacts"] == [second]
     said = run(*options, "--skip_phase1", status=2)
     assert "phase2_lr was 0.0001 when phase 2 began" in said
 
@@ -598,7 +599,7 @@ def test_students(kind, trained, tmp_path, group, caplog):
     assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
 
 
-def test_students_that_are_refused(trained, tmp_path, group):
+def test_students_that_are_refused(trained, tmp_path, group, monkeypatch):
     """In one line, before the teacher reads."""
     folder = save_network(tmp_path / "student", trained, "Bert")
     args = arguments(f"--student_model={folder}", "--student_query_prompt=q:")
@@ -612,6 +613,15 @@ def test_students_that_are_refused(trained, tmp_path, group):
     args.student_model = save_network(tmp_path / "short", trained, "Bert")
     args.student_max_length = 100
     with pytest.raises(script.InputError, match="short reads at most 66 tokens; .* is 100"):
+        script.load_student(args, tmp_path)
+    config = {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_experts": 2, "d_model": 32}
+    args = arguments(
+        "--student_model="
+        + save_network(tmp_path / "experts", trained, "SwitchTransformers", **config)
+    )
+    script.load_student(args, tmp_path)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(script.InputError, match="experts has experts, which a batch may leave out"):
         script.load_student(args, tmp_path)
 
 
@@ -628,6 +638,31 @@ def test_teachers(trained, tmp_path, group, caplog):
     args.teacher_model = folder + "routes"
     with pytest.raises(script.InputError, match="has other networks for queries and documents"):
         script.load_teacher(args, tmp_path, torch.device("cpu"))
+
+
+def test_the_guide(trained, tmp_path, monkeypatch):
+    """Its snippets run: queries by the student, documents by the teacher; a student of layers."""
+    names = {"my_teacher": save_network(tmp_path / "teacher", trained, "Bert", truncate=None)}
+    deep = save_network(tmp_path / "deep", trained, "Bert", truncate=None, num_hidden_layers=6)
+    names["sentence-transformers/all-MiniLM-L6-v2"] = deep
+    names["artifacts/distilled-my_student-384d"] = trained.summary["artifacts"][0]
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs/DDP_TRAINING_GUIDE.md").read_text()
+    cells = re.findall(r"^```python\n(from sentence_tr.*?)^```$", guide, re.M | re.S)
+    found = {}
+    with mock.patch("sentence_transformers.SentenceTransformer") as kind:
+        kind.side_effect = lambda name=None, **options: SentenceTransformer(
+            names.get(name), **{"device": "cpu", **options}
+        )
+        for cell in cells:
+            exec(cell, found)
+    hybrid = SentenceTransformer("my_hybrid", device="cpu")
+    texts = ["what is a lattice", "a number"]
+    expected = found["teacher"].encode_document(texts)
+    assert np.allclose(hybrid.encode_document(texts), expected, atol=1e-6)
+    student = SentenceTransformer(trained.summary["artifacts"][0], device="cpu")
+    assert np.allclose(hybrid.encode_query(texts), student.encode_query(texts), atol=1e-6)
+    assert len(SentenceTransformer("my_student", device="cpu")[0].model.encoder.layer) == 3
 
 
 if __name__ == "__main__":
