@@ -74,7 +74,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 PHASES = {"at": 1, "dat": 2}  # numbers of the stages, in the log
 TRAIN, VALID, TEST, UNUSED = range(4)  # parts of the data
-GENERATED = ["noise", "blobs"]  # OOD images that need no files
+SYNTHETIC = ["noise", "blobs"]  # OOD images that need no files
 
 # --------------------------------------------------------------------------------------------------
 # Arguments
@@ -162,7 +162,7 @@ class Batch(NamedTuple):
     """A micro-batch of B images to classify; in stage 2 also B real and B OOD images, of which the
     energy learns. Images are (B, C, S, S) uint8, labels (B,) int64."""
 
-    places: torch.Tensor  # (B,) int64, in the global batch
+    positions: torch.Tensor  # (B,) int64, in the global batch
     clf_x: torch.Tensor  # to classify
     clf_y: torch.Tensor
     real_x: torch.Tensor | None = None
@@ -201,20 +201,21 @@ def augment(image, kind, rng):
     """A copy (C, S, S), shifted along both axes (the rim becomes black), and perhaps mirrored."""
     if kind == "none":
         return image
-    size = image.shape[1]
-    most = max(1, size // 16 if kind == "shift" else size // 8)
+    image_size = image.shape[1]
+    most = max(1, image_size // 16 if kind == "shift" else image_size // 8)
     across, down = rng.integers(0, 2 * most + 1, 2)
-    wide = np.zeros((len(image), size + 2 * most, size + 2 * most), np.uint8)
-    wide[:, most : most + size, most : most + size] = image
-    image = wide[:, down : down + size, across : across + size]
+    padded_size = image_size + 2 * most
+    wide = np.zeros((len(image), padded_size, padded_size), np.uint8)
+    wide[:, most : most + image_size, most : most + image_size] = image
+    image = wide[:, down : down + image_size, across : across + image_size]
     if kind == "original" and rng.random() < 0.5:
         image = image[:, :, ::-1]
     return image
 
 
 class TrainingData(Dataset):
-    """Micro-batches of a stage. Random draws depend on (seed, stage, step, place) alone, and so not
-    on the number of ranks."""
+    """Micro-batches of a stage. Random draws depend on (seed, stage, step, position) alone, and so
+    not on the number of ranks."""
 
     def __init__(self, args, indist, outdist, stage):
         self.args = args
@@ -225,24 +226,24 @@ class TrainingData(Dataset):
         self.ood_ids = outdist.part(TRAIN)
 
     def __getitem__(self, item):
-        """item, of the sampler: the step of this stage, the ids of the global batch, and the places
-        in it of this micro-batch."""
-        step, global_ids, places = item
-        rows = [self.draw(step, place, global_ids[place]) for place in places]
+        """item, of the sampler: the step of this stage, the ids of the global batch, and the
+        positions in it of this micro-batch."""
+        step, global_ids, positions = item
+        rows = [self.draw(step, position, global_ids[position]) for position in positions]
         return Batch(*[torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)])
 
-    def draw(self, step, place, i):
-        """What a Batch has at this place, where image i is to be classified."""
-        rng = np.random.default_rng([self.args.seed, self.phase, step, place])
+    def draw(self, step, position, i):
+        """What a Batch has at this position, where image i is to be classified."""
+        rng = np.random.default_rng([self.args.seed, self.phase, step, position])
         clf_x = augment(self.indist.images[i], self.args.augm_type_classification, rng)
         if self.phase == PHASES["at"]:
-            return place, clf_x, self.indist.labels[i]
+            return position, clf_x, self.indist.labels[i]
 
         real = rng.choice(self.real_ids)
         ood = rng.choice(self.ood_ids)
         real_x = augment(self.indist.images[real], self.args.augm_type_generation, rng)
         ood_x = augment(self.outdist.images[ood], self.args.augm_type_generation, rng)
-        return place, clf_x, self.indist.labels[i], real_x, self.indist.labels[real], ood_x
+        return position, clf_x, self.indist.labels[i], real_x, self.indist.labels[real], ood_x
 
 
 def pixels(images):
@@ -278,20 +279,20 @@ class SmallNet(Network):
     """Two or three pairs of convolutions, all but the first halve the image; then 128 features. It
     is smooth, without maxima or ReLUs."""
 
-    def __init__(self, classes, channels, size):
+    def __init__(self, classes, channels, image_size):
         super().__init__(channels)
         layers = []
         before = channels
-        for after in (24, 48) if size < 16 else (24, 48, 96):
+        for after in (24, 48) if image_size < 16 else (24, 48, 96):
             for stride in (1 if after == 24 else 2, 1):
                 layers.append(nn.Conv2d(before, after, 3, stride, 1))
                 layers += [nn.GroupNorm(1, after), nn.SiLU()]
                 before = after
-                size = math.ceil(size / stride)
-        if size > 4:  # to 4 x 4; the gradient of nn.AdaptiveAvgPool2d differs from run to run
-            stride = size // 4
-            layers.append(nn.AvgPool2d(size - 3 * stride, stride))
-        layers += [nn.Flatten(), nn.Linear(before * min(size, 4) ** 2, 128), nn.SiLU()]
+                image_size = math.ceil(image_size / stride)
+        if image_size > 4:  # to 4 x 4; the gradient of nn.AdaptiveAvgPool2d differs from run to run
+            stride = image_size // 4
+            layers.append(nn.AvgPool2d(image_size - 3 * stride, stride))
+        layers += [nn.Flatten(), nn.Linear(before * min(image_size, 4) ** 2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, classes)
 
@@ -342,10 +343,10 @@ SIZES = [(28, 2), (28, 10), (28, 20), (34, 10), (34, 20), (40, 10), (70, 16)]
 MODELS = {"SmallNet": (10, 1.5), **{f"WideResNet{d}x{factor}": (d, factor) for d, factor in SIZES}}
 
 
-def make_network(args, classes, channels, size):
-    """A network with random weights, for images (B, channels, size, size) of so many classes."""
+def make_network(args, classes, channels, image_size):
+    """A network with random weights, for so many classes of images (B, C, S, S)."""
     if args.model_type == "SmallNet":
-        model = SmallNet(classes, channels, size)
+        model = SmallNet(classes, channels, image_size)
     else:
         model = WideResNet(*MODELS[args.model_type], classes, channels)
     for layer in model.modules():
@@ -354,7 +355,7 @@ def make_network(args, classes, channels, size):
     nn.init.zeros_(model.fc.bias)
     # Convolutions are faster with channels last, except those of small images on a CPU. The layout
     # must not depend on the device: a resumed run's optimizer has that of the run before.
-    return model.to(memory_format=torch.channels_last) if size >= 16 else model
+    return model.to(memory_format=torch.channels_last) if image_size >= 16 else model
 
 
 def read_weights(path, model):
@@ -388,10 +389,10 @@ def label_logit(logits, labels):
 
 
 @torch.no_grad()
-def attack(net, gain, x, labels, steps, size, eps=math.inf, norm="L2"):
+def attack(net, gain, x, labels, steps, step_size, eps=math.inf, norm="L2"):
     """Projected gradient ascent (Madry et al. 2018) on gain(logits, labels) (B,), within [0, 1] and
     the balls of radius eps about the images x (B, C, S, S). It starts at the images themselves, not
-    at random points. Each step has the length `size`, however long the gradient is."""
+    at random points. Each step has the length `step_size`, however long the gradient is."""
     z = x
     for _ in range(steps):
         z = z.detach().requires_grad_()
@@ -399,12 +400,12 @@ def attack(net, gain, x, labels, steps, size, eps=math.inf, norm="L2"):
             total = gain(net(z), labels).sum()
         (gradient,) = torch.autograd.grad(total, z)
         if norm == "Linf":
-            z = z + size * gradient.sign()
+            z = z + step_size * gradient.sign()
             move = (z - x).clamp(-eps, eps)
         else:
             # its largest entry becomes 1 first: the squares of a gradient of 1e-30 would be 0
             largest = gradient.abs().amax((1, 2, 3), keepdim=True)
-            z = z + size * F.normalize(gradient / largest.clamp(min=1e-38), dim=(1, 2, 3))
+            z = z + step_size * F.normalize(gradient / largest.clamp(min=1e-38), dim=(1, 2, 3))
             move = (z - x).renorm(2, 0, eps)
         z = (x + move).clamp(0, 1)  # nearer to x, if it changes anything: still in the ball
     return z
@@ -419,22 +420,22 @@ def auc(real, fake):
     return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
 
 
-def sums_of_losses(args, ddp_model, twin, batch, T):
+def sums_of_losses(args, ddp_model, frozen, batch, T):
     """(2,) sums over a micro-batch: the cross entropy of attacked images; and the binary cross
     entropy, half of it each, of real images and of OOD images that an attack of T steps has moved
     towards the labels y of the real ones. And f_y (2, B) of both. (Stage 1: no more than 0.)"""
-    for low, weight in zip(twin.parameters(), ddp_model.parameters(), strict=True):
+    for low, weight in zip(frozen.parameters(), ddp_model.parameters(), strict=True):
         if low.dtype != weight.dtype:  # those in bf16 do not share the memory of the network's
             low.copy_(weight.detach())
 
     length = [args.indist_attack_clf_max_steps, args.indist_attack_clf_step_size]
     ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
-    x = attack(twin, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
+    x = attack(frozen, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
     if batch.real_x is None:
         loss = cross_entropy(ddp_model(x), batch.clf_y).sum()
         return torch.stack([loss, torch.zeros_like(loss)]), 0.0
 
-    fake = attack(twin, label_logit, pixels(batch.ood_x), batch.real_y, T, args.attack_step_size)
+    fake = attack(frozen, label_logit, pixels(batch.ood_x), batch.real_y, T, args.attack_step_size)
     # One pass for all, since nothing mixes the images of a batch: batch normalisation is frozen.
     logits, real, fake = ddp_model(torch.cat([x, pixels(batch.real_x), fake])).chunk(3)
     bce = F.softplus(-real.logsumexp(1)) + F.softplus(fake.logsumexp(1))
@@ -477,11 +478,11 @@ def note_best(loop, stage, metrics, T):
     """Whether these weights are the best of the stage so far; loop["best"] says so then."""
     # Networks that have seen longer attacks generate better images, and are hardly less robust: so
     # T counts first. Then accuracy under attack, which is 0 where training had none.
-    rank = [T, metrics["robust"], metrics["clean"]]
-    if stage in loop["best"] and rank < loop["best"][stage]["rank"]:
+    order = [T, metrics["robust"], metrics["clean"]]
+    if stage in loop["best"] and order < loop["best"][stage]["rank"]:
         return False
     best = {"metric": f"{stage}/robust", "value": metrics["robust"], "step": loop["step"]}
-    loop["best"][stage] = {**best, "rank": rank, "T": T, "metrics": metrics}
+    loop["best"][stage] = {**best, "rank": order, "T": T, "metrics": metrics}
     return True
 
 
@@ -508,19 +509,19 @@ def make_optimizer(args, model, stage):
     return optimizer
 
 
-def image_bytes(args, stage, size):
+def image_bytes(args, stage, image_size):
     """What an image takes of a GPU in fp32: a block has about 8 tensors of its width; in stage 2
     there are two more images for each."""
     depth, factor = MODELS[args.model_type]
     blocks = (depth - 4) / 6 * 1.75  # 1 + 1/2 + 1/4: the blocks after them
-    return 4 * 8 * blocks * 16 * factor * size**2 * (3 if stage == "dat" else 1)
+    return 4 * 8 * blocks * 16 * factor * image_size**2 * (3 if stage == "dat" else 1)
 
 
-def update_average(average, model, decay, step):
-    """average = d average + (1 - d) weights; d rises from 0.1, so that the start is forgotten."""
+def update_ema(ema_model, model, decay, step):
+    """ema_model = d ema_model + (1 - d) model; d rises from 0.1, so that the start is forgotten."""
     d = min(decay, (1 + step) / (10 + step))
     # also the statistics of batch normalisation; but not its count of batches, a whole number
-    pairs = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
+    pairs = zip(ema_model.state_dict().values(), model.state_dict().values(), strict=True)
     means, weights = zip(*[pair for pair in pairs if pair[0].is_floating_point()], strict=True)
     torch._foreach_lerp_(means, weights, 1 - d)
 
@@ -529,7 +530,7 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
     """One stage. state: the checkpoint to go on from, None or {} where a stage begins. Returns why
     training was stopped, "" if the stage has ended; loop says where it stands. (all ranks)"""
     world_size = dist.get_world_size()
-    model, average, twin, ddp_model, autocast = nets
+    model, ema_model, frozen, ddp_model, autocast = nets
     room = room_on_gpu(model, device) / image_bytes(args, stage, indist.shape[1])
     sampler = GlobalBatchSampler(indist.part(TRAIN), args, np.ones(len(indist.split)), room)
     steps = sampler.steps * (args.at_epochs if stage == "at" else args.total_epochs)
@@ -539,13 +540,13 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
     optimizer = make_optimizer(args, model, stage)
     if state and loop["phase"] == PHASES[stage]:
         model.load_state_dict(state["model"])
-        average.load_state_dict(state["average"])
+        ema_model.load_state_dict(state["average"])
         optimizer.load_state_dict(state["optimizer"])
         state.clear()  # frees this rank's copy; the next stage has none to go on from
     else:
         if loop["phase"] == PHASES["at"]:  # stage 2 starts from the best weights of stage 1
             model.load_state_dict(on_rank0(read_weights, f"{args.output_dir}/at_best.pt", model))
-        average.load_state_dict(model.state_dict())
+        ema_model.load_state_dict(model.state_dict())
         loop.update(phase=PHASES[stage], before=loop["step"])
     # in stage 2 batch normalisation keeps stage 1's statistics, without those of OOD images
     model.train(stage == "at")
@@ -575,41 +576,41 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                losses, own_scores = sums_of_losses(args, ddp_model, twin, batch, loop["T"])
+                losses, own_scores = sums_of_losses(args, ddp_model, frozen, batch, loop["T"])
             losses = losses / sampler.global_batch
             (losses.sum() * world_size).backward()  # DDP takes the mean, we want the sum
             step_losses += losses.detach()
-            scores[:, batch.places] = own_scores
+            scores[:, batch.positions] = own_scores
         norm = update_if_finite(args, optimizer)
-        update_average(average, model, args.ema, step)
+        update_ema(ema_model, model, args.ema, step)
         T = loop["T"]
-        shares = step_losses.sum()[None]
-        row = {"step": loop["step"] + 1, "phase": PHASES[stage], "epoch": epoch, "lr": lr}
+        metrics = step_losses.sum()[None]
+        log_row = {"step": loop["step"] + 1, "phase": PHASES[stage], "epoch": epoch, "lr": lr}
         if stage == "dat":
-            row["T"] = T
+            log_row["T"] = T
             dist.all_reduce(scores)  # of an image they are zero on all ranks but its own
-            value = auc(*scores)
+            step_auc = auc(*scores)
             # all ranks have the same AUC, and the meter sums over the ranks
-            shares = torch.cat([shares, step_losses, value.float()[None] / world_size])
+            metrics = torch.cat([metrics, step_losses, step_auc.float()[None] / world_size])
             # T grows when the mean AUC of the last `window` steps, all with this T, is high enough.
             # (A skipped step has NaN: not high enough.) To read the AUC the host waits here.
-            aucs = [*loop["aucs"], torch.where(norm.isfinite(), value, math.nan).item()]
+            aucs = [*loop["aucs"], torch.where(norm.isfinite(), step_auc, math.nan).item()]
             loop["aucs"] = aucs[-window:]
             is_easy = len(aucs) >= window and np.mean(loop["aucs"]) >= args.AUC_th
             if is_easy and T < args.attack_max_steps:
                 loop.update(T=T + 1, aucs=[])
-        meter.add(shares, norm)
+        meter.add(metrics, norm)
         loop["step"] += 1
         bar.update()
 
         # log, and agree whether to stop
         must_evaluate = (step + 1) % eval_every == 0 or step + 1 == steps
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
+        reason = meter.log_and_agree(log, log_row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(average, indist, args, device)
+            metrics = evaluate(ema_model, indist, args, device)
             if not math.isfinite(metrics["cross_entropy"]):
                 raise RuntimeError(f"held out: {metrics}: a lower learning rate?")
             row = {f"val/{stage}/{name}": value for name, value in metrics.items()}
@@ -617,13 +618,13 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
             if note_best(loop, stage, metrics, T):
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
                 for name in ["at_best.pt", "best.pt"] if stage == "at" else ["best.pt"]:
-                    save(name, model=average)
+                    save(name, model=ema_model)
 
         # save, with what the evaluation has changed
         if args.keep_every and loop["step"] % args.keep_every == 0:
-            save(f"step_{loop['step']}.pt", model=average)
+            save(f"step_{loop['step']}.pt", model=ema_model)
         if reason or must_save:
-            save("latest.pt", model=model, average=average, optimizer=optimizer)
+            save("latest.pt", model=model, average=ema_model, optimizer=optimizer)
             meter.start()  # neither counts as time of steps
     bar.close()
     return reason
@@ -649,17 +650,17 @@ def start_networks(args, device, indist, state):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     model = model.to(device)
-    average = copy.deepcopy(model).requires_grad_(False).eval()
-    twin = copy.deepcopy(average)
-    twin.load_state_dict(model.state_dict(), assign=True)
+    ema_model = copy.deepcopy(model).requires_grad_(False).eval()
+    frozen = copy.deepcopy(ema_model)
+    frozen.load_state_dict(model.state_dict(), assign=True)
     autocast = choose_precision(args, device)
     with autocast():  # it would round frozen weights anew in each step of an attack
-        for layer in twin.modules():
+        for layer in frozen.modules():
             if isinstance(layer, nn.Conv2d) and torch.is_autocast_enabled(device.type):
                 layer.to(torch.bfloat16)
     if args.compile:
-        twin = torch.compile(twin)
-    return model, average, twin, wrap_ddp(model, args, device), autocast
+        frozen = torch.compile(frozen)
+    return model, ema_model, frozen, wrap_ddp(model, args, device), autocast
 
 
 def main(args):
@@ -733,7 +734,7 @@ def find_images(name, shape):
         parts = np.full(len(images), TRAIN)
         parts[np.random.default_rng(0).permutation(len(images))[:360]] = TEST
         return list(zip(images, labels.tolist(), parts.tolist(), strict=True)), []
-    if name in GENERATED and shape:
+    if name in SYNTHETIC and shape:
         return list(draw_images(name, shape)), []
     if not path.exists():
         return find_on_hub(name)
@@ -752,22 +753,22 @@ def find_images(name, shape):
 
 def draw_images(kind, shape):
     """Yields rows that need no files: noise; or blobs, which are noise of 4 x 4 scaled up."""
-    channels, size = shape
-    rng = np.random.default_rng(GENERATED.index(kind))
-    side = size if kind == "noise" else 4
+    channels, image_size = shape
+    rng = np.random.default_rng(SYNTHETIC.index(kind))
+    side = image_size if kind == "noise" else 4
     for part, count in ((TRAIN, 20_000), (VALID, EVAL_IMAGES), (TEST, 10_000)):
         images = torch.from_numpy(rng.integers(0, 256, (count, channels, side, side), np.uint8))
         if kind == "blobs":
-            images = F.interpolate(images.float(), size, mode="bilinear").round().byte()
+            images = F.interpolate(images.float(), image_size, mode="bilinear").round().byte()
         for image in images.permute(0, 2, 3, 1).numpy():
             yield image, None, part
 
 
-def say(name, text, places):
-    """Logs how many places there are, if any, and the first of them, if it has a name."""
-    if places:
-        example = f", such as {places[0]}" if isinstance(places[0], (str, Path)) else ""
-        logging.warning(f"{name}: {len(places)} {text}{example}")
+def say(name, text, found):
+    """Logs how many were found, if any, and the first of them, if it has a name."""
+    if found:
+        example = f", such as {found[0]}" if isinstance(found[0], (str, Path)) else ""
+        logging.warning(f"{name}: {len(found)} {text}{example}")
 
 
 def find_in_folder(root):
@@ -894,9 +895,9 @@ def find_on_hub(name):
     return rows, [table._fingerprint for table in tables.values()]
 
 
-def read_image(file, channels, size):
-    """(channels, size, size) uint8: the middle of an image, upright; what is transparent becomes
-    white. file: a path, an array (S, S) or (S, S, C), or a place in a column of the hub."""
+def read_image(file, channels, image_size):
+    """(C, S, S) uint8: the middle of an image, upright; what is transparent becomes white.
+    file: a path, an array (S, S) or (S, S, C), or a place in a column of the hub."""
     if isinstance(file, np.ndarray):
         image = Image.fromarray(np.ascontiguousarray(file.squeeze()))
     elif isinstance(file, tuple):
@@ -911,8 +912,8 @@ def read_image(file, channels, size):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert("L" if channels == 1 else "RGB")
-    image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
-    return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
+    image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BICUBIC)
+    return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1)
 
 
 def hold_out(split):
@@ -931,9 +932,9 @@ def write_images(folder, name, rows, shape, indist):
     """Write images.npy (N, C, S, S) uint8; and rows.npz: labels, split and digests (N,), classes.
     indist: the images to classify, None if these are it. (rank 0)"""
     files, names, parts = zip(*rows, strict=True)
-    places = [file if isinstance(file, Path) else f"image {i}" for i, file in enumerate(files)]
-    channels, size = shape
-    shape = (len(rows), channels, size, size)
+    known = [file if isinstance(file, Path) else f"image {i}" for i, file in enumerate(files)]
+    channels, image_size = shape
+    shape = (len(rows), channels, image_size, image_size)
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
     with open(folder / "images.npy", "r+") as file:  # mapped, a full disk would kill this process
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
@@ -942,11 +943,11 @@ def write_images(folder, name, rows, shape, indist):
 
     def read(i):
         try:
-            images[i] = read_image(files[i], channels, size)
+            images[i] = read_image(files[i], channels, image_size)
             digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
             digests[i] = int.from_bytes(digest, "little")
         except Exception as error:  # Pillow raises many kinds
-            bad.append(f"{places[i]}: {' '.join(str(error).split())}")
+            bad.append(f"{known[i]}: {' '.join(str(error).split())}")
 
     with ThreadPool() as pool:
         done = pool.imap_unordered(read, range(len(rows)), chunksize=64)
@@ -970,7 +971,7 @@ def write_images(folder, name, rows, shape, indist):
         own = split == part
         split[own & np.isin(digests, seen)] = UNUSED
         seen = np.concatenate([seen, digests[own]])
-    copies = [places[i] for i in np.flatnonzero(split == UNUSED)]
+    copies = [known[i] for i in np.flatnonzero(split == UNUSED)]
     say(name, "images equal held-out ones, or those to classify: left out", copies)
     names = classes or ["OOD images"]
     for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
@@ -998,9 +999,9 @@ def prepare(args, name, indist=None):
         raise InputError(f"{name}: {text}; expected train/CLASS/..., or x_train and y_train")
 
     first = rows[0][0]
-    size, _, *colors = first.shape if isinstance(first, np.ndarray) else (32, 32, 3)
+    image_size, _, *colors = first.shape if isinstance(first, np.ndarray) else (32, 32, 3)
     channels = 1 if args.grey or colors in ([], [1]) else 3
-    shape = indist.shape if indist else (channels, args.size or size)
+    shape = indist.shape if indist else (channels, args.size or image_size)
     key = [READER, name, indist and indist.hash, shape, len(rows), version]
     write = functools.partial(write_images, name=name, rows=rows, shape=shape, indist=indist)
     return cached(args.cache_dir, "images", key, write)

@@ -119,8 +119,8 @@ def test_weights_load_by_name(tmp_path):
 def test_the_attacked_network_has_the_trained_weights(group, precision):
     """And buffers; in bf16 those of autocast. Attacks leave no gradients, nor other statistics."""
     args = arguments(WIDE, f"precision={precision}")
-    model, average, twin, ddp_model, autocast = start_networks(WIDE, f"precision={precision}")
-    assert any(p.dtype == torch.bfloat16 for p in twin.parameters()) == (precision == "bf16")
+    model, ema_model, frozen, ddp_model, autocast = start_networks(WIDE, f"precision={precision}")
+    assert any(p.dtype == torch.bfloat16 for p in frozen.parameters()) == (precision == "bf16")
     x = torch.rand(8, 1, 8, 8)
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
     with torch.no_grad():
@@ -130,12 +130,12 @@ def test_the_attacked_network_has_the_trained_weights(group, precision):
     with autocast():
         images = (255 * x).byte()
         batch = script.Batch(torch.arange(8), images, torch.arange(8), None, None, None)
-        script.sums_of_losses(args, ddp_model.eval(), twin, batch, 0)
+        script.sums_of_losses(args, ddp_model.eval(), frozen, batch, 0)
     assert not differences(before, model.state_dict())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     with autocast():
-        assert torch.equal(twin(x), model.eval()(x))
-        assert not torch.equal(average(x), twin(x))
+        assert torch.equal(frozen(x), model.eval()(x))
+        assert not torch.equal(ema_model(x), frozen(x))
 
 
 def test_an_attack_makes_whole_steps():
@@ -156,13 +156,15 @@ def test_an_attack_makes_whole_steps():
 def test_the_losses(group):
     """Cross entropies of attacked images, of real and attacked OOD images; logits of the labels."""
     args = arguments("indist_attack_clf.max_steps=2")
-    model, _, twin, ddp_model, _ = start_networks()
+    model, _, frozen, ddp_model, _ = start_networks()
     rng = torch.Generator().manual_seed(0)
     clf, real, ood = torch.randint(0, 256, (3, 8, 1, 8, 8), generator=rng).byte()
     y = torch.arange(8) % 10
     ball = (args.indist_attack_clf_step_size, args.indist_attack_clf_eps)
-    x = script.attack(twin, script.cross_entropy, script.pixels(clf), y.flip(0), 2, *ball)
-    fake = script.attack(twin, script.label_logit, script.pixels(ood), y, 2, args.attack_step_size)
+    x = script.attack(frozen, script.cross_entropy, script.pixels(clf), y.flip(0), 2, *ball)
+    fake = script.attack(
+        frozen, script.label_logit, script.pixels(ood), y, 2, args.attack_step_size
+    )
     logits = torch.cat([model(script.pixels(real)), model(fake)])
     truth = torch.cat([torch.ones(8), torch.zeros(8)])
     clf_loss = F.cross_entropy(model(x), y.flip(0))
@@ -170,13 +172,13 @@ def test_the_losses(group):
     expected = torch.autograd.grad(8 * (clf_loss + bce), list(model.parameters()))
 
     batch = script.Batch(torch.arange(8), clf, y.flip(0), real, y, ood)
-    sums, scores = script.sums_of_losses(args, ddp_model, twin, batch, 2)
+    sums, scores = script.sums_of_losses(args, ddp_model, frozen, batch, 2)
     sums.sum().backward()
     assert sums.tolist() == pytest.approx([8 * clf_loss.item(), 8 * bce.item()], rel=1e-5)
     found = [p.grad for p in model.parameters()]
     torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(scores.flatten(), logits.gather(1, y.repeat(2)[:, None])[:, 0])
-    sums, _ = script.sums_of_losses(args, ddp_model, twin, batch._replace(real_x=None), 2)
+    sums, _ = script.sums_of_losses(args, ddp_model, frozen, batch._replace(real_x=None), 2)
     assert sums.tolist() == pytest.approx([8 * clf_loss.item(), 0], rel=1e-5)
 
 
@@ -193,14 +195,14 @@ def test_the_auc():
 def test_the_average_of_the_weights():
     """d = min(decay, (1 + n) / (10 + n)), running statistics included, counters not."""
     model = small_network(WIDE)
-    average = small_network(WIDE)
+    ema_model = small_network(WIDE)
     for tensor in model.state_dict().values():
         tensor += 1
     for decay, share in ((0.999, 9 / 15), (0.0, 1)):
-        script.update_average(average, model, decay, 5)
-        found = average.bn1.running_var - 1
+        script.update_ema(ema_model, model, decay, 5)
+        found = ema_model.bn1.running_var - 1
         torch.testing.assert_close(found, torch.full_like(found, share))
-    assert average.bn1.num_batches_tracked == 0
+    assert ema_model.bn1.num_batches_tracked == 0
 
 
 def test_the_best_weights():

@@ -37,7 +37,7 @@ def test_a_network_is_measured(trained):
     order = [found[name] for name in ("clean", "robust@0.1", "robust@0.5", "robust@6")]
     assert order == sorted(order, reverse=True)
     assert order[0] > 0.5 and order[-1] == 0
-    for kind in script.GENERATED:
+    for kind in script.SYNTHETIC:
         assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
     assert found["options"]["attack_steps"] == 10
     call_script("tools/evaluate_rebm", *words, status=2)  # it does not write over a file

@@ -60,7 +60,7 @@ def parse_args():
     add("--radii", type=script.number(1e-6, 1e6), nargs="+", default=[], help=text)
     add("--attack_steps", type=COUNT, default=20, help="steps of each attack")
     text = "more OOD images to detect: noise, blobs, folders (the test part, or 15 percent), ..."
-    add("--outside", nargs="*", default=script.GENERATED, help=text)
+    add("--outside", nargs="*", default=script.SYNTHETIC, help=text)
     add("--ood_images", type=COUNT, default=500, help="OOD images at most, of each kind")
     args = parser.parse_args()
     args.out = args.out or args.checkpoint.with_name("evaluation.json")

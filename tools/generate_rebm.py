@@ -102,7 +102,7 @@ def pictures(source, ids, device):
 
 def generate(model, state, outdist, device, args):
     """(--num_samples, C, S, S) uint8 images; number i is of class i % classes"""
-    size = args.step_size or state["args"]["attack_step_size"]
+    step_size = args.step_size or state["args"]["attack_step_size"]
     starts = outdist.part(TEST)
     classes = len(state["loop"]["classes"])
     period = math.lcm(len(starts), classes)  # after which a start would get the same class again
@@ -111,7 +111,7 @@ def generate(model, state, outdist, device, args):
         some = np.arange(first, min(first + args.batch_size, args.num_samples))
         x = pictures(outdist, starts[(some + some // period) % len(starts)], device)
         labels = torch.from_numpy(some % classes).to(device)
-        z = script.attack(model, script.label_logit, x, labels, args.steps, size)
+        z = script.attack(model, script.label_logit, x, labels, args.steps, step_size)
         made.append((z * 255).round().byte().cpu())
     return torch.cat(made)
 
