@@ -54,6 +54,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unicodedata
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from multiprocessing.reduction import ForkingPickler
@@ -81,6 +82,12 @@ SYNTHETIC = ["noise", "blobs"]  # OOD images that need no files
 
 BATCH_SIZE = 128  # images of a micro-batch, if --batch_size is not given
 EVAL_BATCH_SIZE = 32  # images that a rank validates at a time
+
+
+# names of the original that cannot be taken as they are (the others: docs/MIGRATION.md)
+RENAMED = {"indist_dataset": "data", "outdist_dataset": "outdist_data", "image_size": "size"}
+RENAMED.update(fp16="precision", use_ema="ema", wandb_disabled="wandb_mode")
+RENAMED.update(n_imgs_per_metrics_log="log_every, in steps,")
 
 
 def parse_args():
@@ -126,12 +133,20 @@ def parse_args():
     add("--use_ddp", **{**FLAG, "default": True}, help="False: only one process, on one GPU")
 
     add_common_arguments(parser, output_dir="outputs/rebm")
-    # the original's name of --backend
-    add("--ddp_backend", dest="backend", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    # the original's names
+    for name, dest in {"--ddp_backend": "backend", "--rand_seed": "seed"}.items():
+        kind = int if dest == "seed" else str
+        add(name, dest=dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     # parse_with_config reads sys.argv, and so does torchrun
     sys.argv[1:] = as_options(sys.argv[1:], parser)
-    args = parse_with_config(parser)
-    if args.at_epochs == 0 and not (args.ckpt_path and args.total_epochs):
+    try:
+        args = parse_with_config(parser)
+    except InputError as error:
+        hints = [f"{old} is {new} here" for old, new in RENAMED.items() if f"{old}=" in str(error)]
+        raise InputError("; ".join([str(error), *hints])) from None
+    if args.at_epochs == args.total_epochs == 0:
+        parser.error("--at_epochs 0 and --total_epochs 0 leave nothing to train")
+    if args.at_epochs == 0 and not args.ckpt_path:
         parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
     if args.indist_attack_clf_norm == "Linf" and args.indist_attack_clf_eps >= 0.5:
         parser.error("--indist_attack_clf_eps >= 0.5 in Linf makes any image grey; 0.03 is usual")
@@ -269,6 +284,12 @@ class Network(nn.Module):
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
 
+    def initialize(self):
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.fc.bias)
+
     def forward(self, x):
         features = self.features((x - self.mean) / self.deviation).float()
         with torch.autocast(x.device.type, enabled=False):  # 16 bits would make ties of logits
@@ -295,6 +316,7 @@ class SmallNet(Network):
         layers += [nn.Flatten(), nn.Linear(before * min(image_size, 4) ** 2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, classes)
+        self.initialize()
 
 
 class WideBlock(nn.Module):
@@ -330,6 +352,7 @@ class WideResNet(Network):
             before = after
         self.bn1 = nn.BatchNorm2d(before)
         self.fc = nn.Linear(before, classes)
+        self.initialize()
 
     def features(self, x):
         x = self.conv1(x)
@@ -349,21 +372,26 @@ def make_network(args, classes, channels, image_size):
         model = SmallNet(classes, channels, image_size)
     else:
         model = WideResNet(*MODELS[args.model_type], classes, channels)
-    for layer in model.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-    nn.init.zeros_(model.fc.bias)
     # Convolutions are faster with channels last, except those of small images on a CPU. The layout
     # must not depend on the device: a resumed run's optimizer has that of the run before.
     return model.to(memory_format=torch.channels_last) if image_size >= 16 else model
 
 
-def read_weights(path, model):
-    """{name: tensor}, which the model now has: the averaged weights of a checkpoint of ours, those
-    of the original's files, or a state_dict; names may have prefixes of wrappers. (rank 0)"""
+def read_weights(path, model, classes=None):
+    """{name: tensor}, which the model now has: the averaged weights of a checkpoint of ours (of
+    earlier versions, too), those of the original's files, or a state_dict; names may have prefixes
+    of wrappers. classes: what its outputs have to be, where the file says it. (rank 0)"""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        for key in ("average", "model", "ema_state_dict", "model_state_dict", "state_dict"):
+        known = state.get("data", state.get("loop", {})).get("classes", classes)
+        for key in (
+            "ema_model",
+            "average",
+            "model",
+            "ema_state_dict",
+            "model_state_dict",
+            "state_dict",
+        ):
             if key in state:
                 state = state[key]
                 break
@@ -374,6 +402,8 @@ def read_weights(path, model):
     except Exception as error:  # torch.load raises many kinds
         text = " ".join(str(error).split())[:1000]  # torch's errors have many lines
         raise InputError(f"{path}: expected weights of this --model_type; {text}") from None
+    if classes and known != classes:
+        raise InputError(f"{path}: its classes are {', '.join(known)}; here {', '.join(classes)}")
     return found
 
 
@@ -420,28 +450,40 @@ def auc(real, fake):
     return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
 
 
-def sums_of_losses(args, ddp_model, frozen, batch, T):
-    """(2,) sums over a micro-batch: the cross entropy of attacked images; and the binary cross
-    entropy, half of it each, of real images and of OOD images that an attack of T steps has moved
-    towards the labels y of the real ones. And f_y (2, B) of both. (Stage 1: no more than 0.)"""
-    for low, weight in zip(frozen.parameters(), ddp_model.parameters(), strict=True):
-        if low.dtype != weight.dtype:  # those in bf16 do not share the memory of the network's
-            low.copy_(weight.detach())
+class Networks(NamedTuple):
+    model: nn.Module  # is trained
+    ema_model: nn.Module  # has the averaged weights: for validation, and to be used
+    frozen: nn.Module  # for attacks: in evaluation mode, with the weights of the model
+    ddp_model: nn.Module  # the model within DDP
 
-    length = [args.indist_attack_clf_max_steps, args.indist_attack_clf_step_size]
-    ball = [args.indist_attack_clf_eps, args.indist_attack_clf_norm]
-    x = attack(frozen, cross_entropy, pixels(batch.clf_x), batch.clf_y, *length, *ball)
-    if batch.real_x is None:
-        loss = cross_entropy(ddp_model(x), batch.clf_y).sum()
-        return torch.stack([loss, torch.zeros_like(loss)]), 0.0
 
-    fake = attack(frozen, label_logit, pixels(batch.ood_x), batch.real_y, T, args.attack_step_size)
+def attack_to_classify(args, frozen, batch):
+    """Images to classify (B, C, S, S), moved to where their cross entropy is high."""
+    names = ("max_steps", "step_size", "eps", "norm")
+    settings = [getattr(args, f"indist_attack_clf_{name}") for name in names]
+    return attack(frozen, cross_entropy, pixels(batch.clf_x), batch.clf_y, *settings)
+
+
+def classifier_loss(args, networks, batch):
+    """Stage 1: the sum () over a micro-batch of the cross entropies of attacked images."""
+    x = attack_to_classify(args, networks.frozen, batch)
+    return cross_entropy(networks.ddp_model(x), batch.clf_y).sum()
+
+
+def both_losses(args, networks, batch, T):
+    """Stage 2: two sums (2,) over a micro-batch: that of stage 1; and binary cross entropies, half
+    of each, of real images and of OOD images that an attack of T steps has moved towards the labels
+    y of the real ones. And f_y (2, B) of real and of OOD images."""
+    x = attack_to_classify(args, networks.frozen, batch)
+    ood_x = pixels(batch.ood_x)
+    fake = attack(networks.frozen, label_logit, ood_x, batch.real_y, T, args.attack_step_size)
     # One pass for all, since nothing mixes the images of a batch: batch normalisation is frozen.
-    logits, real, fake = ddp_model(torch.cat([x, pixels(batch.real_x), fake])).chunk(3)
-    bce = F.softplus(-real.logsumexp(1)) + F.softplus(fake.logsumexp(1))
-    scores = [label_logit(part.detach(), batch.real_y) for part in (real, fake)]
-    loss = cross_entropy(logits, batch.clf_y).sum()
-    return torch.stack([loss, bce.sum() / 2]), torch.stack(scores)
+    logits = networks.ddp_model(torch.cat([x, pixels(batch.real_x), fake]))
+    clf_logits, real_logits, fake_logits = logits.chunk(3)
+    bce = F.softplus(-real_logits.logsumexp(1)) + F.softplus(fake_logits.logsumexp(1))
+    scores = [label_logit(part.detach(), batch.real_y) for part in (real_logits, fake_logits)]
+    clf_loss = cross_entropy(clf_logits, batch.clf_y).sum()
+    return torch.stack([clf_loss, bce.sum() / 2]), torch.stack(scores)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -474,6 +516,19 @@ def evaluate(net, indist, args, device):
     return {"clean": clean, "robust": robust, "cross_entropy": loss}
 
 
+def draw_samples(path, net, indist, outdist, args, device):
+    """A picture of what the network makes of OOD images: in each column, of ten at most, an attack
+    moves them towards a class. (rank 0)"""
+    columns = min(10, len(indist.classes))
+    ids = outdist.some(VALID, 10 * columns)
+    labels = torch.arange(len(ids) // columns * columns, device=device) % columns
+    x = pixels(torch.from_numpy(outdist.images[ids[: len(labels)]]).to(device))
+    z = attack(net, label_logit, x, labels, args.attack_max_steps, args.attack_step_size)
+    rows = (255 * z).round().byte().unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2)
+    picture = rows.flatten(2, 3).flatten(0, 1).expand(-1, -1, 3)  # height, width, color
+    Image.fromarray(picture.contiguous().cpu().numpy()).save(path)
+
+
 def note_best(loop, stage, metrics, T):
     """Whether these weights are the best of the stage so far; loop["best"] says so then."""
     # Networks that have seen longer attacks generate better images, and are hardly less robust: so
@@ -491,7 +546,6 @@ def note_best(loop, stage, metrics, T):
 
 OPTIMIZERS = {  # with the original's settings
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"betas": (0.0, 0.99)}),
     "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
 }
 
@@ -517,20 +571,29 @@ def image_bytes(args, stage, image_size):
     return 4 * 8 * blocks * 16 * factor * image_size**2 * (3 if stage == "dat" else 1)
 
 
-def update_ema(ema_model, model, decay, step):
+def update_ema(networks, decay, step):
     """ema_model = d ema_model + (1 - d) model; d rises from 0.1, so that the start is forgotten."""
     d = min(decay, (1 + step) / (10 + step))
     # also the statistics of batch normalisation; but not its count of batches, a whole number
-    pairs = zip(ema_model.state_dict().values(), model.state_dict().values(), strict=True)
-    means, weights = zip(*[pair for pair in pairs if pair[0].is_floating_point()], strict=True)
+    states = networks.ema_model.state_dict().values(), networks.model.state_dict().values()
+    pairs = [pair for pair in zip(*states, strict=True) if pair[0].is_floating_point()]
+    means, weights = zip(*pairs, strict=True)
     torch._foreach_lerp_(means, weights, 1 - d)
 
 
-def train(args, device, stage, indist, outdist, nets, state, log, loop):
-    """One stage. state: the checkpoint to go on from, None or {} where a stage begins. Returns why
-    training was stopped, "" if the stage has ended; loop says where it stands. (all ranks)"""
+def update_frozen(networks):
+    """Weights of the frozen network that are in bf16 do not share the memory of the model's."""
+    pairs = zip(networks.frozen.parameters(), networks.model.parameters(), strict=True)
+    for rounded, weight in pairs:
+        if rounded.dtype != weight.dtype:
+            rounded.copy_(weight.detach())
+
+
+def train(args, device, stage, indist, outdist, networks, autocast, state, log, loop):
+    """One stage, from where `loop` says that it stands. state: the checkpoint to go on from, None
+    for a new run. Returns why training was stopped, "" if the stage has ended. (all ranks)"""
     world_size = dist.get_world_size()
-    model, ema_model, frozen, ddp_model, autocast = nets
+    model, ema_model, _, ddp_model = networks
     room = room_on_gpu(model, device) / image_bytes(args, stage, indist.shape[1])
     sampler = GlobalBatchSampler(indist.part(TRAIN), args, np.ones(len(indist.split)), room)
     steps = sampler.steps * (args.at_epochs if stage == "at" else args.total_epochs)
@@ -538,27 +601,30 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
     window = math.ceil(args.min_imgs_per_threshold / sampler.global_batch)
     logging.info(f"  stage {stage}: {steps:,} steps, {sampler.steps:,} an epoch")
     optimizer = make_optimizer(args, model, stage)
-    if state and loop["phase"] == PHASES[stage]:
+    if loop["stage"] == stage:
         model.load_state_dict(state["model"])
-        ema_model.load_state_dict(state["average"])
+        ema_model.load_state_dict(state["ema_model"])
         optimizer.load_state_dict(state["optimizer"])
-        state.clear()  # frees this rank's copy; the next stage has none to go on from
+        state.clear()  # each rank has a copy: free it
     else:
-        if loop["phase"] == PHASES["at"]:  # stage 2 starts from the best weights of stage 1
+        if loop["stage"] == "at":  # stage 2 starts from the best weights of stage 1
             model.load_state_dict(on_rank0(read_weights, f"{args.output_dir}/at_best.pt", model))
         ema_model.load_state_dict(model.state_dict())
-        loop.update(phase=PHASES[stage], before=loop["step"])
+        loop.update(stage=stage, stage_step=0)
+    update_frozen(networks)
     # in stage 2 batch normalisation keeps stage 1's statistics, without those of OOD images
     model.train(stage == "at")
-    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop)
-    sampler.start = loop["step"] - loop["before"]
+    data = {"classes": indist.classes, "shape": [*indist.shape]}  # for whoever loads the weights
+    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, data=data)
+    sampler.start = loop["stage_step"]
     batches = make_loader(TrainingData(args, indist, outdist, stage), sampler, args, device)
 
+    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     bar = tqdm(total=steps, initial=sampler.start, disable=None if dist.get_rank() == 0 else True)
     meter = Meter(["loss"] if stage == "at" else ["loss", "clf_loss", "bce", "auc"], args, device)
     reason = ""
-    while loop["step"] - loop["before"] < steps and not reason:
-        step = loop["step"] - loop["before"]
+    while loop["stage_step"] < steps and not reason:
+        step = loop["stage_step"]
         epoch, position = divmod(step, sampler.steps)
         if position == 0:
             logging.info(f"Starting training epoch {epoch}")
@@ -570,20 +636,26 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
             group["lr"] = lr
 
         # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
-        step_losses = torch.zeros(2, device=device)
+        T = loop["T"]
+        step_losses = torch.zeros(1 if stage == "at" else 2, device=device)
         scores = torch.zeros(2, sampler.global_batch, device=device)
+        old_statistics = [buffer.clone() for buffer in statistics]
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                losses, own_scores = sums_of_losses(args, ddp_model, frozen, batch, loop["T"])
+                if stage == "at":
+                    losses = classifier_loss(args, networks, batch)[None]
+                else:
+                    losses, scores[:, batch.positions] = both_losses(args, networks, batch, T)
             losses = losses / sampler.global_batch
             (losses.sum() * world_size).backward()  # DDP takes the mean, we want the sum
             step_losses += losses.detach()
-            scores[:, batch.positions] = own_scores
         norm = update_if_finite(args, optimizer)
-        update_ema(ema_model, model, args.ema, step)
-        T = loop["T"]
+        for buffer, old in zip(statistics, old_statistics, strict=True):
+            buffer.copy_(torch.where(norm.isfinite(), buffer, old))  # nor those of a skipped step
+        update_frozen(networks)
+        update_ema(networks, args.ema, step)
         metrics = step_losses.sum()[None]
         log_row = {"step": loop["step"] + 1, "phase": PHASES[stage], "epoch": epoch, "lr": lr}
         if stage == "dat":
@@ -601,6 +673,7 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
                 loop.update(T=T + 1, aucs=[])
         meter.add(metrics, norm)
         loop["step"] += 1
+        loop["stage_step"] += 1
         bar.update()
 
         # log, and agree whether to stop
@@ -615,16 +688,19 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
                 raise RuntimeError(f"held out: {metrics}: a lower learning rate?")
             row = {f"val/{stage}/{name}": value for name, value in metrics.items()}
             log.write({"step": loop["step"], "phase": PHASES[stage], "epoch": epoch, **row})
+            if stage == "dat":
+                path = f"{args.output_dir}/samples-{loop['step']}.png"
+                on_rank0(draw_samples, path, ema_model, indist, outdist, args, device)
             if note_best(loop, stage, metrics, T):
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
                 for name in ["at_best.pt", "best.pt"] if stage == "at" else ["best.pt"]:
-                    save(name, model=ema_model)
+                    save(name, ema_model=ema_model)
 
         # save, with what the evaluation has changed
         if args.keep_every and loop["step"] % args.keep_every == 0:
-            save(f"step_{loop['step']}.pt", model=ema_model)
+            save(f"step_{loop['step']}.pt", ema_model=ema_model)
         if reason or must_save:
-            save("latest.pt", model=model, average=ema_model, optimizer=optimizer)
+            save("latest.pt", model=model, ema_model=ema_model, optimizer=optimizer)
             meter.start()  # neither counts as time of steps
     bar.close()
     return reason
@@ -635,13 +711,11 @@ def train(args, device, stage, indist, outdist, nets, state, log, loop):
 
 
 def start_networks(args, device, indist, state):
-    """The network that is trained; that of averaged weights, for validation and best.pt; one for
-    attacks, frozen and in evaluation mode, which shares the memory of the first (with bf16: not of
-    its convolutions); the first within DDP; and what makes a forward pass's context. (all ranks)"""
+    """The Networks, and a function that makes the context of a forward pass. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape)
     if args.ckpt_path and state is None:
-        model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model))
+        model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model, indist.classes))
     has_batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
     if has_batch_norm and args.at_epochs > 0 and dist.get_world_size() > 1:
         if device.type == "cpu" or args.backend == "gloo":
@@ -660,7 +734,7 @@ def start_networks(args, device, indist, state):
                 layer.to(torch.bfloat16)
     if args.compile:
         frozen = torch.compile(frozen)
-    return model, ema_model, frozen, wrap_ddp(model, args, device), autocast
+    return Networks(model, ema_model, frozen, wrap_ddp(model, args, device)), autocast
 
 
 def main(args):
@@ -682,15 +756,14 @@ def main(args):
         return 0
 
     begin_run(args, state, f"{indist.hash} {outdist.hash}")
-    # before: steps before this stage; aucs: of the last steps with this T; best: of each stage
-    loop = {"step": 0, "phase": 0, "before": 0, "T": 0, "aucs": [], "best": {}}
-    loop.update(classes=indist.classes, shape=[*indist.shape])  # for whoever loads the weights
+    # stage_step: steps of this stage; aucs: of the last steps with this T; best: of each stage
+    loop = {"step": 0, "stage": "", "stage_step": 0, "T": 0, "aucs": [], "best": {}}
     if state:
         loop = state["loop"]
-    if loop["phase"] == PHASES["dat"] and args.total_epochs == 0:
+    if loop["stage"] == "dat" and args.total_epochs == 0:
         raise InputError("--total_epochs 0: stage 2 has begun, give as many or more")
     torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
-    nets = start_networks(args, device, indist, state)
+    networks, autocast = start_networks(args, device, indist, state)
     logging.info(f"Initialized DDP with {world_size} processes")
     counts = np.bincount(indist.labels[indist.some(VALID, EVAL_IMAGES)])
     commonest = float(counts.max() / counts.sum())  # accuracy of always guessing it
@@ -699,9 +772,11 @@ def main(args):
     logging.info("Starting distributed training...")
     with logging_redirect_tqdm():
         for stage, epochs in {"at": args.at_epochs, "dat": args.total_epochs}.items():
-            if epochs == 0 or PHASES[stage] < loop["phase"]:
+            if epochs == 0 or [stage, loop["stage"]] == ["at", "dat"]:
                 continue
-            reason = train(args, device, stage, indist, outdist, nets, state, log, loop)
+            reason = train(
+                args, device, stage, indist, outdist, networks, autocast, state, log, loop
+            )
             if reason:
                 return log.stop(reason, steps=loop["step"], stages=loop["best"])
             best = loop["best"][stage]
@@ -720,7 +795,8 @@ def main(args):
 # read_image opens, None where there is no class, and TRAIN, VALID or TEST.
 
 PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
-READER = 5  # raise it when you change what is read or kept: else an old cache is used
+METAS = ["batches.meta", "meta", "*/batches.meta", "*/meta"]  # what CIFAR's folder has
+READER = 6  # raise it when you change what is read or kept: else an old cache is used
 
 
 def find_images(name, shape):
@@ -741,9 +817,9 @@ def find_images(name, shape):
     if path.is_file():
         rows = list(find_in_arrays(path))
         files = [path]
-    elif (path / "batches.meta").is_file() or (path / "meta").is_file():
-        rows = list(find_in_pickles(path))
-        files = sorted(path.iterdir())
+    elif metas := [file for name in METAS for file in path.glob(name)]:
+        rows = list(find_in_pickles(metas[0].parent))
+        files = sorted(metas[0].parent.iterdir())
     else:
         rows = list(find_in_folder(path))
         files = [file for file, _, _ in rows]
@@ -771,23 +847,39 @@ def say(name, text, found):
         logging.warning(f"{name}: {len(found)} {text}{example}")
 
 
-def find_in_folder(root):
-    """Yields rows of ROOT/train/CLASS/..., with val and test beside it, if they are there; their
-    names may be longer, such as training_set. Or of ROOT/CLASS/..."""
-    parts = {}  # {name of a folder: its part}
-    for path in root.iterdir():
-        for name, part in PARTS.items():
-            if path.is_dir() and path.name.lower().startswith(name):
-                parts[path.name] = part
+def find_parts(root):
+    """{name of a folder: its part} of train/, val/, test/, or seg_train/, training_set/, ... A
+    folder of that name which has no folders is a class, where it is beside others."""
+    folders = [path for path in root.iterdir() if path.is_dir() and path.name[0] not in "._"]
+    parts = {}
+    has_classes = False
+    for path in folders:
+        words = r"(?:.*[^a-z])?(train|val|test)(?:ing|id|idation|set|data)?(?:[^a-z].*)?"
+        word = re.fullmatch(words, path.name.lower())
+        if word:
+            parts[path.name] = PARTS[word[1]]
+            has_classes |= any(child.is_dir() for child in path.iterdir())
+    return parts if has_classes or len(parts) == len(folders) else {}
 
+
+def find_in_folder(root):
+    """Yields rows of ROOT/train/CLASS/..., with val and test beside it, if they are there. Or of
+    ROOT/CLASS/... In Tiny ImageNet's folders images/ a file has the classes of val/."""
+    parts = find_parts(root)
+    classes = {}
+    for path in root.glob("*/val_annotations.txt"):
+        classes = dict(line.split("\t")[:2] for line in path.read_text().splitlines())
     kinds = Image.registered_extensions()
     unread = []
     for path in files_below(root):
         folders = [*path.relative_to(root).parts[:-1], None, None]  # None: there is no folder
         part = parts.get(folders.pop(0)) if parts else TRAIN
+        name = folders[0] and unicodedata.normalize("NFC", folders[0])
+        if classes and folders[:2] == ["images", None]:
+            name = classes.get(path.name)
         is_image = path.name[0] != "." and kinds.get(path.suffix.lower()) in Image.OPEN
         if is_image and part is not None:
-            yield path, folders[0], part
+            yield path, name, part
         else:
             unread.append(path)
     say(root, "files or folders are not read as images", unread)
@@ -807,11 +899,20 @@ def files_below(folder):
 
 def find_in_arrays(path):
     """Yields rows of x_train, y_train, x_test, y_test, as Keras names arrays, or of train_images,
-    train_labels, as MedMNIST does; images are uint8 (N, S, S), (N, S, S, C) or (N, C, S, S)."""
+    train_labels, as MedMNIST does; images are uint8 (N, S, S), (N, S, S, C) or (N, C, S, S). A .npy
+    is one array of them, a .mat what SVHN's authors ship."""
     try:
-        arrays = dict(np.load(path))
+        if path.suffix == ".mat":
+            from scipy.io import loadmat
+
+            content = loadmat(path)
+            arrays = {"x_train": content["X"].transpose(3, 0, 1, 2), "y_train": content["y"]}
+        else:
+            arrays = np.load(path)
+            arrays = dict(arrays if path.suffix == ".npz" else {"x_train": arrays})
     except Exception as error:  # those of zipfile and zlib, too
-        raise InputError(f"{path}: {error}: expected an .npz file of arrays") from None
+        expected = "expected an .npz file of arrays, an .npy of images, or SVHN's .mat"
+        raise InputError(f"{path}: {error!r:.200}; {expected}") from None
     for name, part in PARTS.items():
         for x, y in ((f"x_{name}", f"y_{name}"), (f"{name}_images", f"{name}_labels")):
             if x not in arrays:
@@ -828,7 +929,8 @@ def find_in_arrays(path):
             if labels.dtype.kind not in "iuU" or len(labels) != len(images):
                 text = f"{y} is {labels.dtype} ({len(labels)},)"
                 raise InputError(f"{path}: {text}; expected {len(images)} whole numbers, or names")
-            classes = [None if label in (-1, "") else label for label in labels.tolist()]
+            unknown = labels == "" if labels.dtype.kind == "U" else labels < 0
+            classes = np.where(unknown, None, labels).tolist()
             yield from zip(images, classes, [part] * len(images), strict=True)
     say(path, "arrays are not read", list(arrays))
 
@@ -871,7 +973,7 @@ def find_on_hub(name):
     import datasets
 
     try:
-        tables = datasets.load_dataset(name)
+        tables = datasets.load_dataset(*name.split(":"))
     except Exception as error:  # no network, no such name, and many more
         text = "no such folder or file here, and not on the hub, or no way to it; digits need none"
         raise InputError(f"{name}: {text} ({' '.join(str(error).split())[:200]})") from None
@@ -905,6 +1007,8 @@ def read_image(file, channels, image_size):
         image = column[i]
     else:
         image = Image.open(file)
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # of which MPO has copies
+        raise ValueError(f"{image.n_frames} pictures in a file")
     if image.mode[0] in "IF":  # convert would clip their pixels at 255
         raise ValueError(f"mode {image.mode}: expected 8 bits a channel")
     image = ImageOps.exif_transpose(image)
@@ -916,9 +1020,12 @@ def read_image(file, channels, image_size):
     return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1)
 
 
-def hold_out(split):
+def hold_out(split, only_test=False):
     """Change `split` (N,) where there are no images to test or to validate on: some of those to
-    train on become them. A single part beside train is the test."""
+    train on become them; or all, if the test is all that is asked for. A single part beside train
+    is the test."""
+    if only_test and set(split) == {TRAIN}:
+        split[:] = TEST
     if TEST not in split:
         split[split == VALID] = TEST
     rng = np.random.default_rng(0)
@@ -928,7 +1035,7 @@ def hold_out(split):
             split[train[: min(most, round(share * len(train)))]] = part
 
 
-def write_images(folder, name, rows, shape, indist):
+def write_images(folder, name, rows, shape, indist, only_test):
     """Write images.npy (N, C, S, S) uint8; and rows.npz: labels, split and digests (N,), classes.
     indist: the images to classify, None if these are it. (rank 0)"""
     files, names, parts = zip(*rows, strict=True)
@@ -964,7 +1071,7 @@ def write_images(folder, name, rows, shape, indist):
         if len(classes) < 2:
             raise InputError(f"{name} has one class, {classes[0]}; two are needed: see --help")
     split = np.array(parts, np.uint8)
-    hold_out(split)
+    hold_out(split, only_test)
     # no image of one part may equal one of another, nor an OOD image one to classify
     seen = np.zeros(0, np.uint64) if indist is None else indist.digests
     for part in (TEST, VALID, TRAIN):
@@ -976,16 +1083,19 @@ def write_images(folder, name, rows, shape, indist):
     names = classes or ["OOD images"]
     for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
         lost = [names[i] for i in np.setdiff1d(range(len(names)), labels[split == part])]
+        if only_test and part != TEST:
+            continue
         if lost and (part == TRAIN or len(lost) == len(names)):
             raise InputError(f"{name}: nothing to {use} on of {', '.join(lost[:20])}")
         say(name, f"of {len(names)} classes have nothing to {use} on", lost)
     np.savez(folder / "rows.npz", labels=labels, split=split, digests=digests, classes=classes)
 
 
-def prepare(args, name, indist=None):
+def prepare(args, name, indist=None, only_test=False):
     """The folder with the images that `name` names, read once, and kept. indist: the images to
-    classify, if these are OOD images, which get the same shape. What there is to read is listed at
-    every start: so a changed folder is noticed. (rank 0)"""
+    classify, if these are OOD images, which get the same shape. only_test: images without parts are
+    all for the test. What there is to read is listed at every start: so a changed folder is
+    noticed. (rank 0)"""
     try:
         rows, version = find_images(name, indist and indist.shape)
     except OSError as error:  # a folder that may not be read, a link that leads nowhere
@@ -1002,9 +1112,9 @@ def prepare(args, name, indist=None):
     image_size, _, *colors = first.shape if isinstance(first, np.ndarray) else (32, 32, 3)
     channels = 1 if args.grey or colors in ([], [1]) else 3
     shape = indist.shape if indist else (channels, args.size or image_size)
-    key = [READER, name, indist and indist.hash, shape, len(rows), version]
-    write = functools.partial(write_images, name=name, rows=rows, shape=shape, indist=indist)
-    return cached(args.cache_dir, "images", key, write)
+    key = [READER, name, indist and indist.hash, shape, len(rows), version, only_test]
+    options = {"name": name, "rows": rows, "shape": shape, "indist": indist, "only_test": only_test}
+    return cached(args.cache_dir, "images", key, functools.partial(write_images, **options))
 
 
 # ==================================================================================================

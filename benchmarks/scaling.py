@@ -91,7 +91,8 @@ def load_data(module, args):
 
     def loss_of_images(batch):
         """A step of stage 2, without attacks."""
-        return module.sums_of_losses(args, model, model, batch, 0)[0].sum()
+        networks = module.Networks(model, model, model, model)
+        return module.both_losses(args, networks, batch, 0)[0].sum()
 
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)

@@ -75,14 +75,16 @@ def rebm(script, args):
     data = script.TrainingData(args, indist, outdist, "dat")
     batch = data[0, indist.part(script.TRAIN), np.arange(8)]
     model = script.make_network(args, 10, *indist.shape)
-    twin = copy.deepcopy(model).requires_grad_(False)
+    frozen = copy.deepcopy(model).requires_grad_(False)
 
     def loss(models, batch):
-        sums, scores = script.sums_of_losses(args, *models, batch, 2)
+        model, frozen = models
+        networks = script.Networks(model, model, frozen, model)
+        sums, scores = script.both_losses(args, networks, batch, 2)
         script.auc(*scores)
         return sums.sum()
 
-    return torch.nn.ModuleList([model, twin]), batch, loss
+    return torch.nn.ModuleList([model, frozen]), batch, loss
 
 
 # options of each (test_train_ddp.py has the step of train_ddp)
@@ -237,6 +239,7 @@ def test_steps_read_nothing(name, tmp_path, monkeypatch):
     expected = {"log_and_agree: tolist": meetings, "log_and_agree: _local_scalar_dense": lines}
     if name == "run_train_rebm_ddp":  # the AUC in each step of stage 2
         expected["train: _local_scalar_dense"] = 5
+        expected.update({"draw_samples: cpu": 1, "draw_samples: numpy": 1})  # an evaluation
     assert found == expected
 
 

@@ -104,6 +104,10 @@ def test_weights_load_by_name(tmp_path):
         script.read_weights(path, model)
         assert not differences(state, model.state_dict()), form
 
+    torch.save({**forms["ours"], "data": {"classes": ["b", "a"]}}, path)
+    with pytest.raises(script.InputError, match="weights.pth: its classes are b, a; here a, b"):
+        script.read_weights(path, small_network(WIDE), ["a", "b"])
+
     wrong = {
         "Missing key.*block1.layer.0.bn1": {"net.0": torch.zeros(3)},
         r"size mismatch for fc.bias: .*\[3\].*\[10\]": {**state, "fc.bias": torch.zeros(3)},
@@ -119,7 +123,9 @@ def test_weights_load_by_name(tmp_path):
 def test_the_attacked_network_has_the_trained_weights(group, precision):
     """And buffers; in bf16 those of autocast. Attacks leave no gradients, nor other statistics."""
     args = arguments(WIDE, f"precision={precision}")
-    model, ema_model, frozen, ddp_model, autocast = start_networks(WIDE, f"precision={precision}")
+    networks, autocast = start_networks(WIDE, f"precision={precision}")
+    model, ema_model, frozen, ddp_model = networks
+    ddp_model.eval()
     assert any(p.dtype == torch.bfloat16 for p in frozen.parameters()) == (precision == "bf16")
     x = torch.rand(8, 1, 8, 8)
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
@@ -130,7 +136,8 @@ def test_the_attacked_network_has_the_trained_weights(group, precision):
     with autocast():
         images = (255 * x).byte()
         batch = script.Batch(torch.arange(8), images, torch.arange(8), None, None, None)
-        script.sums_of_losses(args, ddp_model.eval(), frozen, batch, 0)
+        script.classifier_loss(args, networks, batch)
+    script.update_frozen(networks)
     assert not differences(before, model.state_dict())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     with autocast():
@@ -156,7 +163,8 @@ def test_an_attack_makes_whole_steps():
 def test_the_losses(group):
     """Cross entropies of attacked images, of real and attacked OOD images; logits of the labels."""
     args = arguments("indist_attack_clf.max_steps=2")
-    model, _, frozen, ddp_model, _ = start_networks()
+    networks, _ = start_networks()
+    model, frozen = networks.model, networks.frozen
     rng = torch.Generator().manual_seed(0)
     clf, real, ood = torch.randint(0, 256, (3, 8, 1, 8, 8), generator=rng).byte()
     y = torch.arange(8) % 10
@@ -172,14 +180,14 @@ def test_the_losses(group):
     expected = torch.autograd.grad(8 * (clf_loss + bce), list(model.parameters()))
 
     batch = script.Batch(torch.arange(8), clf, y.flip(0), real, y, ood)
-    sums, scores = script.sums_of_losses(args, ddp_model, frozen, batch, 2)
+    sums, scores = script.both_losses(args, networks, batch, 2)
     sums.sum().backward()
     assert sums.tolist() == pytest.approx([8 * clf_loss.item(), 8 * bce.item()], rel=1e-5)
     found = [p.grad for p in model.parameters()]
     torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(scores.flatten(), logits.gather(1, y.repeat(2)[:, None])[:, 0])
-    sums, _ = script.sums_of_losses(args, ddp_model, frozen, batch._replace(real_x=None), 2)
-    assert sums.tolist() == pytest.approx([8 * clf_loss.item(), 0], rel=1e-5)
+    loss = script.classifier_loss(args, networks, batch)
+    assert loss.item() == pytest.approx(8 * clf_loss.item(), rel=1e-5)
 
 
 def test_the_auc():
@@ -199,7 +207,7 @@ def test_the_average_of_the_weights():
     for tensor in model.state_dict().values():
         tensor += 1
     for decay, share in ((0.999, 9 / 15), (0.0, 1)):
-        script.update_ema(ema_model, model, decay, 5)
+        script.update_ema(script.Networks(model, ema_model, None, None), decay, 5)
         found = ema_model.bn1.running_var - 1
         torch.testing.assert_close(found, torch.full_like(found, share))
     assert ema_model.bn1.num_batches_tracked == 0
@@ -284,8 +292,9 @@ def test_the_commands_of_the_original():
     config = str(ROOT / "configs/config_rebm_cifar10.yaml")
     # torch.distributed.launch gives a word of its own first
     words = ["--local-rank=0", config, "use_ddp=False", "attack.max_steps=100", "ddp_backend=gloo"]
-    args = arguments(*words, "--indist_attack_clf.eps=0.25", "model.ckpt_path=~/a=b")
-    assert args.lr == 1e-3  # of the file
+    words += ["--indist_attack_clf.eps=0.25", "model.ckpt_path=~/a=b", "rand_seed=5"]
+    args = arguments(*words)
+    assert (args.lr, args.seed) == (1e-3, 5)  # the rate is the file's
     assert (args.use_ddp, args.attack_max_steps, args.backend) == (False, 100, "gloo")
     assert (args.indist_attack_clf_eps, args.ckpt_path) == (0.25, os.path.expanduser("~/a=b"))
     assert arguments("--config", config, "seed=7").seed == 7
@@ -294,13 +303,15 @@ def test_the_commands_of_the_original():
 def test_options_that_cannot_be():
     wrong = {
         "at_epochs=0": "give --ckpt_path",
+        "at_epochs=0 total_epochs=0 ckpt_path=a.pt": "leave nothing to train",
+        "use_ema=True fp16=True": "unrecognized .*; fp16 is precision here; use_ema is ema here",
         "attack.lr=0.5": "unrecognized arguments: --attack_lr=0.5",  # it was --lr
         "sed=3": "unrecognized arguments: --sed=3",
         "indist_attack_clf.norm=Linf": "0.5 in Linf makes any image grey",
     }
     for option, said in wrong.items():
         with pytest.raises(script.InputError, match=said):
-            arguments(option)
+            arguments(*option.split())
 
 
 def test_a_first_step_that_is_skipped_leaves_no_trace():

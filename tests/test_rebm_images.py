@@ -10,6 +10,7 @@ import zlib
 import datasets
 import numpy as np
 import pytest
+import scipy.io
 from helpers import call_script, on_small_disk, parse_arguments
 from PIL import Image
 
@@ -58,6 +59,34 @@ def odd_files(root):
     picture(root / "train/a.png")
 
 
+def seg(root):
+    """As a data set of landscapes has them; and a class whose name is written in two ways."""
+    for name in ("seg_train", "seg_test"):
+        (root / name / "cat").rename(root / name / "cafe\u0301")
+        for path in (root / name / "cafe\u0301").glob("1*.png"):
+            (root / name / "caf\u00e9").mkdir(exist_ok=True)
+            path.rename(root / name / "caf\u00e9" / path.name)
+
+
+def a_class_called_train(root):
+    (root / "cat").rename(root / "train")
+
+
+def tiny_imagenet(root):
+    """train/CLASS/images/..., val/images/... with a list of classes, test/images/... without."""
+    for name in COLORS:
+        (root / "train" / name).rename(root / "images")
+        (root / "train" / name).mkdir()
+        (root / "images").rename(root / "train" / name / "images")
+    lines = []
+    for name, color in COLORS.items():
+        for i in range(3):
+            picture(root / f"val/images/{name}{i}.png", color)
+            lines.append(f"{name}{i}.png\t{name}\t0\t0\t9\t9\n")
+    (root / "val/val_annotations.txt").write_text("".join(lines))
+    picture(root / "test/images/test_0.png")
+
+
 def copies(root):
     for i in range(3):
         os.link(root / f"test/cat/{i}.png", root / f"train/cat/copy{i}.png")
@@ -69,6 +98,9 @@ FOLDERS = {  # folders of images, what is odd, images of each part, what is said
     "three parts": ([*TWO, "validation"], None, [24, 24, 24], ""),
     "one part": ([""], None, [19, 1, 4], "1 of 2 classes have nothing to validate on"),
     "odd files": (TWO, odd_files, [24, 2, 24], "5 files .*__MACOSX.*1 images have no .*/a.png"),
+    "seg": (["seg_train", "seg_test"], seg, [22, 2, 24], ""),
+    "a class called train": ([""], a_class_called_train, [19, 1, 4], "nothing to validate on"),
+    "tiny imagenet": (["train"], tiny_imagenet, [22, 2, 6], "val_annotations.*1 images have no"),
     "copies": (TWO, copies, [22, 2, 24], "3 images equal held-out ones.*copy0"),
 }
 
@@ -81,13 +113,13 @@ def test_folders_that_are_read(tmp_path, caplog, name):
         make_odd(root)
     data = read(root, "--size=16")
     assert counts(data) == expected
-    assert data.classes == ["cat", "dog"]
+    assert len(data.classes) == 2
     assert data.images.shape[1:] == (3, 16, 16)
     found = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert bool(found) == bool(said) and re.search(said, "".join(found))
     for part in (TRAIN, TEST):  # the colour tells the class
         red, _, blue = data.images[data.part(part)].mean((2, 3)).T
-        assert np.array_equal(red < blue, data.labels[data.part(part)] == 1)
+        assert np.array_equal(red < blue, data.labels[data.part(part)] == data.classes.index("dog"))
     # the first ones would be cats
     assert set(data.labels[data.some(TRAIN, 12)]) == {0, 1}
 
@@ -99,7 +131,13 @@ def several_damaged(root):
     (root / "a/test/dog/2.png").write_bytes(whole[: len(whole) // 2])
 
 
+def several_pictures(root):
+    frames = [Image.fromarray(np.full((20, 20), 60 * i, np.uint8)) for i in range(3)]
+    frames[0].save(root / "a/train/cat/0.gif", save_all=True, append_images=frames[1:])
+
+
 REFUSED = {  # what is said
+    "1 images cannot be read:\n.*0.gif: 3 pictures in a file": several_pictures,
     "no images there, or no classes; expected train/CLASS": lambda root: shutil.rmtree(root / "a"),
     "has one class, a; two are needed": lambda root: None,
     "No such file.*new.png": lambda root: (root / "a/train/cat/new.png").symlink_to("nowhere.png"),
@@ -129,6 +167,9 @@ def test_ood_images_are_none_to_classify(tmp_path, caplog):
         os.link(root / f"test/cat/{i}.png", others / f"same{i}.png")
     data = read(others, indist=indist)
     assert sum(counts(data)) == 31
+    args = parse_arguments(script, f"--cache_dir={tmp_path}/cache")
+    whole = script.Images(script.prepare(args, str(others), indist, only_test=True))
+    assert counts(whole) == [0, 0, 31]
     assert data.shape == indist.shape
     assert "5 images equal held-out ones, or those to classify" in caplog.text
 
@@ -227,6 +268,27 @@ def test_arrays_as_keras_has_them(tmp_path, caplog):
         read(path)
 
 
+def test_arrays_as_ood_sets_have_them(tmp_path):
+    """One array of images; SVHN's file of Matlab, with colors after places, and 10 for 0."""
+    x = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), np.uint8)
+    indist = read(photos(tmp_path / "photos"), "--size=8")
+    np.save(tmp_path / "300K.npy", x)
+    assert np.array_equal(
+        read(tmp_path / "300K.npy", indist=indist).images, x.transpose(0, 3, 1, 2)
+    )
+    labels = (np.arange(40) % 10 + 1)[:, None].astype(np.uint8)
+    scipy.io.savemat(tmp_path / "a.mat", {"X": x.transpose(1, 2, 3, 0), "y": labels})
+    data = read(tmp_path / "a.mat")
+    assert np.array_equal(data.images, x.transpose(0, 3, 1, 2))
+    assert np.array_equal(data.labels, labels[:, 0] - 1) and data.classes[-1] == "10"
+    scipy.io.savemat(tmp_path / "a.mat", {"Y": labels})
+    np.save(tmp_path / "300K.npy", x / 255)
+    wrong = {"a.mat": "KeyError.'X'.*SVHN", "300K.npy": "x_train is float64.*expected uint8"}
+    for name, said in wrong.items():
+        with pytest.raises(script.InputError, match=f"{name}: .*{said}"):
+            read(tmp_path / name)
+
+
 def test_arrays_as_medmnist_has_them(tmp_path):
     """Colours first or last; a column of labels; twelve classes in the order of their numbers."""
     x = np.random.default_rng(0).integers(0, 256, (120, 3, 9, 9), np.uint8)
@@ -286,9 +348,10 @@ def test_cifar_as_its_authors_ship_it(tmp_path, monkeypatch, kind, test):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (60, 3, 32, 32), np.uint8)
     y = rng.integers(0, 2, 60)
-    folder = tmp_path / "cifar"
+    folder = tmp_path / "data" / "cifar"
+    folder.parent.mkdir()
     write_cifar(folder, kind, x, y)
-    data = read(folder)
+    data = read(folder.parent)
     assert data.classes == ["apple", "bear"]
     assert np.array_equal(data.images, x)
     assert np.array_equal(data.labels, y)
@@ -326,9 +389,11 @@ def test_hub(tmp_path, monkeypatch, caplog):
     kinds = {"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["b", "a"])}
     table = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
     tables = {"train": table.select(range(40)), "test": table.select(range(40, 63)), "extra": table}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: tables)
+    found = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name: found.append(name) or tables)
     args = parse_arguments(script, f"--cache_dir={tmp_path}/cache", "--size=16")
-    data = script.Images(script.prepare(args, "some/pictures"))
+    data = script.Images(script.prepare(args, "some/pictures:full"))
+    assert found == [("some/pictures", "full")]
     assert data.classes == ["a", "b"]
     assert sum(counts(data)) == 60
     assert np.array_equal(data.images[:, 0].mean((1, 2)) > 80, data.labels == 0)
