@@ -88,9 +88,9 @@ def prepare(folder, layers, width):
     return parts
 
 
-def command_of(side, out, steps, seed, rate):
+def command_of(side, out, steps, seed, rates):
     if side == "it":
-        settings = {"out": str(out), "steps": steps, "seed": seed, "rate": rate}
+        settings = {"out": str(out), "steps": steps, "seed": seed, "rates": rates}
         return [__file__, f"--port={json.dumps(settings)}"]
     options = f"""--phase1_data=train.jsonl --phase2_data=train.jsonl --eval_data=dev
         --teacher_model=builtin:lsa --student_model=student --use_projection=False
@@ -101,7 +101,7 @@ def command_of(side, out, steps, seed, rate):
     return [sides.ROOT / "train_ddp.py", *options.split()]
 
 
-def train_with_trainer(out, steps, seed, rate):
+def train_with_trainer(out, steps, seed, rates):
     """Both phases with the Trainer of sentence-transformers."""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -125,23 +125,21 @@ def train_with_trainer(out, steps, seed, rate):
         (
             Dataset.from_dict({"sentence": texts}).add_column("label", list(vectors)),
             losses.EmbedDistillLoss(student, distance_metric="cosine"),
-            2e-3,
             texts,
         ),
         (
             Dataset.from_dict({"anchor": queries, "positive": documents}),
             losses.MultipleNegativesRankingLoss(student, scale=50.0),
-            1e-3,
             pairs,
         ),
     ]
-    for data, loss, lr, texts in phases:
+    for (data, loss, texts), lr in zip(phases, rates, strict=True):
         ids = student.tokenizer(texts, truncation=True, max_length=2 * LENGTH)["input_ids"]
         lengths = torch.tensor([len(tokens) for tokens in ids])
         settings = Arguments(
             output_dir=f"{out}/trainer",
             per_device_train_batch_size=BATCH,
-            learning_rate=rate * lr,
+            learning_rate=lr,
             warmup_steps=0.1,
             max_steps=steps,
             seed=seed,
@@ -157,14 +155,14 @@ def train_with_trainer(out, steps, seed, rate):
     student.save(f"{out}/saved/student", create_model_card=False)
 
 
-def run_sides(folder, steps, seed, rate):
+def run_sides(folder, steps, seed, rates):
     """Both at the same time. Returns {side: (seconds, folder of the saved student)}."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     began = time.monotonic()
     running = {}
     for core, (side, count) in zip(np.roll(cores, seed), steps.items(), strict=True):
         out = folder / f"{side}-{count}-{seed}"
-        command = command_of(side, out, count, seed, rate)
+        command = command_of(side, out, count, seed, rates)
         log = folder / f"{side}.log"
         (process,) = sides.start_ranks(1, command, folder, log, OMP_NUM_THREADS="1")
         os.sched_setaffinity(process.pid, {int(core)})
@@ -193,10 +191,10 @@ def ndcg(saved, rows):
     return evaluator(SentenceTransformer(str(saved), device="cpu"))["cosine_ndcg@10"]
 
 
-def fit_steps(folder, rate):
+def fit_steps(folder, rates):
     """{side: (seconds of start and end, seconds of a step of both phases)}"""
     few, many = (
-        run_sides(folder, dict.fromkeys(["ours", "it"], count), 0, rate) for count in PROBE
+        run_sides(folder, dict.fromkeys(["ours", "it"], count), 0, rates) for count in PROBE
     )
     costs = {}
     for side in few:
@@ -211,7 +209,7 @@ def main():
     add = parser.add_argument
     add("--minutes", type=float, nargs="+", default=[1, 2, 4])
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--rate", type=float, default=1.0, help="of the Trainer, in terms of ours [1]")
+    add("--rates", type=float, nargs=2, default=[8e-3, 4e-3], help="of the Trainer, both phases")
     add("--layers", type=int, default=1, help="of the student [1]")
     add("--width", type=int, default=128, help="of the student [128]")
     add("--part", choices=["dev", "test"], default="test", help="what the figures are of [test]")
@@ -222,7 +220,7 @@ def main():
         return
     with sides.workplace() as folder:
         parts = prepare(folder, args.layers, args.width)
-        costs = fit_steps(folder, args.rate)
+        costs = fit_steps(folder, args.rates)
         for side, (start, step) in costs.items():
             print(f"{side}: {start:.1f} s, and {1000 * step:.0f} ms for a step of both phases")
         sides.print_head("minutes", "side", "steps", "seconds", "ndcg@10", "mean")
@@ -230,7 +228,7 @@ def main():
             steps = {}
             for side, (start, step) in costs.items():
                 steps[side] = max(1, round((60 * minutes - start) / step))
-            rounds = [run_sides(folder, steps, seed, args.rate) for seed in args.seeds]
+            rounds = [run_sides(folder, steps, seed, args.rates) for seed in args.seeds]
             for side, count in steps.items():
                 seconds = ", ".join(f"{found[side][0]:.0f}" for found in rounds)
                 values = [ndcg(found[side][1], parts[args.part]) for found in rounds]

@@ -2,23 +2,32 @@
 them from OOD images. (tools/generate_rebm.py lets it generate.)
 
     python tools/evaluate_rebm.py outputs/rebm_quickstart/best.pt
-    python tools/evaluate_rebm.py outputs/rebm_cifar10/best.pt --radii 0.5 1 --outside data/svhn
+    python tools/evaluate_rebm.py outputs/rebm_cifar10/best.pt --radii 0.5 1 --outside svhn.mat
+    python tools/evaluate_rebm.py released.pth --model_type WideResNet34x10 \\
+        --data cifar-10-batches-py --autoattack
 
 clean             accuracy
+cross_entropy     nats an image
+ece               expected calibration error, 15 bins (Guo et al. 2017)
 robust@R          share of the images that are told right, also at the ends of four attacks in the
                   ball of radius R: each raises the logit of a wrong class, the likeliest first,
                   over that of the right one, in --attack_steps steps of a quarter of the radius
-auroc KIND        area under the ROC curve of test images against OOD images, by logsumexp f(x)
-adv_auroc KIND    the same where an attack makes the OOD images look real; its radius is twice that
+autoattack@R      the same under AutoAttack (Croce and Hein 2020), as robustness is published
+auroc KIND        area under the ROC curve of test images against OOD images, by --score: the energy
+                  logsumexp f(x), or the highest probability (softmax)
+fpr95 KIND        share of the OOD images that are taken for real where 95 % of the real ones are
+adv_auroc KIND    as auroc, where an attack makes the OOD images look real; its radius is twice that
                   of training
 
 In fp32 on one device, with the averaged weights. Writes all figures, and its options, to --out.
 To classify images of your own, in Python: classify(checkpoint, paths).
 """
 
+import argparse
 import json
 import math
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,11 +35,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import numpy as np
 import torch
-from generate_rebm import add_network_arguments, load_images, load_network, pictures
+from generate_rebm import add_network_arguments, load_images, load_network
+from sklearn.metrics import roc_curve
 from tqdm import tqdm
 
 import run_train_rebm_ddp as script
-from run_train_rebm_ddp import COUNT, TEST, HelpFormatter, InputError, Parser, label_logit
+from run_train_rebm_ddp import (
+    COUNT,
+    TEST,
+    HelpFormatter,
+    InputError,
+    Parser,
+    cross_entropy,
+    label_logit,
+)
 
 TARGETS = 4  # wrong classes that attacks lead to
 OOD_RADIUS = 2  # radius of the attack on OOD images, by that of the attack on images to classify
@@ -39,14 +57,14 @@ OOD_RADIUS = 2  # radius of the attack on OOD images, by that of the attack on i
 def classify(checkpoint, paths):
     """Of each picture: its likeliest class, the probability of it, and logsumexp f(x), which is
     high for pictures like those of training."""
-    model, state = load_network(Path(checkpoint), torch.device("cpu"))
-    channels, size = state["loop"]["shape"]
+    args = argparse.Namespace(checkpoint=Path(checkpoint), model_type=None, data=None)
+    model, state = load_network(args, torch.device("cpu"))
     found = []
     for path in paths:
-        image = script.read_image(Path(path), channels, size)
+        image = script.read_image(Path(path), *state["data"]["shape"])
         logits = model(script.pixels(torch.from_numpy(image.copy())[None]))[0]
         share, number = logits.softmax(0).max(0)
-        found.append((state["loop"]["classes"][number], share.item(), logits.logsumexp(0).item()))
+        found.append((state["data"]["classes"][number], share.item(), logits.logsumexp(0).item()))
     return found
 
 
@@ -57,11 +75,14 @@ def parse_args():
     add("--out", type=Path, help="file to write, if not evaluation.json beside the checkpoint")
     add("--images", type=COUNT, default=10_000, help="test images at most")
     text = "radii of robust accuracy, if not that of training"
-    add("--radii", type=script.number(1e-6, 1e6), nargs="+", default=[], help=text)
+    add("--radii", type=script.number(1e-6, 1e6), nargs="+", help=text)
+    add("--norm", choices=["L2", "Linf"], help="of the radii, if not that of training")
     add("--attack_steps", type=COUNT, default=20, help="steps of each attack")
-    text = "more OOD images to detect: noise, blobs, folders (the test part, or 15 percent), ..."
-    add("--outside", nargs="*", default=script.SYNTHETIC, help=text)
-    add("--ood_images", type=COUNT, default=500, help="OOD images at most, of each kind")
+    add("--autoattack", action="store_true", help="AutoAttack, too: takes long")
+    text = "more OOD images to detect: folders, files, noise, blobs, ...; without parts, whole sets"
+    add("--outside", nargs="+", default=[], help=text)
+    add("--ood_images", type=COUNT, default=10_000, help="OOD images at most, of each kind")
+    add("--score", default="energy", choices=["energy", "softmax"], help="that tells OOD images")
     args = parser.parse_args()
     args.out = args.out or args.checkpoint.with_name("evaluation.json")
     if args.out.exists():
@@ -74,7 +95,8 @@ def batches(source, most, device, args):
     ids = source.some(TEST, most)
     for first in tqdm(range(0, len(ids), args.batch_size), disable=None):
         own = ids[first : first + args.batch_size]
-        yield pictures(source, own, device), torch.from_numpy(source.labels[own]).to(device)
+        x = script.pixels(torch.from_numpy(source.images[own]).to(device))
+        yield x, torch.from_numpy(source.labels[own]).to(device)
 
 
 @torch.no_grad()
@@ -96,59 +118,131 @@ def survivors(model, x, labels, steps, eps, norm):
     return alive
 
 
+def make_autoattack(model, classes, eps, norm):
+    """Functions of images and labels that give attacked images: AutoAttack by its authors' package
+    or, where that is not installed, by the parts that torchattacks has, with their numbers of
+    steps. Raises InputError."""
+    device = next(model.parameters()).device
+    try:
+        from autoattack import AutoAttack
+
+        whole = AutoAttack(model, norm=norm, eps=eps, seed=0, device=device, verbose=False)
+        return [lambda x, labels: whole.run_standard_evaluation(x, labels, bs=len(x))]
+    except ImportError:
+        pass
+    try:
+        import torchattacks
+    except ImportError:
+        text = "pip install --no-deps torchattacks==3.5.1, or github.com/fra31/auto-attack"
+        raise InputError(f"--autoattack needs a package: {text}") from None
+    options = {"norm": norm, "eps": eps, "seed": 0, "n_restarts": 1}
+    targets = {"n_classes": min(classes, 10)}  # nine of them at most
+    attacks = [torchattacks.APGD(model, steps=100, loss="ce", **options)]
+    if classes > 3:  # its loss is of the four highest logits
+        attacks.append(torchattacks.APGDT(model, steps=100, **targets, **options))
+    fab = torchattacks.FAB(model, steps=100, multi_targeted=True, **targets, **options)
+    return [*attacks, fab, torchattacks.Square(model, n_queries=5000, **options)]
+
+
+def autoattack(model, attacks, x, labels):
+    """(B,) whether each image is told right, and so after each attack."""
+    alive = model(x).argmax(1) == labels
+    for attack in attacks:
+        left = alive.nonzero()[:, 0]
+        if len(left) > 0:
+            z = attack(x[left], labels[left])
+            with torch.no_grad():
+                alive[left] = model(z).argmax(1) == labels[left]
+    return alive
+
+
+def calibration_error(logits, labels, bins=15):
+    """The mean over the images of |accuracy - mean confidence| of their bin of confidence ()."""
+    confidence, predicted = logits.double().softmax(1).max(1)
+    numbers = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    surplus = torch.zeros(bins, dtype=torch.float64, device=logits.device)
+    surplus.index_add_(0, numbers, (predicted == labels).double() - confidence)
+    return surplus.abs().sum() / len(labels)
+
+
+def false_positive_rate(real, fake):
+    """The smallest one at which 95 % of the real images are taken for real ()."""
+    truth = np.repeat([1, 0], [len(real), len(fake)])
+    scores = torch.cat([real, fake]).cpu().numpy()
+    rates, found, _ = roc_curve(truth, scores, drop_intermediate=False)
+    return rates[np.argmax(found >= 0.95)]
+
+
 def measure(model, options, indist, sources, device, args):
-    """{name: figure}. sources: {kind: OOD images}"""
-    norm = options["indist_attack_clf_norm"]
+    """({name: figure}, {name: what it is the mean of (n,)}, {kind: number of OOD images}) options:
+    of the run; sources: {kind: OOD images}"""
+    norm = args.norm or options["indist_attack_clf_norm"]
     usual = options["indist_attack_clf_eps"]
-    radii = {f"robust@{eps:g}": eps for eps in args.radii or [usual]}
-    right = {name: [] for name in ["clean", *radii]}
-    real = []
+    radii = args.radii or [usual]
+    attacks = {}
+    for eps in radii if args.autoattack else []:
+        attacks[eps] = make_autoattack(model, len(indist.classes), eps, norm)
+    outputs = []
+    right = defaultdict(list)
     for x, labels in batches(indist, args.images, device, args):
-        logits = model(x)
-        real.append(logits.logsumexp(1))
-        right["clean"].append(logits.argmax(1) == labels)
-        for name, eps in radii.items():
-            right[name].append(survivors(model, x, labels, args.attack_steps, eps, norm))
-    found = {name: torch.cat(parts).double().mean().item() for name, parts in right.items()}
+        outputs.append((model(x), labels))
+        for eps in radii:
+            alive = survivors(model, x, labels, args.attack_steps, eps, norm)
+            right[f"robust@{eps:g}"].append(alive)
+            if eps in attacks:
+                right[f"autoattack@{eps:g}"].append(autoattack(model, attacks[eps], x, labels))
+    logits, labels = map(torch.cat, zip(*outputs, strict=True))
+    values = {"clean": logits.argmax(1) == labels, "cross_entropy": cross_entropy(logits, labels)}
+    values.update({name: torch.cat(parts) for name, parts in right.items()})
+    found = {name: value.double().mean().item() for name, value in values.items()}
+    found["ece"] = calibration_error(logits, labels).item()
 
-    def logsumexp(logits, labels):
-        return logits.logsumexp(1)
+    def score(logits, labels=None):
+        return logits.logsumexp(1) if args.score == "energy" else logits.softmax(1).amax(1)
 
+    counts = {}
     eps = OOD_RADIUS * usual
     for kind, source in sources.items():
-        for name, steps in (("auroc", 0), ("adv_auroc", args.attack_steps)):
+        for name, steps in (("", 0), ("adv_", args.attack_steps)):
             fake = []
             for x, _ in batches(source, args.ood_images, device, args):
-                z = script.attack(model, logsumexp, x, None, steps, eps / 4, eps, norm)
-                fake.append(model(z).logsumexp(1))
-            found[f"{name} {kind}"] = script.auc(torch.cat(real), torch.cat(fake)).item()
-    return found
+                z = script.attack(model, score, x, None, steps, eps / 4, eps, norm)
+                fake.append(score(model(z)))
+            fake = torch.cat(fake)
+            counts[kind] = len(fake)
+            found[f"{name}auroc {kind}"] = script.auc(score(logits), fake).item()
+            if steps == 0:
+                found[f"fpr95 {kind}"] = false_positive_rate(score(logits), fake)
+    return found, values, counts
 
 
 def main():
     try:
         args = parse_args()
         device = script.choose_device(args, local_rank=0)
-        model, state = load_network(args.checkpoint, device)
-        options = state["args"]
+        model, state = load_network(args, device)
         given = dict(vars(args))
         indist, outdist = load_images(args, state)
-        sources = {args.outdist_data or options["outdist_data"]: outdist}
+        sources = {args.outdist_data or state["args"]["outdist_data"]: outdist}
         for name in args.outside:
-            if name not in sources:
-                args.outdist_data = name
-                _, sources[name] = load_images(args, state)
+            args.outdist_data = name
+            _, sources[name] = load_images(args, state)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        found = measure(model, options, indist, sources, device, args)
-        tested = indist.labels[indist.some(TEST, args.images)]
-        found["commonest class"] = np.bincount(tested).max() / len(tested)
-        args.out.write_text(json.dumps({**found, "options": given}, indent=1, default=str))
+        found, values, counts = measure(model, state["args"], indist, sources, device, args)
+        labels = indist.labels[indist.some(TEST, args.images)]
+        found["commonest class"] = np.bincount(labels).max() / len(labels)
+        counts["test images"] = len(labels)
+        deviations = {name: value.double().std().item() for name, value in values.items()}
+        errors = {name: value / math.sqrt(len(labels)) for name, value in deviations.items()}
+        content = {**found, "standard_errors": errors, "counts": counts, "options": given}
+        args.out.write_text(json.dumps(content, indent=1, default=str))
     except (InputError, OSError) as error:
         print(f"evaluate_rebm.py: {error}", file=sys.stderr)
         sys.exit(2)
     for name, value in found.items():
-        print(f"{name:24} {value:.4f}")
-    print(f"{args.out}: of {len(tested):,} images")
+        error = f" +- {errors[name]:.4f}" if name in errors else ""
+        print(f"{name:24} {value:.4f}{error}")
+    print(f"{args.out}: of {', '.join(f'{count:,} {name}' for name, count in counts.items())}")
 
 
 if __name__ == "__main__":

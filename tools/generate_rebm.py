@@ -1,20 +1,25 @@
-"""Let a network of run_train_rebm_ddp.py generate images.
+"""Let a network of run_train_rebm_ddp.py generate images, or change yours.
 
     python tools/generate_rebm.py outputs/rebm_quickstart/best.pt --out digits.png
-    python tools/generate_rebm.py outputs/rebm_cifar10/best.pt --steps 32 --step_size 0.2
+    python tools/generate_rebm.py outputs/rebm_cifar10/best.pt --steps 32 --step_size 0.2 \\
+        --num_samples 50000 --folder samples
+    python tools/generate_rebm.py best.pt --images my/*.png --to cat dog --radius 2
 
 OOD images of the test part, of the kind that the network was trained with, climb towards a class:
-the attack of training, with labels in turn, and most often a longer way (--steps times --step_size)
-than the T steps of training went. In fp32, with the averaged weights.
+the attack of training, with classes in turn, and most often a longer way (--steps times
+--step_size) than the T steps of training went. Or --images do, within a ball: what would have to be
+different for the network to see another class (Augustin et al. 2020). In fp32, with the averaged
+weights.
 
-Writes a picture, a class in each column (ten classes at most), and with --npz all images: images
-(N, C, S, S) uint8 and labels (N,). Programs that measure FID want other files, to be made of these.
+Writes a picture, a class in each column (ten classes and 20 rows at most), and with --folder each
+image as a PNG of its own, as programs read them that measure FID: `python -m pytorch_fid`.
 """
 
 import argparse
 import math
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -22,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
 import run_train_rebm_ddp as script
@@ -32,8 +37,9 @@ from run_train_rebm_ddp import COUNT, TEST, HelpFormatter, InputError, Parser, e
 def add_network_arguments(parser):
     """What all tools that load a network of a run take."""
     add = parser.add_argument
-    add("checkpoint", type=Path, help="best.pt, at_best.pt, step_N.pt or latest.pt of a run")
-    add("--data", type=expanded, help="images, if not those of the run")
+    add("checkpoint", type=Path, help="best.pt, at_best.pt, step_N.pt, latest.pt; or weights alone")
+    add("--model_type", choices=script.MODELS, help="of weights alone, which need --data, too")
+    add("--data", type=expanded, help="images, if not those of the run; without parts: to test on")
     add("--outdist_data", type=expanded, help="OOD images, if not those of the run")
     add("--cache_dir", type=expanded, help="where what is read is kept, if not where the run did")
     add("--batch_size", type=COUNT, default=256, help="images at a time")
@@ -45,14 +51,19 @@ def parse_args():
     add_network_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, default=Path("samples.png"), help="picture to write")
-    add("--npz", type=Path, help="file to write all images to")
-    add("--num_samples", type=COUNT, default=100, help="images to generate")
+    add("--folder", type=Path, help="folder to write each image to, 000000.png, ...")
+    add("--num_samples", type=COUNT, default=100, help="images to generate, if not of --images")
+    add("--images", nargs="+", type=Path, help="start from these, each towards each class")
+    add("--to", nargs="+", help="classes to climb towards, or any: up logsumexp f(x); else all")
     add("--steps", type=COUNT, default=60, help="steps of the way that they are generated on")
     length = script.number(1e-6, 1e6)
-    add("--step_size", type=length, help="length of a step, if not that of training")
+    add(
+        "--step_size", type=length, help="length of a step, if not that of training, or radius / 10"
+    )
+    add("--radius", type=length, default=math.inf, help="of the balls that they stay in, L2")
     args = parser.parse_args()
 
-    for path in (args.out, args.npz):
+    for path in (args.out, args.folder):
         if path and path.exists():
             raise InputError(f"{path} exists: remove it, or give another name")
     if args.out.suffix not in (".png", ".jpg", ".webp"):
@@ -60,60 +71,101 @@ def parse_args():
     return args
 
 
-def load_network(checkpoint, device):
-    """(network in evaluation mode, the checkpoint). InputError where that is of another script."""
-    torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
+def load_state(args):
+    """A checkpoint of a run. Of weights alone, such as others release: one with the defaults of the
+    script, and the classes and the shape of --data. Raises InputError."""
     try:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        other = state.get("script")
     except Exception as error:  # torch.load raises many kinds
-        raise InputError(f"{checkpoint}: {' '.join(str(error).split())[:200]}") from None
-    if state.get("script") != "run_train_rebm_ddp.py":
-        raise InputError(
-            f"{checkpoint}: expected best.pt, step_N.pt or latest.pt of run_train_rebm_ddp.py"
-        )
+        raise InputError(f"{args.checkpoint}: {' '.join(str(error).split())[:200]}") from None
+    if other == "run_train_rebm_ddp.py":
+        state.setdefault("data", state["loop"])  # where earlier versions had it
+        print(f"{args.checkpoint}: of step {state['loop']['step']}, T = {state['loop']['T']}")
+        return state
+    if other or not (args.model_type and args.data):
+        text = "expected best.pt, step_N.pt or latest.pt of run_train_rebm_ddp.py"
+        raise InputError(f"{args.checkpoint}: {text}; or weights, --model_type and --data")
+    words = [f"--model_type={args.model_type}", f"--data={args.data}"]
+    with mock.patch.object(sys, "argv", [script.__file__, *words]):
+        options = script.parse_args()
+    options.cache_dir = args.cache_dir or options.cache_dir
+    images = script.Images(script.prepare(options, args.data, only_test=True))
+    data = {"classes": images.classes, "shape": [*images.shape]}
+    return {"args": vars(options), "data": data}
+
+
+def load_network(args, device):
+    """(network in evaluation mode, the checkpoint, see load_state)"""
+    torch.backends.cudnn.allow_tf32 = False  # fp32 is meant
+    state = load_state(args)
+    data = state["data"]
     options = argparse.Namespace(**state["args"])
-    model = script.make_network(options, len(state["loop"]["classes"]), *state["loop"]["shape"])
-    script.read_weights(checkpoint, model)
-    loop = state["loop"]
-    print(f"{checkpoint}: of step {loop['step']}, stage {loop['phase']}, T = {loop['T']}")
+    model = script.make_network(options, len(data["classes"]), *data["shape"])
+    script.read_weights(args.checkpoint, model)
     return model.requires_grad_(False).eval().to(device), state
 
 
 def load_images(args, state):
-    """(images, OOD images) of the run, or those that are given."""
+    """(images, OOD images) of the run, or those that are given: these are all to test on, if they
+    have no parts."""
     options = argparse.Namespace(**state["args"])
     options.cache_dir = args.cache_dir or options.cache_dir
-    channels, options.size = state["loop"]["shape"]
+    channels, options.size = state["data"]["shape"]
     options.grey = channels == 1
-    name = args.data or options.data
-    indist = script.Images(script.prepare(options, name))
-    if [*indist.shape] != state["loop"]["shape"] or indist.classes != state["loop"]["classes"]:
+    indist = script.Images(
+        script.prepare(options, args.data or options.data, None, bool(args.data))
+    )
+    if [*indist.shape] != state["data"]["shape"] or indist.classes != state["data"]["classes"]:
         text = f"{indist.shape} pixels, classes {', '.join(indist.classes)}"
-        raise InputError(f"{name}: these images have {text}: not the network's")
-    if indist.hash != options.data_hash.split()[0]:
-        print(f"warning: {name}: other images than the run's, which may have trained on some")
-    outdist = script.prepare(options, args.outdist_data or options.outdist_data, indist)
+        raise InputError(f"{args.data}: these images have {text}: not the network's")
+    if indist.hash != state["args"].get("data_hash", "").split(" ")[0]:
+        name = args.data or options.data
+        print(f"warning: {name}: not the images of the run, which may have trained on some")
+    name = args.outdist_data or options.outdist_data
+    outdist = script.prepare(options, name, indist, bool(args.outdist_data))
     return indist, script.Images(outdist)
 
 
-def pictures(source, ids, device):
-    return script.pixels(torch.from_numpy(source.images[ids]).to(device))
+def choose_starts(args, state, outdist):
+    """(images (N, C, S, S) uint8 to start from, the class (N,) to climb to from each, number of
+    classes)"""
+    names = state["data"]["classes"]
+    for name in args.to or []:
+        if name not in [*names, "any"]:
+            raise InputError(f"--to {name}: expected any, or some of {', '.join(names)}")
+    chosen = np.array([names.index(name) for name in args.to or names if name != "any"] or [0])
+    if args.images:
+        images = [script.read_image(path, *state["data"]["shape"]) for path in args.images]
+        return np.repeat(images, len(chosen), 0), np.tile(chosen, len(images)), len(chosen)
+    if args.num_samples < len(chosen):
+        raise InputError(f"--num_samples: expected {len(chosen)} or more, one of each class")
+    ids = outdist.part(TEST)
+    period = math.lcm(len(ids), len(chosen))  # after which a start would get the same class again
+    number = np.arange(args.num_samples)
+    ids = ids[(number + number // period) % len(ids)]
+    return outdist.images[ids], chosen[number % len(chosen)], len(chosen)
 
 
-def generate(model, state, outdist, device, args):
-    """(--num_samples, C, S, S) uint8 images; number i is of class i % classes"""
-    step_size = args.step_size or state["args"]["attack_step_size"]
-    starts = outdist.part(TEST)
-    classes = len(state["loop"]["classes"])
-    period = math.lcm(len(starts), classes)  # after which a start would get the same class again
+def generate(model, starts, labels, args, step_size):
+    """Images (N, C, S, S) uint8, climbed from `starts` towards `labels`; and whether each is told
+    that class then (N,)."""
+    device = next(model.parameters()).device
+
+    def logsumexp(logits, labels):
+        return logits.logsumexp(1)
+
+    gain = logsumexp if args.to == ["any"] else script.label_logit
     made = []
-    for first in tqdm(range(0, args.num_samples, args.batch_size), desc="generating", disable=None):
-        some = np.arange(first, min(first + args.batch_size, args.num_samples))
-        x = pictures(outdist, starts[(some + some // period) % len(starts)], device)
-        labels = torch.from_numpy(some % classes).to(device)
-        z = script.attack(model, script.label_logit, x, labels, args.steps, step_size)
+    reached = []
+    for first in tqdm(range(0, len(starts), args.batch_size), desc="generating", disable=None):
+        own = slice(first, first + args.batch_size)
+        x = script.pixels(torch.from_numpy(starts[own]).to(device))
+        y = torch.from_numpy(labels[own]).to(device)
+        z = script.attack(model, gain, x, y, args.steps, step_size, args.radius)
         made.append((z * 255).round().byte().cpu())
-    return torch.cat(made)
+        reached.append(model(z).argmax(1) == y)
+    return torch.cat(made), torch.cat(reached)
 
 
 def write_picture(path, images, classes):
@@ -126,8 +178,7 @@ def write_picture(path, images, classes):
     grid = grid.permute(0, 3, 1, 4, 2).reshape(rows * height, columns * width, channels)
     picture = Image.fromarray(grid.expand(-1, -1, 3).numpy())
     scale = math.ceil(480 / picture.width)  # at least 480 pixels wide
-    size = (scale * picture.width, scale * picture.height)
-    picture.resize(size, Image.Resampling.NEAREST).save(path)
+    ImageOps.scale(picture, scale, Image.Resampling.NEAREST).save(path)
     return rows * columns
 
 
@@ -135,24 +186,23 @@ def main():
     try:
         args = parse_args()
         device = script.choose_device(args, local_rank=0)
-        model, state = load_network(args.checkpoint, device)
+        model, state = load_network(args, device)
         _, outdist = load_images(args, state)
-        classes = len(state["loop"]["classes"])
-        if args.num_samples < classes:
-            raise InputError(f"--num_samples: expected {classes} or more, one of each class")
-
-        for path in (args.out, args.npz or args.out):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        images = generate(model, state, outdist, device, args)
+        starts, labels, classes = choose_starts(args, state, outdist)
+        usual = args.radius / 10 if args.radius < math.inf else state["args"]["attack_step_size"]
+        images, reached = generate(model, starts, labels, args, args.step_size or usual)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         shown = write_picture(args.out, images, classes)
-        if args.npz:
-            labels = np.arange(len(images)) % classes
-            with open(args.npz, "wb") as file:  # numpy would give a name another ending
-                np.savez_compressed(file, images=images.numpy(), labels=labels)
-    except (InputError, OSError) as error:
+        if args.folder:
+            args.folder.mkdir(parents=True)
+            for number, image in enumerate(images.permute(0, 2, 3, 1).expand(-1, -1, -1, 3)):
+                Image.fromarray(image.numpy()).save(args.folder / f"{number:06}.png")
+    except (InputError, OSError, ValueError) as error:  # ValueError: a picture of 16 bits
         print(f"generate_rebm.py: {error}", file=sys.stderr)
         sys.exit(2)
     print(f"{args.out}: {shown} of {len(images):,} images, {classes} classes")
+    if args.to != ["any"]:
+        print(f"told the class that they were led to: {reached.sum():,} of {len(images):,}")
 
 
 if __name__ == "__main__":
