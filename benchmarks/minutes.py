@@ -95,7 +95,8 @@ def command_of(side, out, steps, seed, rates):
     options = f"""--phase1_data=train.jsonl --phase2_data=train.jsonl --eval_data=dev
         --teacher_model=builtin:lsa --student_model=student --use_projection=False
         --global_batch_size={BATCH} --batch_size={BATCH} --max_steps={steps} --seed={seed}
-        --phase1_epochs=1000 --phase2_epochs=1000 --phase1_lr=2e-3 --phase2_lr=1e-3
+        --phase1_epochs=1000 --phase2_epochs=1000 --phase1_lr=8e-3 --phase2_lr=4e-3
+        --false_negative_margin=2
         --output_dir={out} --cache_dir={out}/cache --save_to_artifacts --artifacts_dir={out}/saved
         --device=cpu --precision=fp32 --log_every=100"""
     return [sides.ROOT / "train_ddp.py", *options.split()]
