@@ -688,7 +688,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
 def start_networks(args, device, indist, state):
     """The Networks, and a function that makes the context of a forward pass. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = make_network(args, len(indist.classes), *indist.shape)
+    model = make_network(args, len(indist.classes), *indist.shape).to(device)
     if args.ckpt_path and state is None:
         model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model, indist.classes))
     has_batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
@@ -698,7 +698,6 @@ def start_networks(args, device, indist, state):
             raise InputError(f"--model_type {args.model_type}: in stage 1 {text}")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    model = model.to(device)
     ema_model = copy.deepcopy(model).requires_grad_(False).eval()
     frozen = copy.deepcopy(ema_model)
     frozen.load_state_dict(model.state_dict(), assign=True)
@@ -1027,7 +1026,7 @@ def write_images(folder, name, rows, shape, indist, only_test):
     if indist is None and len(classes) < 2:
         raise InputError(f"{name} has one class, {classes[0]}; two are needed: see --help")
 
-    # of images without parts some are held out; or all, if nothing but the test is asked for
+    # where none are held out, some to train on are; or all, if only the test is asked for
     split = np.array(parts, np.uint8)
     if only_test and set(split) == {TRAIN}:
         split[:] = TEST
@@ -1047,10 +1046,9 @@ def write_images(folder, name, rows, shape, indist, only_test):
         seen = np.concatenate([seen, digests[own]])
     copies = [known[i] for i in np.flatnonzero(split == UNUSED)]
     say(name, "images equal held-out ones, or those to classify: left out", copies)
-    for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
+    uses = {TEST: "test"} if only_test else {TRAIN: "train", VALID: "validate", TEST: "test"}
+    for part, use in uses.items():
         lost = [classes[i] for i in np.setdiff1d(range(len(classes)), labels[split == part])]
-        if only_test and part != TEST:
-            continue
         if lost and (part == TRAIN or len(lost) == len(classes)):
             raise InputError(f"{name}: nothing to {use} on of {', '.join(lost[:20])}")
         say(name, f"of {len(classes)} classes have nothing to {use} on", lost)
