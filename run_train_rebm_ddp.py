@@ -22,8 +22,8 @@ grad_norm (before clipping), skipped (steps without a finite gradient), samples_
 (real against attacked OOD images). val/STAGE/..., of averaged weights on held-out images: clean and
 robust (accuracy without and under attack), cross_entropy.
 
-Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl; at
-the end summary.json, curves.png. The same command, given again, goes on from latest.pt.
+Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl,
+samples-STEP.png (stage 2); at the end summary.json, curves.png. The same command resumes the run.
 "(all ranks)": every rank must call this function, in the same order; "(rank 0)": only rank 0 does.
 """
 
@@ -282,8 +282,7 @@ class Network(nn.Module):
 
 
 class SmallNet(Network):
-    """Two or three pairs of convolutions, all but the first halve the image; then 128 features. It
-    is smooth, without maxima or ReLUs."""
+    """Pairs of convolutions, all but the first halve the image. Smooth, without maxima or ReLUs."""
 
     def __init__(self, classes, channels, image_size):
         super().__init__(channels)
@@ -764,8 +763,8 @@ def main(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: the user's files, once, by rank 0. Of each image a row (file, class, part) is found: what
-# read_image opens, None where there is no class, and TRAIN, VALID or TEST.
+# Reading: files of the user, by rank 0. Each image has a row (file, class, part): what read_image
+# opens, None where there is no class, and TRAIN, VALID or TEST.
 
 PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
 METAS = ["batches.meta", "meta", "*/batches.meta", "*/meta"]  # what CIFAR's folder has
