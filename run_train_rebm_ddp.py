@@ -151,7 +151,7 @@ def parse_args():
 
 
 def as_options(words, parser):
-    """The original's words as options: A.yaml is --config=A.yaml, attack.lr=1 is --attack_lr=1."""
+    """The original's words: A.yaml as --config=A.yaml, model.ckpt_path=B as --model_ckpt_path=B."""
     options = []
     for word in words:
         key, equals, value = word.partition("=")
@@ -419,7 +419,7 @@ def attack(net, gain, x, labels, steps, step_size, eps=math.inf, norm="L2"):
 
 
 def auc(real, fake):
-    """The area () under the ROC curve: how often a real score (n,) is above a fake one (m,)."""
+    """Area () under the ROC curve: how often a real score (n,) is above a fake (m,); ties half."""
     fake = fake.sort().values
     lower = torch.searchsorted(fake, real)  # how many fake images have a lower score
     lower_or_equal = torch.searchsorted(fake, real, right=True)
@@ -730,8 +730,8 @@ def main(args):
 
     begin_run(args, state, f"{indist.hash} {outdist.hash}")
     # stage_step: steps of this stage; aucs: of the last steps with this T; best: of each stage
-    start = {"step": 0, "stage": "", "stage_step": 0, "T": 0, "aucs": [], "best": {}}
-    loop = state["loop"] if state else start
+    new_loop = {"step": 0, "stage": "", "stage_step": 0, "T": 0, "aucs": [], "best": {}}
+    loop = state["loop"] if state else new_loop
     if loop["stage"] == "dat" and args.total_epochs == 0:
         raise InputError("--total_epochs 0: stage 2 has begun, give as many or more")
     torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
@@ -996,8 +996,8 @@ def write_images(folder, name, rows, shape, indist, only_test):
     indist: the images to classify, None if these are it. (rank 0)"""
     files, names, parts = zip(*rows, strict=True)
     known = [file if isinstance(file, Path) else f"image {i}" for i, file in enumerate(files)]
-    size = (len(rows), shape[0], shape[1], shape[1])
-    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, size)
+    array_shape = (len(rows), shape[0], shape[1], shape[1])
+    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, array_shape)
     with open(folder / "images.npy", "r+") as file:  # mapped, a full disk would kill this process
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     digests = np.zeros(len(rows), np.uint64)
