@@ -11,21 +11,20 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py --data photos --size 64                 # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (of the two one
-alone is the test), or with the classes alone; an .npz file of uint8 arrays, 0 to 255, x_train (N,
-S, S) or (N, S, S, 3), perhaps x_val and x_test, with labels y_train (-1: none); cifar-10-batches-py
-or cifar-100-python; or a data set of the hub. Where lengths of attacks are given, pixels are in
-[0, 1].
+Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (one of them
+alone is the test), or with the classes alone; an .npz of uint8 arrays, 0 to 255, x_train (N, S, S)
+or (N, S, S, 3), y_train (-1: no label), perhaps x_val, x_test; cifar-10-batches-py or
+cifar-100-python; or a data set of the hub. Attacks see pixels in [0, 1].
 
 Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (in stage 1 cross entropy, nats),
-grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait
-(share of the time); in stage 2 T, the parts of the loss, clf_loss and bce (binary cross entropy),
-and auc (real against attacked OOD images). val/STAGE/..., of averaged weights on held-out images:
-clean and robust (accuracy without and under attack), cross_entropy.
+grad_norm (before clipping), skipped (steps without a finite gradient), samples_per_s, data_wait
+(share of the time); in stage 2 T, clf_loss and bce (parts of the loss; binary cross entropy), auc
+(real against attacked OOD images). val/STAGE/..., of averaged weights on held-out images: clean and
+robust (accuracy without and under attack), cross_entropy.
 
-Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl; at
-the end summary.json, curves.png. The same command, given again, goes on from latest.pt. Every rank
-must call a function that says "(all ranks)", in the same order; "(rank 0)": only rank 0 does.
+Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl,
+samples-STEP.png (stage 2); at the end summary.json, curves.png. The same command resumes the run.
+"(all ranks)": every rank must call this function, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -83,7 +82,6 @@ SYNTHETIC = ["noise", "blobs"]  # OOD images that need no files
 BATCH_SIZE = 128  # images of a micro-batch, if --batch_size is not given
 EVAL_BATCH_SIZE = 32  # images that a rank validates at a time
 
-
 # names of the original that cannot be taken as they are (the others: docs/MIGRATION.md)
 RENAMED = {"indist_dataset": "data", "outdist_dataset": "outdist_data", "image_size": "size"}
 RENAMED.update(fp16="precision", use_ema="ema", wandb_disabled="wandb_mode")
@@ -133,10 +131,9 @@ def parse_args():
     add("--use_ddp", **{**FLAG, "default": True}, help="False: only one process, on one GPU")
 
     add_common_arguments(parser, output_dir="outputs/rebm")
-    # the original's names
-    for name, dest in {"--ddp_backend": "backend", "--rand_seed": "seed"}.items():
-        kind = int if dest == "seed" else str
-        add(name, dest=dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}  # the original's names
+    add("--ddp_backend", dest="backend", **hidden)
+    add("--rand_seed", dest="seed", type=int, **hidden)
     # parse_with_config reads sys.argv, and so does torchrun
     sys.argv[1:] = as_options(sys.argv[1:], parser)
     try:
@@ -154,8 +151,7 @@ def parse_args():
 
 
 def as_options(words, parser):
-    """The original's words as options: CONFIG.yaml is --config=CONFIG.yaml, lr=1 is --lr=1, and
-    attack.max_steps=9 is --attack_max_steps=9."""
+    """The original's words: A.yaml as --config=A.yaml, model.ckpt_path=B as --model_ckpt_path=B."""
     options = []
     for word in words:
         key, equals, value = word.partition("=")
@@ -216,12 +212,11 @@ def augment(image, kind, rng):
     """A copy (C, S, S), shifted along both axes (the rim becomes black), and perhaps mirrored."""
     if kind == "none":
         return image
-    image_size = image.shape[1]
+    channels, image_size, _ = image.shape
     most = max(1, image_size // 16 if kind == "shift" else image_size // 8)
     across, down = rng.integers(0, 2 * most + 1, 2)
-    padded_size = image_size + 2 * most
-    wide = np.zeros((len(image), padded_size, padded_size), np.uint8)
-    wide[:, most : most + image_size, most : most + image_size] = image
+    wide = np.zeros((channels, image_size + 2 * most, image_size + 2 * most), np.uint8)
+    wide[:, most:-most, most:-most] = image
     image = wide[:, down : down + image_size, across : across + image_size]
     if kind == "original" and rng.random() < 0.5:
         image = image[:, :, ::-1]
@@ -229,8 +224,7 @@ def augment(image, kind, rng):
 
 
 class TrainingData(Dataset):
-    """Micro-batches of a stage. Random draws depend on (seed, stage, step, position) alone, and so
-    not on the number of ranks."""
+    """Micro-batches. What is drawn depends on (seed, stage, step, position), not on the ranks."""
 
     def __init__(self, args, indist, outdist, stage):
         self.args = args
@@ -241,9 +235,7 @@ class TrainingData(Dataset):
         self.ood_ids = outdist.part(TRAIN)
 
     def __getitem__(self, item):
-        """item, of the sampler: the step of this stage, the ids of the global batch, and the
-        positions in it of this micro-batch."""
-        step, global_ids, positions = item
+        step, global_ids, positions = item  # of the sampler; the step is that of this stage
         rows = [self.draw(step, position, global_ids[position]) for position in positions]
         return Batch(*[torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)])
 
@@ -271,8 +263,7 @@ def pixels(images):
 
 
 class Network(nn.Module):
-    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1]. A subclass has `features`, which makes
-    vectors (B, D) of images, and `fc`, a linear layer."""
+    """Logits f(x) (B, K) of images x (B, C, S, S) in [0, 1]. Subclasses add `features` and `fc`."""
 
     def __init__(self, channels):
         super().__init__()
@@ -284,12 +275,6 @@ class Network(nn.Module):
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation)[:, None, None], persistent=False)
 
-    def initialize(self):
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-        nn.init.zeros_(self.fc.bias)
-
     def forward(self, x):
         features = self.features((x - self.mean) / self.deviation).float()
         with torch.autocast(x.device.type, enabled=False):  # 16 bits would make ties of logits
@@ -297,8 +282,7 @@ class Network(nn.Module):
 
 
 class SmallNet(Network):
-    """Two or three pairs of convolutions, all but the first halve the image; then 128 features. It
-    is smooth, without maxima or ReLUs."""
+    """Pairs of convolutions, all but the first halve the image. Smooth, without maxima or ReLUs."""
 
     def __init__(self, classes, channels, image_size):
         super().__init__(channels)
@@ -316,7 +300,6 @@ class SmallNet(Network):
         layers += [nn.Flatten(), nn.Linear(before * min(image_size, 4) ** 2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, classes)
-        self.initialize()
 
 
 class WideBlock(nn.Module):
@@ -352,7 +335,6 @@ class WideResNet(Network):
             before = after
         self.bn1 = nn.BatchNorm2d(before)
         self.fc = nn.Linear(before, classes)
-        self.initialize()
 
     def features(self, x):
         x = self.conv1(x)
@@ -372,29 +354,24 @@ def make_network(args, classes, channels, image_size):
         model = SmallNet(classes, channels, image_size)
     else:
         model = WideResNet(*MODELS[args.model_type], classes, channels)
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    nn.init.zeros_(model.fc.bias)
     # Convolutions are faster with channels last, except those of small images on a CPU. The layout
     # must not depend on the device: a resumed run's optimizer has that of the run before.
     return model.to(memory_format=torch.channels_last) if image_size >= 16 else model
 
 
 def read_weights(path, model, classes=None):
-    """{name: tensor}, which the model now has: the averaged weights of a checkpoint of ours (of
-    earlier versions, too), those of the original's files, or a state_dict; names may have prefixes
-    of wrappers. classes: what its outputs have to be, where the file says it. (rank 0)"""
+    """{name: tensor}, which the model now has: the averaged weights of a checkpoint, ours (old
+    ones, too) or the original's, or a state_dict; names may have prefixes of wrappers. classes:
+    what its outputs have to be, where the file says it. (rank 0)"""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         known = state.get("data", state.get("loop", {})).get("classes", classes)
-        for key in (
-            "ema_model",
-            "average",
-            "model",
-            "ema_state_dict",
-            "model_state_dict",
-            "state_dict",
-        ):
-            if key in state:
-                state = state[key]
-                break
+        keys = "ema_model average model ema_state_dict model_state_dict state_dict".split()
+        state = next((state[key] for key in keys if key in state), state)
         prefix = r"^((module|_orig_mod|base_model)\.)+"
         found = {re.sub(prefix, "", name): tensor for name, tensor in state.items()}
         found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
@@ -442,8 +419,7 @@ def attack(net, gain, x, labels, steps, step_size, eps=math.inf, norm="L2"):
 
 
 def auc(real, fake):
-    """The area () under the ROC curve, of scores (n,) and (m,): the share of all pairs in which the
-    real image has the higher score; ties count half."""
+    """Area () under the ROC curve: how often a real score (n,) is above a fake (m,); ties half."""
     fake = fake.sort().values
     lower = torch.searchsorted(fake, real)  # how many fake images have a lower score
     lower_or_equal = torch.searchsorted(fake, real, right=True)
@@ -471,9 +447,9 @@ def classifier_loss(args, networks, batch):
 
 
 def both_losses(args, networks, batch, T):
-    """Stage 2: two sums (2,) over a micro-batch: that of stage 1; and binary cross entropies, half
-    of each, of real images and of OOD images that an attack of T steps has moved towards the labels
-    y of the real ones. And f_y (2, B) of real and of OOD images."""
+    """Stage 2: two sums (2,) over a micro-batch: that of stage 1; and half the binary cross entropy
+    of real images, and of OOD images that T steps of an attack have moved towards the labels y of
+    the real ones. And f_y (2, B) of both."""
     x = attack_to_classify(args, networks.frozen, batch)
     ood_x = pixels(batch.ood_x)
     fake = attack(networks.frozen, label_logit, ood_x, batch.real_y, T, args.attack_step_size)
@@ -495,8 +471,7 @@ EVAL_STEPS = 20  # of the attack on them
 
 @torch.no_grad()
 def evaluate(net, indist, args, device):
-    """Metrics of the averaged weights on held-out images, without autocast or torch.compile. Batch
-    k goes to rank k % world_size: each image counts once. (all ranks)"""
+    """Metrics on held-out images, each counted once, without autocast or compile. (all ranks)"""
     ids = indist.some(VALID, EVAL_IMAGES)
     eps = args.indist_attack_clf_eps
     norm = args.indist_attack_clf_norm
@@ -517,8 +492,7 @@ def evaluate(net, indist, args, device):
 
 
 def draw_samples(path, net, indist, outdist, args, device):
-    """A picture of what the network makes of OOD images: in each column, of ten at most, an attack
-    moves them towards a class. (rank 0)"""
+    """A picture of OOD images that an attack moves towards the class of their column. (rank 0)"""
     columns = min(10, len(indist.classes))
     ids = outdist.some(VALID, 10 * columns)
     labels = torch.arange(len(ids) // columns * columns, device=device) % columns
@@ -713,7 +687,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
 def start_networks(args, device, indist, state):
     """The Networks, and a function that makes the context of a forward pass. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = make_network(args, len(indist.classes), *indist.shape)
+    model = make_network(args, len(indist.classes), *indist.shape).to(device)
     if args.ckpt_path and state is None:
         model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model, indist.classes))
     has_batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
@@ -723,7 +697,6 @@ def start_networks(args, device, indist, state):
             raise InputError(f"--model_type {args.model_type}: in stage 1 {text}")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    model = model.to(device)
     ema_model = copy.deepcopy(model).requires_grad_(False).eval()
     frozen = copy.deepcopy(ema_model)
     frozen.load_state_dict(model.state_dict(), assign=True)
@@ -757,9 +730,8 @@ def main(args):
 
     begin_run(args, state, f"{indist.hash} {outdist.hash}")
     # stage_step: steps of this stage; aucs: of the last steps with this T; best: of each stage
-    loop = {"step": 0, "stage": "", "stage_step": 0, "T": 0, "aucs": [], "best": {}}
-    if state:
-        loop = state["loop"]
+    new_loop = {"step": 0, "stage": "", "stage_step": 0, "T": 0, "aucs": [], "best": {}}
+    loop = state["loop"] if state else new_loop
     if loop["stage"] == "dat" and args.total_epochs == 0:
         raise InputError("--total_epochs 0: stage 2 has begun, give as many or more")
     torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same
@@ -791,8 +763,8 @@ def main(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: the user's files, once, by rank 0. Of each image a row (file, class, part) is found: what
-# read_image opens, None where there is no class, and TRAIN, VALID or TEST.
+# Reading: files of the user, by rank 0. Each image has a row (file, class, part): what read_image
+# opens, None where there is no class, and TRAIN, VALID or TEST.
 
 PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
 METAS = ["batches.meta", "meta", "*/batches.meta", "*/meta"]  # what CIFAR's folder has
@@ -898,9 +870,9 @@ def files_below(folder):
 
 
 def find_in_arrays(path):
-    """Yields rows of x_train, y_train, x_test, y_test, as Keras names arrays, or of train_images,
-    train_labels, as MedMNIST does; images are uint8 (N, S, S), (N, S, S, C) or (N, C, S, S). A .npy
-    is one array of them, a .mat what SVHN's authors ship."""
+    """Yields rows of an .npz with x_train, y_train, ... (Keras) or train_images, train_labels, ...
+    (MedMNIST); of an .npy, one array of images; of the .mat that SVHN's authors ship. Images are
+    uint8 (N, S, S), (N, S, S, C) or (N, C, S, S)."""
     try:
         if path.suffix == ".mat":
             from scipy.io import loadmat
@@ -984,10 +956,9 @@ def find_on_hub(name):
         kinds = {type(kind): column for column, kind in reversed(table.features.items())}
         image = kinds.get(datasets.Image)
         label = kinds.get(datasets.ClassLabel)
-        columns = ", ".join(table.features)
-        logging.info(f"{name}, {split}: columns {image} and {label} are read, of {columns}")
+        logging.info(f"{name}, {split}: {image} and {label} are read, of {list(table.features)}")
         if image is None:
-            raise InputError(f"{name} has no column of images, but {columns}")
+            raise InputError(f"{name} has no column of images, but {list(table.features)}")
         classes = [None] * len(table)
         if label:  # some keep those of the test secret: -1
             known = [*table.features[label].names, None]
@@ -1020,29 +991,13 @@ def read_image(file, channels, image_size):
     return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1)
 
 
-def hold_out(split, only_test=False):
-    """Change `split` (N,) where there are no images to test or to validate on: some of those to
-    train on become them; or all, if the test is all that is asked for. A single part beside train
-    is the test."""
-    if only_test and set(split) == {TRAIN}:
-        split[:] = TEST
-    if TEST not in split:
-        split[split == VALID] = TEST
-    rng = np.random.default_rng(0)
-    for part, share, most in ((TEST, 0.15, 10_000), (VALID, 0.07, EVAL_IMAGES)):
-        if part not in split:
-            train = rng.permutation(np.flatnonzero(split == TRAIN))
-            split[train[: min(most, round(share * len(train)))]] = part
-
-
 def write_images(folder, name, rows, shape, indist, only_test):
     """Write images.npy (N, C, S, S) uint8; and rows.npz: labels, split and digests (N,), classes.
     indist: the images to classify, None if these are it. (rank 0)"""
     files, names, parts = zip(*rows, strict=True)
     known = [file if isinstance(file, Path) else f"image {i}" for i, file in enumerate(files)]
-    channels, image_size = shape
-    shape = (len(rows), channels, image_size, image_size)
-    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
+    array_shape = (len(rows), shape[0], shape[1], shape[1])
+    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, array_shape)
     with open(folder / "images.npy", "r+") as file:  # mapped, a full disk would kill this process
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     digests = np.zeros(len(rows), np.uint64)
@@ -1050,7 +1005,7 @@ def write_images(folder, name, rows, shape, indist, only_test):
 
     def read(i):
         try:
-            images[i] = read_image(files[i], channels, image_size)
+            images[i] = read_image(files[i], *shape)
             digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
             digests[i] = int.from_bytes(digest, "little")
         except Exception as error:  # Pillow raises many kinds
@@ -1063,15 +1018,25 @@ def write_images(folder, name, rows, shape, indist, only_test):
         text = f"{name}: {len(bad)} images cannot be read:"
         raise InputError("\n  ".join([text, *sorted(bad)[:20]]))
 
-    classes = []
-    labels = np.zeros(len(rows), np.int64)
-    if indist is None:
-        classes, labels = np.unique(names, return_inverse=True)
-        classes = classes.astype(str).tolist()
-        if len(classes) < 2:
-            raise InputError(f"{name} has one class, {classes[0]}; two are needed: see --help")
+    if indist is not None:
+        names = ["OOD images"] * len(rows)
+    classes, labels = np.unique(names, return_inverse=True)
+    classes = classes.astype(str).tolist()
+    if indist is None and len(classes) < 2:
+        raise InputError(f"{name} has one class, {classes[0]}; two are needed: see --help")
+
+    # where none are held out, some to train on are; or all, if only the test is asked for
     split = np.array(parts, np.uint8)
-    hold_out(split, only_test)
+    if only_test and set(split) == {TRAIN}:
+        split[:] = TEST
+    if TEST not in split:  # a single part beside train is the test
+        split[split == VALID] = TEST
+    rng = np.random.default_rng(0)
+    for part, share, most in ((TEST, 0.15, 10_000), (VALID, 0.07, EVAL_IMAGES)):
+        if part not in split:
+            train = rng.permutation(np.flatnonzero(split == TRAIN))
+            split[train[: min(most, round(share * len(train)))]] = part
+
     # no image of one part may equal one of another, nor an OOD image one to classify
     seen = np.zeros(0, np.uint64) if indist is None else indist.digests
     for part in (TEST, VALID, TRAIN):
@@ -1080,22 +1045,20 @@ def write_images(folder, name, rows, shape, indist, only_test):
         seen = np.concatenate([seen, digests[own]])
     copies = [known[i] for i in np.flatnonzero(split == UNUSED)]
     say(name, "images equal held-out ones, or those to classify: left out", copies)
-    names = classes or ["OOD images"]
-    for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
-        lost = [names[i] for i in np.setdiff1d(range(len(names)), labels[split == part])]
-        if only_test and part != TEST:
-            continue
-        if lost and (part == TRAIN or len(lost) == len(names)):
+    uses = {TEST: "test"} if only_test else {TRAIN: "train", VALID: "validate", TEST: "test"}
+    for part, use in uses.items():
+        lost = [classes[i] for i in np.setdiff1d(range(len(classes)), labels[split == part])]
+        if lost and (part == TRAIN or len(lost) == len(classes)):
             raise InputError(f"{name}: nothing to {use} on of {', '.join(lost[:20])}")
-        say(name, f"of {len(names)} classes have nothing to {use} on", lost)
+        say(name, f"of {len(classes)} classes have nothing to {use} on", lost)
+    classes = classes if indist is None else []
     np.savez(folder / "rows.npz", labels=labels, split=split, digests=digests, classes=classes)
 
 
 def prepare(args, name, indist=None, only_test=False):
-    """The folder with the images that `name` names, read once, and kept. indist: the images to
-    classify, if these are OOD images, which get the same shape. only_test: images without parts are
-    all for the test. What there is to read is listed at every start: so a changed folder is
-    noticed. (rank 0)"""
+    """The folder with the images that `name` names, read once, and again if its files change.
+    indist: the images to classify, if these are OOD images, which get the same shape. only_test:
+    images without parts are all for the test. (rank 0)"""
     try:
         rows, version = find_images(name, indist and indist.shape)
     except OSError as error:  # a folder that may not be read, a link that leads nowhere
