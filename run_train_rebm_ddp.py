@@ -32,7 +32,7 @@ samples-STEP.png (stage 2); at the end summary.json, curves.png. The same comman
 # dependencies = [
 #     "torch>=2.11,<2.14", "numpy>=2.2,<3", "tqdm>=4.67,<5", "pyyaml>=6.0,<7", "wandb>=0.25,<1",
 #     "matplotlib>=3.10,<4", "pandas>=2.2,<4", "scikit-learn>=1.7,<2", "datasets>=5,<6",
-#     "pillow>=12,<14",
+#     "pillow>=12,<14", "scipy>=1.15,<2",
 # ]
 # ///
 
@@ -767,7 +767,6 @@ def main(args):
 # opens, None where there is no class, and TRAIN, VALID or TEST.
 
 PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
-METAS = ["batches.meta", "meta", "*/batches.meta", "*/meta"]  # what CIFAR's folder has
 READER = 6  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -789,9 +788,9 @@ def find_images(name, shape):
     if path.is_file():
         rows = list(find_in_arrays(path))
         files = [path]
-    elif metas := [file for name in METAS for file in path.glob(name)]:
-        rows = list(find_in_pickles(metas[0].parent))
-        files = sorted(metas[0].parent.iterdir())
+    elif cifar := [folder for folder in (path, *path.iterdir()) if is_cifar(folder)]:
+        rows = list(find_in_pickles(cifar[0]))
+        files = sorted(cifar[0].iterdir())
     else:
         rows = list(find_in_folder(path))
         files = [file for file, _, _ in rows]
@@ -916,6 +915,10 @@ class ArrayUnpickler(pickle.Unpickler):
         if module.startswith("numpy") and name in known:
             return known[name]
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
+
+
+def is_cifar(folder):
+    return (folder / "batches.meta").is_file() or (folder / "meta").is_file()
 
 
 def find_in_pickles(root):
