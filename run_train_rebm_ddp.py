@@ -16,11 +16,13 @@ alone is the test), or with the classes alone; an .npz of uint8 arrays, 0 to 255
 or (N, S, S, 3), y_train (-1: no label), perhaps x_val, x_test; cifar-10-batches-py or
 cifar-100-python; or a data set of the hub. Attacks see pixels in [0, 1].
 
-Logged, over all ranks: step, phase (1 at, 2 dat), epoch, lr, loss (in stage 1 cross entropy, nats),
-grad_norm (before clipping), skipped (steps without a finite gradient), samples_per_s, data_wait
-(share of the time); in stage 2 T, clf_loss and bce (parts of the loss; binary cross entropy), auc
-(real against attacked OOD images). val/STAGE/..., of averaged weights on held-out images: clean and
-robust (accuracy without and under attack), cross_entropy.
+Logged, over all ranks:
+    loss (nats an image), in stage 2 also its parts: clf_loss, and bce (binary cross entropy)
+    T; auc, of real against attacked OOD images
+    val/STAGE/clean and robust (accuracy of averaged weights on held-out images, without and under
+    attack), cross_entropy (nats)
+    phase (1 at, 2 dat), epoch, lr, grad_norm (before clipping), skipped (steps whose gradient was
+    not finite), samples_per_s, data_wait (part of the time), peak_gb (of a GPU)
 
 Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl,
 samples-STEP.png (stage 2); at the end summary.json, curves.png. The same command resumes the run.
@@ -133,7 +135,7 @@ def parse_args():
     add_common_arguments(parser, output_dir="outputs/rebm")
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}  # the original's names
     add("--ddp_backend", dest="backend", **hidden)
-    add("--rand_seed", dest="seed", type=int, **hidden)
+    add("--rand_seed", dest="seed", type=number(0, 2**32, int), **hidden)
     # parse_with_config reads sys.argv, and so does torchrun
     sys.argv[1:] = as_options(sys.argv[1:], parser)
     try:
