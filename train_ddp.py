@@ -21,7 +21,7 @@ test.tsv; to train on, train.tsv) or one of their qrels files.
 Logged, over all ranks:
     loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
     val/ndcg@10, val/mrr@10, val/recall@100 of held-out queries; val/asym_ndcg@10, the same with the
-    teacher's documents; val/teacher_cosine, of held-out queries and answers; all from 0 to 1
+    teacher's documents; val/teacher_cosine, of held-out queries and answers; the best is 1
     lr, grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
     (texts or queries), data_wait (part of the time), peak_gb (of a GPU)
 In --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt, step_N.pt, metrics.jsonl; at
@@ -114,7 +114,7 @@ def parse_args():
     add("--infonce_weight", type=number(0), default=0.8, help="of InfoNCE")
     add("--phase2_l2_weight", type=number(0), default=0.2, help="of the pull in phase 2")
     add("--temperature", type=number(1e-4), default=0.02, help="divides all scores")
-    text = "a document that the teacher scores above positive + margin is no negative (2: all are)"
+    text = "what the teacher scores above positive + margin is not taken as a negative; 2: all is"
     add("--false_negative_margin", type=number(-1, 2), default=0.0, help=text)
     add("--phase1_epochs", type=COUNT, default=1, help="passes over the texts")
     add("--phase2_epochs", type=COUNT, default=3, help="passes over the queries")
@@ -413,45 +413,49 @@ def split_roles(batches, rows):
 
 
 def pair_loss(args, batches, vectors):
-    """What this rank adds to the loss of phase 2 over the step, and to its parts (3,); and the
-    gradient of the step's loss by `vectors` (B, D), those of this rank's texts. (all ranks)
+    """This rank's part of the loss of phase 2, of InfoNCE and of the pull (3,): over the ranks they
+    add up to those of the step. And the gradient of the step's loss with respect to `vectors` (B,
+    D), those of this rank's texts. (all ranks)
 
     InfoNCE (van den Oord et al. 2018) is the cross entropy of each query's positive among the
     documents of the whole step, on all ranks. Each rank scores its own queries."""
     total = batches[0].total
+    dimensions = vectors.shape[1]
     vectors = vectors.detach().requires_grad_()
     queries, own_documents = split_roles(batches, vectors)
-    targets = torch.cat([batch.targets[:, : vectors.shape[1]] for batch in batches])
-    query_targets, own_targets = split_roles(batches, targets)
-    query_ids, own_ids = split_roles(batches, torch.cat([batch.text_ids for batch in batches]))
+    own_targets = torch.cat([batch.targets[:, :dimensions] for batch in batches])
+    query_targets, own_document_targets = split_roles(batches, own_targets)
+    own_ids = torch.cat([batch.text_ids for batch in batches])
+    query_ids, own_document_ids = split_roles(batches, own_ids)
 
-    # the documents of all ranks; those of each are filled up to the most that a rank can have
+    # The documents of all ranks. Each rank gives as many rows as it can have at most, filled up.
     room = math.ceil(total / dist.get_world_size()) * batches[0].documents_per_query
-    filling = room - len(own_ids)
-    documents = Gather.apply(F.pad(own_documents, (0, 0, 0, filling)))
-    targets = unit_targets(Gather.apply(F.pad(own_targets, (0, 0, 0, filling))), vectors.shape[1])
-    text_ids = Gather.apply(F.pad(own_ids, (0, filling), value=-1))
-    answered = Gather.apply(F.pad(query_ids, (0, room - len(query_ids)), value=-1))  # which query
-    first = dist.get_rank() * room  # of this rank's documents
+    filling = (0, room - len(own_document_ids))
+    documents = Gather.apply(F.pad(own_documents, (0, 0, *filling)))
+    document_targets = Gather.apply(F.pad(own_document_targets, (0, 0, *filling)))
+    document_ids = Gather.apply(F.pad(own_document_ids, filling, value=-1))
+    # the query whose positive a document is, -1 for all others
+    answered = Gather.apply(F.pad(query_ids, (0, room - len(query_ids)), value=-1))
+    first = dist.get_rank() * room  # where this rank's documents begin
     positives = torch.arange(first, first + len(queries), device=vectors.device)
 
-    # No negatives of a query are documents that the teacher finds better than its positive: they
-    # may well answer it, too (Solatorio 2024). Nor are those that answer it in other pairs.
-    query_targets = unit_targets(query_targets, vectors.shape[1])
-    teacher_scores = query_targets @ targets.T
+    # What is masked is no negative. A document that the teacher finds better than the positive may
+    # well answer the query, too (Solatorio 2024). So does its positive in another pair of the step.
+    query_targets = unit_targets(query_targets, dimensions)
+    teacher_scores = query_targets @ unit_targets(document_targets, dimensions).T
     limits = teacher_scores.gather(1, positives[:, None]) + args.false_negative_margin
     masked = teacher_scores > limits + 1e-5  # equal scores may differ by rounding
     masked |= answered == query_ids[:, None]
-    masked |= text_ids == text_ids[positives][:, None]
-    masked |= text_ids < 0
+    masked |= document_ids == document_ids[positives][:, None]
+    masked |= document_ids < 0
     masked = masked.scatter(1, positives[:, None], False)
     scores = (queries @ documents.T / args.temperature).masked_fill(masked, -math.inf)
     infonce = F.cross_entropy(scores, positives, reduction="sum") / total
 
     # half of the pull is for the queries, half for the documents
-    own_targets = unit_targets(own_targets, vectors.shape[1])
-    pull_loss = 0.5 * pull(queries, query_targets).sum() / total
-    pull_loss = pull_loss + 0.5 * pull(own_documents, own_targets).sum() / (text_ids >= 0).sum()
+    query_pull = pull(queries, query_targets).sum() / total
+    document_pull = pull(own_documents, unit_targets(own_document_targets, dimensions)).sum()
+    pull_loss = 0.5 * query_pull + 0.5 * document_pull / (document_ids >= 0).sum()
     loss = args.infonce_weight * infonce + args.phase2_l2_weight * pull_loss
     (gradient,) = torch.autograd.grad(loss, vectors)
     return torch.stack([loss, infonce, pull_loss]).detach(), gradient
@@ -472,11 +476,12 @@ def evaluate(student, corpus, collection, vectors, device, is_aligned=True):
     batches = np.array_split(by_length, math.ceil(len(text_ids) / 128))
     dimensions = student.model.get_embedding_dimension()
     student_vectors = torch.zeros(len(text_ids), dimensions, device=device)
+    was_training = student.training
     student.eval()
     for own in batches[dist.get_rank() :: dist.get_world_size()]:
         batch = make_batch(corpus, vectors, text_ids[own]).to(device)
         student_vectors[torch.from_numpy(own).to(device)] = student(batch)
-    student.train()
+    student.train(was_training)
     dist.all_reduce(student_vectors)  # each row is zero on all ranks but one
     return on_rank0(measure, collection, vectors, student_vectors, is_aligned)
 
@@ -602,8 +607,9 @@ def text_step(ddp_model, batches, autocast):
 
 
 def pair_step(args, ddp_model, batches, autocast, step):
-    """The same of phase 2, see PairData.logged (3,). All vectors of the step come first, then
-    its loss and the gradient by them, then the backward pass. (all ranks)
+    """Forward and backward of a step of phase 2. All vectors of the step come first, then its loss
+    and the gradient with respect to them, then the backward pass. Returns this rank's part of the
+    metrics, see PairData.logged (3,). (all ranks)
 
     The graphs of several micro-batches are not kept: each is made again for its backward pass (Gao
     et al. 2021), with the same seed, so that dropout hits the same places."""
@@ -611,19 +617,20 @@ def pair_step(args, ddp_model, batches, autocast, step):
     vectors = []
     for batch in batches:
         ddp_model.require_backward_grad_sync = is_whole
-        with autocast():
-            micro_vectors = ddp_model(batch)
-        vectors.append(micro_vectors if is_whole else micro_vectors.detach())
-    metrics, gradient = pair_loss(args, batches, torch.cat(vectors).detach())
+        with autocast(), torch.set_grad_enabled(is_whole):
+            vectors.append(ddp_model(batch))
+    metrics, gradient = pair_loss(args, batches, torch.cat(vectors))
     gradient = gradient * dist.get_world_size()  # DDP takes the mean, we want the sum
-    gradients = gradient.split([len(micro_vectors) for micro_vectors in vectors])
-    seed_step(args, step)
-    for micro, batch in enumerate(batches, start=1):
+    gradients = gradient.split([len(batch.text_ids) for batch in batches])
+    if not is_whole:
+        seed_step(args, step)
+    for micro, (batch, micro_gradient) in enumerate(zip(batches, gradients, strict=True), start=1):
         ddp_model.require_backward_grad_sync = micro == len(batches)
+        micro_vectors = vectors[0]
         if not is_whole:
             with autocast():
                 micro_vectors = ddp_model(batch)
-        micro_vectors.backward(gradients[micro - 1])
+        micro_vectors.backward(micro_gradient)
     return metrics
 
 
@@ -637,6 +644,7 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         student.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         state.clear()  # each rank has a copy: free it
+    student.train()
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, model=student)
     done = loop["step"] - loop["before"]  # steps of this phase
     sampler.start = done
@@ -690,7 +698,7 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
             meter.start()  # neither counts as time of steps
     bar.close()
     if not reason and f"phase {phase.number}" not in loop["best"]:
-        raise InputError(f"--max_steps {args.max_steps}: {done} are made, none is evaluated")
+        raise InputError(f"--max_steps {args.max_steps}: {done} are made, and none was evaluated")
     return reason
 
 
