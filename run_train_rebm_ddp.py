@@ -11,10 +11,10 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py --data photos --size 64                 # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (one of them
-alone is the test), or with the classes alone; an .npz of uint8 arrays, 0 to 255, x_train (N, S, S)
-or (N, S, S, 3), y_train (-1: no label), perhaps x_val, x_test; cifar-10-batches-py or
-cifar-100-python; or a data set of the hub. Attacks see pixels in [0, 1].
+Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (if only
+one, it is the test), or with the classes alone; an .npz of uint8 arrays, x_train (N, S, S) or (N,
+S, S, 3), y_train (-1: no label), perhaps x_val, x_test; CIFAR's folder; SVHN's .mat; an .npy of OOD
+images; or a data set of the hub. Attacks see pixels in [0, 1].
 
 Logged, over all ranks:
     loss (nats an image), in stage 2 also its parts: clf_loss, and bce (binary cross entropy)
@@ -95,7 +95,7 @@ def parse_args():
     add = parser.add_argument_group("data").add_argument
     add("--data", type=expanded, default="digits", help="images: see above; digits need no file")
     add("--outdist_data", type=expanded, default="noise", help="OOD images; or noise, or blobs")
-    add("--size", type=NATURAL, default=0, help="pixels a side; 0: of arrays; files 32")
+    add("--size", type=NATURAL, default=0, help="pixels a side; 0: an array's own, files 32")
     add("--grey", **FLAG, help="make all images grey")
     kinds = ["none", "shift", "original"]
     text = "images to classify are shifted; original: twice as far, and mirrored"
@@ -110,8 +110,8 @@ def parse_args():
     add = parser.add_argument_group("attack, on OOD images, in L2").add_argument
     add("--attack_max_steps", type=NATURAL, default=50, help="T at most")
     add("--attack_step_size", type=length, default=0.1, help="length of a step")
-    add("--AUC_th", type=number(0, 1), default=0.8, help="mean AUC at which T grows")
-    add("--min_imgs_per_threshold", type=COUNT, default=1000, help="real images it is over")
+    add("--AUC_th", type=number(0, 1), default=0.8, help="T grows when the mean AUC reaches this")
+    add("--min_imgs_per_threshold", type=COUNT, default=1000, help="real images of the mean AUC")
 
     add = parser.add_argument_group("indist_attack_clf, on images to classify").add_argument
     add("--indist_attack_clf_max_steps", type=NATURAL, default=10, help="0: standard training")
@@ -120,7 +120,7 @@ def parse_args():
     add("--indist_attack_clf_norm", default="L2", choices=["L2", "Linf"], help="of step and ball")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--at_epochs", type=NATURAL, default=40, help="of stage 1; 0: stage 2 of --ckpt_path")
+    add("--at_epochs", type=NATURAL, default=40, help="of stage 1; 0: stage 2 from --ckpt_path")
     add("--total_epochs", type=NATURAL, default=100, help="of stage 2; 0: stage 1 only")
     add("--at_optimizer", default="adamw", choices=OPTIMIZERS, help="of stage 1")
     add("--at_lr", type=number(0), default=2e-3, help="peak of stage 1; half a cosine down to 0")
@@ -431,7 +431,8 @@ def auc(real, fake):
 class Networks(NamedTuple):
     model: nn.Module  # is trained
     ema_model: nn.Module  # has the averaged weights: for validation, and to be used
-    frozen: nn.Module  # for attacks: in evaluation mode, with the weights of the model
+    # for attacks: the weights of the model, in evaluation mode, without gradients and DDP's hooks
+    frozen: nn.Module
     ddp_model: nn.Module  # the model within DDP
 
 
@@ -449,9 +450,9 @@ def classifier_loss(args, networks, batch):
 
 
 def both_losses(args, networks, batch, T):
-    """Stage 2: two sums (2,) over a micro-batch: that of stage 1; and half the binary cross entropy
-    of real images, and of OOD images that T steps of an attack have moved towards the labels y of
-    the real ones. And f_y (2, B) of both."""
+    """Stage 2: two sums (2,) over a micro-batch: that of stage 1; and the binary cross entropy, a
+    half each, of real images and of OOD images that T steps of an attack have moved towards the
+    labels y of the real ones. And f_y (2, B) of both, of which the AUC is."""
     x = attack_to_classify(args, networks.frozen, batch)
     ood_x = pixels(batch.ood_x)
     fake = attack(networks.frozen, label_logit, ood_x, batch.real_y, T, args.attack_step_size)
@@ -496,11 +497,15 @@ def evaluate(net, indist, args, device):
 def draw_samples(path, net, indist, outdist, args, device):
     """A picture of OOD images that an attack moves towards the class of their column. (rank 0)"""
     columns = min(10, len(indist.classes))
-    ids = outdist.some(VALID, 10 * columns)
-    labels = torch.arange(len(ids) // columns * columns, device=device) % columns
-    x = pixels(torch.from_numpy(outdist.images[ids[: len(labels)]]).to(device))
-    z = attack(net, label_logit, x, labels, args.attack_max_steps, args.attack_step_size)
-    rows = (255 * z).round().byte().unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2)
+    ids = np.resize(outdist.some(VALID, 10 * columns), 10 * columns)
+    labels = torch.arange(columns, device=device)
+    rows = []
+    for own in np.split(ids, 10):
+        x = pixels(torch.from_numpy(outdist.images[own]).to(device))
+        rows.append(
+            attack(net, label_logit, x, labels, args.attack_max_steps, args.attack_step_size)
+        )
+    rows = (255 * torch.stack(rows)).round().byte().permute(0, 3, 1, 4, 2)
     picture = rows.flatten(2, 3).flatten(0, 1).expand(-1, -1, 3)  # height, width, color
     Image.fromarray(picture.contiguous().cpu().numpy()).save(path)
 
@@ -629,7 +634,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
             step_losses += losses.detach()
         norm = update_if_finite(args, optimizer)
         for buffer, old in zip(statistics, old_statistics, strict=True):
-            buffer.copy_(torch.where(norm.isfinite(), buffer, old))  # nor those of a skipped step
+            buffer.copy_(torch.where(norm.isfinite(), buffer, old))  # as if a skipped step were not
         update_frozen(networks)
         update_ema(networks, args.ema, step)
         metrics = step_losses.sum()[None]
@@ -679,6 +684,9 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
             save("latest.pt", model=model, ema_model=ema_model, optimizer=optimizer)
             meter.start()  # neither counts as time of steps
     bar.close()
+    if not reason and stage not in loop["best"]:
+        text = f"{loop['stage_step']} steps of stage {stage} are made, and none was evaluated"
+        raise InputError(f"{text}: give more epochs")
     return reason
 
 
@@ -693,7 +701,8 @@ def start_networks(args, device, indist, state):
     if args.ckpt_path and state is None:
         model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model, indist.classes))
     has_batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
-    if has_batch_norm and args.at_epochs > 0 and dist.get_world_size() > 1:
+    is_left = args.at_epochs > 0 and not (state and state["loop"]["stage"] == "dat")  # stage 1
+    if has_batch_norm and is_left and dist.get_world_size() > 1:
         if device.type == "cpu" or args.backend == "gloo":
             text = "batch normalisation over several processes takes GPUs, and not --backend gloo"
             raise InputError(f"--model_type {args.model_type}: in stage 1 {text}")

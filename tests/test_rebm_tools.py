@@ -103,6 +103,8 @@ def test_images_are_led_to_classes(trained, tmp_path):
         assert 0 < distance <= 1 + 8 / 2 / 255  # they are rounded
     said = call_script("tools/generate_rebm", *words, "cat", f"--out={tmp_path}/b.png", status=2)
     assert "--to cat: expected any, or some of 0, 1" in said
+    said = call_script("tools/generate_rebm", *words, "any", "1", status=2)
+    assert "--to any: expected no class beside it" in said
     (tmp_path / "0.png").write_bytes(b"no picture")
     said = call_script("tools/generate_rebm", *words, "any", f"--out={tmp_path}/b.png", status=2)
     assert "cannot identify image file" in said and len(said.splitlines()) == 2
@@ -123,6 +125,8 @@ def test_weights_alone(trained, tmp_path):
     assert found[0] == found[1]
     said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", *common, status=2)
     assert "a.pth: expected best.pt, .*; or weights, --model_type and --data" in said
+    said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", "--norm=L2", status=2)
+    assert "--norm L2: give --radii in this norm" in said
     words = [*common, "--model_type=WideResNet28x2", f"--out={tmp_path}/b.json"]
     said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", *words, status=2)
     assert "a.pth: expected weights of this --model_type" in said
@@ -147,9 +151,10 @@ def test_autoattack(monkeypatch):
     class AutoAttack:
         def __init__(self, model, norm, eps, **options):
             assert (model, norm, eps) == (network, "L2", 0.5)
+            self.apgd_targeted = self.fab = SimpleNamespace()
 
         def run_standard_evaluation(self, x, labels, bs):
-            assert bs == 6 and len(labels) == 6
+            assert bs == 6 and len(labels) == 6 and self.fab.n_target_classes == 4
             return torch.where(torch.arange(6)[:, None, None, None] < 2, x, 1e3 * (x - 1))
 
     monkeypatch.setitem(sys.modules, "autoattack", SimpleNamespace(AutoAttack=AutoAttack))

@@ -9,15 +9,15 @@ them from OOD images. (tools/generate_rebm.py lets it generate.)
 clean             accuracy
 cross_entropy     nats an image
 ece               expected calibration error, 15 bins (Guo et al. 2017)
-robust@R          share of the images that are told right, also at the ends of four attacks in the
-                  ball of radius R: each raises the logit of a wrong class, the likeliest first,
-                  over that of the right one, in --attack_steps steps of a quarter of the radius
+robust@R          accuracy that four attacks in the ball of radius R leave: they raise the logits of
+                  the four likeliest wrong classes over that of the right one, one each, in
+                  --attack_steps steps of a quarter of the radius
 autoattack@R      the same under AutoAttack (Croce and Hein 2020), as robustness is published
-auroc KIND        area under the ROC curve of test images against OOD images, by --score: the energy
-                  logsumexp f(x), or the highest probability (softmax)
+auroc KIND        area under the ROC curve of test images against OOD images, by --score: logsumexp
+                  f(x), which is minus the energy, or the highest probability (softmax)
 fpr95 KIND        share of the OOD images that are taken for real where 95 % of the real ones are
-adv_auroc KIND    as auroc, where an attack makes the OOD images look real; its radius is twice that
-                  of training
+adv_auroc KIND    as auroc, where an attack makes the OOD images look real; its ball is that of
+                  training, with twice the radius
 
 In fp32 on one device, with the averaged weights. Writes all figures, and its options, to --out.
 To classify images of your own, in Python: classify(checkpoint, paths).
@@ -26,6 +26,7 @@ To classify images of your own, in Python: classify(checkpoint, paths).
 import argparse
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -76,17 +77,21 @@ def parse_args():
     add("--images", type=COUNT, default=10_000, help="test images at most")
     text = "radii of robust accuracy, if not that of training"
     add("--radii", type=script.number(1e-6, 1e6), nargs="+", help=text)
-    add("--norm", choices=["L2", "Linf"], help="of the radii, if not that of training")
+    add("--norm", choices=["L2", "Linf"], help="of --radii, if not that of training")
     add("--attack_steps", type=COUNT, default=20, help="steps of each attack")
     add("--autoattack", action="store_true", help="AutoAttack, too: takes long")
-    text = "more OOD images to detect: folders, files, noise, blobs, ...; without parts, whole sets"
+    text = (
+        "more OOD images to detect: their test part, or all, if they have no parts; or blobs, ..."
+    )
     add("--outside", nargs="+", default=[], help=text)
     add("--ood_images", type=COUNT, default=10_000, help="OOD images at most, of each kind")
-    add("--score", default="energy", choices=["energy", "softmax"], help="that tells OOD images")
+    add("--score", default="energy", choices=["energy", "softmax"], help="of what is real")
     args = parser.parse_args()
     args.out = args.out or args.checkpoint.with_name("evaluation.json")
-    if args.out.exists():
-        raise InputError(f"{args.out} exists: give another --out")
+    if args.out.exists() or not os.access(args.out.parent, os.W_OK):
+        raise InputError(f"{args.out} exists, or its folder cannot be written: give another --out")
+    if args.norm and not args.radii:
+        raise InputError(f"--norm {args.norm}: give --radii in this norm")
     return args
 
 
@@ -127,6 +132,9 @@ def make_autoattack(model, classes, eps, norm):
         from autoattack import AutoAttack
 
         whole = AutoAttack(model, norm=norm, eps=eps, seed=0, device=device, verbose=False)
+        whole.apgd_targeted.n_target_classes = whole.fab.n_target_classes = min(9, classes - 1)
+        if classes < 4:  # its loss is of the four highest logits
+            whole.attacks_to_run.remove("apgd-t")
         return [lambda x, labels: whole.run_standard_evaluation(x, labels, bs=len(x))]
     except ImportError:
         pass
@@ -138,7 +146,7 @@ def make_autoattack(model, classes, eps, norm):
     options = {"norm": norm, "eps": eps, "seed": 0, "n_restarts": 1}
     targets = {"n_classes": min(classes, 10)}  # nine of them at most
     attacks = [torchattacks.APGD(model, steps=100, loss="ce", **options)]
-    if classes > 3:  # its loss is of the four highest logits
+    if classes > 3:
         attacks.append(torchattacks.APGDT(model, steps=100, **targets, **options))
     fab = torchattacks.FAB(model, steps=100, multi_targeted=True, **targets, **options)
     return [*attacks, fab, torchattacks.Square(model, n_queries=5000, **options)]
@@ -150,7 +158,7 @@ def autoattack(model, attacks, x, labels):
     for attack in attacks:
         left = alive.nonzero()[:, 0]
         if len(left) > 0:
-            z = attack(x[left], labels[left])
+            z = attack(x[left].contiguous(), labels[left])  # they take no other layout
             with torch.no_grad():
                 alive[left] = model(z).argmax(1) == labels[left]
     return alive
@@ -176,18 +184,15 @@ def false_positive_rate(real, fake):
 def measure(model, options, indist, sources, device, args):
     """({name: figure}, {name: what it is the mean of (n,)}, {kind: number of OOD images}) options:
     of the run; sources: {kind: OOD images}"""
-    norm = args.norm or options["indist_attack_clf_norm"]
-    usual = options["indist_attack_clf_eps"]
-    radii = args.radii or [usual]
     attacks = {}
-    for eps in radii if args.autoattack else []:
-        attacks[eps] = make_autoattack(model, len(indist.classes), eps, norm)
+    for eps in args.radii if args.autoattack else []:
+        attacks[eps] = make_autoattack(model, len(indist.classes), eps, args.norm)
     outputs = []
     right = defaultdict(list)
     for x, labels in batches(indist, args.images, device, args):
         outputs.append((model(x), labels))
-        for eps in radii:
-            alive = survivors(model, x, labels, args.attack_steps, eps, norm)
+        for eps in args.radii:
+            alive = survivors(model, x, labels, args.attack_steps, eps, args.norm)
             right[f"robust@{eps:g}"].append(alive)
             if eps in attacks:
                 right[f"autoattack@{eps:g}"].append(autoattack(model, attacks[eps], x, labels))
@@ -201,12 +206,13 @@ def measure(model, options, indist, sources, device, args):
         return logits.logsumexp(1) if args.score == "energy" else logits.softmax(1).amax(1)
 
     counts = {}
-    eps = OOD_RADIUS * usual
+    training_norm = options["indist_attack_clf_norm"]
+    eps = OOD_RADIUS * options["indist_attack_clf_eps"]
     for kind, source in sources.items():
         for name, steps in (("", 0), ("adv_", args.attack_steps)):
             fake = []
             for x, _ in batches(source, args.ood_images, device, args):
-                z = script.attack(model, score, x, None, steps, eps / 4, eps, norm)
+                z = script.attack(model, score, x, None, steps, eps / 4, eps, training_norm)
                 fake.append(score(model(z)))
             fake = torch.cat(fake)
             counts[kind] = len(fake)
@@ -221,13 +227,14 @@ def main():
         args = parse_args()
         device = script.choose_device(args, local_rank=0)
         model, state = load_network(args, device)
+        args.radii = args.radii or [state["args"]["indist_attack_clf_eps"]]
+        args.norm = args.norm or state["args"]["indist_attack_clf_norm"]
         given = dict(vars(args))
         indist, outdist = load_images(args, state)
         sources = {args.outdist_data or state["args"]["outdist_data"]: outdist}
         for name in args.outside:
             args.outdist_data = name
             _, sources[name] = load_images(args, state)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         found, values, counts = measure(model, state["args"], indist, sources, device, args)
         labels = indist.labels[indist.some(TEST, args.images)]
         found["commonest class"] = np.bincount(labels).max() / len(labels)

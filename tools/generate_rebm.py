@@ -39,7 +39,11 @@ def add_network_arguments(parser):
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt, at_best.pt, step_N.pt, latest.pt; or weights alone")
     add("--model_type", choices=script.MODELS, help="of weights alone, which need --data, too")
-    add("--data", type=expanded, help="images, if not those of the run; without parts: to test on")
+    add(
+        "--data",
+        type=expanded,
+        help="images, if not the run's; if they have no parts, all are to test on",
+    )
     add("--outdist_data", type=expanded, help="OOD images, if not those of the run")
     add("--cache_dir", type=expanded, help="where what is read is kept, if not where the run did")
     add("--batch_size", type=COUNT, default=256, help="images at a time")
@@ -55,17 +59,17 @@ def parse_args():
     add("--num_samples", type=COUNT, default=100, help="images to generate, if not of --images")
     add("--images", nargs="+", type=Path, help="start from these, each towards each class")
     add("--to", nargs="+", help="classes to climb towards, or any: up logsumexp f(x); else all")
-    add("--steps", type=COUNT, default=60, help="steps of the way that they are generated on")
+    add("--steps", type=COUNT, default=60, help="steps of the attack")
     length = script.number(1e-6, 1e6)
-    add(
-        "--step_size", type=length, help="length of a step, if not that of training, or radius / 10"
-    )
+    add("--step_size", type=length, help="of a step; else that of training, or radius / 10")
     add("--radius", type=length, default=math.inf, help="of the balls that they stay in, L2")
     args = parser.parse_args()
 
     for path in (args.out, args.folder):
         if path and path.exists():
             raise InputError(f"{path} exists: remove it, or give another name")
+    if args.to and "any" in args.to and len(args.to) > 1:
+        raise InputError("--to any: expected no class beside it")
     if args.out.suffix not in (".png", ".jpg", ".webp"):
         raise InputError(f"--out {args.out}: expected a name that ends in .png, .jpg or .webp")
     return args
@@ -119,7 +123,8 @@ def load_images(args, state):
     if [*indist.shape] != state["data"]["shape"] or indist.classes != state["data"]["classes"]:
         text = f"{indist.shape} pixels, classes {', '.join(indist.classes)}"
         raise InputError(f"{args.data}: these images have {text}: not the network's")
-    if indist.hash != state["args"].get("data_hash", "").split(" ")[0]:
+    known = state["args"].get("data_hash")
+    if known and indist.hash != known.split()[0]:
         name = args.data or options.data
         print(f"warning: {name}: not the images of the run, which may have trained on some")
     name = args.outdist_data or options.outdist_data
@@ -187,7 +192,7 @@ def main():
         args = parse_args()
         device = script.choose_device(args, local_rank=0)
         model, state = load_network(args, device)
-        _, outdist = load_images(args, state)
+        outdist = None if args.images else load_images(args, state)[1]
         starts, labels, classes = choose_starts(args, state, outdist)
         usual = args.radius / 10 if args.radius < math.inf else state["args"]["attack_step_size"]
         images, reached = generate(model, starts, labels, args, args.step_size or usual)
