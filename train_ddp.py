@@ -1118,11 +1118,8 @@ def without(held, texts):
 
 
 def documents_of(rows):
-    """The documents of rows, each once, in their order, as the keys of a dictionary."""
-    documents = {}
-    for row in rows:
-        documents.update(row.documents)
-    return documents
+    """{document: grade} of rows, in their order."""
+    return dict(itertools.chain(*[row.documents for row in rows]))
 
 
 def grades_of(rows):
@@ -1141,27 +1138,21 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     --eval_data and --test_data. Returns [(role, text)], and arrays of a Corpus. (Dictionaries stand
     for sets that keep their order.)"""
     right, wrong = grades_of(rows1 + rows2)
-    collections = {}  # {name: ({query: {document that answers it: grade}}, documents)}
-    held = {""}  # no query
-    for name, rows in {"held_out": eval_rows, "test": test_rows}.items():
-        grades, _ = grades_of(rows)
-        grades.pop("", None)
-        collections[name] = (grades, documents_of(rows))
-        held.update(grades)  # not the documents: they are there for all
+    held = {"", *grades_of(eval_rows + test_rows)[0]}  # not their documents: they are for all
 
     # held out are queries, with all documents that answer them in any row; else single texts
     groups = set()
-    eval_grades = {}
+    queries = {}
     others = {}  # to rank, too: what is wrong for these queries, then documents at large
     if not args.eval_data:
         source = [row for row in rows2 or rows1 if row.query in right]
         groups = choose_held_out(args, source)
-        source = [row for row in source if row.group in groups]
-        eval_grades = {row.query: right[row.query] for row in source if row.query}
-        eval_answers = dict.fromkeys(itertools.chain(*eval_grades.values()))
-        eval_answers = eval_answers or documents_of(source)
-        held.update(eval_grades, eval_answers)
-    for query in eval_grades:
+        eval_rows = [row for row in source if row.group in groups]
+        queries = dict.fromkeys(row.query for row in eval_rows if row.query)
+        if queries:
+            eval_rows = [Row(query, list(right[query].items()), query) for query in queries]
+        held.update(queries, documents_of(eval_rows))
+    for query in queries:
         others.update(wrong[query])
 
     # they are not trained on where they stand in other rows, either
@@ -1176,12 +1167,12 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     left_out = []
     for query in dict.fromkeys(row.query for row in rows2):
         own = without(held, right[query]) if query not in held else {}
-        if query not in eval_grades:
+        if query not in queries:
             left_out += [(query, text) for text in right[query] if text not in own]
         if own:
             both += [(query, text) for text in wrong[query] if text in right[query]]
-            own_negatives = without(right[query], without(held, wrong[query]))
             begin = len(negatives)
+            own_negatives = without(right[query], without(held, wrong[query]))
             negatives += [number("document", text) for text in own_negatives]
             end = len(negatives)
             for text in own:
@@ -1191,26 +1182,18 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     warn(left_out, "pairs are left out, since a text of theirs is held out")
 
     rows1 = [row for row in rows1 if row.group not in groups]
-    queries = [row.query for row in rows1]
-    phase1 = [number("query", text) for text in without(held, queries)]
+    queries1 = [row.query for row in rows1]
+    phase1 = [number("query", text) for text in without(held, queries1)]
     phase1 += [number("document", text) for text in without(held, documents_of(rows1))]
+    arrays = {"phase1": phase1, "pairs": np.reshape(pairs, (-1, 4)), "negatives": negatives}
 
     if not args.eval_data:
         others = list(without(held, others))[: args.eval_distractors]
-        collections["held_out"] = (eval_grades, {**eval_answers, **dict.fromkeys(others)})
-
-    grades, documents = collections["held_out"]
-    counts = {"held-out documents": len(documents)}
-    if not args.skip_phase1:
-        counts["texts for phase 1"] = len(phase1)
-    if not args.skip_phase2:
-        counts.update({"pairs for phase 2": len(pairs), "held-out queries": len(grades)})
-    if 0 in counts.values():
-        found = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise InputError(f"{found}; none may be 0: give more data, or another --eval_fraction")
-
-    arrays = {"phase1": phase1, "pairs": np.reshape(pairs, (-1, 4)), "negatives": negatives}
-    for name, (grades, documents) in collections.items():
+        eval_rows.append(Row("", [(text, 0) for text in others], ""))
+    for name, rows in {"held_out": eval_rows, "test": test_rows}.items():
+        grades, _ = grades_of(rows)
+        grades.pop("", None)
+        documents = documents_of(rows)
         positions = {text: i for i, text in enumerate(documents, start=len(grades))}
         answers = []
         for i, own in enumerate(grades.values()):
@@ -1218,6 +1201,16 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
         arrays[f"{name}_queries"] = [number("query", text) for text in grades]
         arrays[f"{name}_documents"] = [number("document", text) for text in documents]
         arrays[f"{name}_answers"] = np.reshape(answers, (-1, 3))
+
+    counts = {"held-out documents": "held_out_documents"}
+    if not args.skip_phase1:
+        counts["texts for phase 1"] = "phase1"
+    if not args.skip_phase2:
+        counts.update({"pairs for phase 2": "pairs", "held-out queries": "held_out_queries"})
+    counts = {text: len(arrays[name]) for text, name in counts.items()}
+    if 0 in counts.values():
+        found = ", ".join(f"{count} {text}" for text, count in counts.items())
+        raise InputError(f"{found}; none may be 0: give more data, or another --eval_fraction")
     return list(ids), {name: np.array(values, np.int64) for name, values in arrays.items()}
 
 
