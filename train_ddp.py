@@ -893,6 +893,8 @@ def files_of(source):
     """{file: (size, date)} behind the name of data or of a model; empty if it is on the hub."""
     name = split_limit(source)[0]
     name = str(PYDOCS) if name == "pydocs" else name
+    if Path(name).parent.name == "qrels":  # with the texts that it judges
+        name = str(Path(name).parents[1])
     pattern = glob.escape(name) if os.path.exists(name) else name
     found = glob.glob(pattern) + glob.glob(f"{pattern}/**", recursive=True)
     files = [os.path.abspath(path) for path in sorted(found) if os.path.isfile(path)]
@@ -929,6 +931,7 @@ def read_rows(name, limit, needs_query, cache_dir):
     warn([file for file in sizes if file not in files], "files are empty")
     rows = []
     total = 0
+    unread = {}
     breaks = []
     unanswered = []
     for file in files:
@@ -940,7 +943,7 @@ def read_rows(name, limit, needs_query, cache_dir):
         for old, new in ALIASES.items():
             if old in table.column_names and new not in table.column_names:
                 table = table.rename_column(old, new)
-        check_columns(file, table, limit, needs_query)
+        unread.update(check_columns(file, table, limit, needs_query))
         for number, record in enumerate(itertools.islice(table, limit - len(rows)), start=1):
             where = f"{file} row {number}"
             if ending == "txt" and not record["positive"].strip():
@@ -953,6 +956,8 @@ def read_rows(name, limit, needs_query, cache_dir):
     if not rows:
         raise InputError(f"{name} has no rows")
     logging.info(f"{name}: {len(rows):,} of {total:,} rows are read")
+    if unread:
+        logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
     warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
     warn(unanswered, "rows have no answer")
     return rows
@@ -993,7 +998,7 @@ def from_ms_marco(record):
 
 
 def check_columns(name, table, limit, needs_query):
-    """Refuse what would be read wrong, and say what is not read."""
+    """Refuse what would be read wrong. Returns the columns that are not read, as keys."""
     columns = table.column_names
     has_all = "positive" in columns and ("query" in columns or not needs_query)
     # pandas makes __index_level_0__ where a row has more than the first line
@@ -1007,8 +1012,7 @@ def check_columns(name, table, limit, needs_query):
         if "query" in columns and (has_zeros or column in ("label", "labels")):
             text = f"{name}: does the column {column} grade the pairs?"
             raise InputError(f"{text} Put wrong answers into the column negative, and leave it out")
-    if unread:
-        logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
+    return dict.fromkeys(unread)
 
 
 def parse_row(record, where, ending):
@@ -1075,8 +1079,7 @@ def read_beir(name, splits):
         raise InputError(f"{path}: no judgements of its texts")
     logging.info(f"{path}: {len(grades):,} judged queries, {len(texts['corpus']):,} texts")
     rows = [Row(query, list(own.items()), query) for query, own in grades.items()]
-    judged = {"", *itertools.chain(*grades.values())}
-    others = without(judged, texts["corpus"].values())
+    others = without({"", *documents_of(rows)}, texts["corpus"].values())
     return rows + [Row("", [(text, 1)], text) for text in others]
 
 
@@ -1162,8 +1165,8 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
             left_out += [(query, text) for text in right[query] if text not in own]
         if own:
             both += [(query, text) for text in wrong[query] if text in right[query]]
-            begin = len(negatives)
             own_negatives = without(right[query], without(held, wrong[query]))
+            begin = len(negatives)
             negatives += [number("document", text) for text in own_negatives]
             end = len(negatives)
             for text in own:
@@ -1198,7 +1201,7 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     needed += [] if args.skip_phase2 else ["pairs", "held_out_queries"]
     counts = {name: len(arrays[name]) for name in needed}
     if 0 in counts.values():
-        raise InputError(f"{counts}: none may be 0: give more data, or another --eval_fraction")
+        raise InputError(f"{counts}; none may be 0: give more data, or another --eval_fraction")
     return list(ids), {name: np.array(values, np.int64) for name, values in arrays.items()}
 
 
@@ -1208,12 +1211,9 @@ def prepare(args):
         eval_fraction eval_samples eval_distractors eval_data test_data teacher_model student_model
         student_max_length student_query_prompt student_document_prompt seed""".split()
     key = [READER, [getattr(args, name) for name in names]]
-    sources = [*args.phase1_data, *args.phase2_data, args.student_model]
-    if is_file(args.teacher_model):
-        sources.append(args.teacher_model)
-    for name in filter(None, (args.eval_data, args.test_data)):
-        sources.append(Path(name).parent.parent if Path(name).is_file() else name)
-    key += [files_of(str(source)) for source in sources]
+    sources = [*args.phase1_data, *args.phase2_data, args.teacher_model, args.student_model]
+    sources += filter(None, (args.eval_data, args.test_data))
+    key += [files_of(source) for source in sources]
 
     def write(folder):
         rows1, rows2 = read_sources(args, folder.parent / "tables")
@@ -1423,8 +1423,7 @@ def read_vectors(path, texts, cache_dir):
             for row, text in enumerate(table[column]):
                 rows.setdefault((role, str(text or "").strip()), row)
     if not rows or "vector" not in table.column_names:
-        found = ", ".join(table.column_names)
-        raise InputError(f"{path} has {found}; {expected}")
+        raise InputError(f"{path} has {', '.join(table.column_names)}; {expected}")
     dimensions = np.size(table[0]["vector"])
     vectors = np.empty((len(texts), dimensions), np.float32)
     for i, (role, text) in enumerate(texts):
